@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from launch.serving.compiler import Parts
-from launch.serving.dialects import Dialect, turn_of
+from launch.serving.dialects import Dialect, calling, turn_of
 from launch.serving.errors import ApiError
 from launch.serving.grammars import of_calls, of_shape
 from launch.serving.schemas import Chat, Generation, Tokenize, Tool
@@ -32,8 +32,7 @@ def read_chat(
     """Encodes a chat: the ids [n] int32 of its prompt, the prompt's part of the answer's turn, and the answer's form.
 
     Raises:
-        ApiError: 400, the template refuses it, it is far longer than `most` tokens, or the model's syntax of calls is
-            unknown.
+        ApiError: 400, the template refuses it, or it is far longer than `most` tokens.
     """
     ids, text = tokens.encode_chat(body, tools, most)
     begins = body.prompts_answer or body.begun is not None  # else the answer is plain text after a message
@@ -57,14 +56,12 @@ def form_of(
         turn: the prompt's part of the answer's turn.
 
     Raises:
-        ApiError: 400, the model's syntax of calls is unknown, or the form is too large.
+        ApiError: 400, the form is too large.
     """
     if isinstance(body, Chat) and body.has_to_call:
-        if dialect is None or dialect.calls is None:
-            what = "the chat template is of no family whose calls are known here: set tool_choice=auto"
-            raise ApiError(400, what, param="tool_choice")
         try:
-            calls = of_calls(dialect, body.callable_tools, body.may_call_again, turn, tokens.added, eos)
+            spoken = calling(dialect, body.named is not None)
+            calls = of_calls(spoken, body.callable_tools, body.may_call_again, turn, tokens.added, eos)
         except ValueError as error:
             raise unfollowed("tool_choice", error) from error
         return Form("tool_choice", calls)

@@ -27,7 +27,7 @@ from launch.serving.checked import Schema
 from launch.serving.choice import Choice
 from launch.serving.compiler import Compiler
 from launch.serving.core import Core, Flight
-from launch.serving.dialects import Dialect, Parser, dialect_of
+from launch.serving.dialects import Dialect, Parser, PlainParser, dialect_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
 from launch.serving.messages import Count, Messages, MessagesAnswer, error_body
@@ -187,24 +187,18 @@ class Api:
     async def _converse(self, request: Request, body: Chat, said: Schema, kind: Callable[..., Answer]) -> ASGIApp:
         """Answers a chat; `said` is the body that the client has sent for it."""
         ready, reader = self._core.refuse_unless_ready(), self._known(body.model)
-        tools = body.shown_tools
-        of_chat = reader.tokens, self._dialect, body, tools, ready.max_length, ready.eos
+        of_chat = reader.tokens, self._dialect, body, body.shown_tools, ready.max_length, ready.eos
         ids, turn, form = await reader.run(request.state.size, read_chat, *of_chat)
-        template = self._dialect.template if self._dialect is not None else None
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._answer(
-            request,
-            body,
-            ready,
-            [ids],
-            None,
-            wanted,
-            [],
-            lambda: Parser(template, turn, tools, body.may_call_again),
-            form,
-            said,
-            kind,
-        )
+        parser = partial(self._parser, body, turn)
+        return await self._answer(request, body, ready, [ids], None, wanted, [], parser, form, said, kind)
+
+    def _parser(self, body: Chat, turn: str) -> Parser:
+        """Creates the parser of an answer to a chat; `turn` is the prompt's part of its turn."""
+        template = self._dialect.template if self._dialect is not None else None
+        if body.has_to_call and (self._dialect is None or self._dialect.calls is None):
+            return PlainParser(template, turn, body.named)
+        return Parser(template, turn, body.shown_tools, body.may_call_again)
 
     async def _grammar(self, form: Form) -> str:
         """Compiles the grammar of a form.

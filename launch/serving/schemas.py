@@ -264,6 +264,11 @@ class Conversation(Schema):
         return getattr(self, "messages", None) or []
 
     @property
+    def has_to_call(self) -> bool:
+        """Whether the answer must be calls."""
+        return False
+
+    @property
     def begun(self) -> str | None:
         """The text that the answer continues; None: it begins a message."""
         return self.said[-1].text if self.continue_final_message else None
@@ -309,19 +314,21 @@ class Chat(Generation, Conversation):
     @property
     def callable_tools(self) -> list[Tool]:
         """Tools that the answer may call."""
-        tools, choice = self.tools or [], self.tool_choice
-        if isinstance(choice, ToolChoice):
-            return [tool for tool in tools if tool.function.name == choice.function.name]
-        return [] if choice == "none" else tools
+        return [tool for tool in self.shown_tools if self.named in (None, tool.function.name)]
+
+    @property
+    def named(self) -> str | None:
+        """The function that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
     def has_to_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+        return self.tool_choice == "required" or self.named is not None
 
     @property
     def may_call_again(self) -> bool:
         """Whether the answer may contain several calls; a named tool is called once."""
-        return self.parallel_tool_calls and not isinstance(self.tool_choice, ToolChoice)
+        return self.parallel_tool_calls and self.named is None
 
 
 class Tokenize(Conversation):
