@@ -229,6 +229,7 @@ class ServeConfig:
         name: the model's name to clients; unset: that of its directory.
         api_keys: file of keys, lines of OWNER KEY; unset: none is needed.
         open: whether an address that other hosts reach may do without keys.
+        cors: origins whose pages may use the server, such as https://chat.example; `*` is all.
         body_mib: most MiB of a request; unset: 64, or 16 bytes for each token of a sequence where that is more.
         waiting: most requests that wait for the engine.
         slow_s: for a client to take what is sent, seconds.
@@ -244,6 +245,7 @@ class ServeConfig:
     name: str | None = None
     api_keys: str | None = None
     open: bool = False
+    cors: list[str] = field(default_factory=list)
     body_mib: int | None = None
     waiting: int = 256
     slow_s: float = 60.0
@@ -344,6 +346,11 @@ def check(config: Config) -> None:
     for key, (least, most) in ranges.items():
         if (value := _get(config, key)) is not None and not least <= value <= most:
             raise ValueError(f"{key}={value!r} must be from {least} to {most}")
+    for origin in config.serve.cors:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
+            raise ValueError(
+                f"serve.cors has {origin!r}, which is no origin: write scheme and host, as https://chat.example, or *"
+            )
     speculation = config.speculation
     if not 0 < speculation.sparsity <= 1:
         raise ValueError(f"speculation.sparsity={speculation.sparsity!r} must be above 0 and at most 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
@@ -219,9 +219,25 @@ DIALECTS = (
 )
 
 
+# Calls where no family's syntax is known, as vLLM has them: a function's arguments alone, or a list of calls.
+ARGUMENTS_ALONE = Calls("ARGUMENTS")
+LIST_OF_CALLS = Calls('{"name": "NAME", "parameters": ARGUMENTS}', before="[", between=", ", after="]")
+
+
 def dialect_of(template: str) -> Dialect | None:
     """Returns the dialect of a chat template; None if it has none of these."""
     return next((d for d in DIALECTS if all(mark in template for mark in d.marks)), None)
+
+
+def calling(dialect: Dialect | None, named: bool) -> Dialect:
+    """Returns the dialect of an answer that must be calls: the model's own, or plain JSON where it has none for calls.
+
+    Args:
+        named: whether the request names the function.
+    """
+    if dialect is not None and dialect.calls is not None:
+        return dialect
+    return replace(dialect or Dialect("plain", (), {}), calls=ARGUMENTS_ALONE if named else LIST_OF_CALLS)
 
 
 def turn_of(template: dict[str, Any], prompt: str, begun: str | None = None) -> str:
@@ -341,7 +357,42 @@ class Parser:
         calls = calls if self._many else calls[:1]
         self._kind = "call"
         self.calls += len(calls)
-        return [AnswerPart("call", text, name, f"call_{uuid.uuid4().hex[:24]}") for name, text in filter(None, calls)]
+        return [_called(*call) for call in filter(None, calls)]
+
+
+class PlainParser(Parser):
+    """Parser of an answer that is calls as plain JSON, behind an optional thought; calls come at its end.
+
+    Args:
+        template: the response template, for thoughts.
+        function: the function whose arguments the answer is; None: it is a list of calls.
+    """
+
+    def __init__(self, template: dict[str, Any] | None, turn: str, function: str | None) -> None:
+        super().__init__(template, turn, [])
+        self._function = function
+        self._content = ""
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        return self._thoughts(super().feed(text))
+
+    def finish(self) -> list[AnswerPart]:
+        parts, text = self._thoughts(super().finish()), self._content
+        try:
+            value = json.loads(text)
+        except ValueError:  # it was cut
+            return [*parts, AnswerPart("content", text)] if text else parts
+        calls = [(self._function, text)] if self._function is not None else [*filter(None, map(_function, value))]
+        self.calls = len(calls)
+        return [*parts, *(_called(*call) for call in calls)]
+
+    def _thoughts(self, parts: list[AnswerPart]) -> list[AnswerPart]:
+        self._content += "".join(part.text for part in parts if part.kind == "content")
+        return [part for part in parts if part.kind != "content"]
+
+
+def _called(name: str, arguments: str) -> AnswerPart:
+    return AnswerPart("call", arguments, name, f"call_{uuid.uuid4().hex[:24]}")
 
 
 def _function(value: Any) -> tuple[str, str] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ class Answer:
 
     Attributes:
         chat: whether it answers a chat, not a completion.
+        request_id: that of the log.
         echoed: prompt text of each choice of a completion with echo.
         tells_thoughts: whether a chat's answer includes the model's reasoning.
         prompt_tokens: tokens of all prompts, each counted once.
@@ -31,6 +31,7 @@ class Answer:
     """
 
     chat: bool
+    request_id: str
     model: str
     choices: list[Choice]
     tokens: Tokens
@@ -46,7 +47,7 @@ class Answer:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request_id}"
         self._counts = [0] * len(self.choices)  # tool calls of a chat so far, characters of a completion
         self._said = 0  # prompt tokens reported as progress
 
@@ -57,7 +58,7 @@ class Answer:
             ApiError: a continuation failed.
         """
         told: list[list[News]] = [[] for _ in self.choices]
-        async for news in self._news():
+        async for news in self.news():
             for index, one in news:
                 told[index].append(one)
         choices = [self._choice(index, news) for index, news in enumerate(told)]
@@ -69,7 +70,7 @@ class Answer:
         no_usage = {"usage": None} if self.usage_at_end else {}
         begun = [False] * len(self.choices)
         try:
-            async for news in self._news():
+            async for news in self.news():
                 if self.progress and (progress := self._progress()):
                     yield _event(self._object(kind, []) | {"prompt_progress": progress} | no_usage)
                 elif not news:
@@ -80,10 +81,11 @@ class Answer:
             if self.usage_at_end:
                 yield _event(self._object(kind, []) | {"usage": self.usage()})
         except ApiError as error:
-            yield b"event: error\n" + _event(error.body())
+            yield b"event: error\n" + _event(error.body(self.request_id))
         yield DONE
 
     def usage(self) -> dict[str, Any]:
+        """Counts the tokens so far."""
         new = sum(choice.tokens for choice in self.choices)
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -92,7 +94,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": max((c.flight.cached or 0 for c in self.choices), default=0)},
         }
 
-    async def _news(self) -> AsyncIterator[list[tuple[int, News]]]:
+    async def news(self) -> AsyncIterator[list[tuple[int, News]]]:
         """Yields news by choice until all choices have ended; an empty list after `comment_s` seconds of silence."""
         while any(choice.ended is None for choice in self.choices):
             try:
@@ -119,7 +121,7 @@ class Answer:
         if not self.chat:
             text = "".join(one.text for one in news)
             return choice | {"text": self._echo(index) + text, "logprobs": logprobs}
-        parts = self._parts(news)
+        parts = self.parts(news)
         message: dict[str, Any] = {"role": "assistant", "content": None}
         for kind, name in (("content", "content"), ("thinking", "reasoning_content")):
             if texts := [part.text for part in parts if part.kind == kind]:
@@ -136,7 +138,7 @@ class Answer:
         if not self.chat:
             return choice | {"text": (self._echo(index) if first else "") + news.text, "logprobs": logprobs}
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
-        for part in self._parts([news]):
+        for part in self.parts([news]):
             if part.kind == "call":
                 delta.setdefault("tool_calls", []).append({"index": self._calls(index)} | _call(part))
             else:
@@ -144,7 +146,8 @@ class Answer:
                 delta[name] = delta.get(name, "") + part.text
         return choice | {"delta": delta, "logprobs": logprobs}
 
-    def _parts(self, news: list[News]) -> list[AnswerPart]:
+    def parts(self, news: list[News]) -> list[AnswerPart]:
+        """Returns the parts of news that are told."""
         parts = [part for one in news for part in one.parts]
         return [part for part in parts if self.tells_thoughts or part.kind != "thinking"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reprlib import Repr
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast
 
@@ -25,3 +25,4 @@ class Schema(BaseModel):
     """Base of all schemas: strict about types, and collects unknown fields separately."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    route: ClassVar[str] = "completions"  # of the table of fields

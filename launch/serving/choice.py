@@ -44,6 +44,7 @@ class Choice:
     Attributes:
         tokens: number of tokens drawn so far.
         ended: the finish reason, once it has ended.
+        stop: the stop text at which it ended.
     """
 
     def __init__(
@@ -62,12 +63,15 @@ class Choice:
         self.flight = flight
         self.tokens = 0
         self.ended: str | None = None
+        self.stop: str | None = None
+        self._stops = tuple(stop)
+        self._tokens = tokens
         self._parser = parser
         self._stop_ids = frozenset(stop_ids)
         self._eos = frozenset(eos)
         self._abort = abort
-        special = special or (parser is not None and parser.wants_special)
-        self._text = TextStream(tokens.tokenizer, tuple(stop), special=special)
+        self._special = special or (parser is not None and parser.wants_special)
+        self._text = TextStream(tokens.tokenizer, self._stops, special=self._special)
 
     def take(self) -> News:
         """Returns the news since the last call."""
@@ -90,6 +94,7 @@ class Choice:
                 break
         news.logprobs = flight.logprobs[self.tokens : self.tokens + len(news.ids)]
         self.tokens += len(news.ids)
+        self.stop = self._stop_text() if stopped else None
         self.ended = self.ended or flight.finish_reason
         if self.ended is not None and not stopped:
             said.append(self._text.finish())
@@ -106,3 +111,10 @@ class Choice:
         if self.ended == "stop" and self._parser is not None and self._parser.calls:
             news.finish_reason = "tool_calls"
         return news
+
+    def _stop_text(self) -> str | None:
+        """Finds which of the stop texts follows the text."""
+        ids = self.flight.drawn[: self.tokens]
+        whole = self._tokens.decode(ids, special=self._special)
+        rest = whole.removeprefix(self._text.text)
+        return next((stop for stop in self._stops if rest.startswith(stop)), None)

@@ -8,6 +8,7 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from enum import IntEnum
 from typing import Any
 
@@ -50,6 +51,7 @@ class Flight:
 
     Attributes:
         request: identity shared by all continuations of one request.
+        name: the request's id in the log.
         drawn: token ids so far.
         logprobs: those of each token, if requested.
         finish_reason, reason: see `Delta`; set once it has ended.
@@ -57,11 +59,14 @@ class Flight:
         progress: prompt tokens done; None until it is admitted.
         stage: its stage in the current job.
         crashes: crashes of the job during this continuation, which it may have caused.
+        admitted: time of its admission, once it is admitted.
+        first: time of its first token, by the monotonic clock; None until it has one.
     """
 
-    def __init__(self, submit: Submit, request: object, changed: Callable[[], None]) -> None:
+    def __init__(self, submit: Submit, request: object, name: str, changed: Callable[[], None]) -> None:
         self.submit = submit
         self.request = request
+        self.name = name
         self.changed = changed
         self.drawn: list[int] = []
         self.logprobs: list[Any] = []
@@ -72,6 +77,8 @@ class Flight:
         self.stage = Stage.SENT
         self.crashes = 0
         self.began = time.monotonic()
+        self.admitted = self.began
+        self.first: float | None = None
         self.last = self.began  # time of its last tokens
 
     @property
@@ -93,6 +100,8 @@ class Core:
         ready: the job's `Ready` message, once the first job has sent it.
         heard: time of the job's last message, by the monotonic clock.
         stats: the job's last gauges and counters.
+        rate: tokens per second between the job's last two gauges.
+        queried, hits: tokens of prompts, and those of them that were in the cache.
         metrics: metrics of all continuations.
     """
 
@@ -109,8 +118,12 @@ class Core:
         self.metrics.watch(
             "num_requests_running", "requests that were admitted", lambda: len(self.flights) - self.waiting
         )
+        self.metrics.watch("kv_cache_usage_perc", "share of the pages that sequences hold, 0 to 1", self._usage)
         for key, (name, what) in ENGINE.items():
             self.metrics.watch(name, what, lambda key=key: self.stats.get(key, 0))  # type: ignore[misc]
+        self.rate = 0.0
+        self.queried = self.hits = 0
+        self._drawn, self._counted = 0, time.monotonic()  # tokens since the job's last gauges, and their time
         self._most_waiting = most_waiting
         self._numbers = itertools.count(1)
         self._writer: StreamWriter | None = None
@@ -133,6 +146,9 @@ class Core:
     def waiting(self) -> int:
         return sum(flight.waits for flight in self.flights.values())
 
+    def _usage(self) -> float:
+        return self.stats.get("pages_used", 0) / (self.stats.get("pages", 0) or 1)
+
     def refuse_unless_ready(self) -> Ready:
         """Returns the job's `Ready` message.
 
@@ -143,8 +159,49 @@ class Core:
             raise ApiError(503, f"{self.state}: {self.why}", code=self.state, retry_s=RETRY_S.get(self.state, 10))
         return self.ready
 
-    def start(self, submits: list[Submit], changed: Callable[[], None]) -> list[Flight]:
+    def loads(self) -> dict[str, Any]:
+        """Describes how busy the ranks are, in the fields of SGLang's `/v1/loads` that routers read.
+
+        Raises:
+            ApiError: 503, there are none.
+        """
+        ready, waiting = self.refuse_unless_ready(), self.waiting
+        page = ready.kv_tokens / self.stats.get("pages", 1)  # tokens
+        used, cached = (round(self.stats.get(name, 0) * page) for name in ("pages_used", "pages_cached"))
+        running = len(self.flights) - waiting
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_total_reqs": running + waiting,
+            "num_waiting_uncached_tokens": sum(
+                len(flight.submit.ids) for flight in self.flights.values() if flight.waits
+            ),
+            "num_used_tokens": used,
+            "num_cached_tokens": cached,  # of nobody, and known to prompts that begin alike
+            "max_total_num_tokens": ready.kv_tokens,
+            "max_running_requests": ready.max_batch,
+            "token_usage": self._usage(),
+            "utilization": running / ready.max_batch,
+            "gen_throughput": self.rate,
+            "cache_hit_rate": self.hits / max(1, self.queried),
+        }
+        total = {
+            "total_running_reqs": running,
+            "total_waiting_reqs": waiting,
+            "total_reqs": running + waiting,
+            "avg_token_usage": load["token_usage"],
+            "avg_throughput": self.rate,
+            "avg_utilization": load["utilization"],
+        }
+        now = datetime.now(UTC).isoformat()
+        return {"timestamp": now, "dp_rank_count": 1, "loads": [load], "aggregate": total}
+
+    def start(self, submits: list[Submit], changed: Callable[[], None], name: str = "") -> list[Flight]:
         """Submits continuations to the job, all of them or none; sets their `id`.
+
+        Args:
+            name: the request's id in the log.
 
         Raises:
             ApiError: 503 or 429; 400 if one is too large for a frame.
@@ -160,7 +217,7 @@ class Core:
         if not self.flights:
             self.heard = time.monotonic()
         request = object()
-        flights = [Flight(replace(submit, id=next(self._numbers)), request, changed) for submit in submits]
+        flights = [Flight(replace(submit, id=next(self._numbers)), request, name, changed) for submit in submits]
         try:
             frames = [pieces(flight.submit) for flight in flights]
         except ValueError as error:
@@ -261,9 +318,13 @@ class Core:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):
-            before, now = (values.get("preemptions", 0) for values in (self.stats, message.values))
-            self.metrics.preemptions.inc(now - before if now >= before else now)  # another job counts from 0
+            before, after = (values.get("preemptions", 0) for values in (self.stats, message.values))
+            self.metrics.preemptions.inc(after - before if after >= before else after)  # another job counts from 0
             self.stats = message.values
+            if self.ready is not None and (pages := int(self.stats.get("pages", 0))):
+                self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)
+            now = time.monotonic()
+            self.rate, self._drawn, self._counted = self._drawn / (now - self._counted), 0, now
         elif isinstance(message, Unread | Queued | Delta | Progress) and message.id in self.flights:
             flight = self.flights[message.id]
             if isinstance(message, Unread):
@@ -293,19 +354,31 @@ class Core:
         now, metrics = time.monotonic(), self.metrics
         if flight.waits and (isinstance(message, Progress) or len(message.ids)):
             metrics.queued.observe(now - flight.began)
+            flight.admitted = now
         if isinstance(message, Delta) and (count := len(message.ids)):
             if flight.drawn:
                 metrics.between_tokens.observe((now - flight.last) / count)
             else:
+                flight.first = now
                 metrics.first_token.observe(now - flight.began)
+                metrics.prefill.observe(now - flight.admitted)
+                metrics.looked_up.inc(len(flight.submit.ids))
                 metrics.cached_tokens.inc(message.cached or 0)
+                self.queried += len(flight.submit.ids)
+                self.hits += message.cached or 0
             metrics.new_tokens.inc(count)
+            self._drawn += count
             flight.last = now
 
     def _end(self, flight: Flight, finish_reason: str, reason: str | None) -> None:
         self.flights.pop(flight.submit.id, None)
         self.metrics.ended.labels(finish_reason).inc()
-        self.metrics.whole.observe(time.monotonic() - flight.began)
+        now = time.monotonic()
+        self.metrics.whole.observe(now - flight.began)
+        self.metrics.prompt_lengths.observe(len(flight.submit.ids))
+        self.metrics.new_lengths.observe(len(flight.drawn))
+        if flight.first is not None:
+            self.metrics.decode.observe(now - flight.first)
         flight.end(finish_reason, reason)
 
     def _send(self, message: Message) -> None:

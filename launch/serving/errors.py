@@ -45,6 +45,8 @@ class ApiError(Exception):
         made = partial(ApiError, param=self.param, code=self.code, retry_s=self.retry_s)
         return made, (self.status, self.message)
 
-    def body(self) -> dict[str, Any]:
+    def body(self, request_id: str | None = None) -> dict[str, Any]:
+        """Describes it; `request_id` is that of the log."""
         kind = KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        told = {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return told if request_id is None else told | {"request_id": request_id}

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests for completions and chats, and their support here."""
+"""Fields of OpenAI's, vLLM's and Anthropic's requests, and their support here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-BOTH, COMPLETIONS, CHATS = "both", "completions", "chats"
+ALL, BOTH, COMPLETIONS, CHATS, RESPONSES, MESSAGES = "all", "both", "completions", "chats", "responses", "messages"
 DONE, REFUSED, HARMLESS = "done", "refused", "harmless"
 
 
@@ -15,7 +15,7 @@ class Field:
     """A field of a request.
 
     Attributes:
-        route: both, completions or chats.
+        route: all, both (completions and chats), or one of completions, chats, responses and messages.
         fate: done; refused, as the answer would be wrong without it; or harmless: ignored and named in a header.
         says: its description; for a refused field, the reason or what to send instead.
         neutral: values of a refused field that have no effect and are accepted.
@@ -35,18 +35,14 @@ def _fields(fate: str, route: str, *rows: tuple[Any, ...]) -> Iterator[Field]:
 
 FIELDS = (
     *_fields(
-        DONE, BOTH,
+        DONE, ALL,
         ("model", "the model's name, or none; another one is 404"),
         ("stream", "the answer comes as server-sent events"),
-        ("stream_options", "`include_usage`: the usage is the last event"),
-        ("max_tokens", "limit of new tokens; unset: 16 in completions, what the context leaves in chats"),
-        ("n", "number of answers to one prompt, at most 128"),
         ("temperature", "0 to 100; unset: that of `generation_config.json`, then 1"),
         ("top_p", "above 0, to 1; unset: that of `generation_config.json`, then 1"),
         ("top_k", "0 and -1 keep all tokens; unset: that of `generation_config.json`, then 0"),
         ("min_p", "0 to 1; unset: that of `generation_config.json`, then 0"),
         ("seed", "fixes what is drawn, choice *i* of `n` with seed + *i*; unset: each request draws its own"),
-        ("stop", "up to 16 texts; the answer ends before the first of them"),
         ("stop_token_ids", "token ids; the answer ends before them"),
         ("min_tokens", "number of tokens before an end may be drawn"),
         ("ignore_eos", "the model's own ends do not end the answer"),
@@ -54,8 +50,17 @@ FIELDS = (
         ("presence_penalty", "-2 to 2, for tokens that were drawn"),
         ("frequency_penalty", "-2 to 2, as often as a token was drawn"),
         ("repetition_penalty", "0.01 to 100, for tokens that were drawn or are in the prompt"),
-        ("logprobs", "in completions a number up to 20, in chats true: how likely each token was"),
+        ("priority", "lower ones are admitted first"),
+        ("cache_salt", "cached prefixes are shared with requests of the same salt alone"),
         ("skip_special_tokens", "false: special tokens are part of the text"),
+    ),
+    *_fields(
+        DONE, BOTH,
+        ("stream_options", "`include_usage`: the usage is the last event"),
+        ("max_tokens", "limit of new tokens; unset: 16 in completions, what the context leaves in chats"),
+        ("n", "number of answers to one prompt, at most 128"),
+        ("stop", "up to 16 texts; the answer ends before the first of them"),
+        ("logprobs", "in completions a number up to 20, in chats true: how likely each token was"),
         ("response_format", "`text`, `json_object`, `json_schema` or `structural_tag`: [a form](#forms-of-answers)"),
         ("structured_outputs", "`json`, `regex`, `choice`, `grammar` and others: [a form](#forms-of-answers)"),
         ("guided_json", "an older name of `structured_outputs.json`"),
@@ -63,8 +68,6 @@ FIELDS = (
         ("guided_choice", "an older name of `structured_outputs.choice`"),
         ("guided_grammar", "an older name of `structured_outputs.grammar`"),
         ("guided_whitespace_pattern", "an older name of `structured_outputs.whitespace_pattern`, beside `guided_json`"),
-        ("priority", "lower ones are admitted first"),
-        ("cache_salt", "cached prefixes are shared with requests of the same salt alone"),
         ("return_progress", "events with `prompt_progress` while the prompt is read"),
     ),
     *_fields(
@@ -87,6 +90,52 @@ FIELDS = (
         ("reasoning_effort", "`none` to `max`, [where the template reads it](#what-templates-read); else refused"),
         ("chat_template_kwargs", "scalars for [variables of the template](#what-templates-read); others are refused"),
         ("documents", "objects of texts, [where the template reads them](#what-templates-read); else refused"),
+    ),
+    *_fields(
+        DONE, RESPONSES,
+        ("input", "a text, or a list of messages, thoughts, calls and their results; text parts alone"),
+        ("instructions", "the system's message"),
+        ("max_output_tokens", "limit of new tokens; unset: what the context leaves"),
+        ("tools", "functions that the answer may call; calls come whole"),
+        ("tool_choice", "`none`, `auto`, `required` or a function: [which calls come](#forms-of-answers)"),
+        ("parallel_tool_calls", "false: the answer ends with its first call"),
+        ("reasoning", "`effort`, [where the template reads it](#what-templates-read); else refused"),
+        ("text", "`format`: `text`, `json_object` or `json_schema`: [a form](#forms-of-answers)"),
+        ("metadata", "up to 300 texts, which come back"),
+        ("chat_template_kwargs", "scalars for [variables of the template](#what-templates-read); others are refused"),
+    ),
+    *_fields(
+        DONE, MESSAGES,
+        ("messages", "texts, thoughts, calls and their results; the answer goes on with an assistant's last message"),
+        ("max_tokens", "limit of new tokens; required"),
+        ("system", "the system's message"),
+        ("stop_sequences", "up to 16 texts; the answer ends before the first of them"),
+        ("tools", "functions that the answer may call, with `input_schema`; calls come whole"),
+        ("tool_choice", "`none`, `auto`, `any` or `tool`: [which calls come](#forms-of-answers)"),
+        ("thinking", "`enabled`, `adaptive` or `disabled`: turns thinking on or off, where the template has a switch"),
+        ("output_config", "`effort`, [where the template reads it](#what-templates-read); `format`, a schema"),
+    ),
+    *_fields(
+        REFUSED, RESPONSES,
+        ("previous_response_id", "nothing is kept of answers: send the whole conversation as input"),
+        ("store", "nothing is kept of answers: leave it out, or send false", False),
+        ("conversation", "nothing is kept of conversations: send the whole one as input"),
+        ("background", "answers are told on their connection", False),
+        ("background_options", "answers are told on their connection"),
+        ("prompt", "there are no prompts of the server's own: send input"),
+        ("max_tool_calls", "clients run the tools"),
+        ("truncation", "conversations are read whole", "disabled"),
+        ("top_logprobs", "answers are told alone", 0),
+        ("context_management", "conversations are read whole"),
+        ("moderation", "nothing is moderated"),
+        ("image", "there is text alone"),
+        ("access_programs", "there are none"),
+    ),
+    *_fields(
+        REFUSED, MESSAGES,
+        ("container", "there are no containers"),
+        ("mcp_servers", "clients run the tools", []),
+        ("context_management", "conversations are read whole"),
     ),
     *_fields(
         REFUSED, BOTH,
@@ -154,18 +203,45 @@ FIELDS = (
         ("routed_experts_prompt_start", "routes of experts are not told"),
     ),
     *_fields(
+        HARMLESS, RESPONSES,
+        ("include", "what there is comes anyway"),
+        ("stream_options", "events have no padding"),
+        ("user", "nothing is kept of users"),
+        ("service_tier", "all requests are served alike; there is `priority`"),
+        ("safety_identifier", "nothing is kept of users"),
+        ("prompt_cache_key", "what begins alike is found in the cache; `cache_salt` keeps it apart"),
+        ("prompt_cache_options", "the cache has its own rules"),
+        ("prompt_cache_retention", "the cache has its own rules"),
+    ),
+    *_fields(
+        HARMLESS, MESSAGES,
+        ("metadata", "nothing is kept of users"),
+        ("service_tier", "all requests are served alike; there is `priority`"),
+        ("cache_control", "what begins alike is found in the cache"),
+        ("diagnostics", "there are none"),
+        ("inference_geo", "it is served here"),
+        ("speed", "all requests are served alike; there is `priority`"),
+        ("user_profile_id", "nothing is kept of users"),
+        ("workspace_id", "nothing is kept of users"),
+    ),
+    *_fields(
         HARMLESS, CHATS,
         ("media_io_kwargs", "there is text alone"),
         ("mm_processor_kwargs", "there is text alone"),
     ),
 )  # fmt: skip
-_OF_CHATS = {field.name: field for field in FIELDS if field.route != COMPLETIONS}
-_OF_COMPLETIONS = {field.name: field for field in FIELDS if field.route != CHATS}
+GROUPS = {
+    COMPLETIONS: (ALL, BOTH, COMPLETIONS),
+    CHATS: (ALL, BOTH, CHATS),
+    RESPONSES: (ALL, RESPONSES),
+    MESSAGES: (ALL, MESSAGES),
+}
+_OF = {route: {field.name: field for field in FIELDS if field.route in groups} for route, groups in GROUPS.items()}
 
 
-def field_of(name: str, chat: bool) -> Field | None:
-    """Returns a field of chats or completions; None if unknown."""
-    return (_OF_CHATS if chat else _OF_COMPLETIONS).get(name)
+def field_of(name: str, route: str) -> Field | None:
+    """Returns a field of completions, chats, responses or messages; None if unknown."""
+    return _OF[route].get(name)
 
 
 def table() -> list[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from helix.answers.dialects import Dialect, turn_of
+from helix.answers.dialects import Dialect, calling, turn_of
 from helix.answers.grammars import Parts, of_calls, of_shape
 from launch.serving.errors import ApiError
 from launch.serving.schemas import Chat, Generation, Tokenize, Tool
@@ -31,13 +31,17 @@ def read_chat(
     """Encodes a chat: the ids [n] int32 of its prompt, the prompt's part of the answer's turn, and the answer's form.
 
     Raises:
-        ApiError: 400, the template refuses it, it is far longer than `most` tokens, or the model's syntax of calls is
-            unknown.
+        ApiError: 400, the template refuses it, or it is far longer than `most` tokens.
     """
     ids, text = tokens.encode_chat(body, tools, most)
     begins = body.prompts_answer or body.begun is not None  # else the answer is plain text after a message
     turn = turn_of(dialect.template, text, body.begun) if dialect is not None and begins else ""
     return ids, turn, form_of(tokens, body, eos, dialect, turn)
+
+
+def ids_of_chat(tokens: Tokens, body: Chat, most: int) -> np.ndarray:
+    """Encodes a chat up to the answer: the ids [n] int32 of its prompt; errors as in `Tokens.encode_chat`."""
+    return tokens.encode_chat(body, body.shown_tools, most)[0]
 
 
 def form_of(
@@ -51,14 +55,12 @@ def form_of(
         turn: the prompt's part of the answer's turn.
 
     Raises:
-        ApiError: 400, the model's syntax of calls is unknown, or the form is too large.
+        ApiError: 400, the form is too large.
     """
     if isinstance(body, Chat) and body.has_to_call:
-        if dialect is None or dialect.calls is None:
-            what = "the chat template is of no family whose calls are known here: set tool_choice=auto"
-            raise ApiError(400, what, param="tool_choice")
         try:
-            calls = of_calls(dialect, body.callable_tools, body.may_call_again, turn, tokens.added, eos)
+            spoken = calling(dialect, body.named is not None)
+            calls = of_calls(spoken, body.callable_tools, body.may_call_again, turn, tokens.added, eos)
         except ValueError as error:
             raise unfollowed("tool_choice", error) from error
         return Form("tool_choice", calls)

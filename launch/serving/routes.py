@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,27 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from helix.answers.dialects import Dialect, Parser, dialect_of
+from helix.answers.dialects import Dialect, Parser, PlainParser, dialect_of
 from helix.config import ServeConfig
+from launch.serving import messages, responses
+from launch.serving.access import Logged, with_cors
 from launch.serving.answers import Answer
+from launch.serving.checked import Schema
 from launch.serving.choice import Choice
 from launch.serving.compiler import Compiler
 from launch.serving.core import Core, Flight
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
+from launch.serving.messages import Count, Messages, MessagesAnswer, error_body
+from launch.serving.openapi import document
 from launch.serving.prompts import Form, form_of, ids_of, read_chat, unfollowed
 from launch.serving.reader import RECEIVE_S, Reader
+from launch.serving.responses import Responses, ResponsesAnswer
 from launch.serving.sampling import limit_of, sampling_of
 from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
-from launch.serving.tokens import read_defaults
+from launch.serving.tokens import read_defaults, variables
 
 UNSET_TOKENS = 16  # default of max_tokens for completions
 MIB = 1 << 20
@@ -92,29 +99,39 @@ class Api:
         if self._compiler is not None:
             await self._compiler.close()
 
-    def app(self) -> Starlette:
-        """Creates the ASGI application."""
-        routes = [
-            ("/v1/chat/completions", "POST", self._chat),
-            ("/v1/completions", "POST", self._complete),
-            ("/v1/models", "GET", self._models),
-            ("/v1/models/{name:path}", "GET", self._model),
-            ("/tokenize", "POST", self._tokenize),
-            ("/detokenize", "POST", self._detokenize),
-            ("/metrics", "GET", self._metrics),
-            ("/version", "GET", self._version),
-            ("/", "GET", self._page),
-            ("/health", "GET", self._health),
-            ("/livez", "GET", self._livez),
+    @property
+    def _routes(self) -> list[tuple[str, str, Handler, type[Schema] | None]]:
+        """Path, method, handler and body of each route."""
+        return [
+            ("/v1/chat/completions", "POST", self._chat, Chat),
+            ("/v1/completions", "POST", self._complete, Completion),
+            ("/v1/responses", "POST", self._respond, Responses),
+            ("/v1/messages", "POST", self._message, Messages),
+            ("/v1/messages/count_tokens", "POST", self._count, Count),
+            ("/v1/models", "GET", self._models, None),
+            ("/v1/models/{name:path}", "GET", self._model, None),
+            ("/v1/loads", "GET", self._loads, None),
+            ("/tokenize", "POST", self._tokenize, Tokenize),
+            ("/detokenize", "POST", self._detokenize, Detokenize),
+            ("/metrics", "GET", self._metrics, None),
+            ("/version", "GET", self._version, None),
+            ("/openapi.json", "GET", self._openapi, None),
+            ("/", "GET", self._page, None),
+            ("/health", "GET", self._health, None),
+            ("/livez", "GET", self._livez, None),
         ]
-        return Starlette(
-            routes=[Route(path, self._answered(handler), methods=[method]) for path, method, handler in routes],
-            exception_handlers={HTTPException: _no_such_route, ApiError: _refused, Exception: _failed},
-        )
+
+    def app(self) -> ASGIApp:
+        """Creates the ASGI application."""
+        routes = [Route(path, self._answered(handler), methods=[method]) for path, method, handler, _ in self._routes]
+        handlers = {HTTPException: _no_such_route, ApiError: _refused, Exception: _failed}
+        app = with_cors(Starlette(routes=routes, exception_handlers=handlers), self._serve.cors)
+        return Logged(app, lambda line: print(line, flush=True))
 
     # ---- generation
 
     async def _complete(self, request: Request) -> ASGIApp:
+        """Continues texts or token ids."""
         ready = self._core.refuse_unless_ready()
         body = await self._body(request, Completion, self._serve.waiting * ready.max_length)
         reader = self._known(body.model)
@@ -140,28 +157,49 @@ class Api:
         form = None
         if body.shape is not None:
             form = await reader.run(request.state.size, form_of, reader.tokens, body, ready.eos)
-        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, form)
+        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, form, body)
 
     async def _chat(self, request: Request) -> ASGIApp:
-        ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
+        """Answers a conversation, by the checkpoint's chat template."""
+        body = await self._body(request, Chat)
+        return await self._converse(request, body, body, Answer)
+
+    async def _respond(self, request: Request) -> ASGIApp:
+        """Answers a conversation as OpenAI's Responses do."""
+        body = await self._body(request, Responses)
+        chat = await self._known(body.model).run(request.state.size, responses.chat_of, body)
+        return await self._converse(request, chat, body, partial(ResponsesAnswer, body=body))
+
+    async def _message(self, request: Request) -> ASGIApp:
+        """Answers a conversation as Anthropic's Messages do."""
+        body = await self._body(request, Messages)
         reader = self._known(body.model)
-        tools = [] if body.tool_choice == "none" else body.tools or []
-        given = [tool.model_dump(exclude_none=True) for tool in tools]
-        of_chat = reader.tokens, self._dialect, body, tools, ready.max_length, ready.eos
+        chat = await reader.run(request.state.size, messages.chat_of, body, variables(reader.tokens.template))
+        return await self._converse(request, chat, body, MessagesAnswer)
+
+    async def _count(self, request: Request) -> ASGIApp:
+        """Counts the tokens of a conversation, as Anthropic's Messages give it."""
+        ready, body = self._core.refuse_unless_ready(), await self._body(request, Count)
+        reader = self._known(body.model)
+        work = reader.tokens, body, variables(reader.tokens.template), max(ready.context, COUNTED_IDS)
+        return JSONResponse(await reader.run(request.state.size, messages.count_of, *work))
+
+    async def _converse(self, request: Request, body: Chat, said: Schema, kind: Callable[..., Answer]) -> ASGIApp:
+        """Answers a chat; `said` is the body that the client has sent for it."""
+        ready, reader = self._core.refuse_unless_ready(), self._known(body.model)
+        of_chat = reader.tokens, self._dialect, body, body.shown_tools, ready.max_length, ready.eos
         ids, turn, form = await reader.run(request.state.size, read_chat, *of_chat)
-        template = self._dialect.template if self._dialect is not None else None
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._answer(
-            request,
-            body,
-            ready,
-            [ids],
-            None,
-            wanted,
-            [],
-            lambda: Parser(template, turn, given, body.may_call_again),
-            form,
-        )
+        parser = partial(self._parser, body, turn)
+        return await self._answer(request, body, ready, [ids], None, wanted, [], parser, form, said, kind)
+
+    def _parser(self, body: Chat, turn: str) -> Parser:
+        """Creates the parser of an answer to a chat; `turn` is the prompt's part of its turn."""
+        template = self._dialect.template if self._dialect is not None else None
+        if body.has_to_call and (self._dialect is None or self._dialect.calls is None):
+            return PlainParser(template, turn, body.named)
+        given = [tool.model_dump(exclude_none=True) for tool in body.shown_tools]
+        return Parser(template, turn, given, body.may_call_again)
 
     async def _grammar(self, form: Form) -> str:
         """Compiles the grammar of a form.
@@ -189,10 +227,12 @@ class Api:
         echoed: list[str],
         parser: Callable[[], Parser] | None,
         form: Form | None,
+        said: Schema,
+        kind: Callable[..., Answer] = Answer,
     ) -> ASGIApp:
         """Starts the continuations of all prompts, `n` of each, and answers whole or as a stream."""
         assert self._reader is not None, "set before the first job is ready"
-        tokens = self._reader.tokens
+        tokens, visit = self._reader.tokens, request.state.visit
         n, changed, submits = body.n or 1, asyncio.Event(), []
         grammar = None if form is None else await self._grammar(form)
         salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
@@ -202,7 +242,7 @@ class Api:
                 sampling = sampling_of(body, self._defaults, ready, logprobs, index)
                 submits.append(Submit(0, limit, sampling, -body.priority, salt, grammar, ids=prompt))
         parsers = [parser() if parser is not None else None for _ in submits]
-        flights = self._core.start(submits, changed.set)  # nothing below fails before `answer` owns them
+        flights = self._core.start(submits, changed.set, visit.id)  # nothing below fails before `answer` owns them
         choices = [
             Choice(
                 index,
@@ -217,8 +257,9 @@ class Api:
             )
             for index, (flight, own) in enumerate(zip(flights, parsers, strict=True))
         ]
-        answer = Answer(
+        answer = kind(
             chat=parser is not None,
+            request_id=visit.id,
             model=self.name,
             choices=choices,
             tokens=tokens,
@@ -231,7 +272,8 @@ class Api:
             with_logprobs=logprobs is not None,
             tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
         )
-        ignored = ",".join(map(_header, unknown(body)[:MOST_TOLD]))
+        visit.answer = answer
+        ignored = ",".join(map(_header, unknown(said)[:MOST_TOLD]))
         headers = {"x-ignored-fields": ignored} if ignored else {}
         if body.stream:
             return EventStream(answer.events(), answer.close, self._serve.slow_s, headers)
@@ -247,9 +289,11 @@ class Api:
     # ---- information
 
     async def _models(self, request: Request) -> ASGIApp:
+        """Lists the model that is served."""
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def _model(self, request: Request) -> ASGIApp:
+        """Describes a model."""
         self._known(request.path_params["name"])
         return JSONResponse(self._described())
 
@@ -261,40 +305,56 @@ class Api:
         return described | {"max_model_len": ready.max_length, "chat": self._reader.tokens.has_template}
 
     async def _tokenize(self, request: Request) -> ASGIApp:
+        """Converts a text or a conversation to token ids."""
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Tokenize)
         reader, most = self._known(body.model), max(ready.context, COUNTED_IDS)
         work = reader.tokens, body, ready.max_length, most
         return Response(await reader.run(request.state.size, ids_of, *work), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> ASGIApp:
+        """Converts token ids to their text."""
         ready = self._core.refuse_unless_ready()
         body = await self._body(request, Detokenize, max(ready.context, COUNTED_IDS))
         reader, ids = self._known(body.model), body.ids
         return JSONResponse({"prompt": await reader.run(ids.nbytes, reader.tokens.decode, ids)})
 
     async def _metrics(self, request: Request) -> ASGIApp:
-        return Response(self._core.metrics.text(), media_type="text/plain; version=0.0.4")
+        """Tells the metrics, in Prometheus's format."""
+        return Response(self._core.metrics.text(self.name), media_type="text/plain; version=0.0.4")
 
     async def _version(self, request: Request) -> ASGIApp:
+        """Tells the version."""
         return JSONResponse({"version": version("helix-runtime")})
 
+    async def _loads(self, request: Request) -> ASGIApp:
+        """Tells routers how busy the ranks are, as SGLang does."""
+        return JSONResponse(self._core.loads())
+
+    async def _openapi(self, request: Request) -> ASGIApp:
+        """Describes the routes, as OpenAPI."""
+        routes = [(path, method, str(handler.__doc__), body) for path, method, handler, body in self._routes]
+        return JSONResponse(document(version("helix-runtime"), routes, self._keys.needed))
+
     async def _health(self, request: Request) -> ASGIApp:
+        """Answers 200 while all ranks serve, else 503."""
         state, why = self._core.state, self._core.why
         return JSONResponse({"state": state, "reason": why}, 200 if state == "ready" else 503)
 
     async def _page(self, request: Request) -> ASGIApp:
+        """Returns a page to try the model on."""
         return Response(PAGE.read_bytes(), media_type="text/html", headers=PAGE_HEADERS)
 
     async def _livez(self, request: Request) -> ASGIApp:
+        """Answers while this process does."""
         return JSONResponse({"state": "alive"})
 
     # ---- shared by all routes
 
     def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
-        open_to_all = handler in (self._health, self._livez, self._page)
+        open_to_all = handler in (self._health, self._livez, self._page, self._openapi)
 
         async def answered(request: Request) -> ASGIApp:
-            request.state.owner = None if open_to_all else self._keys.owner(request.headers.get("authorization"))
+            request.state.owner = None if open_to_all else self._keys.owner(request.headers)
             try:
                 return await handler(request)
             except (Gone, ClientDisconnect):
@@ -343,14 +403,22 @@ def _header(name: str) -> str:
 
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+    return _told(request, error)
 
 
 def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path:.200}: {error.detail}"
-    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, headers=error.headers)
+    told = _told(request, ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}"))
+    told.headers.update(error.headers or {})
+    return told
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, f"the server failed: {type(error).__name__}").body(), 500)
+    return _told(request, ApiError(500, f"the server failed: {type(error).__name__}"))
+
+
+def _told(request: Request, error: ApiError) -> Response:
+    """Creates the response of an error, in the form of the route's interface."""
+    of_messages = request.url.path.startswith("/v1/messages")
+    body = error_body(error, request.state.visit.id) if of_messages else error.body(request.state.visit.id)
+    return JSONResponse(body, error.status, headers=error.headers)

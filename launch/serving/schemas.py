@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import (
@@ -19,7 +19,7 @@ from pydantic import (
 from helix.answers.grammars import Shape
 from launch.serving.checked import SAID, Schema, Some
 from launch.serving.errors import ApiError
-from launch.serving.fields import REFUSED, field_of
+from launch.serving.fields import CHATS, REFUSED, field_of
 from launch.serving.fields import Field as Known
 from launch.serving.forms import MOST_EXPRESSION, Expression, Format, Structured, Texts, bounded, shape_of
 
@@ -47,6 +47,13 @@ def _short_texts(values: dict[str, Scalar]) -> dict[str, Scalar]:
     return values
 
 
+def _some_stops(stop: str | list[str]) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > MOST_STOPS or not all(0 < len(text) <= MOST_STOP for text in stops):
+        raise ValueError(f"must be at most {MOST_STOPS} texts, of 1 to {MOST_STOP} characters each")
+    return stops
+
+
 def _array(ids: list[int]) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
 
@@ -55,6 +62,7 @@ SHORT = BeforeValidator(_short)
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[Some[TokenId], AfterValidator(_array)]
 
+Stops = Annotated[str | Some[str], AfterValidator(_some_stops)]
 Arguments = Annotated[dict[str, Scalar], SHORT, AfterValidator(_short_texts)]
 
 
@@ -62,20 +70,14 @@ class StreamOptions(Schema):
     include_usage: bool = False
 
 
-class Generation(Schema):
-    """Common fields of completions and chats."""
+class Sampling(Schema):
+    """Fields of how tokens are drawn, and what goes with them; all routes that generate have them."""
 
-    model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | Some[str] | None = None
     stop_token_ids: Annotated[Some[TokenId], SHORT] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     ignore_eos: bool = False
@@ -85,24 +87,7 @@ class Generation(Schema):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    return_progress: bool = False
-    response_format: Format | None = None
-    structured_outputs: Structured | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: Expression | None = None
-    guided_choice: Texts | None = None
-    guided_grammar: Expression | None = None
-    guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
     skip_special_tokens: bool = True
-    _wanted: Shape | None = PrivateAttr(None)
-
-    @field_validator("stop")
-    @classmethod
-    def _some_stops(cls, stop: str | list[str] | None) -> list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop
-        if stops is not None and (len(stops) > MOST_STOPS or not all(0 < len(text) <= MOST_STOP for text in stops)):
-            raise ValueError(f"must be at most {MOST_STOPS} texts, of 1 to {MOST_STOP} characters each")
-        return stops
 
     @field_validator("logit_bias")
     @classmethod
@@ -111,6 +96,31 @@ class Generation(Schema):
             if not name.isascii() or not name.isdecimal() or int(name[:11]) >= 1 << 31:
                 raise ValueError(f"has the key {name!r:.40}, which is not a token id")
         return bias
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields that are given."""
+        return {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
+
+
+class Generation(Sampling):
+    """Common fields of completions and chats."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stop: Stops | None = None
+    return_progress: bool = False
+    response_format: Format | None = None
+    structured_outputs: Structured | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: Expression | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Expression | None = None
+    guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
+    _wanted: Shape | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Generation:
@@ -227,6 +237,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class Conversation(Schema):
     """Fields of a conversation besides its messages."""
 
+    route: ClassVar[str] = CHATS
+
     tools: Some[Tool] | None = None
     chat_template_kwargs: Arguments | None = None
     documents: Some[dict[str, str]] | None = None
@@ -251,6 +263,11 @@ class Conversation(Schema):
     def said(self) -> list[ChatMessage]:
         """The messages; empty for /tokenize with a prompt."""
         return getattr(self, "messages", None) or []
+
+    @property
+    def has_to_call(self) -> bool:
+        """Whether the answer must be calls."""
+        return False
 
     @property
     def begun(self) -> str | None:
@@ -291,21 +308,29 @@ class Chat(Generation, Conversation):
         return self
 
     @property
+    def shown_tools(self) -> list[Tool]:
+        """Tools that the prompt tells of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """Tools that the answer may call, as they came."""
-        tools, choice = self.tools or [], self.tool_choice
-        if isinstance(choice, ToolChoice):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        return [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in tools]
+        tools = (tool for tool in self.shown_tools if self.named in (None, tool.function.name))
+        return [tool.model_dump(exclude_none=True) for tool in tools]
+
+    @property
+    def named(self) -> str | None:
+        """The function that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
     def has_to_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+        return self.tool_choice == "required" or self.named is not None
 
     @property
     def may_call_again(self) -> bool:
         """Whether the answer may contain several calls; a named tool is called once."""
-        return self.parallel_tool_calls and not isinstance(self.tool_choice, ToolChoice)
+        return self.parallel_tool_calls and self.named is None
 
 
 class Tokenize(Conversation):
@@ -352,13 +377,30 @@ def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
     try:
         request = schema.model_validate_json(body)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_context=False)
-        raise _refusal(max(errors, key=lambda one: len(one["loc"]))) from error  # of a union, the deepest
+        raise _deepest(error) from error
     for known, value in _others(request):
         if known.fate == REFUSED and value is not None and value not in known.neutral:
             what = f"{known.name} is not supported: {known.says}"
             raise ApiError(400, what, param=known.name, code="unsupported_parameter")
     return request
+
+
+def checked(schema: type[Body], values: dict[str, Any]) -> Body:
+    """Checks the values of a body's fields.
+
+    Raises:
+        ApiError: 400, naming the field, its value and its range.
+    """
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise _deepest(error) from error
+
+
+def _deepest(error: ValidationError) -> ApiError:
+    """Returns the refusal for the deepest error: of a union, that of the member that fits best."""
+    errors = error.errors(include_url=False, include_context=False)
+    return _refusal(max(errors, key=lambda one: len(one["loc"])))
 
 
 def _check_values(body: bytes, most_ids: int) -> None:
@@ -395,7 +437,7 @@ def unknown(request: Schema) -> list[str]:
 def _others(request: Schema) -> Iterator[tuple[Known, Any]]:
     """Yields known fields that are not in the schema, with their values."""
     for name, value in (request.model_extra or {}).items():
-        if (known := field_of(name, isinstance(request, Conversation))) is not None:
+        if (known := field_of(name, request.route)) is not None:
             yield known, value
 
 

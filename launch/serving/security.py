@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
 
 from helix.config import ServeConfig
@@ -37,21 +38,27 @@ class Keys:
         if len(self._digests) == (key is not None):
             raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
 
-    def owner(self, authorization: str | None) -> str | None:
-        """Returns the owner of the key in an Authorization header; None if no key is needed.
+    @property
+    def needed(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._digests)
+
+    def owner(self, headers: Mapping[str, str]) -> str | None:
+        """Returns the owner of the key in a request's headers; None if no key is needed.
 
         Raises:
             ApiError: 401.
         """
         if not self._digests:
             return None
-        scheme, _, key = (authorization or "").partition(" ")
+        of_anthropic = f"Bearer {headers.get('x-api-key', '')}"
+        scheme, _, key = headers.get("authorization", of_anthropic).partition(" ")
         given, found = _digest(key.strip()), None
         for owner, digest in self._digests:  # all of them, so that timing reveals nothing
             if hmac.compare_digest(given, digest):
                 found = owner
         if found is None or scheme.lower() != "bearer":
-            raise ApiError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(401, "a key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY", code="invalid_api_key")
         return found
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from helix.config import ServeConfig
 from launch.inputs.compose import ROOT
-from launch.serving.core import Core
-from launch.serving.frames import Submit
+from launch.serving.core import Core, Flight
 
 ENTRY = ROOT / "torchrun_entry.py"
 LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the process that it must not outlive
@@ -63,7 +62,7 @@ class Supervisor:
             given_up = self._core.lost(why)
             print(f"{why}: {len(self._core.flights)} requests wait for it to come back", file=sys.stderr, flush=True)
             if given_up is not None:
-                print(f"not tried again: {_described(given_up.submit)}", file=sys.stderr, flush=True)
+                print(f"not tried again: {_described(given_up)}", file=sys.stderr, flush=True)
             failures.append(time.monotonic())
             while failures[0] < time.monotonic() - WINDOW_S:
                 failures.popleft()
@@ -130,11 +129,12 @@ class Supervisor:
                 await serving
 
 
-def _described(submit: Submit) -> str:
+def _described(flight: Flight) -> str:
     """Describes a request without its content."""
+    submit = flight.submit
     grammar = "none" if submit.grammar is None else f"{len(submit.grammar)} characters"
     prompt = f"a prompt of {len(submit.ids)} tokens, {submit.max_new_tokens} to draw"
-    return f"request {submit.id}, {prompt}, grammar: {grammar}, sampling: {', '.join(submit.sampling) or 'greedy'}"
+    return f"request {flight.name}, {prompt}, grammar: {grammar}, sampling: {', '.join(submit.sampling) or 'greedy'}"
 
 
 def _exit(code: int | None) -> str:

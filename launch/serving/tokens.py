@@ -89,8 +89,8 @@ class Tokens:
         self._check_length(text, most, "prompt")
         return self._whole(text, special)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._needed().decode(ids))
+    def decode(self, ids: Sequence[int], special: bool = True) -> str:
+        return str(self._needed().decode(ids, skip_special_tokens=not special))
 
     def token_text(self, token: int) -> str:
         """Decodes a single token; its number if there is no tokenizer."""
@@ -115,6 +115,8 @@ class Tokens:
         except Exception as error:  # of jinja2, or of a checkpoint with several templates
             what = f"the chat template cannot be read: {_line(error)}"
             raise ApiError(400, what, code="no_chat_template") from error
+        if chat.has_to_call and "tools" not in read:
+            given = None  # the answer's form tells of them
         if given and "tools" not in read:
             raise ApiError(400, "tools are given, and the chat template does not read them", param="tools")
         taken = inspect.signature(tokenizer.apply_chat_template).parameters

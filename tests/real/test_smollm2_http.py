@@ -184,7 +184,16 @@ def test_a_model_that_may_call_is_free_not_to(calling: Server) -> None:
     assert "Paris" in answer.message.content
 
 
-@pytest.mark.parametrize("choice", ["required", "auto"])
-def test_calls_need_a_template_that_tells_tools(choice: str, server: Server) -> None:
+def test_calls_may_come_only_if_the_template_tells_tools(server: Server) -> None:
     with pytest.raises(BadRequestError, match="the chat template does not read them"):
-        chat(server, QUESTION, tools=TOOLS, tool_choice=choice)
+        chat(server, QUESTION, tools=TOOLS, tool_choice="auto")
+
+
+@pytest.mark.parametrize("choice", ["required", "get_time"])
+def test_calls_that_have_to_come_need_no_template(choice: str, server: Server) -> None:
+    named = {"type": "function", "function": {"name": choice}}
+    answer = chat(server, QUESTION, tools=TOOLS, tool_choice=choice if choice == "required" else named)
+    assert answer.finish_reason == "tool_calls" and not answer.message.content
+    for call in answer.message.tool_calls:
+        arguments = json.loads(call.function.arguments)
+        assert arguments.keys() == ({"zone"} if call.function.name == "get_time" else {"city", "days"})

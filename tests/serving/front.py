@@ -109,6 +109,10 @@ class Front:
         async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
             return await client.post(f"{self.url}{path}", **({"json": body} if body is not None else {}), **more)
 
+    async def options(self, path: str, **more: Any) -> httpx.Response:
+        async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+            return await client.options(f"{self.url}{path}", **more)
+
     async def connect(self, path: str, body: Any, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection on which a request has been sent; its bytes are the test's to read."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **more)
@@ -159,8 +163,8 @@ def run(check: Check, directory: Path, job: FakeJob | None = None, **settings: A
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Values of Prometheus's text, by their names without the prefix."""
-    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    """Values of Prometheus's text, by their names without the prefix `helix:`."""
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("helix:"))
     return {name.removeprefix("helix:"): float(value) for name, value in lines}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from helix.answers.dialects import DIALECTS, AnswerPart, Dialect, Parser, turn_of
+from helix.answers.dialects import DIALECTS, AnswerPart, Dialect, Parser, PlainParser, calling, turn_of
 from helix.answers.grammars import Shape, of_calls, of_shape
 from helix.answers.matcher import BegunGrammar, Grammars
 from launch.serving.schemas import Tool
@@ -146,6 +146,28 @@ def test_any_walk_is_calls_that_the_parser_reads(name: str, inside: bool) -> Non
             assert all(fits(*call) for call in called), answer
             numbers.add(len(called))
     assert 1 in numbers and (calls.between is None or len(numbers) > 1), "several calls, where there can be"
+
+
+@pytest.mark.parametrize("base", [None, "thinking"])
+@pytest.mark.parametrize("function", [None, "set.note-1"])
+def test_any_walk_of_plain_json_is_calls(base: str | None, function: str | None) -> None:
+    """Behind a thought or none, of one function that is named or of any."""
+    spoken = calling(None if base is None else dialect_of(base), function is not None)
+    tools = [tool for tool in STRICT if function in (None, tool.function.name)]
+    numbers = set()
+    for many in (False, True):
+        parts = of_calls(spoken, given(tools), many, "", tokenizer_of("thinking")[1], [EOS])
+        for seed in range(30):
+            answer = walk("thinking", grammars_of("thinking").begun(json.dumps({"grammars": parts})), seed)
+            if answer is None:
+                continue
+            parser = PlainParser(spoken.template or None, "", function)
+            said = [part for cut in (answer[:9], answer[9:]) for part in parser.feed(cut)] + parser.finish()
+            called = [(part.name, json.loads(part.text)) for part in said if part.kind == "call"]
+            assert len(called) == parser.calls > 0 and all(fits(*call) for call in called), answer
+            assert {part.kind for part in said} <= {"call", "thinking"} and (many or len(called) == 1)
+            numbers.add(len(called))
+    assert 1 in numbers and (function is not None or len(numbers) > 1)
 
 
 @pytest.mark.parametrize("name", [dialect.name for dialect in DIALECTS if dialect.thought is not None])

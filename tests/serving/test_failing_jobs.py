@@ -90,7 +90,9 @@ def test_the_only_new_request_is_not_tried_again(
             others.append(asyncio.create_task(front.post("/v1/completions", body)))
             await until(lambda: len(front.job.submits) == len(others))
         await until(lambda: front.core.waiting == 1)
-        refused = await front.post("/v1/completions", {"prompt": [3], "n": n, "max_tokens": 5, "top_k": 7})
+        refused = await front.post(
+            "/v1/completions", {"prompt": [3], "n": n, "max_tokens": 5, "top_k": 7}, headers={"x-request-id": "its-id"}
+        )
         assert refused.status_code == 500
         message = refused.json()["error"]["message"]
         assert "began with this request" in message and "MemoryError: of this one" in message
@@ -100,7 +102,7 @@ def test_the_only_new_request_is_not_tried_again(
     run(check, tmp_path, FakeJob(reading))
     said = capsys.readouterr().err
     assert "the ranks failed: MemoryError: of this one" in said
-    assert "not tried again: request 3, a prompt of 1 tokens, 5 to draw, grammar: none, sampling: temp" in said
+    assert "not tried again: request its-id, a prompt of 1 tokens, 5 to draw, grammar: none, sampling: temp" in said
 
 
 def test_of_several_new_requests_each_is_tried_again(tmp_path: Path) -> None:

@@ -108,13 +108,13 @@ TOOLS = [
 ]
 
 
-def test_a_model_that_never_learned_to_call_calls(tmp_path: Path) -> None:
-    """Over a death of its engine as well: what was drawn of a call is where the next engine goes on."""
+@pytest.mark.parametrize(
+    "known", ["{# <tool_call> #}{% if tools %}{% endif %}", pytest.param("", marks=pytest.mark.slow)]
+)
+def test_a_model_that_never_learned_to_call_calls(known: str, tmp_path: Path) -> None:
+    """It may be of a known family or none, and its engine dies: the next one goes on within a call."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint("demo"))
-    tokenizer.chat_template = (
-        "{# <tool_call> #}{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-        "<|im_start|>assistant\n"
-    )
+    tokenizer.chat_template = known + "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n"
     tokenizer.save_pretrained(tmp_path)
 
     def make() -> Engine:

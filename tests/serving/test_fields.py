@@ -12,9 +12,12 @@ import httpx
 import pytest
 from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chats
+from openai.types.responses import response_create_params as of_responses
 
 from launch.serving.errors import ApiError
-from launch.serving.fields import BOTH, CHATS, COMPLETIONS, DONE, FIELDS, HARMLESS, field_of
+from launch.serving.fields import CHATS, COMPLETIONS, DONE, FIELDS, GROUPS, HARMLESS, MESSAGES, RESPONSES, field_of
+from launch.serving.messages import Messages
+from launch.serving.responses import Responses
 from launch.serving.schemas import Chat, Completion, parsed
 from tests.serving.front import front
 
@@ -39,23 +42,42 @@ add_generation_prompt continue_final_message documents chat_template chat_templa
 mm_processor_kwargs return_prompt_text
 """,
 }
-OPENAI = {CHATS: of_chats.CompletionCreateParamsBase, COMPLETIONS: of_completions.CompletionCreateParamsBase}
-ROUTES = {CHATS: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
+# Those of Anthropic's messages (anthropic 2.14), which have no types here.
+ANTHROPIC = """
+max_tokens messages model cache_control container diagnostics inference_geo metadata output_config service_tier speed
+stop_sequences stream system temperature thinking tool_choice tools top_k top_p user_profile_id workspace_id
+"""
+NAMES = {
+    CHATS: [*SHARED.split(), *VLLM[CHATS].split(), *inspect.get_annotations(of_chats.CompletionCreateParamsBase)],
+    COMPLETIONS: [
+        *SHARED.split(), *VLLM[COMPLETIONS].split(),
+        *inspect.get_annotations(of_completions.CompletionCreateParamsBase),
+    ],
+    RESPONSES: [*inspect.get_annotations(of_responses.ResponseCreateParamsBase)],
+    MESSAGES: ANTHROPIC.split(),
+}  # fmt: skip
+SCHEMAS = {CHATS: Chat, COMPLETIONS: Completion, RESPONSES: Responses, MESSAGES: Messages}
+ROUTES = {
+    CHATS: "/v1/chat/completions",
+    COMPLETIONS: "/v1/completions",
+    RESPONSES: "/v1/responses",
+    MESSAGES: "/v1/messages",
+}
+SAID = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, dict[str, Any]] = {
-    CHATS: {"messages": [{"role": "user", "content": "x"}]},
-    COMPLETIONS: {"prompt": "x"},
+    CHATS: SAID | {"max_tokens": 1},
+    COMPLETIONS: {"prompt": "x", "max_tokens": 1},
+    RESPONSES: {"input": "x", "max_output_tokens": 1},
+    MESSAGES: SAID | {"max_tokens": 1},
 }
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_table_has_every_field(route: str) -> None:
-    chat = route == CHATS
-    names = {*SHARED.split(), *VLLM[route].split(), *inspect.get_annotations(OPENAI[route])}
-    assert [name for name in names if field_of(name, chat) is None] == []
-    done = {field.name for field in FIELDS if field.fate == DONE and field.route in (BOTH, route)}
-    assert done == {*(Chat if chat else Completion).model_fields}
-    found = [field.name for field in FIELDS if field.route in (BOTH, route)]
-    assert len(found) == len({*found}), "each once"
+    assert [name for name in NAMES[route] if field_of(name, route) is None] == []
+    found = [field for field in FIELDS if field.route in GROUPS[route]]
+    assert {field.name for field in found if field.fate == DONE} == {*SCHEMAS[route].model_fields}
+    assert len(found) == len({field.name for field in found}), "each once"
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -64,23 +86,26 @@ def test_fields_are_what_the_table_says(route: str, tmp_path: Path) -> None:
         async with front(tmp_path) as made, httpx.AsyncClient(base_url=made.url, timeout=30) as client:
 
             async def post(more: dict[str, Any]) -> httpx.Response:
-                return await client.post(ROUTES[route], json=BODIES[route] | {"max_tokens": 1} | more)
+                return await client.post(ROUTES[route], json=BODIES[route] | more)
 
-            if route == CHATS:  # the demo model has no template
+            if route != COMPLETIONS:  # the demo model has no template
                 made.api._reader.tokens.tokenizer.chat_template = "{{ messages[0].content }}"
             for field in FIELDS:
-                if field.route not in (BOTH, route) or field.fate == DONE:
+                if field.route not in GROUPS[route] or field.fate == DONE:
                     continue
                 answer = await post({field.name: {"a": ["wanted"]}})
                 if field.fate == HARMLESS:
                     assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == field.name
                     continue
                 error = answer.json()["error"]
-                assert answer.status_code == 400 and error["param"] == field.name, answer.text
+                assert answer.status_code == 400, answer.text
+                assert route == MESSAGES or error["param"] == field.name, answer.text
                 assert field.name in error["message"] and field.says in error["message"]
                 for value in (None, *field.neutral):
                     answer = await post({field.name: value})
                     assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, (field.name, value)
+            if route in (RESPONSES, MESSAGES):
+                return
             more = {"user": "u", "nobody": 1, "stream": True, "stream_options": {"include_obfuscation": False}}
             answer = await post(more | {"use_beam_search": False})
             assert answer.headers["x-ignored-fields"] == "nobody,stream_options.include_obfuscation,user"

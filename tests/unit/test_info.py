@@ -14,7 +14,9 @@ def test_a_machine_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     info.main(["json=-"])
     found = json.loads(capsys.readouterr().out)
-    assert found["backend"] == "gloo" and found["gpus"] == [] and torch.__version__.startswith(found["versions"]["torch"])
+    assert (
+        found["backend"] == "gloo" and found["gpus"] == [] and torch.__version__.startswith(found["versions"]["torch"])
+    )
     info.main([])
     shown = capsys.readouterr().out
     assert "no GPU" in shown and "gloo, on CPUs" in shown and "helix-runtime" in shown

@@ -1,0 +1,266 @@
+"""Anthropic's Messages, over chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from launch.serving.blocks import Block, BlockAnswer, Event
+from launch.serving.checked import Schema, Some
+from launch.serving.errors import ApiError
+from launch.serving.fields import MESSAGES
+from launch.serving.prompts import ids_of_chat
+from launch.serving.schemas import Chat, Effort, Function, Sampling, Stops, checked
+from launch.serving.tokens import SWITCHES, Tokens
+
+ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+class Text(Schema):
+    type: Literal["text"]
+    text: str
+
+
+class Thought(Schema):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class Redacted(Schema):
+    type: Literal["redacted_thinking"]
+
+
+class Use(Schema):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class Result(Schema):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Some[Text] = ""
+    is_error: bool = False
+
+
+Part = Annotated[Text | Thought | Redacted | Use | Result, Field(discriminator="type")]
+
+
+class Turn(Schema):
+    role: Literal["user", "assistant", "system"]
+    content: str | Some[Part]
+
+
+class OwnTool(Schema):
+    """A tool that the client runs; Anthropic's own tools are not among them."""
+
+    type: Literal["custom"] | None = None
+    name: str = Function.model_fields["name"]  # type: ignore[assignment]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class OwnChoice(Schema):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Schema):
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class JsonFormat(Schema):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Schema):
+    effort: Effort | None = None
+    format: JsonFormat | None = None
+
+
+class Count(Schema):
+    """Body of /v1/messages/count_tokens."""
+
+    route: ClassVar[str] = MESSAGES
+    model: str | None = None
+    messages: Some[Turn] = Field(min_length=1)
+    system: str | Some[Text] | None = None
+    tools: Some[OwnTool] | None = None
+    tool_choice: OwnChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class Messages(Count, Sampling):
+    """Body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=1 << 31)
+    stream: bool = False
+    stop_sequences: Stops | None = None
+
+
+def chat_of(body: Count, switches: Collection[str]) -> Chat:
+    """Converts a body to that of a chat.
+
+    Args:
+        switches: the chat template's variables that turn thinking on and off.
+
+    Raises:
+        ApiError: 400, its fields contradict each other.
+    """
+    turns: list[dict[str, Any]] = []
+    if body.system:
+        turns.append({"role": "system", "content": _text(body.system)})
+    for turn in body.messages:
+        turns += _turns(turn)
+    chat: dict[str, Any] = {"model": body.model, "messages": turns}
+    last = turns[-1] if turns else {}
+    chat["continue_final_message"] = last.get("role") == "assistant" and "tool_calls" not in last
+    if body.tools:
+        named = ((tool, tool.model_dump(include={"name", "description"})) for tool in body.tools)
+        functions = [told | {"parameters": tool.input_schema} for tool, told in named]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    if (choice := body.tool_choice) is not None:
+        forced = {"type": "function", "function": {"name": choice.name or ""}}
+        chat["tool_choice"] = {"any": "required", "tool": forced}.get(choice.type, choice.type)
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.thinking is not None:
+        chat["include_reasoning"] = thinks = body.thinking.type != "disabled"
+        chat["chat_template_kwargs"] = {name: thinks for name in SWITCHES if name in switches}
+    if (config := body.output_config) is not None:
+        chat["reasoning_effort"] = config.effort
+        if config.format is not None:
+            schema = {"name": "answer", "schema": config.format.schema_}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, Messages):
+        chat |= {"stream": body.stream, "stop": body.stop_sequences, "max_tokens": body.max_tokens} | body.sampling
+    return checked(Chat, chat)
+
+
+def count_of(tokens: Tokens, body: Count, switches: Collection[str], most: int) -> dict[str, int]:
+    """Counts the tokens of a body's prompt."""
+    ids: np.ndarray = ids_of_chat(tokens, chat_of(body, switches), most)
+    return {"input_tokens": len(ids)}
+
+
+def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Describes an error in Anthropic's form."""
+    told = {"type": KINDS.get(error.status, "invalid_request_error"), "message": error.message}
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+def _text(content: str | list[Text]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _turns(turn: Turn) -> Iterator[dict[str, Any]]:
+    """Yields a turn as messages of a chat: results of tools are messages of their own."""
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+        return
+    said: dict[str, Any] = {}
+    for part in turn.content:
+        match part:
+            case Text():
+                said["content"] = said.get("content", "") + part.text
+            case Thought():
+                said["reasoning_content"] = said.get("reasoning_content", "") + part.thinking
+            case Use():
+                call = {"name": part.name, "arguments": json.dumps(part.input, ensure_ascii=False)}
+                said.setdefault("tool_calls", []).append({"id": part.id, "function": call})
+            case Result():
+                if said:
+                    yield {"role": turn.role} | said
+                    said = {}
+                yield {"role": "tool", "tool_call_id": part.tool_use_id, "content": _text(part.content)}
+    if said:
+        yield {"role": turn.role} | said
+
+
+class MessagesAnswer(BlockAnswer):
+    """An answer in Anthropic's form."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.id = f"msg_{self.request_id}"
+
+    def _message(self, content: list[dict[str, Any]], **end: Any) -> dict[str, Any]:
+        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        return message | end | {"usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+    @property
+    def _end(self) -> dict[str, str | None]:
+        stop = self.choices[0].stop
+        reason = "stop_sequence" if stop is not None else ENDS[str(self.finish_reason)]
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _whole(self) -> dict[str, Any]:
+        return self._message([_content(block) for block in self.blocks], **self._end)
+
+    def _begun(self) -> Iterator[Event]:
+        yield {"type": "message_start", "message": self._message([], stop_reason=None, stop_sequence=None)}
+
+    def _opened(self, block: Block) -> Iterator[Event]:
+        yield {"type": "content_block_start", "index": block.index, "content_block": _content(block)}
+
+    def _more(self, block: Block, text: str) -> Event:
+        kind, name = {
+            "content": ("text_delta", "text"),
+            "thinking": ("thinking_delta", "thinking"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
+
+    def _closed(self, block: Block) -> Iterator[Event]:
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def _ended(self) -> Iterator[Event]:
+        yield {"type": "message_delta", "delta": self._end, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _failed(self, error: ApiError) -> Event:
+        return error_body(error, self.request_id)
+
+
+def _content(block: Block) -> dict[str, Any]:
+    match block.kind:
+        case "content":
+            return {"type": "text", "text": block.text}
+        case "thinking":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.call, "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Returns a call's arguments; what is no JSON object is kept as a text."""
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}

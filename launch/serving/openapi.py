@@ -1,0 +1,79 @@
+"""The server's interface as an OpenAPI document, from its routes and the schemas of their bodies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from launch.serving.checked import Schema
+from launch.serving.fields import DONE, field_of
+
+REF = "#/components/schemas/{model}"
+ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        },
+        "request_id": {"type": "string"},
+    },
+}
+
+
+def document(version: str, routes: Iterable[tuple[str, str, str, type[Schema] | None]], keyed: bool) -> dict[str, Any]:
+    """Creates the document.
+
+    Args:
+        routes: path, method, summary and body of each.
+        keyed: whether requests need a key.
+    """
+    routes = [*routes]
+    bodies = {body for *_, body in routes if body is not None}
+    _, found = models_json_schema([(body, "validation") for body in sorted(bodies, key=str)], ref_template=REF)
+    schemas = found.get("$defs", {})
+    for known in bodies:
+        _describe(schemas[known.__name__], known.route)
+    paths: dict[str, Any] = {}
+    for path, method, summary, body in routes:
+        path = re.sub(r"{(\w+):path}", r"{\1}", path)
+        paths.setdefault(path, {})[method.lower()] = _operation(path, summary, body)
+    about = {"title": "Helix", "version": version}
+    parts = {"schemas": schemas | {"Error": ERROR}, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": parts} | (
+        {"security": [{"key": []}]} if keyed else {}
+    )
+
+
+def _describe(schema: dict[str, Any], route: str) -> None:
+    for name, of in schema.get("properties", {}).items():
+        if (known := field_of(name, route)) is not None and known.fate == DONE:
+            of["description"] = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", known.says)
+
+
+def _operation(path: str, summary: str, body: type[Schema] | None) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {}}
+    if body is not None and "stream" in body.model_fields:
+        content["text/event-stream"] = {}
+    error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
+    responses = {
+        "200": {"description": "the answer", "content": content},
+        "default": {"description": "an error", "content": error},
+    }
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    if names := re.findall(r"{(\w+)}", path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if body is not None:
+        schema = {"$ref": REF.format(model=body.__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation

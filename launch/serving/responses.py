@@ -1,0 +1,284 @@
+"""OpenAI's Responses, over chats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from launch.serving.blocks import Block, BlockAnswer, Event
+from launch.serving.checked import Schema, Some
+from launch.serving.errors import ApiError
+from launch.serving.fields import RESPONSES
+from launch.serving.schemas import SHORT, Arguments, Chat, Effort, Function, Sampling, checked
+
+INCOMPLETE = {"reason": "max_output_tokens"}
+
+
+def _typed(item: object) -> object:
+    """Adds the type to a message that has none."""
+    return {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
+
+
+class Piece(Schema):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class ThoughtPiece(Schema):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class Said(Schema):
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Some[Piece]
+
+
+class Reasoning(Schema):
+    type: Literal["reasoning"]
+    content: Some[ThoughtPiece] | None = None
+
+
+class Called(Schema):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class Returned(Schema):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Some[Piece]
+
+
+Item = Annotated[Said | Reasoning | Called | Returned, Field(discriminator="type")]
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+
+class FunctionChoice(Schema):
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(Schema):
+    effort: Effort | None = None
+
+
+class TextFormat(Schema):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextOptions(Schema):
+    format: TextFormat | None = None
+
+
+class Responses(Sampling):
+    """Body of /v1/responses."""
+
+    route: ClassVar[str] = RESPONSES
+    model: str | None = None
+    input: str | Annotated[Some[Annotated[Item, BeforeValidator(_typed)]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    stream: bool = False
+    tools: Some[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    metadata: Annotated[dict[str, str], SHORT] | None = None
+    chat_template_kwargs: Arguments | None = None
+
+
+def chat_of(body: Responses) -> Chat:
+    """Converts a body to that of a chat.
+
+    Raises:
+        ApiError: 400, its fields contradict each other.
+    """
+    turns: list[dict[str, Any]] = []
+    if body.instructions:
+        turns.append({"role": "system", "content": body.instructions})
+    for item in [Said(type="message", role="user", content=body.input)] if isinstance(body.input, str) else body.input:
+        _add(turns, item)
+    chat: dict[str, Any] = {"model": body.model, "messages": turns, "max_tokens": body.max_output_tokens}
+    chat |= {"stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls}
+    chat |= {"chat_template_kwargs": body.chat_template_kwargs} | body.sampling
+    if body.tools:
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    chat["tool_choice"] = choice = body.tool_choice
+    if isinstance(choice, FunctionChoice):
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
+    if body.text is not None and (wanted := body.text.format) is not None:
+        schema = {"json_schema": {"name": wanted.name or "answer", "schema": wanted.schema_}}
+        chat["response_format"] = {"type": wanted.type} | (schema if wanted.type == "json_schema" else {})
+    return checked(Chat, chat)
+
+
+def _add(turns: list[dict[str, Any]], item: Item) -> None:
+    """Adds an item to a conversation; what the assistant thought, said and called in a row is one message."""
+    if isinstance(item, Returned):
+        turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        return
+    if isinstance(item, Said) and item.role != "assistant":
+        turns.append({"role": item.role, "content": _text(item.content)})
+        return
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant"})
+    last = turns[-1]
+    match item:
+        case Said():
+            last["content"] = last.get("content", "") + _text(item.content)
+        case Reasoning():
+            last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.content or [])
+        case Called():
+            call = {"name": item.name, "arguments": item.arguments or "{}"}
+            last.setdefault("tool_calls", []).append({"id": item.call_id, "function": call})
+
+
+def _text(content: str | list[Piece] | list[ThoughtPiece]) -> str:
+    return content if isinstance(content, str) else "".join(piece.text for piece in content)
+
+
+@dataclass(kw_only=True)
+class ResponsesAnswer(BlockAnswer):
+    """An answer in the form of Responses.
+
+    Attributes:
+        body: the request.
+    """
+
+    body: Responses
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.id = f"resp_{self.request_id}"
+        self._number = 0  # of the next event
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        body = self.body
+        given = body.model_dump(include={"instructions", "max_output_tokens", "parallel_tool_calls", "temperature"})
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, FunctionChoice) else body.tool_choice
+        wanted = body.text.format if body.text is not None else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "model": self.model,
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "metadata": body.metadata or {},
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "store": False,
+            "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
+            "tool_choice": choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            **given,
+            **more,
+        }
+
+    def _whole(self) -> dict[str, Any]:
+        usage = self.usage()
+        cut = self.finish_reason == "length"
+        return self._response(
+            "incomplete" if cut else "completed",
+            output=[self._item(block, "completed") for block in self.blocks],
+            incomplete_details=INCOMPLETE if cut else None,
+            usage={
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._thought},
+                "total_tokens": usage["total_tokens"],
+            },
+        )
+
+    @property
+    def _thought(self) -> int:
+        """Tokens of thoughts, as their texts are encoded."""
+        thoughts = [block.text for block in self.blocks if block.kind == "thinking"]
+        return sum(len(self.tokens.encode_segments(text)) for text in thoughts)
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        of = f"{self.request_id}_{block.index}"
+        match block.kind:
+            case "call":
+                called = {"call_id": block.call, "name": block.name, "arguments": block.text}
+                return {"id": f"fc_{of}", "type": "function_call", "status": status} | called
+            case "thinking":
+                thought = {"id": f"rs_{of}", "type": "reasoning", "summary": [], "status": status}
+                return thought | {"content": [_piece(block)] if block.text else []}
+        said = {"id": f"msg_{of}", "type": "message", "role": "assistant", "status": status}
+        return said | {"content": [_piece(block)] if block.text else []}
+
+    def _of(self, kind: str, block: Block, **more: Any) -> Event:
+        """Creates an event of a block's only part."""
+        where = {} if block.kind == "call" else {"content_index": 0}
+        item = self._item(block, "in_progress")["id"]
+        return {"type": f"response.{kind}", "item_id": item, "output_index": block.index} | where | more
+
+    def _begun(self) -> Iterator[Event]:
+        yield {"type": "response.created", "response": self._response("in_progress")}
+        yield {"type": "response.in_progress", "response": self._response("in_progress")}
+
+    def _opened(self, block: Block) -> Iterator[Event]:
+        item = self._item(block, "in_progress")
+        yield {"type": "response.output_item.added", "output_index": block.index, "item": item}
+        if block.kind != "call":
+            yield self._of("content_part.added", block, part=_piece(block))
+
+    def _more(self, block: Block, text: str) -> Event:
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        return self._of(f"{STREAMS[block.kind]}.delta", block, delta=text, **more)
+
+    def _closed(self, block: Block) -> Iterator[Event]:
+        match block.kind:
+            case "call":
+                yield self._of("function_call_arguments.done", block, name=block.name, arguments=block.text)
+            case "thinking":
+                yield self._of("reasoning_text.done", block, text=block.text)
+            case _:
+                yield self._of("output_text.done", block, text=block.text, logprobs=[])
+        if block.kind != "call":
+            yield self._of("content_part.done", block, part=_piece(block))
+        item = self._item(block, "completed")
+        yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
+
+    def _ended(self) -> Iterator[Event]:
+        response = self._whole()
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def _failed(self, error: ApiError) -> Event:
+        told = {"code": "server_error", "message": error.message}
+        return {"type": "response.failed", "response": self._response("failed", error=told)}
+
+    def _written(self, event: Event) -> bytes:
+        self._number += 1
+        return super()._written(event | {"sequence_number": self._number - 1})
+
+
+STREAMS = {"content": "output_text", "thinking": "reasoning_text", "call": "function_call_arguments"}
+
+
+def _piece(block: Block) -> dict[str, Any]:
+    if block.kind == "thinking":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
