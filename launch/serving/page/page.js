@@ -255,8 +255,8 @@ function edit(message, content = message.content) {
     const text = area.value;
     if (running || !text.trim()) return;
     end();
-    const asked = [...messages.slice(0, messages.indexOf(message)), {role: "user", content: text}];
-    if (!await ask(asked)) edit(message, text);
+    const turns = [...messages.slice(0, messages.indexOf(message)), {role: "user", content: text}];
+    if (!await ask(turns)) edit(message, text);
   };
   form.onkeydown = (event) => {
     if (event.key === "Escape") { event.stopPropagation(); end(); }
@@ -326,7 +326,7 @@ async function stream(path, wanted, take) {
   } else {
     const rate = last > began ? ` · ${short((usage.completion_tokens - 1) * 1000 / (last - began))} tokens/s` : "";
     const cached = usage.prompt_tokens_details.cached_tokens;
-    say(`${number(usage.prompt_tokens)} tokens read${cached ? `, ${number(cached)} of them cached` : ""} · `
+    say(`${number(usage.prompt_tokens)} tokens read${cached ? ` (${number(cached)} cached)` : ""} · `
       + `${number(usage.completion_tokens)} written${why === "length" ? ", the most it may" : ""}${rate}${first}`);
   }
   const tokens = usage && usage.prompt_tokens + usage.completion_tokens;
@@ -335,12 +335,12 @@ async function stream(path, wanted, take) {
 }
 
 // Answers a chat. Where it fails before a word was said, the chat is as it was, and the result is false.
-async function ask(asked) {
+async function ask(turns) {
   const old = messages, answer = {role: "assistant", content: "", thoughts: ""};
-  show([...asked, answer]);
+  show([...turns, answer]);
   answer.box.classList.add("busy");
   const {flush, later} = writer($("talk"), answer.paint);
-  const ended = await stream("v1/chat/completions", {messages: asked.map(({role, content}) => ({role, content}))}, ({delta}) => {
+  const ended = await stream("v1/chat/completions", {messages: turns.map(({role, content}) => ({role, content}))}, ({delta}) => {
     answer.thoughts += delta.reasoning_content ?? "";
     answer.content += delta.content ?? "";
     later();
