@@ -38,7 +38,7 @@ class Said(Schema):
     content: str | Some[Piece]
 
 
-class Reasoning(Schema):
+class ReasoningItem(Schema):
     type: Literal["reasoning"]
     content: Some[ThoughtPiece] | None = None
 
@@ -56,7 +56,7 @@ class Returned(Schema):
     output: str | Some[Piece]
 
 
-Item = Annotated[Said | Reasoning | Called | Returned, Field(discriminator="type")]
+Item = Annotated[Said | ReasoningItem | Called | Returned, Field(discriminator="type")]
 
 
 class FunctionTool(Function):
@@ -141,7 +141,7 @@ def _add(turns: list[dict[str, Any]], item: Item) -> None:
     match item:
         case Said():
             last["content"] = last.get("content", "") + _text(item.content)
-        case Reasoning():
+        case ReasoningItem():
             last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.content or [])
         case Called():
             call = {"name": item.name, "arguments": item.arguments or "{}"}

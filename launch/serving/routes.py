@@ -47,10 +47,20 @@ BODY_BYTES, ID_BYTES = 64 * MIB, 16  # limit of a body if `serve.body_mib` is un
 COUNTED_IDS = 1 << 20  # that /tokenize and /detokenize accept even if the context is shorter
 MOST_TOLD = 32  # ignored fields
 GONE = 499  # status for a client that has left
-PAGE = Path(__file__).with_name("page.html")
-# The page needs no other hosts, and shows models' output as plain text.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-PAGE_HEADERS = {"content-security-policy": POLICY, "x-frame-options": "DENY", "referrer-policy": "no-referrer"}
+PAGE = {file.name: file for file in Path(__file__).with_name("page").iterdir()}
+PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
+# The page needs no other hosts, and HTML gets into it through its sanitizer alone.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+)
+PAGE_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
@@ -117,6 +127,7 @@ class Api:
             ("/version", "GET", self._version, None),
             ("/openapi.json", "GET", self._openapi, None),
             ("/", "GET", self._page, None),
+            ("/page/{name}", "GET", self._page, None),
             ("/health", "GET", self._health, None),
             ("/livez", "GET", self._livez, None),
         ]
@@ -302,7 +313,8 @@ class Api:
         described = {"id": self.name, "object": "model", "created": self._started, "owned_by": "helix"}
         if ready is None or self._reader is None:
             return described
-        return described | {"max_model_len": ready.max_length, "chat": self._reader.tokens.has_template}
+        more = {"max_model_len": ready.max_length, "chat": self._reader.tokens.has_template, "layout": ready.layout}
+        return described | more
 
     async def _tokenize(self, request: Request) -> ASGIApp:
         """Converts a text or a conversation to token ids."""
@@ -341,8 +353,10 @@ class Api:
         return JSONResponse({"state": state, "reason": why}, 200 if state == "ready" else 503)
 
     async def _page(self, request: Request) -> ASGIApp:
-        """Returns a page to try the model on."""
-        return Response(PAGE.read_bytes(), media_type="text/html", headers=PAGE_HEADERS)
+        """Returns a file of the page to try the model on."""
+        if (file := PAGE.get(request.path_params.get("name", "index.html"))) is None:
+            raise HTTPException(404)
+        return Response(file.read_bytes(), media_type=PAGE_TYPES[file.suffix], headers=PAGE_HEADERS)
 
     async def _livez(self, request: Request) -> ASGIApp:
         """Answers while this process does."""

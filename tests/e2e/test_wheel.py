@@ -72,9 +72,10 @@ def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
     try:
         server.wait_for(server.log, "curl -N ")
         url = server.log.read_text().partition("is served at ")[2].partition("\n")[0]
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            page = answer.read()
-        assert page == (ROOT / "launch" / "serving" / "page.html").read_bytes()
+        for file in (ROOT / "launch" / "serving" / "page").iterdir():
+            name = "" if file.name == "index.html" else f"page/{file.name}"
+            with urllib.request.urlopen(f"{url.rstrip('/')}/{name}", timeout=10) as answer:
+                assert answer.read() == file.read_bytes(), name
     finally:
         server.kill()
 
@@ -82,7 +83,7 @@ def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
 def files(root: Path) -> set[Path]:
     """Lists the files that a wheel holds, of the checkout or of where it is installed."""
     found = (file.relative_to(root) for folder in FOLDERS for file in (root / folder).rglob("*.*"))
-    code = {file for file in found if file.suffix in (".py", ".yaml", ".txt", ".html")}
+    code = {file for file in found if file.suffix in (".py", ".yaml", ".txt", ".html", ".css", ".js")}
     return {file for file in code if file.parts[:2] != ("benchmarks", "results")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import time
@@ -19,6 +20,7 @@ from launch.serving.errors import ApiError
 from launch.serving.frames import Delta, Progress, Queued, Stats, Submit
 from launch.serving.messages import Count, Messages
 from launch.serving.responses import Responses
+from launch.serving.routes import PAGE, PAGE_TYPES
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.serving.tokens import read_defaults
 from tests.serving.front import READY, ROOT, FakeJob, Front, counting, metrics_of, run, silent, until
@@ -288,12 +290,25 @@ def test_the_queue_has_an_end(tmp_path: Path) -> None:
 
 def test_the_page_needs_no_other_host(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
-        answer = await front.get("/")
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in answer.headers["content-security-policy"]
-        assert "://" not in answer.text and "innerHTML" not in answer.text
+        names = re.findall(r'(?:src|href)="page/(.*?)"', (await front.get("/")).text)
+        assert {*names, "index.html", "marked.LICENSE.txt"} == PAGE.keys()
+        notice = (ROOT / "NOTICE").read_text()
+        for name, kind in {
+            "index.html": "text/html",
+            **{name: PAGE_TYPES[Path(name).suffix] for name in names},
+        }.items():
+            answer = await front.get(f"/page/{name}")
+            assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; ") and "unsafe" not in policy
+            if name in notice:  # a library, as its makers publish it
+                assert hashlib.sha256(answer.content).hexdigest() in notice, name
+            else:
+                assert not re.search(r"://|[\"'(]//|url\(|@import|innerHTML|outerHTML|eval\(", answer.text), name
+        for name in ("page/", "page/none.js", "page/..%2froutes.py", "page/marked.umd.js/x"):
+            assert (await front.get(f"/{name}")).status_code == 404
         (described,) = (await front.get("/v1/models")).json()["data"]
-        assert (described["max_model_len"], described["chat"]) == (4096, False)
+        assert (described["max_model_len"], described["chat"], described["layout"]) == (4096, False, "helix kvp=2")
 
     run(check, tmp_path)
 

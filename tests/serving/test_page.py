@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,24 @@ import pytest
 from transformers import AutoTokenizer
 
 from launch.serving.frames import Progress, Submit
-from tests.serving.browser import BINARY, MISSING, Page, browser
 from tests.serving.front import READY, FakeJob, Front, front, until
 from tests.serving.test_chat import SPECIAL, TEMPLATE
 
+playwright = pytest.importorskip("playwright.async_api", reason="no Playwright: pip install playwright")
+Page = playwright.Page
+expect = playwright.expect
+
+NAMES = "chromium", "chromium-browser", "google-chrome", "chrome"
+BINARY = next(filter(None, map(shutil.which, NAMES)), None)
+MISSING = f"none of {', '.join(NAMES)} is in PATH: apt-get install chromium"
+DEADLINE_MS = 30_000
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(180),
     pytest.mark.skipif(BINARY is None, reason=MISSING),
 ]
 Check = Callable[[Front, Page], Awaitable[None]]
-STATE = "document.getElementById('state')?.textContent"
-TEXT = "document.getElementById('text').value"
-TALK = "document.getElementById('talk').innerText"
-FREE = "document.getElementById('stop').disabled"
+FIGURES = r"\d+ tokens read.* · \d+ written.* · [\d.,]+ tokens/s · first token after [\d.]+ m?s$"
 SHIFTS = (
     "window.shifts ??= 0, new PerformanceObserver(l => { for (const e of l.getEntries()) window.shifts += e.value })"
 )
@@ -43,6 +48,37 @@ CONTRAST = """(() => {
   return shown.map((e) => [lit(getComputedStyle(e).color), lit(behind(e))])
     .map(([a, b]) => (Math.max(a, b) + .05) / (Math.min(a, b) + .05)).reduce((a, b) => Math.min(a, b));
 })()"""
+MARKDOWN = """\
+# Owners
+
+A token has *one* **owner**, `t // 16 % kvp`:
+
+- [x] arithmetic
+- [ ] a counter
+
+```python
+def owner(t):
+    return t // 16 % 2
+```
+
+| token | rank |
+|--:|---|
+| 16 | 1<br>alone |
+
+[More](https://example.com/more)
+"""
+HOSTILE = """\
+<script>window.hurt = 1</script> <img src=x onerror="window.hurt = 2">
+
+<iframe srcdoc="<script>parent.hurt = 3</script>"></iframe>
+
+[a](javascript:window.hurt=4) [b](JaVaScRiPt:window.hurt=5) [c](data:text/html,<script>window.hurt=6</script>) \
+[d](/health) ![picture](https://example.com/seen.png) <javascript:window.hurt=7>
+
+```"><img/src=x/onerror=window.hurt=8>
+</code></pre><svg onload="window.hurt = 9">
+```
+"""
 
 
 @pytest.fixture(scope="module")
@@ -83,95 +119,219 @@ class Teller(FakeJob):
 
 def run(check: Check, directory: Path, model: Path | None = None, /, look: Any = None, **settings: Any) -> None:
     """Runs a check beside a page; in the end the page has wanted nothing of others and complained of nothing."""
+    requests: list[str] = []
+    complaints: list[str] = []
 
     async def with_page() -> None:
-        async with front(directory, Teller(model), **settings) as made, browser() as page, asyncio.timeout(150):
-            await page.open(f"{made.url}/", **(look or {}))
+        async with (
+            front(directory, Teller(model), **settings) as made,
+            playwright.async_playwright() as driver,
+            await driver.chromium.launch(executable_path=BINARY, args=["--no-sandbox"]) as browser,
+            asyncio.timeout(150),
+        ):
+            context = await browser.new_context(**{"viewport": {"width": 1000, "height": 760}, **(look or {})})
+            await context.grant_permissions(["clipboard-read", "clipboard-write"])
+            page = await context.new_page()
+            page.set_default_timeout(DEADLINE_MS)
+            page.on("request", lambda request: requests.append(request.url))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+            await page.goto(f"{made.url}/")
             await check(made, page)
-            assert page.requests and all(url.startswith(f"{made.url}/") or url == "data:," for url in page.requests)
-            assert [c for c in page.complaints if not re.search(r"status of (401|503)|ERR_CONNECTION", c)] == []
+            assert requests and all(url.startswith(f"{made.url}/") or url == "data:," for url in requests)
+            assert [c for c in complaints if not re.search(r"status of (400|401|503)|ERR_CONNECTION", c)] == []
 
+    expect.set_options(timeout=DEADLINE_MS)
     asyncio.run(with_page())
 
 
+async def told(page: Page, what: str | re.Pattern[str]) -> None:
+    """Waits until the page says this of itself."""
+    await expect(page.locator("#state")).to_have_text(what)
+
+
 async def ready(page: Page) -> None:
-    await page.until(f"{STATE} === 'Ready.'")
+    await told(page, "Ready.")
 
 
-async def send(front: Front, page: Page, control: bool = False) -> None:
-    """Presses Enter, and waits for the request."""
+async def free(page: Page) -> None:
+    await expect(page.locator("#stop")).to_be_hidden()
+
+
+async def shown(page: Page, text: str) -> None:
+    await expect(page.locator("#talk")).to_contain_text(text)
+
+
+async def requested(front: Front, act: Awaitable[Any]) -> None:
+    """Does something, and waits for the request that it makes."""
     before = len(front.job.submits)
-    await page.press("Enter", control=control)
+    await act
     await until(lambda: len(front.job.submits) == before + 1)
+
+
+async def send(front: Front, page: Page, text: str | None = None, keys: str = "Enter") -> None:
+    """Writes a text, presses Enter, and waits for the request."""
+    if text is not None:
+        await page.fill("#text", text)
+    await requested(front, page.press("#text", keys))
+
+
+async def turn(front: Front, page: Page, question: str, answer: str) -> None:
+    """A question with its answer."""
+    await send(front, page, question)
+    await front.job.write(answer, "stop")
+    await free(page)
+
+
+async def press(page: Page, name: str) -> None:
+    await page.get_by_role("button", name=name, exact=True).click()
+
+
+async def picture(page: Page, path: Path) -> None:
+    await page.screenshot(path=path)
 
 
 def test_a_text_is_continued_and_taken_back(tmp_path: Path) -> None:
     async def check(front: Front, page: Page) -> None:
-        job, begin = front.job, "def read_json(path):\n"
+        job, begin, text = front.job, "def read_json(path):\n", page.locator("#text")
         await ready(page)
-        await page.screenshot(tmp_path / "text.png")
-        assert await page.value("document.title") == "demo-model" and await page.value(TEXT) == begin
-        await page.press("Enter")  # a line more
-        assert await page.value(TEXT) == f"{begin}\n" and job.submits == []
-        await send(front, page, control=True)
+        await picture(page, tmp_path / "text.png")
+        assert await page.title() == "demo-model"
+        await expect(page.locator("#facts")).to_have_text("helix kvp=2 · continues text")
+        await expect(text).to_have_value(begin)
+        await text.press("Enter")  # a line more
+        await expect(text).to_have_value(f"{begin}\n")
+        assert job.submits == []
+        await send(front, page, keys="Control+Enter")
+        assert job.submits[-1].max_new_tokens == 512
         await job.write("    return json.load(path)\n")
-        await page.until(f"{TEXT}.endsWith('load(path)\\n')")
-        assert await page.value(STATE) == "Writing." and not await page.value(FREE)
-        await page.press("Enter", control=True)  # one at a time
+        await expect(text).to_have_value(re.compile(r"load\(path\)\n$"))
+        await told(page, "Writing.")
+        await text.press("Control+Enter")  # one at a time
         await job.write("", "stop")
-        await page.until(FREE)
+        await free(page)
         first = f"{begin}\n    return json.load(path)\n"
-        assert await page.value(TEXT) == first
-        assert re.search(
-            r"^\d+ tokens read, 0 of them cached · \d+ written · [\d.,]+ tokens/s$", await page.value(STATE)
-        )
-        await send(front, page, control=True)
+        await expect(text).to_have_value(first)
+        await told(page, re.compile(f"^{FIGURES}"))
+        await expect(page.locator("#used")).to_have_text(re.compile(r"^\d+ of 4,096 tokens used$"))
+        await send(front, page, keys="Control+Enter")
         assert job.prompt() == first and len(job.submits) == 2
         await job.write("x" * 3, "length")
-        await page.until(FREE)
-        assert "the most it may" in await page.value(STATE)
-        assert await page.value(TEXT) == f"{first}xxx"
+        await free(page)
+        await told(page, re.compile("the most it may"))
+        await expect(text).to_have_value(f"{first}xxx")
         for expected in (first, f"{begin}\n"):
-            await page.value("document.getElementById('back').click()")
-            assert await page.value(TEXT) == expected
-        assert await page.value("document.getElementById('back').disabled")
+            await press(page, "Undo")
+            await expect(text).to_have_value(expected)
+        await expect(page.locator("#back")).to_be_disabled()
 
     run(check, tmp_path)
 
 
 def test_a_chat_is_read_turn_by_turn(tmp_path: Path, model: Path) -> None:
     async def check(front: Front, page: Page) -> None:
-        job = front.job
+        job, talk = front.job, page.locator("#talk")
         await ready(page)
-        await page.value(SHIFTS)
-        await page.type("What is it?")
-        await page.press("Enter", shift=True)
-        await page.type("Say <i>so</i>!")
+        await page.evaluate(SHIFTS)
+        await page.type("#text", "What is it?")
+        await page.press("#text", "Shift+Enter")
+        await page.type("#text", "Say <i>so</i>!")
         await send(front, page)
-        assert "What is it?\nSay <i>so</i>!" in job.prompt() and await page.value(TEXT) == ""
-        assert "Say <i>so</i>!" in await page.value(TALK)
-        await page.until(f"{STATE} === 'Waiting.'")
+        assert "What is it?\nSay <i>so</i>!" in job.prompt()
+        await expect(page.locator("#text")).to_have_value("")
+        await shown(page, "Say <i>so</i>!")
+        await told(page, "Waiting.")
         await job.write("<think>Let me see.")
-        await page.until(f"{STATE} === 'Thinking.'")
-        await job.write("</think>It is <b>bold</b> & <script>alert(1)</script>")
-        await page.until(f"{TALK}.includes('<script>alert(1)')")  # a text, and no part of the page
-        await page.screenshot(tmp_path / "chat-streaming.png")
-        assert not await page.value(FREE) and await page.value("document.getElementById('talk').ariaBusy") == "true"
+        await told(page, "Thinking.")
+        await job.write("</think>It is <b>bold</b> & <i>so</i>")
+        await shown(page, "It is <b>bold</b> & <i>so")  # a text, and no part of the page
+        await picture(page, tmp_path / "chat-streaming.png")
+        assert await talk.get_attribute("aria-busy") == "true"
         await job.write(".", "stop")
-        await page.until(FREE)
-        await page.value("document.querySelector('summary').click()")
-        assert "Let me see." in await page.value(TALK)
-        await page.type("And then?")
-        await send(front, page)
+        await free(page)
+        await told(page, re.compile(f"^{FIGURES}"))
+        await expect(page.get_by_text("Let me see.")).to_be_hidden()
+        await page.click("summary")
+        await expect(page.get_by_text("Let me see.")).to_be_visible()
+        await send(front, page, "And then?")
         assert "It is <b>bold</b>" in job.prompt() and "Let me see" not in job.prompt()
         await job.write("Nothing.", "stop")
-        await page.until(FREE)
-        await page.screenshot(tmp_path / "chat.png")
-        assert await page.value("window.shifts") < 0.01
-        await page.value("document.getElementById('back').click()")
-        await page.type("Anew")
-        await send(front, page)
-        assert "bold" not in job.prompt() and "bold" not in await page.value(TALK)
+        await free(page)
+        await picture(page, tmp_path / "chat.png")
+        assert await page.evaluate("window.shifts") < 0.01
+        await page.reload()
+        await ready(page)
+        await shown(page, "Nothing.")  # what was said lasts as long as the tab
+        await press(page, "New chat")
+        await expect(talk).to_be_empty()
+        await send(front, page, "Anew")
+        assert "bold" not in job.prompt()
+
+    run(check, tmp_path, model)
+
+
+def test_an_answer_is_markdown_that_grows(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front, page: Page) -> None:
+        said = page.locator(".said")
+        await ready(page)
+        await send(front, page, "Who owns token 16?")
+        begin, end = MARKDOWN.split("    return")
+        await front.job.write(begin)
+        await expect(said.locator("pre")).to_contain_text("def owner(t):")
+        await page.evaluate("document.querySelector('.said h1').kept = true")
+        await front.job.write(f"    return{end}", "stop")
+        await free(page)
+        assert await page.evaluate("document.querySelector('.said h1').kept")  # what is there already is not made again
+        await expect(said.locator("pre code")).to_have_text("def owner(t):\n    return t // 16 % 2\n")
+        await expect(said.locator("figcaption span")).to_have_text("python")
+        await expect(said.locator("em")).to_have_text("one")
+        await expect(said.locator("td").last).to_have_text("1alone")
+        assert await said.locator("td").first.evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+        assert await said.locator("input").evaluate_all("all => all.map(one => [one.type, one.checked])") == [
+            ["checkbox", True],
+            ["checkbox", False],
+        ]
+        link = said.locator("a")
+        assert await link.get_attribute("href") == "https://example.com/more"
+        assert await link.get_attribute("rel") == "noopener noreferrer"
+        await picture(page, tmp_path / "markdown.png")
+
+    run(check, tmp_path, model)
+
+
+def test_what_a_model_writes_does_nothing(tmp_path: Path, model: Path) -> None:
+    """Neither through Markdown, nor where HTML got as far as the sanitizer."""
+
+    async def check(front: Front, page: Page) -> None:
+        await ready(page)
+        await turn(front, page, "Hurt me", HOSTILE)
+        await shown(page, '<img src=x onerror="window.hurt = 2">')  # as it was written
+        links = page.locator(".said a")
+        assert await links.evaluate_all("all => all.map(one => one.href)") == ["https://example.com/seen.png"]
+        await page.reload()  # and not when it is read back either
+        await ready(page)
+        await shown(page, '<img src=x onerror="window.hurt = 2">')
+        assert await page.evaluate("window.hurt") is None
+
+        other = await page.context.new_page()  # the policy complains of what the sanitizer looks at
+        await other.goto(front.url)
+        await ready(other)
+        html = ["<img src=x onerror='window.hurt=1'>", "<svg onload='window.hurt=1'>", "<script>window.hurt=1</script>"]
+        html += ["<a href='javascript:window.hurt=1'>x</a>", "<p style='position:fixed' onclick='window.hurt=1'>y</p>"]
+        html += [
+            "<math><mtext><table><mglyph><style><img src=x onerror='window.hurt=1'>",
+            "<form id=talk><input name=z>",
+        ]
+        for text in html:
+            nodes = "nodesOf({type: 'html', raw: text, text})"
+            await other.evaluate(f"text => document.getElementById('talk').append(...{nodes})", text)
+        talk = other.locator("#talk")
+        assert (
+            await talk.locator("img, svg, script, style, iframe, form, math, a, [style], [onclick], [name]").count()
+            == 0
+        )
+        await talk.get_by_text("y").click()
+        assert await other.evaluate("window.hurt") is None
 
     run(check, tmp_path, model)
 
@@ -180,38 +340,141 @@ def test_a_chat_is_read_turn_by_turn(tmp_path: Path, model: Path) -> None:
 def test_an_answer_is_stopped(how: str, tmp_path: Path, model: Path) -> None:
     async def check(front: Front, page: Page) -> None:
         await ready(page)
-        await page.type("Count")
-        await send(front, page)
+        await send(front, page, "Count")
         await front.job.write("one two")
-        await page.until(f"{TALK}.includes('two')")
-        await (page.press("Escape") if how == "Escape" else page.value("document.getElementById('stop').click()"))
+        await shown(page, "two")
+        await (page.keyboard.press("Escape") if how == "Escape" else press(page, "Stop"))
         await until(lambda: front.job.aborts)
-        assert await page.value(STATE) == "Stopped." and "two" in await page.value(TALK)
-        await page.screenshot(tmp_path / "stopped.png")
-        await page.type("Go on")
-        await send(front, page)
+        await told(page, re.compile("^Stopped · first token after "))
+        await shown(page, "two")
+        await picture(page, tmp_path / "stopped.png")
+        await send(front, page, "Go on")
         assert "one two" in front.job.prompt()  # what was said stays part of the chat
+
+    run(check, tmp_path, model)
+
+
+def test_an_answer_is_given_anew(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front, page: Page) -> None:
+        job, again = front.job, page.locator(".again:visible")
+        await ready(page)
+        await turn(front, page, "One?", "First.")
+        await turn(front, page, "Two?", "Second.")
+        prompt = job.prompt()
+        await requested(front, again.click())  # the last answer alone has it
+        assert job.prompt() == prompt
+        await expect(page.locator("#talk")).not_to_contain_text("Second.")
+        await job.write("Third.", "stop")
+        await free(page)
+        await expect(page.locator("article")).to_have_text([*map(re.compile, ("One", "First", "Two", "Third"))])
+        await page.evaluate("localStorage.setItem('helix.settings', '{\"temperature\": \"200\"}')")
+        await page.reload()
+        await ready(page)
+        await again.click()
+        await told(page, re.compile("temperature"))  # refused: all is as it was
+        await shown(page, "Third.")
+        await expect(again).to_have_count(1)
+
+    run(check, tmp_path, model)
+
+
+def test_a_question_is_changed(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front, page: Page) -> None:
+        job, area = front.job, page.locator(".user textarea")
+        await ready(page)
+        await turn(front, page, "One?", "First.")
+        await turn(front, page, "Two?", "Second.")
+        await page.press("#text", "ArrowUp")  # the last question
+        await expect(area).to_have_value("Two?")
+        await area.press("Escape")
+        await expect(page.locator("#text")).to_be_focused()
+        await page.locator(".user").first.hover()
+        await page.locator(".edit").first.click()
+        await expect(area).to_be_focused()
+        await area.fill("Eins?")
+        await picture(page, tmp_path / "edit.png")
+        await requested(front, area.press("Enter"))
+        assert "Eins?" in job.prompt() and not re.search(r"One|First|Two|Second", job.prompt())
+        await job.write("Erstens.", "stop")
+        await free(page)
+        await expect(page.locator("article")).to_have_text([re.compile("Eins"), re.compile("Erstens")])
+
+    run(check, tmp_path, model)
+
+
+def test_settings_are_sent_and_kept(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front, page: Page) -> None:
+        job = front.job
+        await ready(page)
+        await turn(front, page, "Plain", "Yes.")
+        plain = job.submits[-1]
+        await press(page, "Settings")
+        await expect(page.get_by_label("System prompt")).to_be_focused()
+        await page.get_by_label("System prompt").fill("Speak like a sailor.")
+        for label, value in {"Temperature": "0.3", "Top-p": "0.9", "Seed": "7", "Most tokens": "33"}.items():
+            await page.get_by_label(label).fill(value)
+        await picture(page, tmp_path / "settings.png")
+        await page.keyboard.press("Escape")
+        for _ in range(2):
+            await send(front, page, "With them")
+            sent = job.submits[-1]
+            assert sent.sampling["temperature"] == 0.3 and sent.sampling["top_p"] == 0.9 and sent.sampling["seed"] == 7
+            assert sent.max_new_tokens == 33 and job.prompt().count("Speak like a sailor.") == 1
+            await job.write("Aye.", "stop")
+            await free(page)
+            await page.reload()
+            await ready(page)
+        await press(page, "Settings")
+        await press(page, "Clear")
+        await press(page, "Close")
+        await turn(front, page, "Plain again", "Yes.")
+        assert job.submits[-1].sampling.keys() == plain.sampling.keys() and "sailor" not in job.prompt()
+        assert job.submits[-1].max_new_tokens > 33
+
+    run(check, tmp_path, model)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_texts_are_copied(secure: bool, tmp_path: Path, model: Path) -> None:
+    """Also where a browser has no clipboard for the page: over plain HTTP from another host."""
+
+    async def check(front: Front, page: Page) -> None:
+        await ready(page)
+        await turn(front, page, "Who *owns* it?", MARKDOWN)
+        await page.evaluate("window.board = navigator.clipboard")
+        if not secure:
+            await page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+        texts = {
+            ".code button": "def owner(t):\n    return t // 16 % 2\n",
+            ".assistant .does :text('Copy')": MARKDOWN.rstrip(),
+        }
+        texts[".user .does :text('Copy')"] = "Who *owns* it?"
+        for place, text in texts.items():
+            button = await page.query_selector(place)
+            await button.click()
+            await expect(page.locator("text=Copied").last).to_be_visible()
+            assert await button.inner_text() == "Copied"
+            assert await page.evaluate("board.readText()") == text
 
     run(check, tmp_path, model)
 
 
 def test_a_long_prompt_has_its_progress_and_the_time_left(tmp_path: Path, model: Path) -> None:
     async def check(front: Front, page: Page) -> None:
+        progress = page.locator("#progress")
         await ready(page)
-        await page.type("A long prompt")
-        await send(front, page)
+        await send(front, page, "A long prompt")
         name, total = front.job.submits[-1].id, len(front.job.submits[-1].ids)
         for done in (total // 4, total // 2):
             await asyncio.sleep(0.5)
             front.job.send(Progress(name, done, total))
-        told = f"Reading the prompt: {total // 2} of {total} tokens, about \\d s left"
-        await page.until(f"/{told}/.test({STATE})")
-        assert abs(await page.value("document.getElementById('progress').value") - total // 2 / total) < 1e-6
-        assert await page.value("getComputedStyle(document.getElementById('progress')).visibility") == "visible"
-        await page.screenshot(tmp_path / "progress.png")
+        await told(page, re.compile(rf"^Reading the prompt: {total // 2} of {total} tokens, about \d s left$"))
+        assert abs(await progress.evaluate("one => one.value") - total // 2 / total) < 1e-6
+        await expect(progress).to_be_visible()
+        await picture(page, tmp_path / "progress.png")
         await front.job.write("Read.", "stop")
-        await page.until(FREE)
-        assert await page.value("getComputedStyle(document.getElementById('progress')).visibility") == "hidden"
+        await free(page)
+        await expect(progress).to_be_hidden()
 
     run(check, tmp_path, model)
 
@@ -220,30 +483,31 @@ def test_a_restart_is_told_and_survived(tmp_path: Path, model: Path) -> None:
     async def check(front: Front, page: Page) -> None:
         job = front.job
         await ready(page)
-        await page.type("Wait")
-        await send(front, page)
+        await send(front, page, "Wait")
         await job.write("one ")
-        await page.until(f"{TALK}.includes('one')")
+        await shown(page, "one")
         await job.close()
         job.die()
-        await page.until(f"{STATE}.startsWith('The server is restarting: ')")
-        assert "goes on" in await page.value(STATE)
-        await page.screenshot(tmp_path / "restarting.png")
+        await told(page, re.compile("^The server is restarting: .*goes on"))
+        await picture(page, tmp_path / "restarting.png")
         (tmp_path / "job.sock").unlink(missing_ok=True)
         await job.listen(tmp_path / "job.sock")
         await until(lambda: len(job.submits) == 2)
-        await page.until(f"{STATE}.startsWith('The server is back')")
+        await told(page, re.compile("^The server is back"))
         await job.write("two", "stop")
-        await page.until(f"{FREE} && {TALK}.includes('one two')")
+        await free(page)
+        await shown(page, "one two")
 
         await job.close()
         job.die()
         await until(lambda: front.core.state == "restarting")
-        await page.type("Lost?")
-        await page.press("Enter")
-        await page.until(f"{FREE} && {STATE}.startsWith('The server is restarting')")
-        await page.screenshot(tmp_path / "refused.png")
-        assert await page.value(TEXT) == "Lost?" and "Lost?" not in await page.value(TALK)
+        await page.fill("#text", "Lost?")
+        await page.press("#text", "Enter")
+        await told(page, re.compile("^The server is restarting"))
+        await free(page)
+        await picture(page, tmp_path / "refused.png")
+        await expect(page.locator("#text")).to_have_value("Lost?")
+        await expect(page.locator("#talk")).not_to_contain_text("Lost?")
         (tmp_path / "job.sock").unlink(missing_ok=True)
         await job.listen(tmp_path / "job.sock")
         await ready(page)
@@ -257,9 +521,9 @@ def test_a_server_that_still_loads_is_waited_for(tmp_path: Path) -> None:
     async def check(front: Front, page: Page) -> None:
         front.core._state, front.core._why, known = "starting", "the model is being loaded", front.core.ready
         front.core.ready = None
-        await page.call("Page.reload")
-        await page.until(f"{STATE}.startsWith('The server is starting: the model is being loaded')")
-        assert await page.value("document.getElementById('send').disabled")
+        await page.reload()
+        await told(page, re.compile("^The server is starting: the model is being loaded"))
+        await expect(page.locator("#send")).to_be_disabled()
         front.core._state, front.core.ready = "ready", known
         await ready(page)
 
@@ -271,13 +535,18 @@ def test_a_key_is_wanted(tmp_path: Path) -> None:
     keys.write_text("ada key-1\n")
 
     async def check(front: Front, page: Page) -> None:
-        await page.until(f"{STATE} === 'The server needs a key.'")
-        await page.value("document.getElementById('key').focus()")
-        await page.type("key-1")
-        await page.press("Tab")
+        key = page.get_by_label("API key")
+        await told(page, "The server needs a key.")
+        await expect(key).to_be_focused()
+        await key.fill("key-2")
+        await key.press("Enter")
+        await told(page, "The server does not take this key.")
+        await picture(page, tmp_path / "key.png")
+        await key.fill("key-1")
+        await key.press("Enter")
         await ready(page)
-        await page.value("document.getElementById('text').focus()")
-        await send(front, page, control=True)
+        await expect(key).to_be_hidden()
+        await send(front, page, keys="Control+Enter")
 
     run(check, tmp_path, api_keys=str(keys))
 
@@ -285,21 +554,32 @@ def test_a_key_is_wanted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_long_answer_scrolls_along_until_its_reader_scrolls(chat: bool, tmp_path: Path, model: Path) -> None:
     async def check(front: Front, page: Page) -> None:
-        box = f"document.getElementById('{'talk' if chat else 'text'}')"
-        behind = f"({box}.scrollHeight - {box}.scrollTop - {box}.clientHeight)"
+        box = page.locator("#talk" if chat else "#text")
+        text = "one => (one.value ?? one.innerText).trimEnd()"
+        behind = "one => one.scrollHeight - one.scrollTop - one.clientHeight"
+
+        async def ends(with_: str) -> None:
+            async with asyncio.timeout(60):
+                while with_ not in (await box.evaluate(text))[-60:]:
+                    await asyncio.sleep(0.05)
+
         await ready(page)
-        await page.type("More")
-        await send(front, page, control=not chat)
+        await send(front, page, "More", keys="Enter" if chat else "Control+Enter")
         for _ in range(5):
             await front.job.write("a line of many\n" * 300)
         await front.job.write("LAST")
-        await page.until(f"{TALK if chat else TEXT}.endsWith('LAST')")
-        assert await page.value(f"{box}.scrollHeight") > 20_000 and await page.value(behind) < 5
-        await page.screenshot(tmp_path / "long.png")
-        await page.value(f"{box}.scrollTop = 100")
+        await ends("LAST")
+        assert await box.evaluate("one => one.scrollHeight") > 20_000 and await box.evaluate(behind) < 5
+        await picture(page, tmp_path / "long.png")
+        await box.evaluate("one => one.scrollTop = 100")
         await front.job.write("\nEND", "stop")
-        await page.until(f"{FREE} && {TALK if chat else TEXT}.endsWith('END')")
-        assert await page.value(f"{box}.scrollTop") == 100
+        await free(page)
+        await ends("END")
+        assert await box.evaluate("one => one.scrollTop") == 100
+        if chat:
+            await press(page, "To the end")
+            assert await box.evaluate(behind) < 5
+            await expect(page.locator("#last")).to_be_hidden()
 
     run(check, tmp_path, model if chat else None)
 
@@ -312,21 +592,27 @@ def test_it_can_be_read_and_reached(chat: bool, width: int, dark: bool, tmp_path
 
     async def check(front: Front, page: Page) -> None:
         await ready(page)
-        await page.type("word " * 40 + "x" * 300)
-        await send(front, page, control=not chat)
-        await front.job.write("answer " * 60, "stop")
-        await page.until(FREE)
-        await page.screenshot(tmp_path / "look.png")
-        assert await page.value("document.documentElement.scrollWidth <= innerWidth")
-        assert await page.value("document.documentElement.scrollHeight <= innerHeight")
-        assert await page.value(CONTRAST) >= 4.5
-        ground = await page.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        await send(front, page, "word " * 40 + "x" * 300, keys="Enter" if chat else "Control+Enter")
+        wide = "| " + "wide cell | " * 12 + "\n|" + "---|" * 12 + "\n\n```\n" + "y" * 300 + "\n```\n"
+        await front.job.write("answer " * 60 + "z" * 300 + f"\n\n{wide}[link](https://example.com)\n\n> so", "stop")
+        await free(page)
+        await picture(page, tmp_path / "look.png")
+        for opened in (False, True):
+            if opened:
+                await press(page, "Settings")
+            assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert await page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+            assert await page.evaluate(
+                "(talk => talk.scrollWidth <= talk.clientWidth)(document.getElementById('talk'))"
+            )
+            assert await page.evaluate(CONTRAST) >= 4.5
+        await picture(page, tmp_path / "settings.png")
+        await page.keyboard.press("Escape")
+        ground = await page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
         assert (sum(ground) < 200) == dark
-        nodes = (await page.call("Accessibility.getFullAXTree"))["nodes"]
-        roles = "textbox", "button", "spinbutton", "log"
-        names = {node["name"]["value"] for node in nodes if node.get("role", {}).get("value") in roles}
-        named = {"Conversation", "Send", "New chat"} if chat else {"Continue", "Undo"}
-        assert names == named | {"Text", "Stop", "Tokens", "Temperature", "Key"}
+        found = re.findall(r'- (?:textbox|button|spinbutton|log|article) "(.*?)"', await page.aria_snapshot())
+        named = {"New chat", "Send", "Conversation", "Question", "Answer", "Copy", "Edit", "Regenerate"}
+        assert set(found) == (named if chat else {"Undo", "Continue"}) | {"Text", "Settings"}
 
-    look = {"width": width, "height": 700, "dark": dark}
-    run(check, tmp_path, model if chat else None, look)
+    look = {"viewport": {"width": width, "height": 700}, "color_scheme": "dark" if dark else "light"}
+    run(check, tmp_path, model if chat else None, look | {"is_mobile": width < 600, "has_touch": width < 600})

@@ -182,7 +182,11 @@ def test_words_are_plain() -> None:
 
 def test_each_figure_is_shown_once() -> None:
     shown = Counter(Path(link).name for page in DOCS for link, _ in LINK.findall(read(page)) if link.endswith(".png"))
-    drawn = {file.name for folder in ("assets", "benchmarks/figures") for file in (ROOT / folder).rglob("*.png")}
+    drawn = {
+        file.name
+        for folder in ("assets", "benchmarks/figures", "docs/images")
+        for file in (ROOT / folder).rglob("*.png")
+    }
     assert drawn == set(shown)
     assert set(shown.values()) == {1}
 
