@@ -378,17 +378,31 @@ class PlainParser(Parser):
 
     def finish(self) -> list[AnswerPart]:
         parts, text = self._thoughts(super().finish()), self._content
-        try:
-            value = json.loads(text)
-        except ValueError:  # it was cut
-            return [*parts, AnswerPart("content", text)] if text else parts
-        calls = [(self._function, text)] if self._function is not None else [*filter(None, map(_function, value))]
+        if self._function is not None:
+            calls = [(self._function, text)] if _json_values(text) else []
+        else:
+            calls = [*filter(None, map(_function, _json_values(text, len(LIST_OF_CALLS.before))))]
         self.calls = len(calls)
+        if not calls and text:  # it was cut within the first
+            parts.append(AnswerPart("content", text))
         return [*parts, *(_called(*call) for call in calls)]
 
     def _thoughts(self, parts: list[AnswerPart]) -> list[AnswerPart]:
         self._content += "".join(part.text for part in parts if part.kind == "content")
         return [part for part in parts if part.kind != "content"]
+
+
+def _json_values(text: str, at: int = 0) -> list[Any]:
+    """Returns the JSON values that stand in a text from a place on, as calls do in a list, up to one that is cut."""
+    decoder = json.JSONDecoder()
+    found: list[Any] = []
+    while True:
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except ValueError:
+            return found
+        found.append(value)
+        at += len(LIST_OF_CALLS.between or "")
 
 
 def _called(name: str, arguments: str) -> AnswerPart:

@@ -318,13 +318,13 @@ class Core:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):
-            before, after = (values.get("preemptions", 0) for values in (self.stats, message.values))
-            self.metrics.preemptions.inc(after - before if after >= before else after)  # another job counts from 0
+            before, now = (values.get("preemptions", 0) for values in (self.stats, message.values))
+            self.metrics.preemptions.inc(now - before if now >= before else now)  # another job counts from 0
             self.stats = message.values
             if self.ready is not None and (pages := int(self.stats.get("pages", 0))):
                 self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)
-            now = time.monotonic()
-            self.rate, self._drawn, self._counted = self._drawn / (now - self._counted), 0, now
+            told = time.monotonic()
+            self.rate, self._drawn, self._counted = self._drawn / (told - self._counted), 0, told
         elif isinstance(message, Unread | Queued | Delta | Progress) and message.id in self.flights:
             flight = self.flights[message.id]
             if isinstance(message, Unread):

@@ -192,7 +192,8 @@ def test_calls_may_come_only_if_the_template_tells_tools(server: Server) -> None
 @pytest.mark.parametrize("choice", ["required", "get_time"])
 def test_calls_that_have_to_come_need_no_template(choice: str, server: Server) -> None:
     named = {"type": "function", "function": {"name": choice}}
-    answer = chat(server, QUESTION, tools=TOOLS, tool_choice=choice if choice == "required" else named)
+    wanted = choice if choice == "required" else named
+    answer = chat(server, QUESTION, tools=TOOLS, tool_choice=wanted, parallel_tool_calls=False)
     assert answer.finish_reason == "tool_calls" and not answer.message.content
     for call in answer.message.tool_calls:
         arguments = json.loads(call.function.arguments)

@@ -188,7 +188,9 @@ LIST = f'[{{"name": "get_weather", "parameters": {OSLO}}}, {{"name": "now", "par
     [
         ("plain", "required", LIST, [("get_weather", {"city": "Oslo"}), ("now", {})]),
         ("plain", tool("get_weather"), OSLO, [("get_weather", {"city": "Oslo"})]),
-        ("plain", "required", LIST[:-9], []),
+        ("plain", "required", LIST[:-9], [("get_weather", {"city": "Oslo"})]),
+        ("plain", "required", LIST[:30], []),
+        ("plain", tool("get_weather"), OSLO[:-2], []),
         ("with tools", tool("get_weather"), OSLO, [("get_weather", {"city": "Oslo"})]),
         ("thinking", "required", LIST, [("get_weather", {"city": "Oslo"}), ("now", {})]),
     ],
@@ -196,7 +198,7 @@ LIST = f'[{{"name": "get_weather", "parameters": {OSLO}}}, {{"name": "now", "par
 def test_calls_of_a_model_of_no_known_family(
     template: str, choice: Any, says: str, calls: list[Any], tmp_path: Path, model: Path
 ) -> None:
-    """They are plain JSON, whether or not its template tells of tools; what is cut is text."""
+    """They are plain JSON, whether or not its template tells of tools; a first call that is cut is text."""
     shown = "{{ tools | tojson if tools }}" if template == "with tools" else ""
     thinks = "{# <think> #}" if template == "thinking" else ""
 
