@@ -6,13 +6,17 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from launch.serving.choice import Choice, News
-from launch.serving.dialects import Part
+from launch.serving.core import Flight
+from launch.serving.dialects import Dialect, Parser, Part
 from launch.serving.errors import ApiError
+from launch.serving.prompts import Asked
+from launch.serving.sampling import logprobs_of
+from launch.serving.schemas import Chat, Completion
 from launch.serving.streams import COMMENT, COMMENT_S, DONE
 from launch.serving.tokens import Tokens
 
@@ -50,8 +54,11 @@ class Answer:
         self._counts = [0] * len(self.choices)  # tool calls of a chat so far, characters of a completion
         self._said = 0  # prompt tokens reported as progress
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self, heard: Callable[[News], None] = lambda news: None) -> dict[str, Any]:
         """Waits for all choices and returns the whole answer.
+
+        Args:
+            heard: called with the news of each choice as they come.
 
         Raises:
             ApiError: a continuation failed.
@@ -59,6 +66,7 @@ class Answer:
         told: list[list[News]] = [[] for _ in self.choices]
         async for news in self._news():
             for index, one in news:
+                heard(one)
                 told[index].append(one)
         choices = [self._choice(index, news) for index, news in enumerate(told)]
         return self._object("chat.completion" if self.chat else "text_completion", choices) | {"usage": self.usage()}
@@ -191,6 +199,68 @@ class Answer:
             "processed": done,
             "time_ms": round((time.monotonic() - self.began) * 1e3),
         }
+
+
+def parsers_of(body: Chat | Completion, asked: Asked, dialect: Dialect | None, count: int) -> list[Parser | None]:
+    """Creates the parsers of `count` continuations; None for completions, which are text alone."""
+    if not isinstance(body, Chat):
+        return [None] * count
+    template = None if dialect is None else dialect.template
+    return [Parser(template, asked.turn or "", body.known_tools, body.may_call_again) for _ in range(count)]
+
+
+def answer_of(
+    body: Chat | Completion,
+    asked: Asked,
+    flights: Sequence[Flight],
+    parsers: Sequence[Parser | None],
+    tokens: Tokens,
+    eos: Collection[int],
+    model: str,
+    changed: asyncio.Event,
+    abort: Callable[..., None],
+) -> Answer:
+    """Creates the answer to a body.
+
+    Args:
+        flights: the continuations of `submits_of`, in their order.
+        model: its name to clients.
+        changed: set when a continuation has new tokens.
+        abort: cancels a continuation, with a finish reason if the answer has one.
+    """
+    choices = [
+        Choice(
+            index,
+            flight,
+            tokens,
+            body.stop or (),
+            body.stop_token_ids or (),
+            eos,
+            abort,
+            parser,
+            not body.skip_special_tokens,
+        )
+        for index, (flight, parser) in enumerate(zip(flights, parsers, strict=True))
+    ]
+
+    def close() -> None:
+        for flight in flights:
+            abort(flight)
+
+    return Answer(
+        chat=isinstance(body, Chat),
+        model=model,
+        choices=choices,
+        tokens=tokens,
+        prompt_tokens=sum(map(len, asked.prompts)),
+        changed=changed,
+        close=close,
+        usage_at_end=body.stream_options is not None and body.stream_options.include_usage,
+        progress=body.return_progress,
+        echoed=[text for text in asked.echoed for _ in range(body.n or 1)],
+        with_logprobs=logprobs_of(body) is not None,
+        tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
+    )
 
 
 def _call(part: Any) -> dict[str, Any]:

@@ -290,6 +290,11 @@ class Chat(Generation, Conversation):
         return self
 
     @property
+    def known_tools(self) -> list[Tool]:
+        """Tools that the model is told."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
     def callable_tools(self) -> list[Tool]:
         """Tools that the answer may call."""
         tools, choice = self.tools or [], self.tool_choice

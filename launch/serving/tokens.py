@@ -89,7 +89,7 @@ class Tokens:
         self._check_length(text, most, "prompt")
         return self._whole(text, special)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._needed().decode(ids))
 
     def token_text(self, token: int) -> str:

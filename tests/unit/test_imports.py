@@ -56,7 +56,7 @@ LEVELS = {
         {"build"},
         {"llm", "simulate"},
     ],
-    "launch": [{"inputs"}, {"serving"}, {"job"}],
+    "launch": [{"serving"}, {"inputs"}, {"job"}],
     "benchmarks": [
         {"jobs", "runner", "schema", "timer"},
         {"ranks"},
