@@ -14,7 +14,7 @@ from launch.serving.choice import Choice, News
 from launch.serving.core import Flight
 from launch.serving.dialects import Dialect, Parser, Part
 from launch.serving.errors import ApiError
-from launch.serving.prompts import Asked
+from launch.serving.prompts import Reading
 from launch.serving.sampling import logprobs_of
 from launch.serving.schemas import Chat, Completion
 from launch.serving.streams import COMMENT, COMMENT_S, DONE
@@ -201,17 +201,17 @@ class Answer:
         }
 
 
-def parsers_of(body: Chat | Completion, asked: Asked, dialect: Dialect | None, count: int) -> list[Parser | None]:
+def parsers_of(body: Chat | Completion, reading: Reading, dialect: Dialect | None, count: int) -> list[Parser | None]:
     """Creates the parsers of `count` continuations; None for completions, which are text alone."""
     if not isinstance(body, Chat):
         return [None] * count
     template = None if dialect is None else dialect.template
-    return [Parser(template, asked.turn or "", body.known_tools, body.may_call_again) for _ in range(count)]
+    return [Parser(template, reading.turn or "", body.known_tools, body.may_call_again) for _ in range(count)]
 
 
 def answer_of(
     body: Chat | Completion,
-    asked: Asked,
+    reading: Reading,
     flights: Sequence[Flight],
     parsers: Sequence[Parser | None],
     tokens: Tokens,
@@ -252,12 +252,12 @@ def answer_of(
         model=model,
         choices=choices,
         tokens=tokens,
-        prompt_tokens=sum(map(len, asked.prompts)),
+        prompt_tokens=sum(map(len, reading.prompts)),
         changed=changed,
         close=close,
         usage_at_end=body.stream_options is not None and body.stream_options.include_usage,
         progress=body.return_progress,
-        echoed=[text for text in asked.echoed for _ in range(body.n or 1)],
+        echoed=[text for text in reading.echoed for _ in range(body.n or 1)],
         with_logprobs=logprobs_of(body) is not None,
         tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
     )

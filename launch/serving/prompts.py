@@ -27,7 +27,7 @@ class Form(NamedTuple):
     parts: Parts
 
 
-class Asked(NamedTuple):
+class Reading(NamedTuple):
     """A body in token ids.
 
     Attributes:
@@ -43,7 +43,7 @@ class Asked(NamedTuple):
     form: Form | None
 
 
-def read(tokens: Tokens, dialect: Dialect | None, body: Chat | Completion, ready: Ready) -> Asked:
+def read(tokens: Tokens, dialect: Dialect | None, body: Chat | Completion, ready: Ready) -> Reading:
     """Encodes a body's prompts.
 
     Raises:
@@ -54,7 +54,7 @@ def read(tokens: Tokens, dialect: Dialect | None, body: Chat | Completion, ready
         ids, text = tokens.encode_chat(body, body.known_tools, ready.max_length)
         begins = body.prompts_answer or body.begun is not None  # else the answer is plain text after a message
         turn = turn_of(dialect.template, text, body.begun) if dialect is not None and begins else ""
-        return Asked([ids], [], turn, form_of(tokens, body, ready.eos, dialect, turn))
+        return Reading([ids], [], turn, form_of(tokens, body, ready.eos, dialect, turn))
     prompts: list[np.ndarray] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
@@ -66,7 +66,7 @@ def read(tokens: Tokens, dialect: Dialect | None, body: Chat | Completion, ready
     if not prompts:
         raise ApiError(400, "prompt must not be empty", param="prompt")
     echoed = [told if isinstance(told, str) else tokens.decode(told) for told in (body.prompts if body.echo else [])]
-    return Asked(prompts, echoed, None, form_of(tokens, body, ready.eos))
+    return Reading(prompts, echoed, None, form_of(tokens, body, ready.eos))
 
 
 def form_of(

@@ -24,7 +24,7 @@ from launch.serving.core import Core
 from launch.serving.dialects import Dialect, Parser, dialect_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready
-from launch.serving.prompts import Asked, grammar_of, ids_of, read
+from launch.serving.prompts import Reading, grammar_of, ids_of, read
 from launch.serving.reader import RECEIVE_S, Reader
 from launch.serving.sampling import submits_of
 from launch.serving.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed, unknown
@@ -125,23 +125,23 @@ class Api:
     async def _chat(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
         reader = self._known(body.model)
-        asked = await reader.run(request.state.size, read, *self._of(body, ready))
-        return await self._answer(request, body, ready, asked)
+        reading = await reader.run(request.state.size, read, *self._of(body, ready))
+        return await self._answer(request, body, ready, reading)
 
     def _of(self, body: Chat | Completion, ready: Ready) -> tuple[Tokens, Dialect | None, Chat | Completion, Ready]:
         """Returns the arguments of `read`."""
         return self._known(body.model).tokens, self._dialect, body, ready
 
-    async def _answer(self, request: Request, body: Chat | Completion, ready: Ready, asked: Asked) -> ASGIApp:
+    async def _answer(self, request: Request, body: Chat | Completion, ready: Ready, reading: Reading) -> ASGIApp:
         """Starts the continuations of a body, and answers whole or as a stream."""
         tokens, changed = self._known(body.model).tokens, asyncio.Event()
-        grammar = await grammar_of(asked.form, self._compiler)
+        grammar = await grammar_of(reading.form, self._compiler)
         salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
-        submits = submits_of(body, asked, self._defaults, ready, grammar, salt)
-        parsers = parsers_of(body, asked, self._dialect, len(submits))
+        submits = submits_of(body, reading, self._defaults, ready, grammar, salt)
+        parsers = parsers_of(body, reading, self._dialect, len(submits))
         flights = self._core.start(submits, changed.set)  # nothing below fails before `answer` owns them
         answer = answer_of(
-            body, asked, flights, parsers, tokens, ready.eos, self.name, changed, self._core.abort
+            body, reading, flights, parsers, tokens, ready.eos, self.name, changed, self._core.abort
         )  # fmt: skip
         ignored = ",".join(map(_header, unknown(body)[:MOST_TOLD]))
         headers = {"x-ignored-fields": ignored} if ignored else {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
-from launch.serving.prompts import Asked
+from launch.serving.prompts import Reading
 from launch.serving.schemas import Chat, Completion, Generation
 
 UNSET_TOKENS = 16  # default of max_tokens for completions
@@ -31,7 +31,7 @@ ENGINE = {
 
 def submits_of(
     body: Chat | Completion,
-    asked: Asked,
+    reading: Reading,
     defaults: Mapping[str, Any],
     ready: Ready,
     grammar: str | None,
@@ -41,13 +41,13 @@ def submits_of(
 
     Args:
         defaults: the checkpoint's, from `generation_config.json`.
-        grammar: of `asked.form`, in llguidance's format.
+        grammar: of `reading.form`, in llguidance's format.
 
     Raises:
         ApiError: 400, a token id is outside of the vocabulary, or a prompt and its answer do not fit.
     """
     chat, submits = isinstance(body, Chat), []
-    for prompt in asked.prompts:
+    for prompt in reading.prompts:
         limit = limit_of(body, len(prompt), None if chat else UNSET_TOKENS, ready)
         for index in range(body.n or 1):
             sampling = sampling_of(body, defaults, ready, logprobs_of(body), index)

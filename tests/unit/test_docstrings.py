@@ -20,7 +20,6 @@ ROOMS = (  # folders and files in which every summary has its form, but in EXCEP
     "helix/layers",
     "helix/layout.py",
     "helix/library.py",
-    "helix/llm.py",
     "helix/memory",
     "helix/models",
     "helix/place.py",
@@ -32,6 +31,7 @@ ROOMS = (  # folders and files in which every summary has its form, but in EXCEP
     "helix/tokenizer.py",
     "kernels",
     "launch/job",
+    "launch/llm.py",
     "launch/serving",
 )
 EXCEPT = ("kernels/reference/verify.py", "kernels/tokens/verify.py")
