@@ -238,6 +238,7 @@ class ServeConfig:
         host: address to listen at.
         port: port to listen at; 0: any that is free.
         name: the model's name to clients; unset: that of its directory.
+        chat_template: file with the chat template, also of prompt files and from Python; unset: the model's own.
         api_keys: file of keys, lines of OWNER KEY; unset: none is needed.
         open: whether an address that other hosts reach may do without keys.
         body_mib: most MiB of a request; unset: 64, or 16 bytes for each token of a sequence where that is more.
@@ -253,6 +254,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     name: str | None = None
+    chat_template: str | None = None
     api_keys: str | None = None
     open: bool = False
     body_mib: int | None = None

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PATHS = (
     *("model.path", "speculation.model.path", "decode.prompts", "decode.output", "record"),
-    *("serve.socket", "serve.attach", "serve.api_keys"),
+    *("serve.socket", "serve.attach", "serve.chat_template", "serve.api_keys"),
 )
 SWEEP_DIR = "hydra.sweep.dir"
 SWEEP = "for several use `python -m launch.sweep -m ...`"

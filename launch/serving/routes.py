@@ -69,7 +69,7 @@ class Api:
             ValueError: the tokenizer cannot be read.
         """
         self.name = self._serve.name or (Path(ready.model).name if ready.model else "model")
-        self._reader = Reader(ready.model, RECEIVE_S)
+        self._reader = Reader(ready.model, self._serve.chat_template, RECEIVE_S)
         self._dialect = dialect_of(self._reader.tokens.template)
         if self._dialect is not None:
             Parser(self._dialect.template, "", [])  # its imports take seconds: not with the first chat

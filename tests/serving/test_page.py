@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from launch.serving.frames import Progress, Submit
 from tests.serving.browser import BINARY, MISSING, Page, browser
-from tests.serving.front import READY, FakeJob, Front, front, until
+from tests.serving.front import READY, FakeJob, Front, front, until, without_template
 from tests.serving.test_chat import SPECIAL, TEMPLATE
 
 pytestmark = [
@@ -59,11 +59,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Teller(FakeJob):
     """A job that says texts, each when the test wants it."""
 
-    def __init__(self, model: Path | None) -> None:
+    def __init__(self, model: Path) -> None:
         super().__init__(self._tell)
-        self._tokenizer = AutoTokenizer.from_pretrained(model or READY.model)
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
         self.end = 0
-        if model is not None:
+        if not self._tokenizer.chat_template:
+            self.ready = replace(READY, model=str(model))
+        else:
             self.end = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
             self.ready = replace(READY, model=str(model), vocab=4100, eos=(0, self.end))
 
@@ -85,7 +87,11 @@ def run(check: Check, directory: Path, model: Path | None = None, /, look: Any =
     """Runs a check beside a page; in the end the page has wanted nothing of others and complained of nothing."""
 
     async def with_page() -> None:
-        async with front(directory, Teller(model), **settings) as made, browser() as page, asyncio.timeout(150):
+        async with (
+            front(directory, Teller(model or without_template(directory)), **settings) as made,
+            browser() as page,
+            asyncio.timeout(150),
+        ):
             await page.open(f"{made.url}/", **(look or {}))
             await check(made, page)
             assert page.requests and all(url.startswith(f"{made.url}/") or url == "data:," for url in page.requests)
