@@ -32,6 +32,7 @@ from launch import run
 from launch.inputs.arguments import unknown
 from launch.inputs.compose import composed
 from launch.inputs.preflight import preflight, prepared
+from launch.inputs.prompts import DEFAULTED, MOST_IDS
 from launch.inputs.work import SERVE
 from launch.job.spawn import cause
 from launch.serving.answers import Answer, answer_of, parsers_of
@@ -54,11 +55,6 @@ CPU_TOKENS = 65536  # of KV if there is no GPU and kv.tokens is unset: memory is
 START_S = 3600.0  # for all ranks to load the model
 LOOK_S = 0.05  # between two looks at ranks that start
 LAST_LINES = 30  # of what the ranks printed, in the error of their failure
-MOST_IDS = 1 << 40  # of a prompt; what the model can take is checked later
-# Options that are taken from `decode` where a call leaves them unset.
-DEFAULTED = {"max_tokens": "max_new_tokens"} | {
-    n: n for n in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
-}
 
 
 class Options(TypedDict, total=False):
@@ -211,7 +207,8 @@ class LLM:
             self._thread.start()
             try:
                 self._finish(self._begin(self._start(settings)))
-                self._tokens = Tokens(self._config.model.path)  # while the ranks load the model
+                # While the ranks load the model.
+                self._tokens = Tokens(self._config.model.path, self._config.serve.chat_template)
                 self._dialect = dialect_of(self._tokens.template)
                 self._finish(self._begin(self._started()))
             except BaseException:

@@ -5,6 +5,7 @@ Every rank computes it for itself, from what all of them see, before they meet; 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from math import inf
 
@@ -87,7 +88,7 @@ def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
     """Sequences at a time and tokens of each: of the longest prompt with its new tokens."""
     new = config.decode.max_new_tokens
     # What is no number will be refused, with its request.
-    limits = (prompt.options.get("max_new_tokens") for prompt in prompts)
+    limits = (prompt.options.get("max_tokens") for prompt in prompts)
     lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]
     return min(len(prompts), config.decode.max_batch), max(lengths)
 
@@ -120,4 +121,7 @@ def budget(config: Config) -> Sparse | None:
 
 
 def _tokens(prompt: Prompt) -> int:
-    return len(prompt.ids) if prompt.ids is not None else -(-len((prompt.text or "").encode()) // TEXT_BYTES)
+    if prompt.ids is not None:
+        return len(prompt.ids)
+    text = prompt.text if prompt.body is None else json.dumps(prompt.body)
+    return -(-len((text or "").encode()) // TEXT_BYTES)
