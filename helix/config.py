@@ -227,6 +227,7 @@ class ServeConfig:
         host: address to listen at.
         port: port to listen at; 0: any that is free.
         name: the model's name to clients; unset: that of its directory.
+        chat_template: file with the chat template, also of prompt files and from Python; unset: the model's own.
         api_keys: file of keys, lines of OWNER KEY; unset: none is needed.
         open: whether an address that other hosts reach may do without keys.
         cors: origins whose pages may use the server, such as https://chat.example; `*` is all.
@@ -243,6 +244,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     name: str | None = None
+    chat_template: str | None = None
     api_keys: str | None = None
     open: bool = False
     cors: list[str] = field(default_factory=list)

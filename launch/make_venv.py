@@ -22,7 +22,7 @@ def requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return [
         *project["dependencies"],
-        *(r for extra in ("serve", "gguf", "dev") for r in project["optional-dependencies"][extra]),
+        *(r for extra in ("gguf", "dev") for r in project["optional-dependencies"][extra]),
     ]
 
 

@@ -130,7 +130,7 @@ def copies(given: Given) -> Iterator[Row]:
             plain = plain or (tokens, record)
             yield {
                 "kind": "edits", "model": "demo", "layout": f"helix kvp={ranks} tpa=1", "drafting": drafting,
-                "prompts": len(prompts), "new_tokens": prompts[0]["max_new_tokens"],
+                "prompts": len(prompts), "new_tokens": prompts[0]["max_tokens"],
                 **{key: record[key] for key in MEASURED},
                 "as_plain": sum(ours == theirs for ours, theirs in zip(tokens, plain[0], strict=True)),
                 "gain": record["tokens_per_s_user"] / plain[1]["tokens_per_s_user"],

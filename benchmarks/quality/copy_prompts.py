@@ -17,7 +17,7 @@ def copy_prompts(new_tokens: int, directory: Path = ROOT / "helix") -> list[dict
         for file in sorted(directory.rglob("*.py"))
     }
     return [
-        {"id": name, "prompt": "".join(edited_copy(lines)), "max_new_tokens": new_tokens}
+        {"id": name, "prompt": "".join(edited_copy(lines)), "max_tokens": new_tokens}
         for name, lines in files.items()
         if len(lines) >= LINES
     ]

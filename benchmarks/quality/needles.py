@@ -69,7 +69,7 @@ def _prompt(tokenizer: Any, lines: list[str], seed: int, depth: float, length: i
         return len(tokenizer.encode(text(take)).ids) > length - ANSWER_TOKENS
 
     take = bisect.bisect_left(range(1, min(len(lines), length)), True, key=too_long)
-    return {"id": f"{word}-{number}-{seed}", "prompt": text(take), "max_new_tokens": ANSWER_TOKENS}
+    return {"id": f"{word}-{number}-{seed}", "prompt": text(take), "max_tokens": ANSWER_TOKENS}
 
 
 def score(lines: list[str]) -> tuple[int, int]:

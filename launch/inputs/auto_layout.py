@@ -5,6 +5,7 @@ Every rank computes it for itself, from what all of them see, before they meet; 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from math import inf
 
@@ -63,7 +64,7 @@ def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
     """Returns the number of concurrent sequences, and the tokens of the longest prompt with its new ones."""
     new = config.decode.max_new_tokens
     # What is no number will be refused, with its request.
-    limits = (prompt.options.get("max_new_tokens") for prompt in prompts)
+    limits = (prompt.options.get("max_tokens") for prompt in prompts)
     lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]
     return min(len(prompts), config.decode.max_batch), max(lengths)
 
@@ -96,4 +97,7 @@ def budget(config: Config) -> Sparse | None:
 
 
 def _tokens(prompt: PromptLine) -> int:
-    return len(prompt.ids) if prompt.ids is not None else -(-len((prompt.text or "").encode()) // TEXT_BYTES)
+    if prompt.ids is not None:
+        return len(prompt.ids)
+    text = prompt.text if prompt.body is None else json.dumps(prompt.body)
+    return -(-len((text or "").encode()) // TEXT_BYTES)

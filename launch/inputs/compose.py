@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PATHS = (
     *("model.path", "speculation.model.path", "decode.prompts", "decode.output", "record"),
-    *("serve.socket", "serve.attach", "serve.api_keys"),
+    *("serve.socket", "serve.attach", "serve.chat_template", "serve.api_keys"),
 )
 SWEEP_DIRS = ("hydra.sweep.dir", "hydra.run.dir")
 SWEEP = "for several use `helix sweep ...`, or -m"

@@ -20,7 +20,7 @@ from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.prompts import PromptLine, check_defaults, kept_results, read_prompts
-from launch.inputs.work import Work, work_of
+from launch.inputs.work import DECODE, Work, work_of
 
 TIMED = "python -m benchmarks.entry bench=decode"  # a benchmark's command, which says only what takes how long
 
@@ -141,7 +141,9 @@ def _prompts(config: Config, work: Work) -> list[PromptLine]:
     if config.decode.prompts is None:
         raise ValueError(f"nothing to do: set decode.prompts=FILE.jsonl, or time decode steps with `{TIMED}`")
     prompts = read_prompts(Path(config.decode.prompts))
-    if any(p.text is not None for p in prompts) and not has_tokenizer(config.model.path):
+    if work is not DECODE and any(p.body is not None for p in prompts):
+        raise ValueError(f'{config.decode.prompts} holds messages, forms or a batch: measure "prompt" or "prompt_ids"')
+    if any(p.ids is None for p in prompts) and not has_tokenizer(config.model.path):
         why = "a shape without model.path has no tokenizer"
         if config.model.path is not None:
             why = f"model.path={config.model.path} has no tokenizer.json"

@@ -1,4 +1,4 @@
-"""Prompt files and result files, in JSON lines."""
+"""PromptLine files and result files, in JSON lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,15 +17,23 @@ from helix.events.request import Output, Request
 from helix.events.sampling_params import SamplingParams
 from helix.files import parse_json, read_text
 from launch.inputs.files import claim, replace
+from launch.serving.errors import ApiError
+from launch.serving.schemas import Chat, Completion, parsed
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-DEFAULTED = ("max_new_tokens", *SAMPLING, "stop")  # where a line does not say, `decode` does
+# Where a line does not say, `decode` does, by a key of the same name but for the first.
+DEFAULTED = {"max_tokens": "max_new_tokens"} | {name: name for name in (*SAMPLING, "stop")}
 WISHES = (
     "logit_bias", "min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop_token_ids",
     "ignore_eos", "logprobs",
 )  # fmt: skip
 OPTIONS = (*DEFAULTED, *WISHES)
-KEYS = ("id", "prompt", "prompt_ids", *OPTIONS)
+KEYS = ("id", "prompt", "prompt_ids", "messages", *OPTIONS, "response_format")
+BATCH = ("custom_id", "method", "url", "body")  # keys of a line of OpenAI's batch files
+SCHEMAS: dict[str, type[Chat | Completion]] = {"/v1/chat/completions": Chat, "/v1/completions": Completion}
+MOST_IDS = 1 << 40  # of a prompt; whether the model can take them is seen later
+
+BATCH_ID, SERVED = "batch_req_", 200
 
 NUMBER, INTEGER = ((int, float), "a number"), ((int,), "an integer")
 REAL = "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"
@@ -38,16 +47,25 @@ KINDS |= {
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A line of a prompt file: either `text` or `ids` is set.
+    """A line of a prompt file: `text`, `ids` or `body` is set.
 
     Attributes:
         options: values of OPTIONS that the line sets.
+        body: fields of a server's request: messages or a form of the answer, or the whole of a line of a batch.
+        url: of a line of a batch, the route that its body is for.
     """
 
     id: str | int
     text: str | None
     ids: tuple[int, ...] | None
     options: Mapping[str, Any]
+    body: Mapping[str, Any] | None = None
+    url: str | None = None
+
+    @property
+    def schema(self) -> type[Chat | Completion]:
+        """The schema of `body`."""
+        return SCHEMAS[self.url] if self.url is not None else Chat if "messages" in (self.body or {}) else Completion
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
@@ -81,15 +99,19 @@ def _parse(line: str, index: int) -> PromptLine:
     entry = parse_json(line)
     if not isinstance(entry, dict):
         raise ValueError(f"a prompt is a JSON object, this is {line.strip()[:60]}")
+    if "custom_id" in entry:
+        return _parse_batch(entry)
     unknown = sorted(set(entry) - set(KEYS))
     if unknown:
-        raise ValueError(f"unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}")
+        near = get_close_matches(unknown[0], KEYS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}{hint}")
     name = entry.get("id", index)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise ValueError(f"id {name!r:.60} must be text or an integer")
-    text, ids = entry.get("prompt"), entry.get("prompt_ids")
-    if (text is None) == (ids is None):
-        raise ValueError('needs "prompt" (text) or "prompt_ids" (token ids), one of the two')
+    text, ids, messages = (entry.get(key) for key in ("prompt", "prompt_ids", "messages"))
+    if sum(one is not None for one in (text, ids, messages)) != 1:
+        raise ValueError('needs "prompt" (text), "prompt_ids" (token ids) or "messages" (a conversation), one of them')
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"prompt" must be text, not {text!r:.60}')
     if ids is not None and not (isinstance(ids, list) and all(type(t) is int for t in ids)):
@@ -112,7 +134,32 @@ def _parse(line: str, index: int) -> PromptLine:
         if wrong := [token for token in bias if not re.fullmatch("[0-9]{1,10}", token)]:
             raise ValueError(f'"logit_bias" must be {KINDS["logit_bias"][1]}, and {wrong[0]!r:.60} is not a token id')
         options["logit_bias"] = {int(token): value for token, value in bias.items()}
-    return PromptLine(name, text, None if ids is None else tuple(ids), options)
+    body = {key: entry[key] for key in ("messages", "response_format") if entry.get(key) is not None}
+    if not body:
+        return PromptLine(name, text, None if ids is None else tuple(ids), options)
+    if messages is None:
+        body["prompt"] = text if ids is None else ids
+    prompt = PromptLine(name, None, None, options, body)
+    try:
+        parsed(prompt.schema, json.dumps(body).encode(), MOST_IDS)
+    except ApiError as error:
+        raise ValueError(error.message) from error
+    return prompt
+
+
+def _parse_batch(entry: dict[str, Any]) -> PromptLine:
+    """Reads a line of OpenAI's batch format; what is wrong with its body is the answer to it."""
+    if set(entry) != set(BATCH):
+        raise ValueError(f"a line of a batch has the keys {', '.join(BATCH)}, and this one {', '.join(sorted(entry))}")
+    name, method, url, body = (entry[key] for key in BATCH)
+    if not isinstance(name, str):
+        raise ValueError(f"custom_id {name!r:.60} must be text")
+    if method != "POST" or url not in SCHEMAS:
+        raise ValueError(f"method {method!r:.20} and url {url!r:.60} must be POST and one of {', '.join(SCHEMAS)}")
+    if not isinstance(body, dict):
+        raise ValueError(f"body {body!r:.60} must be an object")
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    return PromptLine(name, None, None, {} if limit is None else {"max_tokens": limit}, body, url)
 
 
 def check_defaults(config: DecodeConfig) -> None:
@@ -126,17 +173,17 @@ def check_defaults(config: DecodeConfig) -> None:
 def to_request(prompt: PromptLine, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
     """Returns a request for the engine, or the output that refuses it if its parameters are out of range."""
     ids: Sequence[int] = prompt.ids if prompt.ids is not None else _encode(tokenizer, prompt.text or "")
-    options = {key: prompt.options.get(key, getattr(defaults, key)) for key in DEFAULTED}
+    options = {key: prompt.options.get(key, getattr(defaults, name)) for key, name in DEFAULTED.items()}
     stop = options["stop"]
     wishes = {key: prompt.options[key] for key in WISHES if key in prompt.options}
     try:
         sampling = SamplingParams(**{key: options[key] for key in SAMPLING}, **wishes)
-        if options["max_new_tokens"] < 1:
-            raise ValueError(f"max_new_tokens={options['max_new_tokens']} must be at least 1")
+        if options["max_tokens"] < 1:
+            raise ValueError(f"max_tokens={options['max_tokens']} must be at least 1")
     except ValueError as error:
         return Output(prompt.id, len(ids), (), "", "", "error", str(error))
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    return Request(prompt.id, ids, options["max_new_tokens"], sampling, tuple(s for s in stops if s))
+    return Request(prompt.id, ids, options["max_tokens"], sampling, tuple(s for s in stops if s))
 
 
 def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
@@ -147,11 +194,14 @@ def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
 
 def digest(prompt: PromptLine, config: Config) -> str:
     """Computes the digest of a request in its result line: 16 hex digits, over prompt, options, model and policy."""
-    options = {key: getattr(config.decode, key) for key in DEFAULTED} | dict(prompt.options)
+    options = {key: getattr(config.decode, name) for key, name in DEFAULTED.items()} | dict(prompt.options)
     model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
     if config.model.load == "random":
         model["seed"] = config.seed
     what: list[Any] = [prompt.text, prompt.ids, options, model]
+    if prompt.body is not None:
+        template = config.serve.chat_template
+        what.append([prompt.id, prompt.url, prompt.body, template and read_text(Path(template))])
     if config.attention.policy != "dense":
         # Which keys share a block, and which blocks a rank chooses from, is a matter of the cache and the layout.
         local = [config.layout.mode, config.layout.kvp] if config.attention.choice == "local" else []
@@ -178,7 +228,7 @@ def kept_results(config: Config, prompts: Sequence[PromptLine]) -> dict[str | in
     for number, text in enumerate(lines, 1):
         try:
             line = parse_json(text.decode())
-            key, request, reason = line["id"], line["request"], line["finish_reason"]
+            key, request, served = _read_line(line)
             known = key in digests
         except (ValueError, TypeError, KeyError):
             if text == b"" or (number == len(lines) and _is_torn(text, digests)):
@@ -191,14 +241,23 @@ def kept_results(config: Config, prompts: Sequence[PromptLine]) -> dict[str | in
                 f"{name} holds a result {key!r} of another prompt, or decoded with other settings or another "
                 "model: give prompts ids of their own, set what it was decoded with, or move the file away"
             )
-        if reason in ("stop", "length"):
+        if served:
             kept[key] = line
     return kept
 
 
+def _read_line(line: dict[str, Any]) -> tuple[str | int, str, bool]:
+    """The request of a result, its digest, and whether it was served."""
+    if "custom_id" in line:
+        return line["custom_id"], line["id"].removeprefix(BATCH_ID), line["response"]["status_code"] == SERVED
+    return line["id"], line["request"], line["finish_reason"] in ("stop", "length")
+
+
 def _is_torn(text: bytes, ids: Iterable[str | int]) -> bool:
     """Returns whether a line may be the beginning of a result, whose writing was interrupted."""
-    heads = [f'{{"id": {json.dumps(name, ensure_ascii=False)}, "prompt_tokens": '.encode() for name in ids]
+    names = [json.dumps(name, ensure_ascii=False) for name in ids]
+    heads = [f'{{"id": {name}, "prompt_tokens": '.encode() for name in names]
+    heads += [f'{{"custom_id": {name}, "id": "{BATCH_ID}'.encode() for name in names]
     return any(text.startswith(head) or head.startswith(text) for head in heads)
 
 
@@ -257,13 +316,22 @@ class ResultFile:
             line["logprobs"] = [{"drawn": place.drawn, "best": place.best} for place in output.logprobs]
         if self._lossy is not None:
             line["attention"] = self._lossy
+        self._add(output.id, line)
+
+    def add_response(self, name: str | int, status: int, body: dict[str, Any]) -> None:
+        """Writes a result of a line of a batch; raises as `add`."""
+        response = {"status_code": status, "body": body}
+        line = {"custom_id": name, "id": f"{BATCH_ID}{self._digests[name]}", "response": response, "error": None}
+        self._add(name, line)
+
+    def _add(self, name: str | int, line: dict[str, Any]) -> None:
         try:
             if self._file:
                 self._file.write(_line(line))
                 self._file.flush()
         except OSError as error:
             raise self._stopped(error) from error
-        self.lines[output.id] = line
+        self.lines[name] = line
 
     def close(self) -> None:
         """Sorts the results; raises RankError if they cannot be sorted."""
@@ -282,7 +350,7 @@ class ResultFile:
             self._file = new
 
     def _stopped(self, error: OSError) -> RankError:
-        safe = sum(line["finish_reason"] != "error" for line in self.lines.values())
+        safe = sum(_read_line(line)[2] for line in self.lines.values())
         return RankError(
             f"decode.output={self._path} cannot be written: {error.strerror}; {safe} of {len(self._prompts)} results "
             "are safe in it, and decode.resume=true runs the rest"

@@ -10,7 +10,7 @@ from helix.build.tiering import of_short_chunks
 from helix.control.engine import Engine
 from helix.events.decision import StepKind
 from helix.events.request import Output, Request
-from launch.inputs.prompts import to_request
+from launch.job.bodies import Desk
 from launch.job.report import summary
 from launch.job.task import Done, Task
 
@@ -20,11 +20,8 @@ def run(task: Task) -> Done:
     plan, comm, tokenizer, results, console = task.plan, task.comm, task.tokenizer, task.results, task.console
     model, draft = task.load()
     config = plan.config
-    requests, refusals = [], []
-    if results is not None:
-        read = [to_request(prompt, config.decode, tokenizer) for prompt in results.remaining]
-        requests = [r for r in read if isinstance(r, Request)]
-        refusals = [r for r in read if isinstance(r, Output)]
+    desk = None if results is None else Desk(config, model.spec, tokenizer, results)
+    requests, refusals = ([], []) if desk is None else desk.requests()
     # Only rank 0 has the requests: it announces their KV tokens, and the kinds of steps that they need.
     wanted, variants = comm.broadcast_object(
         (
@@ -41,18 +38,19 @@ def run(task: Task) -> Done:
     if comm.device.type == "cuda":
         engine.warm_up(variants, mark=task.phases.mark)
     engine.on_prefill = console.prefill
-    refused = 0
+    if desk is not None:
+        requests = [desk.fitted(request, engine.runner.max_length) for request in requests]
     for output in _outputs(engine, requests, refusals):
-        assert results is not None  # the other ranks have no outputs
+        assert desk is not None  # the other ranks have no outputs
         console.show(output)
         if output.finish_reason is not None:
-            results.add(output)
-            refused += output.finish_reason == "error"
+            desk.add(output)
     engine.close()
     bytes_per_token = comm.all_gather_object(engine.runner.cache.bytes_per_token)
     policy = engine.runner.policy
     blocks = comm.all_gather_object(policy.blocks_read()) if isinstance(policy, BlockSparseAttention) else None
     measured: dict[str, Any] = {}
+    refused = 0 if desk is None else desk.refused
     if results is not None:
         results.close()
         hopb_chunks = engine.runner.hopb_chunks

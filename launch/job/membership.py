@@ -52,6 +52,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Connects to the store and starts the watchdog; raises RuntimeError if the store cannot be reached."""
+        self._owns_group = False
         # An agent's store outlives one job and one attempt: the names of this one begin with both.
         run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
         self.store = dist.PrefixStore(f"helix/{run}/{attempt}", _reach_store(self.place))
@@ -112,6 +113,9 @@ class Job:
         self.device = take_device(self.backend, place)
         self.timeout = timedelta(seconds=timeout_s)
         transport = "gloo" if self.backend == "gloo" else "nccl"
+        if dist.is_initialized():  # by a program that makes an LLM in its ranks: the group stays its own
+            return
+        self._owns_group = True
         dist.init_process_group(
             transport,
             store=dist.PrefixStore("group", self.store),
@@ -161,7 +165,7 @@ class Job:
                 self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=20))
             for comm in reversed(comms):
                 comm.close()
-            if dist.is_initialized():  # `connect` may not have been called
+            if self._owns_group:
                 dist.destroy_process_group()
 
 

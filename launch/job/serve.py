@@ -253,7 +253,7 @@ class Link:
     def _submit(self, message: Submit, prefix: str) -> None:
         name = f"{prefix}{message.id}"
         try:
-            request, grammar = self._request(name, message)
+            request, grammar = request_of(name, message, self._grammars)
         except BaseException as error:  # also panics of llguidance: only this request fails
             self._uncompiled.discard(name)
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -269,27 +269,33 @@ class Link:
             self._send(Queued(message.id), name)
             self._inbox.submit(request)
 
-    def _request(self, name: str, message: Submit) -> tuple[Request, BegunGrammar | None]:
-        given = dict(message.sampling)
-        if "logit_bias" in given:
-            given["logit_bias"] = dict(given["logit_bias"])
-        grammar = None
-        if message.grammar is not None:
-            if self._grammars is None:
-                raise ValueError("no answer of this model can be made to follow a grammar")
-            answer = message.ids[len(message.ids) - message.drawn :]
-            grammar = self._grammars.begun(message.grammar, answer.tolist())
-        request = Request(
-            name,
-            message.ids,
-            message.max_new_tokens,
-            SamplingParams(**given),
-            priority=message.priority,
-            salt=message.salt,
-            drawn=message.drawn,
-            grammar=grammar,
-        )
-        return request, grammar
+
+def request_of(name: str, message: Submit, grammars: Grammars | None) -> tuple[Request, BegunGrammar | None]:
+    """Creates the engine's request, and the grammar in it.
+
+    Raises:
+        ValueError: the grammar is invalid, or the model can follow none.
+    """
+    given = dict(message.sampling)
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    grammar = None
+    if message.grammar is not None:
+        if grammars is None:
+            raise ValueError("no answer of this model can be made to follow a grammar")
+        answer = message.ids[len(message.ids) - message.drawn :]
+        grammar = grammars.begun(message.grammar, answer.tolist())
+    request = Request(
+        name,
+        message.ids,
+        message.max_new_tokens,
+        SamplingParams(**given),
+        priority=message.priority,
+        salt=message.salt,
+        drawn=message.drawn,
+        grammar=grammar,
+    )
+    return request, grammar
 
 
 def _listen(path: Path) -> socket.socket:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from helix.answers.dialects import AnswerPart
+from helix.answers.dialects import AnswerPart, Dialect, Parser, PlainParser
 from launch.serving.choice import Choice, News
+from launch.serving.core import Flight
 from launch.serving.errors import ApiError
+from launch.serving.prompts import Reading
+from launch.serving.sampling import logprobs_of
+from launch.serving.schemas import Chat, Completion
 from launch.serving.streams import COMMENT, COMMENT_S, DONE
 from launch.serving.tokens import Tokens
 
@@ -51,8 +56,11 @@ class Answer:
         self._counts = [0] * len(self.choices)  # tool calls of a chat so far, characters of a completion
         self._said = 0  # prompt tokens reported as progress
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self, heard: Callable[[News], None] = lambda news: None) -> dict[str, Any]:
         """Waits for all choices and returns the whole answer.
+
+        Args:
+            heard: called with the news of each choice as they come.
 
         Raises:
             ApiError: a continuation failed.
@@ -60,6 +68,7 @@ class Answer:
         told: list[list[News]] = [[] for _ in self.choices]
         async for news in self.news():
             for index, one in news:
+                heard(one)
                 told[index].append(one)
         choices = [self._choice(index, news) for index, news in enumerate(told)]
         return self._object("chat.completion" if self.chat else "text_completion", choices) | {"usage": self.usage()}
@@ -194,6 +203,76 @@ class Answer:
             "processed": done,
             "time_ms": round((time.monotonic() - self.began) * 1e3),
         }
+
+
+def parsers_of(body: Chat | Completion, reading: Reading, dialect: Dialect | None, count: int) -> list[Parser | None]:
+    """Creates the parsers of `count` continuations; None for completions, which are text alone."""
+    if not isinstance(body, Chat):
+        return [None] * count
+    template, turn = None if dialect is None else dialect.template, reading.turn or ""
+    if body.has_to_call and (dialect is None or dialect.calls is None):
+        return [PlainParser(template, turn, body.named) for _ in range(count)]
+    given = [tool.model_dump(exclude_none=True) for tool in body.shown_tools]
+    return [Parser(template, turn, given, body.may_call_again) for _ in range(count)]
+
+
+def answer_of(
+    body: Chat | Completion,
+    reading: Reading,
+    flights: Sequence[Flight],
+    parsers: Sequence[Parser | None],
+    tokens: Tokens,
+    eos: Collection[int],
+    model: str,
+    changed: asyncio.Event,
+    abort: Callable[..., None],
+    request_id: str | None = None,
+    kind: Callable[..., Answer] = Answer,
+) -> Answer:
+    """Creates the answer to a body.
+
+    Args:
+        flights: the continuations of `submits_of`, in their order.
+        model: its name to clients.
+        changed: set when a continuation has new tokens.
+        abort: cancels a continuation, with a finish reason if the answer has one.
+        request_id: that of the log; None: a new one.
+        kind: creates the answer, in the format that the client reads.
+    """
+    choices = [
+        Choice(
+            index,
+            flight,
+            tokens,
+            body.stop or (),
+            body.stop_token_ids or (),
+            eos,
+            abort,
+            parser,
+            not body.skip_special_tokens,
+        )
+        for index, (flight, parser) in enumerate(zip(flights, parsers, strict=True))
+    ]
+
+    def close() -> None:
+        for flight in flights:
+            abort(flight)
+
+    return kind(
+        chat=isinstance(body, Chat),
+        request_id=request_id or uuid.uuid4().hex,
+        model=model,
+        choices=choices,
+        tokens=tokens,
+        prompt_tokens=sum(map(len, reading.prompts)),
+        changed=changed,
+        close=close,
+        usage_at_end=body.stream_options is not None and body.stream_options.include_usage,
+        progress=body.return_progress,
+        echoed=[text for text in reading.echoed for _ in range(body.n or 1)],
+        with_logprobs=logprobs_of(body) is not None,
+        tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
+    )
 
 
 def _call(part: Any) -> dict[str, Any]:

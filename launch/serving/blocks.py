@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from helix.answers.dialects import AnswerPart
 from launch.serving.answers import Answer
+from launch.serving.choice import News
 from launch.serving.errors import ApiError
 from launch.serving.streams import COMMENT
 
@@ -47,8 +48,8 @@ class BlockAnswer(Answer):
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
 
-    async def whole(self) -> dict[str, Any]:
-        async for _ in self._steps():
+    async def whole(self, heard: Callable[[News], None] = lambda news: None) -> dict[str, Any]:
+        async for _ in self._steps(heard):
             pass
         return self._whole()
 
@@ -66,11 +67,12 @@ class BlockAnswer(Answer):
         except ApiError as error:
             yield self._written(self._failed(error))
 
-    async def _steps(self) -> AsyncIterator[list[Event]]:
+    async def _steps(self, heard: Callable[[News], None] = lambda news: None) -> AsyncIterator[list[Event]]:
         """Yields the events of each piece of news; none of them in silence."""
         async for news in self.news():
             events: list[Event] = []
             for _, one in news:
+                heard(one)
                 for part in self.parts([one]):
                     events += self._grown(part)
                 self.finish_reason = one.finish_reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class Choice:
         tokens: Tokens,
         stop: Sequence[str],
         stop_ids: Sequence[int],
-        eos: Sequence[int],
+        eos: Collection[int],
         abort: Callable[[Flight, str], None],
         parser: Parser | None = None,
         special: bool = False,

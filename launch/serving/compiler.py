@@ -81,7 +81,7 @@ def _work(path: str, vocab: str, *eos: str) -> Answerer:
 
     def compiled(request: bytes) -> bytes:
         try:
-            told = {"grammar": _compiled(grammars, json.loads(request))}
+            told = {"grammar": written(grammars, json.loads(request))}
         except RecursionError:
             told = {"mistake": "it is nested too deeply"}
         except ValueError as error:
@@ -91,9 +91,15 @@ def _work(path: str, vocab: str, *eos: str) -> Answerer:
     return compiled
 
 
-def _compiled(grammars: Grammars, parts: Parts) -> str:
-    written = [{key: value for key, value in part.items() if key != "ebnf"} | _lark(part) for part in parts]
-    grammar = json.dumps({"grammars": written})
+def written(grammars: Grammars, parts: Parts) -> str:
+    """Writes parts in llguidance's format.
+
+    Raises:
+        ValueError: they are no grammar.
+        RecursionError: they are nested too deeply.
+    """
+    inner = [{key: value for key, value in part.items() if key != "ebnf"} | _lark(part) for part in parts]
+    grammar = json.dumps({"grammars": inner})
     grammars.begun(grammar)
     return grammar
 

@@ -207,7 +207,8 @@ class Core:
             ApiError: 503 or 429; 400 if one is too large for a frame.
         """
         self.refuse_unless_ready()
-        if self.waiting + len(submits) > self._most_waiting:
+        # All are counted first: to see who of many waits takes long.
+        if len(self.flights) + len(submits) > self._most_waiting < self.waiting + len(submits):
             raise ApiError(
                 429,
                 f"{self.waiting} requests wait, {self._most_waiting} (serve.waiting) may: try again later",

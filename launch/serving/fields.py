@@ -167,7 +167,7 @@ FIELDS = (
     ),
     *_fields(
         REFUSED, CHATS,
-        ("chat_template", "templates are the checkpoint's own"),
+        ("chat_template", "templates are the checkpoint's, or the server's (`serve.chat_template`)"),
         ("functions", "they are given as tools"),
         ("function_call", "it is given as tool_choice"),
         ("audio", "there is text alone"),

@@ -6,15 +6,17 @@ Its time grows with the size of the request, and it may run in another process.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 
 from helix.answers.dialects import Dialect, calling, turn_of
 from helix.answers.grammars import Parts, of_calls, of_shape
+from launch.serving.compiler import Compiler
 from launch.serving.errors import ApiError
-from launch.serving.schemas import Chat, Generation, Tokenize, Tool
+from launch.serving.frames import Ready
+from launch.serving.schemas import Chat, Completion, Generation, Tokenize
 from launch.serving.tokens import Tokens
 
 
@@ -25,18 +27,46 @@ class Form(NamedTuple):
     parts: Parts
 
 
-def read_chat(
-    tokens: Tokens, dialect: Dialect | None, body: Chat, tools: Sequence[Tool], most: int, eos: Collection[int]
-) -> tuple[np.ndarray, str, Form | None]:
-    """Encodes a chat: the ids [n] int32 of its prompt, the prompt's part of the answer's turn, and the answer's form.
+class Reading(NamedTuple):
+    """A body in token ids.
+
+    Attributes:
+        prompts: the ids [n] int32 of each.
+        echoed: the prompts' texts, where the answer repeats them.
+        turn: the prompt's part of the answer's turn; None for completions.
+        form: the form that the answer has to have; None: any text.
+    """
+
+    prompts: list[np.ndarray]
+    echoed: list[str]
+    turn: str | None
+    form: Form | None
+
+
+def read(tokens: Tokens, dialect: Dialect | None, body: Chat | Completion, ready: Ready) -> Reading:
+    """Encodes a body's prompts.
 
     Raises:
-        ApiError: 400, the template refuses it, or it is far longer than `most` tokens.
+        ApiError: 400, the template refuses it, it is far longer than a sequence may be, or an id is outside of the
+            vocabulary.
     """
-    ids, text = tokens.encode_chat(body, tools, most)
-    begins = body.prompts_answer or body.begun is not None  # else the answer is plain text after a message
-    turn = turn_of(dialect.template, text, body.begun) if dialect is not None and begins else ""
-    return ids, turn, form_of(tokens, body, eos, dialect, turn)
+    if isinstance(body, Chat):
+        ids, text = tokens.encode_chat(body, body.shown_tools, ready.max_length)
+        begins = body.prompts_answer or body.begun is not None  # else the answer is plain text after a message
+        turn = turn_of(dialect.template, text, body.begun) if dialect is not None and begins else ""
+        return Reading([ids], [], turn, form_of(tokens, body, ready.eos, dialect, turn))
+    prompts: list[np.ndarray] = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            prompts.append(tokens.encode(prompt, ready.max_length, body.add_special_tokens))
+        elif len(prompt) and (largest := prompt.max()) >= ready.vocab:
+            raise ApiError(400, f"prompt has {largest}, and the vocabulary is [0, {ready.vocab})", param="prompt")
+        else:
+            prompts.append(prompt)
+    if not prompts:
+        raise ApiError(400, "prompt must not be empty", param="prompt")
+    echoed = [told if isinstance(told, str) else tokens.decode(told) for told in (body.prompts if body.echo else [])]
+    return Reading(prompts, echoed, None, form_of(tokens, body, ready.eos))
 
 
 def ids_of_chat(tokens: Tokens, body: Chat, most: int) -> np.ndarray:
@@ -71,6 +101,23 @@ def form_of(
         return Form(shape.param, of_shape(shape, tokens.added, tokens.special, eos, dialect, turn, begun))
     except ValueError as error:
         raise unfollowed(shape.param, error) from error
+
+
+async def grammar_of(form: Form | None, compiler: Compiler | None) -> str | None:
+    """Compiles the grammar of a form; None: any text.
+
+    Raises:
+        ApiError: 400, it is invalid, or the model has no compiler.
+    """
+    if form is None:
+        return None
+    if compiler is None:
+        what = f"no answer of this model can be made to follow {form.param}, for its tokens do not spell their text"
+        raise ApiError(400, f"{what}: leave {form.param} out", param=form.param)
+    try:
+        return await compiler.compile(form.parts)
+    except ValueError as error:
+        raise unfollowed(form.param, error) from error
 
 
 def unfollowed(param: str, error: ValueError) -> ApiError:

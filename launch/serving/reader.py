@@ -31,6 +31,7 @@ class Reader:
 
     Args:
         model: the checkpoint's directory.
+        template: file with the chat template; None: the checkpoint's.
         deadline_s: seconds for a process to be free, and for it to read a request.
 
     Attributes:
@@ -41,9 +42,11 @@ class Reader:
         ValueError: the tokenizer cannot be read.
     """
 
-    def __init__(self, model: str | None, deadline_s: float) -> None:
-        self.tokens = Tokens(model)
-        self.workers = Workers("launch.serving.reader", [model or ""], PROCESSES, deadline_s, deadline_s)
+    def __init__(self, model: str | None, template: str | None, deadline_s: float) -> None:
+        self.tokens = Tokens(model, template)
+        self.workers = Workers(
+            "launch.serving.reader", [model or "", template or ""], PROCESSES, deadline_s, deadline_s
+        )
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(THREADS, "reader")
         self._calls: set[asyncio.Task[Any]] = set()
@@ -122,9 +125,9 @@ class _Unpickler(pickle.Unpickler):
         return self._tokens
 
 
-def _work(model: str) -> Answerer:
+def _work(model: str, template: str) -> Answerer:
     os.nice(NICE)
-    tokens = Tokens(model or None)
+    tokens = Tokens(model or None, template or None)
 
     def called(request: bytes) -> bytes:
         result: tuple[bool, Any]
@@ -142,4 +145,4 @@ def _work(model: str) -> Answerer:
 
 
 if __name__ == "__main__":
-    answer(lambda: _work(sys.argv[1]))
+    answer(lambda: _work(*sys.argv[1:]))

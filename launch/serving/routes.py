@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,29 +18,27 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from helix.answers.dialects import Dialect, Parser, PlainParser, dialect_of
+from helix.answers.dialects import Dialect, Parser, dialect_of
 from helix.config import ServeConfig
 from launch.serving import messages, responses
 from launch.serving.access import Logged, with_cors
-from launch.serving.answers import Answer
+from launch.serving.answers import Answer, answer_of, parsers_of
 from launch.serving.checked import Schema
-from launch.serving.choice import Choice
 from launch.serving.compiler import Compiler
-from launch.serving.core import Core, Flight
+from launch.serving.core import Core
 from launch.serving.errors import ApiError
-from launch.serving.frames import Ready, Submit
+from launch.serving.frames import Ready
 from launch.serving.messages import Count, Messages, MessagesAnswer, error_body
 from launch.serving.openapi import document
-from launch.serving.prompts import Form, form_of, ids_of, read_chat, unfollowed
+from launch.serving.prompts import Reading, grammar_of, ids_of, read
 from launch.serving.reader import RECEIVE_S, Reader
 from launch.serving.responses import Responses, ResponsesAnswer
-from launch.serving.sampling import limit_of, sampling_of
-from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
+from launch.serving.sampling import submits_of
+from launch.serving.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed, unknown
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
-from launch.serving.tokens import read_defaults, variables
+from launch.serving.tokens import Tokens, read_defaults, variables
 
-UNSET_TOKENS = 16  # default of max_tokens for completions
 MIB = 1 << 20
 BODY_BYTES, ID_BYTES = 64 * MIB, 16  # limit of a body if `serve.body_mib` is unset; bytes per id of a long prompt
 COUNTED_IDS = 1 << 20  # that /tokenize and /detokenize accept even if the context is shorter
@@ -89,7 +86,7 @@ class Api:
             ValueError: the tokenizer cannot be read.
         """
         self.name = self._serve.name or (Path(ready.model).name if ready.model else "model")
-        self._reader = Reader(ready.model, RECEIVE_S)
+        self._reader = Reader(ready.model, self._serve.chat_template, RECEIVE_S)
         self._dialect = dialect_of(self._reader.tokens.template)
         if self._dialect is not None:
             Parser(self._dialect.template, "", [])  # its imports take seconds: not with the first chat
@@ -145,30 +142,13 @@ class Api:
         """Continues texts or token ids."""
         ready = self._core.refuse_unless_ready()
         body = await self._body(request, Completion, self._serve.waiting * ready.max_length)
-        reader = self._known(body.model)
-        if (wanted := len(body.prompts) * (body.n or 1)) > self._serve.waiting:
+        reader, prompts = self._known(body.model), body.prompts
+        if (wanted := len(prompts) * (body.n or 1)) > self._serve.waiting:
             what = f"the request wants {wanted} continuations, and serve.waiting={self._serve.waiting} may wait"
             raise ApiError(400, what, param="prompt")
-        prompts: list[np.ndarray] = []
-        for prompt in body.prompts:
-            if isinstance(prompt, str):
-                encode = reader.tokens.encode, prompt, ready.max_length, body.add_special_tokens
-                prompts.append(await reader.run(len(prompt), *encode))
-            elif len(prompt) and (largest := prompt.max()) >= ready.vocab:
-                what = f"prompt has {largest}, and the vocabulary is [0, {ready.vocab})"
-                raise ApiError(400, what, param="prompt")
-            else:
-                prompts.append(prompt)
-        if not prompts:
-            raise ApiError(400, "prompt must not be empty", param="prompt")
-        echoed = [
-            told if isinstance(told, str) else await reader.run(told.nbytes, reader.tokens.decode, told)
-            for told in (body.prompts if body.echo else [])
-        ]
-        form = None
-        if body.shape is not None:
-            form = await reader.run(request.state.size, form_of, reader.tokens, body, ready.eos)
-        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, form, body)
+        has_text = body.echo or body.shape is not None or any(isinstance(prompt, str) for prompt in prompts)
+        size = request.state.size if has_text else 0
+        return await self._answer(request, body, ready, await reader.run(size, read, *self._of(body, ready)), body)
 
     async def _chat(self, request: Request) -> ASGIApp:
         """Answers a conversation, by the checkpoint's chat template."""
@@ -198,91 +178,32 @@ class Api:
     async def _converse(self, request: Request, body: Chat, said: Schema, kind: Callable[..., Answer]) -> ASGIApp:
         """Answers a chat; `said` is the body that the client has sent for it."""
         ready, reader = self._core.refuse_unless_ready(), self._known(body.model)
-        of_chat = reader.tokens, self._dialect, body, body.shown_tools, ready.max_length, ready.eos
-        ids, turn, form = await reader.run(request.state.size, read_chat, *of_chat)
-        wanted = (body.top_logprobs or 0) if body.logprobs else None
-        parser = partial(self._parser, body, turn)
-        return await self._answer(request, body, ready, [ids], None, wanted, [], parser, form, said, kind)
+        reading = await reader.run(request.state.size, read, *self._of(body, ready))
+        return await self._answer(request, body, ready, reading, said, kind)
 
-    def _parser(self, body: Chat, turn: str) -> Parser:
-        """Creates the parser of an answer to a chat; `turn` is the prompt's part of its turn."""
-        template = self._dialect.template if self._dialect is not None else None
-        if body.has_to_call and (self._dialect is None or self._dialect.calls is None):
-            return PlainParser(template, turn, body.named)
-        given = [tool.model_dump(exclude_none=True) for tool in body.shown_tools]
-        return Parser(template, turn, given, body.may_call_again)
-
-    async def _grammar(self, form: Form) -> str:
-        """Compiles the grammar of a form.
-
-        Raises:
-            ApiError: 400, it is invalid.
-        """
-        param = form.param
-        if self._compiler is None:
-            what = f"no answer of this model can be made to follow {param}, for its tokens do not spell their text"
-            raise ApiError(400, f"{what}: leave {param} out", param=param)
-        try:
-            return await self._compiler.compile(form.parts)
-        except ValueError as error:
-            raise unfollowed(param, error) from error
+    def _of(self, body: Chat | Completion, ready: Ready) -> tuple[Tokens, Dialect | None, Chat | Completion, Ready]:
+        """Returns the arguments of `read`."""
+        return self._known(body.model).tokens, self._dialect, body, ready
 
     async def _answer(
         self,
         request: Request,
-        body: Generation,
+        body: Chat | Completion,
         ready: Ready,
-        prompts: Sequence[np.ndarray],
-        unset: int | None,
-        logprobs: int | None,
-        echoed: list[str],
-        parser: Callable[[], Parser] | None,
-        form: Form | None,
+        reading: Reading,
         said: Schema,
         kind: Callable[..., Answer] = Answer,
     ) -> ASGIApp:
-        """Starts the continuations of all prompts, `n` of each, and answers whole or as a stream."""
-        assert self._reader is not None, "set before the first job is ready"
-        tokens, visit = self._reader.tokens, request.state.visit
-        n, changed, submits = body.n or 1, asyncio.Event(), []
-        grammar = None if form is None else await self._grammar(form)
+        """Starts the continuations of a body, and answers whole or as a stream; `said` is what the client has sent."""
+        tokens, changed, visit = self._known(body.model).tokens, asyncio.Event(), request.state.visit
+        grammar = await grammar_of(reading.form, self._compiler)
         salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
-        for prompt in prompts:
-            limit = limit_of(body, len(prompt), unset, ready)
-            for index in range(n):
-                sampling = sampling_of(body, self._defaults, ready, logprobs, index)
-                submits.append(Submit(0, limit, sampling, -body.priority, salt, grammar, ids=prompt))
-        parsers = [parser() if parser is not None else None for _ in submits]
+        submits = submits_of(body, reading, self._defaults, ready, grammar, salt)
+        parsers = parsers_of(body, reading, self._dialect, len(submits))
         flights = self._core.start(submits, changed.set, visit.id)  # nothing below fails before `answer` owns them
-        choices = [
-            Choice(
-                index,
-                flight,
-                tokens,
-                body.stop or (),
-                body.stop_token_ids or (),
-                ready.eos,
-                self._core.abort,
-                own,
-                not body.skip_special_tokens,
-            )
-            for index, (flight, own) in enumerate(zip(flights, parsers, strict=True))
-        ]
-        answer = kind(
-            chat=parser is not None,
-            request_id=visit.id,
-            model=self.name,
-            choices=choices,
-            tokens=tokens,
-            prompt_tokens=sum(map(len, prompts)),
-            changed=changed,
-            close=lambda: self._give_up(flights),
-            usage_at_end=body.stream_options is not None and body.stream_options.include_usage,
-            progress=body.return_progress,
-            echoed=[text for text in echoed for _ in range(n)],
-            with_logprobs=logprobs is not None,
-            tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
-        )
+        answer = answer_of(
+            body, reading, flights, parsers, tokens, ready.eos, self.name, changed, self._core.abort, visit.id, kind
+        )  # fmt: skip
         visit.answer = answer
         ignored = ",".join(map(_header, unknown(said)[:MOST_TOLD]))
         headers = {"x-ignored-fields": ignored} if ignored else {}
@@ -292,10 +213,6 @@ class Api:
             return JSONResponse(await while_connected(request.receive, answer.whole()), headers=headers)
         finally:
             answer.close()
-
-    def _give_up(self, flights: Sequence[Flight]) -> None:
-        for flight in flights:
-            self._core.abort(flight)
 
     # ---- information
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.serving.errors import ApiError
-from launch.serving.frames import Ready
-from launch.serving.schemas import Generation
+from launch.serving.frames import Ready, Submit
+from launch.serving.prompts import Reading
+from launch.serving.schemas import Chat, Completion, Generation
 
+UNSET_TOKENS = 16  # default of max_tokens for completions
 OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # The engine's defaults: values equal to them are not sent.
 ENGINE = {
@@ -25,6 +27,39 @@ ENGINE = {
     "logit_bias": [],
     "logprobs": None,
 }
+
+
+def submits_of(
+    body: Chat | Completion,
+    reading: Reading,
+    defaults: Mapping[str, Any],
+    ready: Ready,
+    grammar: str | None,
+    salt: str | None = None,
+) -> list[Submit]:
+    """Creates the continuations of a body's prompts, `n` of each.
+
+    Args:
+        defaults: the checkpoint's, from `generation_config.json`.
+        grammar: of `reading.form`, in llguidance's format.
+
+    Raises:
+        ApiError: 400, a token id is outside of the vocabulary, or a prompt and its answer do not fit.
+    """
+    chat, submits = isinstance(body, Chat), []
+    for prompt in reading.prompts:
+        limit = limit_of(body, len(prompt), None if chat else UNSET_TOKENS, ready)
+        for index in range(body.n or 1):
+            sampling = sampling_of(body, defaults, ready, logprobs_of(body), index)
+            submits.append(Submit(0, limit, sampling, -body.priority, salt, grammar, ids=prompt))
+    return submits
+
+
+def logprobs_of(body: Chat | Completion) -> int | None:
+    """Returns how many of the most likely tokens are told with each token; None: no log-probabilities."""
+    if isinstance(body, Chat):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs
 
 
 def sampling_of(

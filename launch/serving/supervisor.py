@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from helix.config import ServeConfig
-from launch.inputs.compose import ROOT
 from launch.serving.core import Core, Flight
+from launch.serving.workers import ROOT
 
 ENTRY = ROOT / "torchrun_entry.py"
 LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the process that it must not outlive
@@ -35,13 +35,17 @@ class Supervisor:
     Args:
         arguments: settings of the ranks; with `serve.attach`, the ranks are started elsewhere.
         directory: private, for sockets.
+        log: descriptor of a file for what the ranks print; None: they print where this process does.
     """
 
-    def __init__(self, core: Core, serve: ServeConfig, arguments: Sequence[str], directory: Path) -> None:
+    def __init__(
+        self, core: Core, serve: ServeConfig, arguments: Sequence[str], directory: Path, log: int | None = None
+    ) -> None:
         self._core = core
         self._serve = serve
         self._arguments = arguments
         self._directory = directory
+        self._log = log
         self._jobs = 0
         self._stopping = False
 
@@ -85,6 +89,8 @@ class Supervisor:
             *(sys.executable, str(ENTRY), *self._arguments, f"serve.socket={path}"),
             env=os.environ | {LAUNCHER: str(os.getpid())},
             stdin=asyncio.subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
             start_new_session=True,  # a terminal's control-C reaches only this process: running requests end normally
         )
         ended = asyncio.create_task(process.wait())

@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import Environment
 from jinja2.meta import find_undeclared_variables
 
-from helix.files import read_json
+from helix.files import read_json, read_text
 from helix.library import import_transformers
 from helix.tokenizer import load_tokenizer
 from launch.serving.errors import ApiError
@@ -38,6 +38,9 @@ PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
 class Tokens:
     """Tokenizer of a checkpoint directory; its methods may be called from any thread.
 
+    Args:
+        template: file with the chat template; None: the directory's.
+
     Attributes:
         tokenizer: the tokenizer of transformers; None if the directory has none.
         added: its added tokens, such as ends of turns, by their texts.
@@ -47,7 +50,7 @@ class Tokens:
         ValueError: it cannot be read.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, template: str | None = None) -> None:
         if path is not None and "torch" not in sys.modules:  # keeps out torch's 335 MB
             import_transformers()
         self.tokenizer = load_tokenizer(path)
@@ -58,6 +61,8 @@ class Tokens:
         self.special: frozenset[str] = frozenset()
         self._lock = Lock()
         if self.tokenizer is not None:
+            if template is not None:
+                self.tokenizer.chat_template = read_text(Path(template))
             backend = self.tokenizer.backend_tokenizer
             backend.no_truncation()
             backend.no_padding()
@@ -89,7 +94,7 @@ class Tokens:
         self._check_length(text, most, "prompt")
         return self._whole(text, special)
 
-    def decode(self, ids: Sequence[int], special: bool = True) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> str:
         return str(self._needed().decode(ids, skip_special_tokens=not special))
 
     def token_text(self, token: int) -> str:

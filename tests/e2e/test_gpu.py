@@ -125,9 +125,7 @@ def test_no_token_of_a_step_that_gave_up_is_kept(tmp_path: Path) -> None:
 def start(out: Path, *overrides: str, tokens: int = 400) -> Job:
     """A job of two GPUs that writes 200 results of so many tokens to `out`."""
     prompts = out.with_suffix(".prompts")
-    prompts.write_text(
-        "".join(json.dumps({"prompt_ids": [i + 1, 2], "max_new_tokens": tokens}) + "\n" for i in range(200))
-    )
+    prompts.write_text("".join(json.dumps({"prompt_ids": [i + 1, 2], "max_tokens": tokens}) + "\n" for i in range(200)))
     return Job(
         ENTRY, f"model.path={checkpoint('qwen3')}", f"decode.prompts={prompts}", f"decode.output={out}",
         "layout.kvp=2", "decode.max_batch=2", *overrides, log=out.with_suffix(".log"), gpus=True,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +16,127 @@ import numpy as np
 import pytest
 import torch
 
-from helix.llm import LLM, as_prompts
+import helix
 from launch.cli import COMMANDS
+from launch.llm import LLM, as_prompts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ROOT, Job
 
 LENGTHS = (7, 17)
+PYTHON = "def read_json(path):"
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+
+
+def ranks() -> dict[int, int]:
+    """Process ids of the ranks beneath this process."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, rank = (entry / "comm").read_text().strip().rpartition(" ")
+            launcher = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            above = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if name == "helix rank" and above == os.getpid():
+            found[int(rank)] = int(entry.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LLM]:
+    with LLM(DEMO, overrides=["kv.tokens=8192", "decode.max_new_tokens=6"]) as llm:
+        yield llm
 
 
 def test_a_plain_process_starts_its_ranks_itself() -> None:
     wanted = oracle("qwen3", LENGTHS, 12)
-    with LLM(checkpoint("qwen3"), kvp=2, max_length=40) as llm:
-        ranks = [process.pid for process in llm._ranks]
-        outputs = llm.generate([c.prompt for c in wanted], max_new_tokens=12)
+    with LLM(checkpoint("qwen3"), kvp=2, overrides=["kv.tokens=64", "kv.page_size=16"]) as llm:
+        running = ranks()
+        assert llm.layout.startswith("helix kvp=2") and sorted(running) == [0, 1]
+        outputs = llm.generate([c.prompt for c in wanted], max_tokens=12)
         assert [o.output_ids[: len(c.tokens)] for o, c in zip(outputs, wanted, strict=True)] == [
             c.tokens for c in wanted
         ]
-        refused = llm.generate([(1, 999), (1, 2)], max_new_tokens=2)
-        assert refused[0].finish_reason == "error" and "outside the vocabulary" in (refused[0].reason or "")
+        refused = llm.generate([(1, 999), (1, 2)], max_tokens=2)
+        assert refused[0].finish_reason == "error" and "has 999, and the vocabulary" in (refused[0].reason or "")
         assert len(refused[1].output_ids) == 2
-        (alone,) = llm.generate(wanted[0].prompt, max_new_tokens=12)
+        (alone,) = llm.generate(wanted[0].prompt, max_tokens=12)
         assert alone.output_ids == outputs[0].output_ids
-        # The cache has room for eight sequences of that length, and yet one may not take the room of two.
-        (longer,) = llm.generate((1, 2, 3), max_new_tokens=38)
-        assert longer.finish_reason == "error" and "max_length=40 (raise max_length)" in (longer.reason or "")
-        assert len(llm.generate((1, 2, 3), max_new_tokens=37)[0].output_ids) == 37
+        (longer,) = llm.generate((1, 2, 3), max_tokens=400)
+        assert longer.finish_reason == "error" and "exceed what the KV cache can hold" in (longer.reason or "")
         with pytest.raises(ValueError, match="temperature"):
             llm.generate([(1, 2)], temperature=-1.0)
-        os.kill(ranks[1], signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="ranks failed"):
-            llm.generate([(1, 2)])
+        os.kill(running[1], signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"ranks failed: rank 1 was killed by signal 9"):
+            llm.generate([(1, 2)] * 3, max_tokens=40)
         with pytest.raises(RuntimeError, match="closed"):
             llm.generate([(1, 2)])
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in running.values())
 
 
-def test_the_six_lines_of_the_readme_are_a_whole_program(tmp_path: Path) -> None:
+def test_ranks_that_cannot_start_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "entry.py").write_text("import sys\nprint('a line')\nsys.exit('error: planted')\n")
+    monkeypatch.setattr("launch.serving.supervisor.ENTRY", tmp_path / "entry.py")
+    with pytest.raises(RuntimeError, match="ranks failed: planted\na line\nerror: planted"):
+        LLM(checkpoint("qwen3"))
+
+
+def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> None:
+    (short,) = demo.generate(PYTHON)
+    (longer,) = demo.generate(PYTHON, max_tokens=12)
+    assert len(short.output_ids) == 6 and longer.output_ids[:6] == short.output_ids
+    (stopped,) = demo.generate(PYTHON, max_tokens=12, stop='"""')
+    assert stopped.finish_reason == "stop" and longer.text.startswith(f'{stopped.text}"""')
+    (biased,) = demo.generate(PYTHON, max_tokens=3, logit_bias={77: 100.0})
+    assert biased.output_ids == (77, 77, 77)
+    (other,) = demo.generate(PYTHON, max_tokens=12, repetition_penalty=2.0)
+    assert other.output_ids != longer.output_ids
+    with pytest.raises(ValueError, match=r"max_new_tokens is unknown; known: max_tokens, .*did you mean max_tokens"):
+        demo.generate(PYTHON, max_new_tokens=3)  # type: ignore[call-arg]
+
+
+def test_several_answers_with_their_logprobs(demo: LLM) -> None:
+    (output,) = demo.generate(PYTHON, n=3, temperature=1.0, seed=5, logprobs=2, max_tokens=4)
+    assert [len(one.output_ids) for one in output.continuations] == [4, 4, 4]
+    assert len({one.text for one in output.continuations}) > 1
+    (again,) = demo.generate(PYTHON, temperature=1.0, seed=6, max_tokens=4)
+    assert again.text == output.continuations[1].text, "answer i takes seed + i"
+    assert [len(place.best) for place in output.logprobs] == [2] * 4 and output.logprobs[0].drawn <= 0
+    (greedy,) = demo.generate(PYTHON, logprobs=1, max_tokens=2)
+    assert [place.best[0][0] for place in greedy.logprobs] == [*greedy.output_ids]
+
+
+def test_answers_follow_a_schema(demo: LLM) -> None:
+    (output,) = demo.generate("x = ", schema=SCHEMA, max_tokens=40)
+    assert json.loads(output.text) == {"a": "x"} and output.finish_reason == "stop"
+    with pytest.raises(ValueError, match="schema: response_format cannot be followed"):
+        demo.generate("x = ", schema={"type": "nothing"})
+
+
+def test_a_stream_is_the_answer(demo: LLM) -> None:
+    stream = demo.stream(PYTHON, max_tokens=12)
+    pieces = [*stream]
+    (whole,) = demo.generate(PYTHON, max_tokens=12)
+    assert len(pieces) > 3 and stream.output is not None and "".join(pieces) == whole.text == stream.output.text
+    left = demo.stream(PYTHON, max_tokens=4000)
+    next(left)
+    left.close()
+    assert demo.generate(PYTHON)[0].finish_reason == "length", "an answer that nobody reads has ended"
+    with pytest.raises(ValueError, match="n=2: a stream has one answer"):
+        demo.stream(PYTHON, n=2)
+
+
+def test_a_document_is_read_once(demo: LLM) -> None:
+    document = "".join(f"VALUE_{i} = {i * i}\n" for i in range(150))
+    first, second = (demo.generate(document + end)[0] for end in ("VALUE_7", "VALUE_12"))
+    assert first.cached_tokens == 0 < 0.9 * first.prompt_tokens < second.cached_tokens < second.prompt_tokens
+
+
+def test_the_lines_of_the_readme_are_a_whole_program(tmp_path: Path) -> None:
     """The script needs no guard around its main part, and nobody outlives it."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert code is not None
-    program = code[1] + 'print(len(llm.generate("import os", max_new_tokens=4)), "output of one text")\n'
+    program = code[1] + 'print(len(llm.generate("import os", max_tokens=4)), "output of one text")\n'
     (tmp_path / "mine.py").write_text(program.replace('"DIR"', repr(str(DEMO))).replace("=64", "=4"))
     ended = Job(["env", f"PYTHONPATH={ROOT}", sys.executable, str(tmp_path / "mine.py")], log=tmp_path / "log").wait()
     assert ended.code == 0 and len(ended.output.splitlines()) >= 3 and "Error" not in ended.output, ended.output
@@ -65,8 +148,12 @@ def test_what_cannot_be_is_said_before_ranks_start() -> None:
         LLM(checkpoint("qwen3"), tpa=4)
     with pytest.raises(ValueError, match="is not a directory"):
         LLM("/nowhere")
-    with pytest.raises(ValueError, match="max_length=0 must be positive"):
-        LLM(checkpoint("qwen3"), max_length=0)
+    with pytest.raises(ValueError, match=r"layout\.kvpp is unknown"):
+        LLM(checkpoint("qwen3"), overrides=["layout.kvpp=2"])
+    with pytest.raises(ValueError, match="layout=auto chooses"):
+        LLM(checkpoint("qwen3"), layout="auto", kvp=2)
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        helix.LLMs  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def start(tmp_path: Path, command: list[str]) -> Job:
     """A job of three ranks, whose phases last long enough to be met: a short request, then a long prompt."""
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"id": "short", "prompt_ids": [1, 2]}, {"id": "long", "prompt_ids": [1, 2, 3] * 700}]
-    lines += [{"id": "endless", "prompt_ids": [5], "max_new_tokens": 5000}]
+    lines += [{"id": "endless", "prompt_ids": [5], "max_tokens": 5000}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Job(
         command, f"model.path={checkpoint('qwen3')}", "model.config.max_position_embeddings=9000", "layout.kvp=3",
@@ -143,7 +143,7 @@ def test_every_signal_in_every_phase(phase: str, number: signal.Signals, target:
 def test_pinned_memory_goes_back(number: signal.Signals, world: int, tmp_path: Path) -> None:
     """60 GB over all ranks, which the system has to unpin page by page before a killed rank is gone."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    lines = [{"id": "short", "prompt_ids": [1, 2], "max_new_tokens": 2}, {"id": "endless", "prompt_ids": [5, 6]}]
+    lines = [{"id": "short", "prompt_ids": [1, 2], "max_tokens": 2}, {"id": "endless", "prompt_ids": [5, 6]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = Job(
         ENTRY, "model=qwen2.5-7b", "model.load=random", f"layout.kvp={world}", "attention=block_sparse",

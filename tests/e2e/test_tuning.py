@@ -44,7 +44,7 @@ def prompts(tmp_path: Path) -> Path:
     draw = random.Random(1)
     lines = [[draw.randrange(257) for _ in range(n)] for n in (90, 131)] + [[5, 6, 7, 8] * 30]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt_ids": ids, "max_new_tokens": NEW}) + "\n" for ids in lines))
+    path.write_text("".join(json.dumps({"prompt_ids": ids, "max_tokens": NEW}) + "\n" for ids in lines))
     return path
 
 

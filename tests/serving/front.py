@@ -27,6 +27,17 @@ DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 4096, 8, (0,))
 DEADLINE_S = 60.0
 
+
+def without_template(directory: Path) -> Path:
+    """The demo model's tokenizer, without a chat template."""
+    (made := directory / "demo-model").mkdir()
+    (made / "tokenizer.json").symlink_to(DEMO / "tokenizer.json")
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (made / "tokenizer_config.json").write_text(json.dumps(settings))
+    return made
+
+
 Script = Callable[["FakeJob", Submit], Awaitable[None]]
 Check = Callable[["Front"], Awaitable[None]]
 

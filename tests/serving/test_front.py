@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,18 @@ from launch.serving.responses import Responses
 from launch.serving.routes import PAGE, PAGE_TYPES
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.serving.tokens import read_defaults
-from tests.serving.front import READY, ROOT, FakeJob, Front, counting, metrics_of, run, silent, until
+from tests.serving.front import (
+    READY,
+    ROOT,
+    FakeJob,
+    Front,
+    counting,
+    metrics_of,
+    run,
+    silent,
+    until,
+    without_template,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -308,9 +320,27 @@ def test_the_page_needs_no_other_host(tmp_path: Path) -> None:
         for name in ("page/", "page/none.js", "page/..%2froutes.py", "page/marked.umd.js/x"):
             assert (await front.get(f"/{name}")).status_code == 404
         (described,) = (await front.get("/v1/models")).json()["data"]
-        assert (described["max_model_len"], described["chat"], described["layout"]) == (4096, False, "helix kvp=2")
+        assert (described["max_model_len"], described["chat"], described["layout"]) == (4096, True, "helix kvp=2")
 
     run(check, tmp_path)
+
+
+def test_a_chat_template_comes_with_the_model_or_the_server(tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    body = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "max_tokens": 1}
+    answers: list[dict[str, Any]] = []
+
+    async def check(front: Front) -> None:
+        answers.append((await front.post("/v1/chat/completions", body)).json())
+        if front.job.submits:
+            answers[-1] = {"prompt": text_of(front, front.job.submits[-1].ids)}
+
+    plain = FakeJob(ready=replace(READY, model=str(without_template(tmp_path))))
+    for job, settings in ((None, {}), (plain, {}), (None, {"chat_template": str(tmp_path / "template.jinja")})):
+        (directory := tmp_path / str(len(answers))).mkdir()
+        run(check, directory, job, **settings)
+    assert answers[0] == {"prompt": "a\nb"} and answers[2] == {"prompt": "<a><b>"}
+    assert answers[1]["error"]["code"] == "no_chat_template"
 
 
 def test_metrics_count_what_went_through(tmp_path: Path) -> None:
@@ -479,7 +509,6 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "demo-model"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "x"}]}, 400, "messages.0.role"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, 400, "no chat template"),
     ("/v1/chat/completions", {"messages": [{"role": "user"}], "chat_template": "y"}, 400, "chat_template is"),
     (
         "/v1/chat/completions",

@@ -234,7 +234,7 @@ def test_a_process_that_fails_is_another_one_for_the_next() -> None:
     """A process that does not come to an end, dies, or raises what it is not to."""
 
     async def check() -> None:
-        reader = Reader(None, 60.0)
+        reader = Reader(None, None, 60.0)
         assert await reader.run(LARGE + 1, abs, -3) == 3
         (first,) = reader.workers.processes
         with pytest.raises(TimeoutError):

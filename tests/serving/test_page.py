@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from launch.serving.frames import Progress, Submit
-from tests.serving.front import READY, FakeJob, Front, front, until
+from tests.serving.front import READY, FakeJob, Front, front, until, without_template
 from tests.serving.test_chat import SPECIAL, TEMPLATE
 
 playwright = pytest.importorskip("playwright.async_api", reason="no Playwright: pip install playwright")
@@ -95,11 +95,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Teller(FakeJob):
     """A job that says texts, each when the test wants it."""
 
-    def __init__(self, model: Path | None) -> None:
+    def __init__(self, model: Path) -> None:
         super().__init__(self._tell)
-        self._tokenizer = AutoTokenizer.from_pretrained(model or READY.model)
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
         self.end = 0
-        if model is not None:
+        if not self._tokenizer.chat_template:
+            self.ready = replace(READY, model=str(model))
+        else:
             self.end = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
             self.ready = replace(READY, model=str(model), vocab=4100, eos=(0, self.end))
 
@@ -124,7 +126,7 @@ def run(check: Check, directory: Path, model: Path | None = None, /, look: Any =
 
     async def with_page() -> None:
         async with (
-            front(directory, Teller(model), **settings) as made,
+            front(directory, Teller(model or without_template(directory)), **settings) as made,
             playwright.async_playwright() as driver,
             await driver.chromium.launch(executable_path=BINARY, args=["--no-sandbox"]) as browser,
             asyncio.timeout(150),

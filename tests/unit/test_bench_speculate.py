@@ -91,7 +91,7 @@ def test_edits_begin_a_copy_in_which_one_name_is_another(tmp_path: Path) -> None
     (tmp_path / "long.py").write_text("\n".join(lines))
     (tmp_path / "short.py").write_text("\n".join(lines[: LINES - 1]))
     (prompt,) = copy_prompts(7, tmp_path)
-    assert prompt["id"] == "long.py" and prompt["max_new_tokens"] == 7
+    assert prompt["id"] == "long.py" and prompt["max_tokens"] == 7
     before, _, after = str(prompt["prompt"]).partition("\n\n\n# The same file with width renamed to new_width.\n")
     assert before == "\n".join(lines[:LINES])
     assert after == "\n".join(lines[:GIVEN]).replace("width", "new_width")

@@ -33,7 +33,7 @@ from tests.e2e.checkpoints import DEMO
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 DOCS = [*ROOT_PAGES, *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
-FOLDERS = "assets|benchmarks|comm|conf|docs|helix|kernels|launch|tests"
+FOLDERS = "assets|benchmarks|comm|conf|docs|examples|helix|kernels|launch|tests"
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
 KINDS = "csv|html|json|jsonl|md|pdf|png|py|sbatch|sh|toml|txt|yaml|yml"
 FILE = re.compile(
@@ -232,14 +232,14 @@ def test_commands_are_understood(
                 assert _main(module, words[2:], monkeypatch) in (None, 0), command
         elif words[:3] == ["python", "-m", "pytest"]:
             assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), command
+        elif words[0] == "torchrun" or (words[2:3] and words[2].startswith("examples.")):
+            assert importlib.util.find_spec(words[words.index("-m") + 1]), command
         elif words[:2] == ["python", "-m"]:
             _has_options(words[2], words[3:], monkeypatch, capsys)
             if quick:
                 assert _main(words[2], words[3:], monkeypatch) in (None, 0), command
         elif words[0] == "make":
             assert subprocess.run(["make", "-n", words[1]], capture_output=True).returncode == 0, command
-        elif words[0] == "torchrun":
-            assert importlib.util.find_spec(words[words.index("-m") + 1]), command
         else:
             assert words[0] in (".", "pip", "git", "cd", "eval") or words[1:] in (["--help"], ["--version"]), command
 

@@ -21,7 +21,6 @@ ROOMS = (  # folders and files in which every summary has its form, but in EXCEP
     "helix/layers",
     "helix/layout.py",
     "helix/library.py",
-    "helix/llm.py",
     "helix/memory",
     "helix/models",
     "helix/place.py",

@@ -15,7 +15,10 @@ from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, Layout
 from helix.errors import RankError
 from helix.events.request import Output, Request
 from launch.inputs.prompts import OPTIONS, PromptLine, ResultFile, digest, kept_results, read_prompts, to_request
+from launch.serving.schemas import Completion
 from tests.unit.test_files import largest_file
+
+BATCH = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 4}}
 
 
 def write(tmp_path: Path, *lines: Any) -> Path:
@@ -39,7 +42,16 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
         ("[1]", "line 2: a prompt is a JSON object"),
         ({"text": "hello"}, "line 2: unknown keys text"),
         ({"id": 5}, 'line 2: needs "prompt"'),
-        ({"prompt": "a", "prompt_ids": [1]}, "one of the two"),
+        ({"prompt": "a", "prompt_ids": [1]}, "one of them"),
+        ({"prompt": "a", "max_new_tokens": 4}, "did you mean max_tokens?"),
+        ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, "one of them"),
+        ({"messages": [{"role": "nobody", "content": "a"}]}, "line 2: messages.0.role='nobody'"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "line 2: response_format="),
+        (BATCH | {"custom_id": 5}, "line 2: custom_id 5 must be text"),
+        (BATCH | {"custom_id": "first"}, "was used on line 1"),
+        (BATCH | {"url": "/v1/embeddings"}, "must be POST and one of /v1/chat/completions, /v1/completions"),
+        (BATCH | {"body": []}, "line 2: body [] must be an object"),
+        (BATCH | {"id": 3}, "has the keys custom_id, method, url, body, and this one body, custom_id, id"),
         ({"prompt": 5}, '"prompt" must be text'),
         ({"prompt_ids": [1, "2"]}, "list of integers"),
         ({"prompt_ids": [True]}, "list of integers"),
@@ -59,7 +71,7 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
         ({"prompt": "a", "top_p": True}, 'line 2: "top_p" must be a number, not True'),
         ({"prompt": "a", "top_k": 1.5}, 'line 2: "top_k" must be an integer, not 1.5'),
         ({"prompt": "a", "seed": [1]}, 'line 2: "seed" must be an integer, not [1]'),
-        ({"prompt": "a", "max_new_tokens": "many"}, "line 2: \"max_new_tokens\" must be an integer, not 'many'"),
+        ({"prompt": "a", "max_tokens": "many"}, "line 2: \"max_tokens\" must be an integer, not 'many'"),
         ({"prompt": "a", "presence_penalty": "1"}, "line 2: \"presence_penalty\" must be a number, not '1'"),
         ({"prompt": "a", "min_tokens": 1.0}, 'line 2: "min_tokens" must be an integer, not 1.0'),
         ({"prompt": "a", "logprobs": True}, 'line 2: "logprobs" must be an integer, not True'),
@@ -117,7 +129,7 @@ def test_what_a_line_wants_of_the_logits(tmp_path: Path) -> None:
         ({"top_k": -1}, "top_k = -1"),
         ({"min_p": 2}, "min_p = 2"),
         ({"seed": -1}, "seed = -1"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
         ({"seed": 2**70}, "seed = 1180591620717411303424"),
     ],
 )
@@ -200,6 +212,32 @@ def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> Non
     third = ResultFile(again, prompts(0, 1, 2, 3))
     assert third.remaining == [] and len(third.lines) == 4
     third.close()
+
+
+def test_a_batch_is_resumed_as_other_prompts_are(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    lines = [BATCH | {"custom_id": name} for name in ("a", "b", "c")]
+    given = [*read_prompts(write(tmp_path, *lines)), *prompts("d")]
+    assert given[0].options == {"max_tokens": 4} and given[0].schema is Completion
+    config = Config(decode=DecodeConfig(output=str(path)))
+    first = ResultFile(config, given)
+    first.add_response("b", 200, {"choices": []})
+    first.add_response("a", 400, {"error": {}})
+    first.add(output("d"))
+    del first  # it was killed
+    with path.open("a") as file:
+        file.write('{"custom_id": "c", "id": "batch_re')  # torn by the interruption
+    again = replace(config, decode=replace(config.decode, resume=True))
+    second = ResultFile(again, given)
+    assert [p.id for p in second.remaining] == ["a", "c"]
+    second.add_response("a", 200, {"choices": []})
+    second.close()
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("custom_id", line["id"]) for line in kept] == ["a", "b", "d"]
+    assert list(kept[0]) == ["custom_id", "id", "response", "error"]
+    others = read_prompts(write(tmp_path, *lines[:1], lines[1] | {"body": {"prompt": "y"}}, lines[2]))
+    with pytest.raises(ValueError, match="holds a result 'b' of another prompt"):
+        ResultFile(again, [*others, *prompts("d")])
 
 
 def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:

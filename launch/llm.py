@@ -1,0 +1,508 @@
+"""Decoding from Python: `LLM("DIR", kvp=2).generate("text")`, with the settings and the ranks of the commands.
+
+The ranks serve a socket, and a thread of this process asks them as a server's front end does. Where a launcher has
+started this process as a rank (`RANK` is set), every rank makes an LLM, which does the rank's part in another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from numbers import Integral
+from operator import index
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from threading import Thread
+from types import TracebackType
+from typing import Any, TypedDict, TypeVar, Unpack
+
+import torch
+
+from helix.answers.dialects import dialect_of
+from helix.events.request import Logprobs
+from helix.place import Place, gpu_name
+from launch import run
+from launch.inputs.arguments import unknown
+from launch.inputs.compose import composed
+from launch.inputs.preflight import preflight, prepared
+from launch.inputs.prompts import DEFAULTED, MOST_IDS
+from launch.inputs.work import SERVE
+from launch.job.spawn import cause
+from launch.serving.answers import Answer, answer_of, parsers_of
+from launch.serving.choice import News
+from launch.serving.compiler import Compiler
+from launch.serving.core import Core
+from launch.serving.errors import ApiError
+from launch.serving.prompts import grammar_of, read
+from launch.serving.sampling import submits_of
+from launch.serving.schemas import Body, Chat, Completion, parsed
+from launch.serving.supervisor import ENDING_S, Supervisor
+from launch.serving.tokens import Tokens
+
+LOG = logging.getLogger("helix")
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+CPU_TOKENS = 65536  # of KV if there is no GPU and kv.tokens is unset: memory is not all the cache's
+START_S = 3600.0  # for all ranks to load the model
+LOOK_S = 0.05  # between two looks at ranks that start
+LAST_LINES = 30  # of what the ranks printed, in the error of their failure
+
+
+class Options(TypedDict, total=False):
+    """Options of a call; the first seven are those of `decode` where they are unset, the others change nothing.
+
+    Attributes:
+        max_tokens: most new tokens, the end token included.
+        temperature: 0: greedy.
+        top_k, top_p, min_p: filters; 0, 1 and 0 filter nothing.
+        seed: fixes what is drawn; answer i of `n` takes seed + i.
+        stop: one text or several that end an answer and are no part of it.
+        n: answers to each prompt.
+        logprobs: so many of the most likely tokens are told with each new one, up to 20.
+        schema: JSON schema that the answer follows.
+        stop_token_ids: tokens that end an answer.
+        ignore_eos: whether the model's end tokens do not end it.
+        min_tokens: tokens before an end may be drawn.
+        logit_bias: what is added to the logits of tokens, by id.
+        repetition_penalty, frequency_penalty, presence_penalty: as in prompt files.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop: str | Sequence[str]
+    n: int
+    logprobs: int
+    schema: Mapping[str, Any]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    min_tokens: int
+    logit_bias: Mapping[int, float]
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One answer to a prompt.
+
+    Attributes:
+        text: of a chat, what is said to the user, without thoughts and calls.
+        output_ids: the tokens drawn, the end token included.
+        finish_reason: `stop`, `length`, `tool_calls`, or `error` if it was refused.
+        logprobs: those of `output_ids`, if wanted.
+        message: of a chat, the assistant's message, to go on with; it may have `reasoning_content` and `tool_calls`.
+    """
+
+    text: str = ""
+    output_ids: tuple[int, ...] = ()
+    finish_reason: str = "error"
+    logprobs: tuple[Logprobs, ...] = ()
+    message: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """The answers to a prompt; attributes of `Continuation` are those of the first.
+
+    Attributes:
+        prompt_tokens: how many tokens the prompt has.
+        cached_tokens: how many of them were found in the cache.
+        continuations: the answers, `n` of them.
+        reason: why, if the prompt was refused.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    continuations: tuple[Continuation, ...]
+    reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.continuations[0].text
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        return self.continuations[0].output_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.continuations[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[Logprobs, ...]:
+        return self.continuations[0].logprobs
+
+    @property
+    def message(self) -> dict[str, Any] | None:
+        return self.continuations[0].message
+
+
+class LLM:
+    """A checkpoint over the ranks of a layout; usable as a context, which closes it.
+
+    Args:
+        path: Hugging Face checkpoint directory.
+        layout: auto, helix, tp or medha.
+        kvp, tpa, ep: widths of the layout.
+        overrides: other settings of a run, `KEY=VALUE` each.
+
+    Attributes:
+        layout: the layout that runs, as text.
+
+    Raises:
+        ValueError: a setting is wrong, or the checkpoint, the layout and this machine do not fit each other.
+        RuntimeError: a rank could not start.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        layout: str | None = None,
+        kvp: int | None = None,
+        tpa: int | None = None,
+        ep: int | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        given = {"layout": layout, "layout.kvp": kvp, "layout.tpa": tpa, "layout.ep": ep}
+        settings = [f"{key}={value}" for key, value in given.items() if value is not None]
+        settings = [f"model.path={path}", "serve.restarts=0", *settings, *overrides]
+        self._config = composed(settings)
+        if self._config.kv.tokens is None and not torch.cuda.device_count():
+            settings.append(f"kv.tokens={CPU_TOKENS}")
+        place = Place.from_environment()
+        self._leads = place is None or place.rank == 0
+        if place is None:
+            prepared(self._config, SERVE)
+        else:
+            device = gpu_name(place) if self._config.comm.backend != "gloo" else None
+            preflight(self._config, place.rank, place.world_size, device, SERVE)
+        self.layout = ""
+        self._closed = False
+        self._directory = TemporaryDirectory(prefix="helix-")
+        self._rank: Thread | None = None
+        if place is not None:
+            socket = Path(self._directory.name) / "rank.sock"
+            self._config.serve.attach = str(socket)
+            self._rank = Thread(target=run.main, args=([*settings, f"serve.socket={socket}"],), daemon=True)
+            self._rank.start()
+        atexit.register(self.close)
+        if self._leads:
+            self._loop = asyncio.new_event_loop()
+            self._thread = Thread(target=self._loop.run_forever, name="LLM", daemon=True)
+            self._thread.start()
+            try:
+                self._finish(self._begin(self._start(settings)))
+                # While the ranks load the model.
+                self._tokens = Tokens(self._config.model.path, self._config.serve.chat_template)
+                self._dialect = dialect_of(self._tokens.template)
+                self._finish(self._begin(self._started()))
+            except BaseException:
+                self.close()
+                raise
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]) -> list[Output]:
+        """Continues prompts: a text, a list of token ids, or a list of either.
+
+        Returns:
+            An output for each prompt, in order; a refused one has `finish_reason="error"` and a `reason`. Inside ranks:
+            on rank 0 only, an empty list on the others.
+
+        Raises:
+            ValueError: a prompt is neither a text nor token ids, or an option is unknown or out of range.
+            RuntimeError: a rank failed; the LLM is closed.
+        """
+        return self._answers([self._completion(prompt, options) for prompt in as_prompts(prompts)])
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Output]:
+        """Answers a conversation, or a list of them: messages as in OpenAI's interface, through the chat template.
+
+        Args:
+            tools: functions that the answer may call, as in OpenAI's interface.
+            chat_template_kwargs: variables of the chat template.
+
+        Returns, raises: as `generate`.
+        """
+        more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        several = [messages] if _is_conversation(messages) else messages
+        return self._answers([self._chat(conversation, options, more) for conversation in several])
+
+    def stream(self, prompt: Prompt | Messages, **options: Unpack[Options]) -> Stream:
+        """Continues one prompt or answers one conversation, piece by piece; raises as `generate`."""
+        if (n := options.get("n", 1)) != 1:
+            raise ValueError(f"n={n}: a stream has one answer")
+        if _is_conversation(prompt):
+            return Stream(self._streamed(self._chat(prompt, options, {})))
+        prompts = as_prompts(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"{len(prompts)} prompts: a stream has one")
+        return Stream(self._streamed(self._completion(prompts[0], options)))
+
+    def close(self) -> None:
+        """Ends the ranks, or this rank's part once rank 0 has closed its own; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._leads:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        if self._rank is not None:
+            self._rank.join()  # its watchdog ends this process where another rank is gone
+        self._directory.cleanup()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- bodies of requests, as servers get them
+
+    def _completion(self, prompt: Prompt, options: Options) -> Completion:
+        return _parsed(Completion, self._fields(options) | {"prompt": prompt})
+
+    def _chat(self, messages: Any, options: Options, more: Mapping[str, Any]) -> Chat:
+        fields = self._fields(options) | {name: value for name, value in more.items() if value is not None}
+        if (best := fields.pop("logprobs", None)) is not None:
+            fields |= {"logprobs": True, "top_logprobs": best}
+        return _parsed(Chat, fields | {"messages": [*messages]})
+
+    def _fields(self, options: Options) -> dict[str, Any]:
+        """Collects what options say, and the settings where they do not.
+
+        Raises:
+            ValueError: an option is unknown.
+        """
+        known = Options.__annotations__
+        if wrong := [name for name in options if name not in known]:
+            raise ValueError(unknown(wrong[0], known))
+        fields = {name: getattr(self._config.decode, key) for name, key in DEFAULTED.items()} | dict(options)
+        if (schema := fields.pop("schema", None)) is not None:
+            named = {"name": "answer", "schema": schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    # ---- the thread that asks the ranks
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closed:
+            work.close()
+            raise RuntimeError("this LLM is closed: make a new one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _finish(self, future: Future[T]) -> T:
+        """Waits for what was begun; closes this LLM if the ranks have failed."""
+        try:
+            return future.result()
+        except BaseException as error:
+            future.cancel()
+            if isinstance(error, RuntimeError):
+                self.close()
+            raise
+
+    def _answers(self, bodies: Sequence[Chat | Completion]) -> list[Output]:
+        return self._finish(self._begin(self._outputs(bodies))) if self._leads else []
+
+    def _streamed(self, body: Chat | Completion) -> Generator[str | Output]:
+        """Yields an answer's text piece by piece, then the output."""
+        if not self._leads:
+            return
+        news: SimpleQueue[News | None] = SimpleQueue()
+        future = self._begin(self._outputs([body], news.put))
+        future.add_done_callback(lambda _: news.put(None))
+        try:
+            while (one := news.get()) is not None:
+                parts = [part.text for part in one.parts if part.kind == "content"]
+                if piece := "".join(parts) if isinstance(body, Chat) else one.text:
+                    yield piece
+            yield from self._finish(future)
+        finally:
+            future.cancel()
+
+    async def _start(self, settings: Sequence[str]) -> None:
+        directory = Path(self._directory.name)
+        self._log = directory / "log"
+        self._compiler: Compiler | None = None
+        self._core = Core(sys.maxsize)
+        with self._log.open("wb") as log:
+            self._supervisor = Supervisor(self._core, self._config.serve, settings, directory, log.fileno())
+            self._keeping = asyncio.create_task(self._supervisor.keep())
+            await asyncio.sleep(0)
+        self._keeping.add_done_callback(self._ended)
+
+    async def _started(self) -> None:
+        """Waits until the ranks are ready; raises RuntimeError if they fail."""
+        deadline = time.monotonic() + START_S
+        while self._core.state != "ready":
+            if time.monotonic() > deadline:
+                self._core.fail(f"they did not start within {START_S:.0f} s")
+            if self._core.state == "failed" or not (self._rank is None or self._rank.is_alive()):
+                raise self._failure()
+            await asyncio.sleep(LOOK_S)
+        ready = self._core.refuse_unless_ready()
+        self.layout = ready.layout
+        if ready.guided and ready.model is not None:
+            self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
+        for line in self._log.read_text(errors="replace").splitlines():
+            LOG.info(line)
+
+    def _ended(self, keeping: asyncio.Task[None]) -> None:
+        self._core.fail("they were ended" if keeping.cancelled() else str(keeping.exception()))
+
+    def _failure(self) -> RuntimeError:
+        lines = self._log.read_text(errors="replace").splitlines()
+        why = cause(lines) or self._core.why
+        return RuntimeError("\n".join([f"the LLM's ranks failed: {why}", *lines[-LAST_LINES:]]))
+
+    async def _outputs(
+        self, bodies: Sequence[Chat | Completion], heard: Callable[[News], None] = lambda news: None
+    ) -> list[Output]:
+        begun: list[Answer | Output] = []
+        try:
+            for body in bodies:
+                begun.append(await self._begun(body))
+                await asyncio.sleep(0)  # the ranks are heard between two prompts
+            return await asyncio.gather(*(self._output(answer, heard) for answer in begun))
+        finally:
+            for answer in begun:
+                if isinstance(answer, Answer):
+                    answer.close()
+
+    async def _begun(self, body: Chat | Completion) -> Answer | Output:
+        """Submits a body; returns its answer, or the output of one that is refused."""
+        if self._core.state != "ready":
+            raise self._failure()
+        ready, changed = self._core.refuse_unless_ready(), asyncio.Event()
+        try:
+            reading = read(self._tokens, self._dialect, body, ready)
+            submits = submits_of(body, reading, {}, ready, await grammar_of(reading.form, self._compiler))
+            parsers = parsers_of(body, reading, self._dialect, len(submits))
+            flights = self._core.start(submits, changed.set)
+        except ApiError as error:
+            if error.param == "response_format":  # of every prompt alike
+                raise ValueError(f"schema: {error.message}") from error
+            return _refused(error)
+        return answer_of(
+            body, reading, flights, parsers, self._tokens, ready.eos, "", changed, self._core.abort
+        )  # fmt: skip
+
+    async def _output(self, answer: Answer | Output, heard: Callable[[News], None]) -> Output:
+        if isinstance(answer, Output):
+            return answer
+        try:
+            whole = await answer.whole(heard)
+        except ApiError as error:
+            if self._core.state != "ready":
+                raise self._failure() from error
+            return _refused(error, answer.prompt_tokens)
+        continuations = []
+        for told, choice in zip(whole["choices"], answer.choices, strict=True):
+            message = told.get("message")
+            text = told["text"] if message is None else message["content"] or ""
+            ids, logprobs = choice.flight.drawn[: choice.tokens], choice.flight.logprobs[: choice.tokens]
+            best = tuple(Logprobs(own, tuple((i, p) for i, p in most)) for own, most in logprobs)
+            continuations.append(Continuation(text, tuple(ids), told["finish_reason"], best, message))
+        cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return Output(answer.prompt_tokens, cached, tuple(continuations))
+
+    async def _end(self) -> None:
+        """Ends the job, kindly if it hears, and all processes."""
+        self._core.fail("this LLM is closed")
+        await self._supervisor.stop()
+        if self._rank is not None:
+            self._core.stop()
+        if self._core.connected:
+            await asyncio.wait((self._keeping,), timeout=ENDING_S)
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._compiler is not None:
+            await self._compiler.close()
+
+
+class Stream:
+    """Iterator of an answer's text, piece by piece; closed or dropped before its end, it ends the answer.
+
+    Attributes:
+        output: the whole answer, once all pieces have come; inside ranks on rank 0 only.
+    """
+
+    def __init__(self, parts: Generator[str | Output]) -> None:
+        self.output: Output | None = None
+        self._parts = parts
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        part = next(self._parts)
+        if isinstance(part, Output):
+            self.output = part
+            raise StopIteration
+        return part
+
+    def close(self) -> None:
+        """Ends the answer."""
+        self._parts.close()
+
+
+def as_prompts(given: Any) -> list[Prompt]:
+    """Converts one prompt or several to a list.
+
+    Raises:
+        ValueError: a prompt is neither a text nor token ids.
+    """
+    several: list[Any] = [given] if isinstance(given, str) else list(given)
+    if several and all(isinstance(one, Integral) for one in several):
+        several = [several]
+    return [prompt if isinstance(prompt, str) else _as_ids(i, prompt) for i, prompt in enumerate(several)]
+
+
+def _as_ids(number: int, prompt: Any) -> list[int]:
+    try:
+        if not isinstance(prompt, bytes):
+            return [index(token) for token in prompt]
+    except TypeError:
+        pass
+    raise ValueError(f"prompt {number} is {prompt!r:.60}: give a text or a list of token ids")
+
+
+def _is_conversation(given: Any) -> bool:
+    return isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
+
+
+def _parsed(schema: type[Body], fields: Mapping[str, Any]) -> Body:
+    """Checks a body as a server does; raises ValueError for what is wrong in it."""
+    try:
+        return parsed(schema, json.dumps(fields).encode(), MOST_IDS)
+    except ApiError as error:
+        raise ValueError(error.message) from error
+
+
+def _refused(error: ApiError, prompt_tokens: int = 0) -> Output:
+    return Output(prompt_tokens, 0, (Continuation(),), error.message)

@@ -1,0 +1,64 @@
+"""Prompt files with conversations, forms of answers and lines of OpenAI's batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.checkpoints import DEMO
+from tests.e2e.cli import ENTRY, Job
+
+CODE = "def read_json(path):"
+CHAT = {"messages": [{"role": "user", "content": CODE}], "max_tokens": 8}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+def batch(name: str, url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": body}
+
+
+LINES = [
+    {"id": "plain", "prompt": CODE, "max_tokens": 8},
+    {"id": "chat", **CHAT},
+    {"id": "form", "prompt": "x = ", "response_format": FORM, "max_tokens": 40},
+    {"id": "no form", "prompt": "x = ", "response_format": FORM | {"json_schema": {"schema": {"type": "none"}}}},
+    batch("chat twice", "chat/completions", **CHAT, temperature=0, n=2, logprobs=True, model="demo-model"),
+    batch("chat form", "chat/completions", **CHAT | {"max_tokens": 40}, temperature=0, response_format=FORM),
+    batch("two", "completions", prompt=[CODE, "import os"], temperature=0, max_tokens=12, stop='"""', echo=True),
+    batch("stop id", "completions", prompt=CODE, temperature=0, stop_token_ids=[430], ignore_eos=True),
+    batch("wrong", "completions", prompt="x", temperature=-1),
+    batch("other", "completions", prompt="x", model="gpt"),
+    batch("long", "completions", prompt="x", max_tokens=40_000),
+]
+
+
+def test_they_mean_what_they_mean_to_a_server(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    settings = [f"model.path={DEMO}", f"decode.prompts={tmp_path / 'p.jsonl'}", f"decode.output={tmp_path / 'o.jsonl'}"]
+    ended = Job(ENTRY, *settings, "kv.tokens=2048", log=tmp_path / "log").wait()
+    assert ended.code == 3, ended.output
+    results = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [line.get("custom_id", line["id"]) for line in results] == [
+        line.get("custom_id", line.get("id")) for line in LINES
+    ]
+    plain, chat, form, no_form, *others = results
+    assert chat["output_ids"] == plain["output_ids"], "the template of the demo model is the text"
+    assert json.loads(form["text"]) == {"a": "x"} and form["finish_reason"] == "stop"
+    assert no_form["finish_reason"] == "error" and "cannot be followed" in no_form["reason"]
+    said = {line["custom_id"]: line["response"] for line in others}
+    statuses = [response["status_code"] for response in said.values()]
+    assert statuses == [200, 200, 200, 200, 400, 404, 400] and all(line["error"] is None for line in others)
+    choices = said["chat twice"]["body"]["choices"]
+    assert [c["message"]["content"] for c in choices] == [plain["text"]] * 2
+    assert len(choices[0]["logprobs"]["content"]) == 8
+    assert json.loads(said["chat form"]["body"]["choices"][0]["message"]["content"]) == {"a": "x"}
+    first, second = said["two"]["body"]["choices"]
+    assert (first["text"], first["finish_reason"]) == (f"{CODE}\n    ", "stop") and second["text"][:9] == "import os"
+    assert said["stop id"]["body"]["choices"][0] | {"logprobs": 0} == {
+        "index": 0, "finish_reason": "stop", "text": plain["text"].partition(' """')[0], "logprobs": 0
+    }  # fmt: skip
+    assert said["wrong"]["body"]["error"]["param"] == "temperature"
+    assert "demo-model is" in said["other"]["body"]["error"]["message"]
+    assert "exceed the model's context" in said["long"]["body"]["error"]["message"]
