@@ -28,6 +28,7 @@ import torch
 
 from helix.answers.dialects import dialect_of
 from helix.events.request import Logprobs
+from helix.hub import find_models
 from helix.place import Place, gpu_name
 from launch import run
 from launch.inputs.arguments import unknown
@@ -155,7 +156,7 @@ class LLM:
     """A checkpoint over the ranks of a layout; usable as a context, which closes it.
 
     Args:
-        path: Hugging Face checkpoint directory.
+        path: Hugging Face checkpoint directory, or ORG/NAME[@REVISION] of the Hub.
         layout: auto, helix, tp or medha.
         kvp, tpa, ep: widths of the layout.
         overrides: other settings of a run, `KEY=VALUE` each.
@@ -182,6 +183,7 @@ class LLM:
         settings = [f"{key}={value}" for key, value in given.items() if value is not None]
         settings = [f"model.path={path}", "serve.restarts=0", *settings, *overrides]
         self._config = composed(settings)
+        find_models(self._config)
         if self._config.kv.tokens is None and not torch.cuda.device_count():
             settings.append(f"kv.tokens={CPU_TOKENS}")
         place = Place.from_environment()

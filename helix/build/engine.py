@@ -130,7 +130,6 @@ def build_engine(
     wanted_tokens: int,
     tokenizer: Any | None = None,
     draft: DraftModel | None = None,
-    max_length: int | None = None,
 ) -> Engine:
     """Creates an engine with KV for `wanted_tokens` tokens over all ranks, or as many as memory or kv.tokens allow.
 
@@ -138,7 +137,6 @@ def build_engine(
 
     Args:
         draft: the model of speculation.drafter=model; its cache has as many pages.
-        max_length: most tokens of one sequence; None: as many as the model and the cache allow.
 
     Raises:
         ConfigError: kv.tokens does not fit, or not even one page; or a host cannot pin kv.host_bytes.
@@ -160,8 +158,8 @@ def build_engine(
     cache = make(config, spec, dtype, placement, comm, needs)
     budget = min(wanted, cache.pages * placement.stripes.page_tokens)
     most = min(budget, spec.max_positions)
-    if max_length is not None and max_length < most:
-        most, cache.remedy = max_length, "raise max_length"
+    if (longest := config.decode.max_length) is not None and longest < most:
+        most, cache.remedy = longest, "raise decode.max_length"
     together = config.attention.policy != "dense" and config.attention.choice == "global"
     drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, most, chunk)
     runner = ModelRunner(

@@ -95,6 +95,7 @@ SERVE_FLAGS = (
     Flag(("--port",), "N", "serve.port"),
     Flag(("--api-key",), "KEY", API_KEY, "a variable of the environment; serve.api_keys=FILE for several", _api_key),
     Flag(("--served-model-name",), "NAME", "serve.name"),
+    Flag(("--chat-template",), "FILE", "serve.chat_template"),
 )
 REFUSED = {
     "--trust-remote-code": "no code of a checkpoint is ever run: models are those that the runtime knows",
