@@ -37,6 +37,7 @@ test: $(VENV)/.installed lint  ## Lint, type-check and run the tests that need n
 
 test-all: $(VENV)/.installed lint  ## Run all of them, the slow ones and full products too.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not real" $(ARGS)
+	tests/newcomer.sh
 
 test-real: $(SMOLLM2)  ## Compare SmolLM2 with transformers, token for token, and talk to it over HTTP.
 	$(BIN)/python -m pytest tests/real tests/serving/test_terminal_chat.py -m real --durations=5 $(ARGS)
