@@ -58,8 +58,8 @@ LOOK_S = 0.05  # between two looks at ranks that start
 LAST_LINES = 30  # of what the ranks printed, in the error of their failure
 
 
-class Options(TypedDict, total=False):
-    """Options of a call; the first seven are those of `decode` where they are unset, the others change nothing.
+class SamplingOptions(TypedDict, total=False):
+    """SamplingOptions of a call; the first seven are those of `decode` where they are unset, the others change nothing.
 
     Attributes:
         max_tokens: most new tokens, the end token included.
@@ -97,7 +97,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Continuation:
+class CompletionOutput:
     """One answer to a prompt.
 
     Attributes:
@@ -116,8 +116,8 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Output:
-    """The answers to a prompt; attributes of `Continuation` are those of the first.
+class RequestOutput:
+    """The answers to a prompt; attributes of `CompletionOutput` are those of the first.
 
     Attributes:
         prompt_tokens: how many tokens the prompt has.
@@ -128,7 +128,7 @@ class Output:
 
     prompt_tokens: int
     cached_tokens: int
-    continuations: tuple[Continuation, ...]
+    continuations: tuple[CompletionOutput, ...]
     reason: str | None = None
 
     @property
@@ -217,7 +217,7 @@ class LLM:
                 self.close()
                 raise
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]) -> list[Output]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SamplingOptions]) -> list[RequestOutput]:
         """Continues prompts: a text, a list of token ids, or a list of either.
 
         Returns:
@@ -236,8 +236,8 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[Options],
-    ) -> list[Output]:
+        **options: Unpack[SamplingOptions],
+    ) -> list[RequestOutput]:
         """Answers a conversation, or a list of them: messages as in OpenAI's interface, through the chat template.
 
         Args:
@@ -250,7 +250,7 @@ class LLM:
         several = [messages] if _is_conversation(messages) else messages
         return self._answers([self._chat(conversation, options, more) for conversation in several])
 
-    def stream(self, prompt: Prompt | Messages, **options: Unpack[Options]) -> Stream:
+    def stream(self, prompt: Prompt | Messages, **options: Unpack[SamplingOptions]) -> Stream:
         """Continues one prompt or answers one conversation, piece by piece; raises as `generate`."""
         if (n := options.get("n", 1)) != 1:
             raise ValueError(f"n={n}: a stream has one answer")
@@ -286,22 +286,22 @@ class LLM:
 
     # ---- bodies of requests, as servers get them
 
-    def _completion(self, prompt: Prompt, options: Options) -> Completion:
+    def _completion(self, prompt: Prompt, options: SamplingOptions) -> Completion:
         return _parsed(Completion, self._fields(options) | {"prompt": prompt})
 
-    def _chat(self, messages: Any, options: Options, more: Mapping[str, Any]) -> Chat:
+    def _chat(self, messages: Any, options: SamplingOptions, more: Mapping[str, Any]) -> Chat:
         fields = self._fields(options) | {name: value for name, value in more.items() if value is not None}
         if (best := fields.pop("logprobs", None)) is not None:
             fields |= {"logprobs": True, "top_logprobs": best}
         return _parsed(Chat, fields | {"messages": [*messages]})
 
-    def _fields(self, options: Options) -> dict[str, Any]:
+    def _fields(self, options: SamplingOptions) -> dict[str, Any]:
         """Collects what options say, and the settings where they do not.
 
         Raises:
             ValueError: an option is unknown.
         """
-        known = Options.__annotations__
+        known = SamplingOptions.__annotations__
         if wrong := [name for name in options if name not in known]:
             raise ValueError(unknown(wrong[0], known))
         fields = {name: getattr(self._config.decode, key) for name, key in DEFAULTED.items()} | dict(options)
@@ -328,10 +328,10 @@ class LLM:
                 self.close()
             raise
 
-    def _answers(self, bodies: Sequence[Chat | Completion]) -> list[Output]:
+    def _answers(self, bodies: Sequence[Chat | Completion]) -> list[RequestOutput]:
         return self._finish(self._begin(self._outputs(bodies))) if self._leads else []
 
-    def _streamed(self, body: Chat | Completion) -> Generator[str | Output]:
+    def _streamed(self, body: Chat | Completion) -> Generator[str | RequestOutput]:
         """Yields an answer's text piece by piece, then the output."""
         if not self._leads:
             return
@@ -384,8 +384,8 @@ class LLM:
 
     async def _outputs(
         self, bodies: Sequence[Chat | Completion], heard: Callable[[News], None] = lambda news: None
-    ) -> list[Output]:
-        begun: list[Answer | Output] = []
+    ) -> list[RequestOutput]:
+        begun: list[Answer | RequestOutput] = []
         try:
             for body in bodies:
                 begun.append(await self._begun(body))
@@ -396,7 +396,7 @@ class LLM:
                 if isinstance(answer, Answer):
                     answer.close()
 
-    async def _begun(self, body: Chat | Completion) -> Answer | Output:
+    async def _begun(self, body: Chat | Completion) -> Answer | RequestOutput:
         """Submits a body; returns its answer, or the output of one that is refused."""
         if self._core.state != "ready":
             raise self._failure()
@@ -414,8 +414,8 @@ class LLM:
             body, reading, flights, parsers, self._tokens, ready.eos, "", changed, self._core.abort
         )  # fmt: skip
 
-    async def _output(self, answer: Answer | Output, heard: Callable[[News], None]) -> Output:
-        if isinstance(answer, Output):
+    async def _output(self, answer: Answer | RequestOutput, heard: Callable[[News], None]) -> RequestOutput:
+        if isinstance(answer, RequestOutput):
             return answer
         try:
             whole = await answer.whole(heard)
@@ -429,9 +429,9 @@ class LLM:
             text = told["text"] if message is None else message["content"] or ""
             ids, logprobs = choice.flight.drawn[: choice.tokens], choice.flight.logprobs[: choice.tokens]
             best = tuple(Logprobs(own, tuple((i, p) for i, p in most)) for own, most in logprobs)
-            continuations.append(Continuation(text, tuple(ids), told["finish_reason"], best, message))
+            continuations.append(CompletionOutput(text, tuple(ids), told["finish_reason"], best, message))
         cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return Output(answer.prompt_tokens, cached, tuple(continuations))
+        return RequestOutput(answer.prompt_tokens, cached, tuple(continuations))
 
     async def _end(self) -> None:
         """Ends the job, kindly if it hears, and all processes."""
@@ -454,8 +454,8 @@ class Stream:
         output: the whole answer, once all pieces have come; inside ranks on rank 0 only.
     """
 
-    def __init__(self, parts: Generator[str | Output]) -> None:
-        self.output: Output | None = None
+    def __init__(self, parts: Generator[str | RequestOutput]) -> None:
+        self.output: RequestOutput | None = None
         self._parts = parts
 
     def __iter__(self) -> Stream:
@@ -463,7 +463,7 @@ class Stream:
 
     def __next__(self) -> str:
         part = next(self._parts)
-        if isinstance(part, Output):
+        if isinstance(part, RequestOutput):
             self.output = part
             raise StopIteration
         return part
@@ -506,5 +506,5 @@ def _parsed(schema: type[Body], fields: Mapping[str, Any]) -> Body:
         raise ValueError(error.message) from error
 
 
-def _refused(error: ApiError, prompt_tokens: int = 0) -> Output:
-    return Output(prompt_tokens, 0, (Continuation(),), error.message)
+def _refused(error: ApiError, prompt_tokens: int = 0) -> RequestOutput:
+    return RequestOutput(prompt_tokens, 0, (CompletionOutput(),), error.message)

@@ -247,7 +247,7 @@ def kept_results(config: Config, prompts: Sequence[PromptLine]) -> dict[str | in
 
 
 def _read_line(line: dict[str, Any]) -> tuple[str | int, str, bool]:
-    """The request of a result, its digest, and whether it was served."""
+    """Reads the request of a result line, its digest, and whether it was served."""
     if "custom_id" in line:
         return line["custom_id"], line["id"].removeprefix(BATCH_ID), line["response"]["status_code"] == SERVED
     return line["id"], line["request"], line["finish_reason"] in ("stop", "length")

@@ -63,7 +63,7 @@ def test_the_files_are_there_and_counted() -> None:
 
 
 def test_every_file_of_a_run_is_listed(tmp_path: Path) -> None:
-    (prompts := tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Hello there", "max_new_tokens": 8}))
+    (prompts := tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Hello there", "max_tokens": 8}))
     given = [f"decode.prompts={prompts}", f"decode.output={tmp_path / 'out.jsonl'}", "kv.tokens=512"]
     ended = subprocess.run(
         [sys.executable, "-c", TRACER, tmp_path / "log", "torchrun_entry.py", "model.path=assets/demo-model", *given],
