@@ -225,7 +225,7 @@ class LLM:
             on rank 0 only, an empty list on the others.
 
         Raises:
-            ValueError: a prompt is neither a text nor token ids, or an option is unknown or out of range.
+            ValueError: a prompt is neither a text nor token ids; or an option is unknown, out of range or impossible.
             RuntimeError: a rank failed; the LLM is closed.
         """
         return self._answers([self._completion(prompt, options) for prompt in as_prompts(prompts)])
@@ -265,14 +265,14 @@ class LLM:
         """Ends the ranks, or this rank's part once rank 0 has closed its own; a second call does nothing."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = heard = True
         atexit.unregister(self.close)
         if self._leads:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            heard = asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-        if self._rank is not None:
+        if self._rank is not None and heard:
             self._rank.join()  # its watchdog ends this process where another rank is gone
         self._directory.cleanup()
 
@@ -407,8 +407,10 @@ class LLM:
             parsers = parsers_of(body, reading, self._dialect, len(submits))
             flights = self._core.start(submits, changed.set)
         except ApiError as error:
-            if error.param == "response_format":  # of every prompt alike
-                raise ValueError(f"schema: {error.message}") from error
+            if self._core.state != "ready":
+                raise self._failure() from error
+            if error.param not in ("prompt", "messages"):  # of every prompt alike
+                raise ValueError(error.message) from error
             return _refused(error)
         return answer_of(
             body, reading, flights, parsers, self._tokens, ready.eos, "", changed, self._core.abort
@@ -433,18 +435,20 @@ class LLM:
         cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
         return RequestOutput(answer.prompt_tokens, cached, tuple(continuations))
 
-    async def _end(self) -> None:
-        """Ends the job, kindly if it hears, and all processes."""
+    async def _end(self) -> bool:
+        """Ends the job and all processes; returns whether the ranks were told to end, as they are once they serve."""
         self._core.fail("this LLM is closed")
+        heard = self._core.connected
         await self._supervisor.stop()
         if self._rank is not None:
             self._core.stop()
-        if self._core.connected:
+        if heard:
             await asyncio.wait((self._keeping,), timeout=ENDING_S)
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
         if self._compiler is not None:
             await self._compiler.close()
+        return heard
 
 
 class Stream:

@@ -20,7 +20,7 @@ import helix
 from launch.cli import COMMANDS
 from launch.llm import LLM, as_prompts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ROOT, Job
+from tests.e2e.cli import ROOT, Job, torchrun
 
 LENGTHS = (7, 17)
 PYTHON = "def read_json(path):"
@@ -109,7 +109,7 @@ def test_several_answers_with_their_logprobs(demo: LLM) -> None:
 def test_answers_follow_a_schema(demo: LLM) -> None:
     (output,) = demo.generate("x = ", schema=SCHEMA, max_tokens=40)
     assert json.loads(output.text) == {"a": "x"} and output.finish_reason == "stop"
-    with pytest.raises(ValueError, match="schema: response_format cannot be followed"):
+    with pytest.raises(ValueError, match="response_format cannot be followed"):
         demo.generate("x = ", schema={"type": "nothing"})
 
 
@@ -130,6 +130,42 @@ def test_a_document_is_read_once(demo: LLM) -> None:
     document = "".join(f"VALUE_{i} = {i * i}\n" for i in range(150))
     first, second = (demo.generate(document + end)[0] for end in ("VALUE_7", "VALUE_12"))
     assert first.cached_tokens == 0 < 0.9 * first.prompt_tokens < second.cached_tokens < second.prompt_tokens
+
+
+def test_chats_go_through_the_template(demo: LLM, tmp_path: Path) -> None:
+    user = {"role": "user", "content": PYTHON}
+    (plain,), (first, second) = demo.generate(PYTHON), demo.chat([[user], [user, user]])
+    assert first.text == plain.text and first.message == {"role": "assistant", "content": plain.text}
+    assert second.prompt_tokens == 2 * first.prompt_tokens + 1
+    (further,) = demo.chat([user, first.message, user])
+    assert further.prompt_tokens > second.prompt_tokens and further.finish_reason == "length"
+    stream = demo.stream([user])
+    assert "".join(stream) == plain.text and stream.output is not None and stream.output.message == first.message
+    with pytest.raises(ValueError, match=r"messages.0.role='nobody'"):
+        demo.chat([{"role": "nobody", "content": "x"}])
+    with pytest.raises(ValueError, match="the chat template does not read them"):
+        demo.chat([user], tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+INSIDE = """
+import os, sys
+import torch.distributed as dist
+from helix import LLM
+dist.init_process_group("gloo")
+with LLM(sys.argv[1], kvp=2) as llm:
+    outputs = llm.chat([{"role": "user", "content": "def f(x):"}], max_tokens=8)
+    pieces = [*llm.stream("import os", max_tokens=4)]
+dist.barrier()
+print("rank", os.environ["RANK"], len(outputs), len(pieces), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_inside_ranks_that_have_a_group_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(INSIDE)
+    command = ["env", f"PYTHONPATH={ROOT}", *torchrun(2)[:-1], str(tmp_path / "mine.py"), str(DEMO)]
+    ended = Job(command, log=tmp_path / "log").wait(240)
+    assert ended.code == 0 and {"rank 0 1 4", "rank 1 0 0"} <= {*ended.output.splitlines()}, ended.output
 
 
 def test_the_lines_of_the_readme_are_a_whole_program(tmp_path: Path) -> None:

@@ -19,12 +19,16 @@ FAULTS = [
     ),
     Fault(
         "results of another stop text are kept", "launch/inputs/prompts.py",
-        "getattr(config.decode, key) for key in DEFAULTED} | dict(prompt.options)",
-        "getattr(config.decode, key) for key in DEFAULTED}", PROMPTS,
+        "getattr(config.decode, name) for key, name in DEFAULTED.items()} | dict(prompt.options)",
+        "getattr(config.decode, name) for key, name in DEFAULTED.items()}", PROMPTS,
     ),
     Fault(
         "refusals count as results", "launch/inputs/prompts.py",
-        'if reason in ("stop", "length"):', "if reason is not None:", PROMPTS,
+        'line["finish_reason"] in ("stop", "length")', 'line["finish_reason"] is not None', PROMPTS,
+    ),
+    Fault(
+        "refusals count as results of a batch", "launch/inputs/prompts.py",
+        'line["response"]["status_code"] == SERVED', 'line["response"]["status_code"] > 0', PROMPTS,
     ),
     # ---- GGUF files
     Fault(

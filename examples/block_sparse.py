@@ -1,0 +1,16 @@
+"""Attention that reads few blocks of a long prompt: `python -m examples.block_sparse [DIR]`."""
+
+import json
+import sys
+from pathlib import Path
+
+from helix import LLM
+
+SPARSE = ["attention=block_sparse", "attention.topk=4"]  # of blocks of 128 tokens, beside the first and the latest
+
+with Path("assets/prompts.jsonl").open() as file:
+    prompt = json.loads(next(file))["prompt"]  # 8K tokens of code, one of whose lines it wants to know
+for settings in ([], SPARSE):
+    with LLM(*(sys.argv[1:] or ["assets/demo-model"]), kvp=2, overrides=settings) as llm:
+        (output,) = llm.generate(prompt, max_tokens=8)
+        print(f"{' '.join(settings) or 'all keys'}: {output.text!r}")
