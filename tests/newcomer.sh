@@ -26,7 +26,7 @@ commands() {
         sed -e ':a' -e '/\\$/N; s/\\\n *//; ta' -e 's/  *# .*$//' | grep -v '^ *$'
 }
 
-# Waits until a server that is in the background answers, asks it for words, and ends it.
+# Waits until a server that is in the background answers at a port, asks it for words, and ends it: $2 is its process.
 talk() {
     port=$1
     for _ in $(seq 300); do
@@ -39,7 +39,7 @@ talk() {
         fail "the server does not answer a chat"
     echo "$said" | grep -q '"content":"' || fail "no answer in $said"
     curl -sf "http://127.0.0.1:$port/" | grep -qi '<html' || fail "there is no page"
-    kill -TERM "$server"
+    kill -TERM $(eval "$2")
     wait "$server" || fail "the server ended with exit code $?"
     server=
 }
@@ -55,10 +55,15 @@ follow() {
     "git clone"*) return ;;
     ". .venv/bin/activate") . .venv/bin/activate ;;
     "make run PYTHON="* | *8000*api-key*) return ;;
-    "make chat" | "helix serve"*)
+    "make chat")
+        make chat >"$log" 2>&1 &
+        server=$!
+        talk 8000 'pgrep -P $server'
+        ;;
+    "helix serve"*)
         $line >"$log" 2>&1 &
         server=$!
-        talk 8000
+        talk 8000 'echo $server'
         ;;
     "helix chat"*)
         echo "What is the capital of France?" | $line >"$log" 2>&1 || fail "exit code $?"
