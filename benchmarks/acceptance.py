@@ -146,7 +146,7 @@ def main() -> None:
         return
     need_checkout("helix acceptance")
     try:
-        values = parse(sys.argv[1:], KEYS, ("model",))
+        values = parse(sys.argv[1:], KEYS, ("model",), words=("model",))
         for found in measure(values):
             for table in terminal_tables(found):
                 Console(width=200).print(table)

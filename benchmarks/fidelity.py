@@ -134,7 +134,7 @@ def main() -> None:
         return
     need_checkout("helix fidelity")
     try:
-        values = parse(sys.argv[1:], KEYS, ("model",))
+        values = parse(sys.argv[1:], KEYS, ("model",), words=("model",))
         for rows in measure(values):
             for table in tables(rows):
                 Console(width=180).print(table)

@@ -1,8 +1,8 @@
-"""Finds how many keys and how many drafts a model should draft for itself with, on your prompts and layout.
+"""Tunes self-speculation on your prompts and layout: the share of its keys that a model drafts over, and its drafts.
 
-  helix tune name=mine model.path=DIR decode.prompts=sample.jsonl layout.kvp=2 layout.tpa=4
+  helix tune DIR sample.jsonl name=mine layout.kvp=2 layout.tpa=4
   torchrun --nproc-per-node=8 -m benchmarks.tune name=mine ...           on ranks that are there, as on several hosts
-  helix tune name=shape model=qwen2.5-7b model.load=random bench.acceptance=0.9 bench.points=[1x1M]
+  helix tune qwen2.5-7b name=shape model.load=random bench.acceptance=0.9 bench.points=[1x1M]
                                                                      times alone, with drafts kept at a set rate
 
 Then `speculation=mine` decodes with what was found. The three steps are those of Vegas, section 3.4:
@@ -32,6 +32,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -46,12 +47,14 @@ from benchmarks.records.columns import terminal
 from benchmarks.records.style import save
 from benchmarks.schema import LabConfig, composed
 from launch import run
+from launch.inputs import front
 from launch.inputs.arguments import helped
 from launch.inputs.compose import CONF
 from launch.inputs.files import check_writable, write_atomically
 from launch.inputs.prompts import read_prompts
 
 DEFAULTS = {"bench": "tune", "speculation": "sparse", "speculation.gamma": "11"}
+TYPED = replace(PROGRAM.typed, name="helix tune", words=("model", "decode.prompts"))
 DIRECTORY = Path("tuned")  # of what was measured
 
 
@@ -64,6 +67,7 @@ def overrides(arguments: Sequence[str], leads: bool = True) -> tuple[str, list[s
     Raises:
         ValueError: there is no name, or it cannot be taken.
     """
+    arguments = front.read(arguments, TYPED).overrides
     given = dict(text.partition("=")[::2] for text in arguments)
     if not (name := given.get("name", "")):
         raise ValueError("name missing: add name=NAME, and conf/speculation/NAME.yaml is written")
