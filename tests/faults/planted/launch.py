@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         "a named tool leaves the others callable", "launch/serving/schemas.py",
-        "if self.named in (None, tool.function.name)]", "if tool.function.name]",
+        "if self.named in (None, tool.function.name))", "if tool.function.name)",
         ("tests/serving/test_chat.py::test_a_call_that_has_to_come",),
     ),
     Fault(
