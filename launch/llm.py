@@ -33,6 +33,7 @@ from helix.place import Place, gpu_name
 from launch import run
 from launch.inputs.arguments import unknown
 from launch.inputs.compose import composed
+from launch.inputs.front import CPU_TOKENS
 from launch.inputs.preflight import preflight, prepared
 from launch.inputs.prompts import DEFAULTED, MOST_IDS
 from launch.inputs.work import SERVE
@@ -52,7 +53,6 @@ LOG = logging.getLogger("helix")
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-CPU_TOKENS = 65536  # of KV if there is no GPU and kv.tokens is unset: memory is not all the cache's
 START_S = 3600.0  # for all ranks to load the model
 LOOK_S = 0.05  # between two looks at ranks that start
 LAST_LINES = 30  # of what the ranks printed, in the error of their failure

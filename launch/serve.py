@@ -34,7 +34,6 @@ from launch.serving.routes import Api
 from launch.serving.security import Keys, check_exposure
 from launch.serving.supervisor import GaveUp, Supervisor
 
-CPU_TOKENS = 65536  # of KV, where there is no GPU
 LOOK_S = 0.1  # between two looks at what is still running
 
 
@@ -107,7 +106,7 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
     if Path("/dev/nvidia0").exists():
         return [] if any(key.startswith("layout") for key in keys) else ["layout=auto"]
     layout = [] if any(key.startswith("layout") for key in keys) else ["layout.kvp=2"]
-    return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={CPU_TOKENS}"])
+    return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={front.CPU_TOKENS}"])
 
 
 def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket, loop: asyncio.AbstractEventLoop) -> None:

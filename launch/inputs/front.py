@@ -12,6 +12,7 @@ from pathlib import Path
 from helix.hub import is_hub_id
 
 API_KEY = "HELIX_API_KEY"
+CPU_TOKENS = 65536  # of KV where there is no GPU and kv.tokens is unset: memory is not all the cache's
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 

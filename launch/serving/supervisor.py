@@ -64,7 +64,6 @@ class Supervisor:
             if self._core.ready is None and self._serve.attach is None:
                 raise GaveUp("the ranks did not start")
             given_up = self._core.lost(why)
-            print(f"{why}: {len(self._core.flights)} requests wait for it to come back", file=sys.stderr, flush=True)
             if given_up is not None:
                 print(f"not tried again: {_described(given_up)}", file=sys.stderr, flush=True)
             failures.append(time.monotonic())
@@ -72,6 +71,7 @@ class Supervisor:
                 failures.popleft()
             if self._serve.attach is None and len(failures) > self._serve.restarts:
                 raise GaveUp(f"serve.restarts={self._serve.restarts} restarts in ten minutes were not enough: {why}")
+            print(f"{why}: {len(self._core.flights)} requests wait for it to come back", file=sys.stderr, flush=True)
             self._core.metrics.restarts.inc()
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 
