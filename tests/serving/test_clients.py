@@ -55,9 +55,9 @@ def test_langchain(url: str) -> None:
     whole = model.invoke("def read_json(path):")
     assert whole.content and whole.usage_metadata["output_tokens"] == 8
     assert "".join(piece.content for piece in model.stream("def read_json(path):")) == whole.content
-    shape = {"title": "answer", "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    shape = {"title": "answer", "type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
     found = module.ChatOpenAI(base_url=f"{url}/v1", api_key=KEY, model=NAME, max_tokens=64, temperature=0)
-    assert isinstance(found.with_structured_output(shape, method="json_schema").invoke("a number")["n"], int)
+    assert isinstance(found.with_structured_output(shape, method="json_schema").invoke("a number")["n"], bool)
 
 
 def test_litellm(url: str) -> None:
@@ -73,7 +73,7 @@ def test_litellm(url: str) -> None:
 def test_anthropic(url: str) -> None:
     anthropic = pytest.importorskip("anthropic", reason="no Anthropic client: pip install anthropic")
     client = anthropic.Anthropic(base_url=url, api_key=KEY)
-    whole = client.messages.create(model=NAME, messages=QUESTION, max_tokens=8, temperature=0)
-    with client.messages.stream(model=NAME, messages=QUESTION, max_tokens=8, temperature=0) as stream:
+    whole = client.messages.create(model=NAME, messages=QUESTION, max_tokens=8, extra_body={"temperature": 0})
+    with client.messages.stream(model=NAME, messages=QUESTION, max_tokens=8, extra_body={"temperature": 0}) as stream:
         assert "".join(stream.text_stream) == whole.content[0].text
     assert whole.usage.output_tokens == 8 and json.dumps(whole.to_dict())
