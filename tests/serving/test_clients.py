@@ -55,7 +55,13 @@ def test_langchain(url: str) -> None:
     whole = model.invoke("def read_json(path):")
     assert whole.content and whole.usage_metadata["output_tokens"] == 8
     assert "".join(piece.content for piece in model.stream("def read_json(path):")) == whole.content
-    shape = {"title": "answer", "type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+    shape = {
+        "title": "answer",
+        "type": "object",
+        "properties": {"n": {"type": "boolean"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     found = module.ChatOpenAI(base_url=f"{url}/v1", api_key=KEY, model=NAME, max_tokens=64, temperature=0)
     assert isinstance(found.with_structured_output(shape, method="json_schema").invoke("a number")["n"], bool)
 
