@@ -48,7 +48,7 @@ def main() -> None:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         for title, commands in (("Commands", COMMANDS), ("Laboratory", LABORATORY)):
-            listed = "\n".join(f"  {command:<10} {what}" for command, what in commands.items())
+            listed = "\n".join(f"  {command:<11} {what}" for command, what in commands.items())
             print(f"{USAGE if commands is COMMANDS else ''}\n{title}:\n\n{listed}")
         print("\n`helix COMMAND --help` says what a command takes; `helix --shell-completion bash` completes it.")
         return
