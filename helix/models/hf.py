@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +99,7 @@ def decoder_spec(
     sinks: bool = False,
     moe: MoESpec | None = None,
     moe_layers: tuple[bool, ...] | None = None,
-    formats: tuple[str, ...] = FP8,
+    formats: Iterable[str] = FP8,
 ) -> DecoderSpec:
     """Creates the spec of a Llama-like config; keyword arguments state the differences of a family.
 

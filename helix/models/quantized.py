@@ -11,7 +11,13 @@ from torch import Tensor
 
 from helix.layers.weights import MXFP4_BLOCK, Slice
 
-FP8 = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors")  # methods whose tensors are e4m3 with scales
+# Methods whose tensors are e4m3 with scales: the key that tells their formats apart, and its values that are read.
+FP8: dict[str, tuple[str, tuple[str | None, ...]]] = {
+    "fp8": ("fmt", (None, "e4m3", "float8_e4m3fn")),
+    "fbgemm_fp8": ("fmt", (None,)),
+    "modelopt": ("quant_algo", ("FP8",)),
+    "compressed-tensors": ("format", ("float-quantized",)),
+}
 SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; its values are multiplied by either
 UNUSED = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")  # of activations and caches, which stay unscaled
 SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
@@ -48,11 +54,9 @@ class WeightFormat:
             return cls(method)
         if method not in FP8:
             raise refused(f"{method:.100}")
-        kind = section.get({"modelopt": "quant_algo", "compressed-tensors": "format"}.get(method, "fmt"))
-        if kind not in {"modelopt": ("FP8",), "compressed-tensors": ("float-quantized",)}.get(
-            method, (None, "e4m3", "float8_e4m3fn")
-        ):
-            raise refused(f"{method} {kind!r:.100}")
+        key, known = FP8[method]
+        if section.get(key) not in known:
+            raise refused(f"{method} with {key}={section.get(key)!r:.100}")
         block = section.get("weight_block_size")
         if method == "compressed-tensors":
             block = _block_of_groups(section.get("config_groups"))

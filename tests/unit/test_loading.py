@@ -92,8 +92,9 @@ def test_the_ranks_together_hold_every_element(directory: Path, kvp: int, tpa: i
             assert (count == 1).all(), f"{name} is on one rank"
 
 
-def test_only_slices_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No whole tensor is fetched where a part of it is wanted."""
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Names and numbers of elements of what is fetched from files."""
     import helix.models.loading as loading
 
     read: list[tuple[str, int]] = []
@@ -131,9 +132,27 @@ def test_only_slices_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) 
             return Slice()
 
     monkeypatch.setattr(loading, "safe_open", Spy)
+    return read
+
+
+def test_only_slices_are_read(directory: Path, read: list[tuple[str, int]]) -> None:
+    """No whole tensor is fetched where a part of it is wanted."""
     model = decoder(HelixLayout.create("helix", 2, 2), 3)
     Checkpoint(directory).load(model.weights)
     assert sum(n for _, n in read) == sum(p.numel() for p in model.weights.parameters)
+
+
+def test_only_scales_of_a_share_are_read(tmp_path: Path, read: list[tuple[str, int]]) -> None:
+    write_fp8(checkpoint("qwen3"), tmp_path, blocks(16, 16), (16, 16))
+    model = decoder(HelixLayout.create("helix", 2, 2), 3, read_config(tmp_path))
+    Checkpoint(tmp_path).load(model.weights)
+    found = dict(read)
+    assert sum(n for name, n in read if not name.endswith("_scale_inv")) == sum(
+        p.numel() for p in model.weights.parameters
+    )
+    assert found["model.layers.0.self_attn.q_proj.weight_scale_inv"] == 6 * 5  # half of 192 rows, 72 columns
+    assert found["model.layers.0.self_attn.o_proj.weight_scale_inv"] == 5 * 3  # 48 columns
+    assert found["model.layers.1.mlp.up_proj.weight_scale_inv"] == 3 * 5  # rows 73 to 96
 
 
 def test_dtype_is_the_models(directory: Path) -> None:

@@ -162,10 +162,10 @@ def group(strategy: str, bits: int = 8, kind: str = "float", **more: Any) -> dic
 UNREAD = [
     ({"quant_method": "awq"}, "awq"),
     ({"quant_method": "gptq", "bits": 4}, "gptq.*supported: FP8 of fp8, .*mxfp4 of gpt-oss"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 'e5m2'"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt 'NVFP4'"),
-    ({"quant_method": "modelopt"}, "modelopt None"),
-    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors 'pack-quantized'"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt='e5m2'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt with quant_algo='NVFP4'"),
+    ({"quant_method": "modelopt"}, "modelopt with quant_algo=None"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors with format='pack"),
     (group("group"), "strategy='group'"),
     (group("channel", bits=4, kind="int"), "num_bits=4, type='int'"),
     (group("tensor") | {"config_groups": {"g": {"weights": 3}}}, "num_bits=None"),
@@ -187,6 +187,9 @@ def test_formats_that_are_read() -> None:
     ):
         assert WeightFormat.from_config(section) == WeightFormat(section["quant_method"], block)
         spec(LlamaConfig(), "LlamaForCausalLM", quantization_config=section)
+    deepseek = WeightFormat("fp8", (128, 128))
+    assert deepseek.block_of((576, 7168), (5, 56)) == (128, 128)  # kv_a_proj_with_mqa, of 4.5 blocks
+    assert deepseek.block_of((576, 7168), (4, 56)) is None and deepseek.block_of((576, 7168), ()) is None
     with pytest.raises(ValueError, match="blocks of 128 must be two positive integers"):
         WeightFormat.from_config({"quant_method": "fp8", "weight_block_size": 128})
 
