@@ -122,8 +122,7 @@ def fp8_part(stored: Any, scales: Any, s: Slice, block: tuple[int, int]) -> Tens
         ValueError: a scale is not finite.
     """
     covering = [range(r.start // size, r[-1] // size + 1) for r, size in zip(s.ranges, block, strict=True)]
-    grid = read_part(scales, covering[: len(scales.get_shape())])
-    grid = grid.to(s.target.device).float()
+    grid = read_part(scales, covering[: len(scales.get_shape())]).float().to(s.target.device)
     if not grid.isfinite().all():
         raise ValueError(f"{s.name} has scales that are not finite (NaN or infinite): its file is damaged")
     grid = grid.reshape([len(r) for r in covering])

@@ -190,6 +190,10 @@ def test_formats_that_are_read() -> None:
     deepseek = WeightFormat("fp8", (128, 128))
     assert deepseek.block_of((576, 7168), (5, 56)) == (128, 128)  # kv_a_proj_with_mqa, of 4.5 blocks
     assert deepseek.block_of((576, 7168), (4, 56)) is None and deepseek.block_of((576, 7168), ()) is None
+    plain = WeightFormat("modelopt")
+    assert {plain.block_of((6, 4), grid) for grid in ((), (1,), (1, 1))} == {(6, 4)}
+    assert {plain.block_of((6, 4), grid) for grid in ((6,), (6, 1))} == {(1, 4)}
+    assert {plain.block_of((6, 4), grid) for grid in ((4,), (1, 4), (2, 1), (6, 4))} == {None}
     with pytest.raises(ValueError, match="blocks of 128 must be two positive integers"):
         WeightFormat.from_config({"quant_method": "fp8", "weight_block_size": 128})
 
