@@ -31,5 +31,5 @@ def spec(config: Any) -> DecoderSpec:
         output_bias=config.attention_bias,
         sinks=True,
         moe=moe,
-        quantised=packed,
+        formats=("mxfp4",),
     )

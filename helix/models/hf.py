@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layers.rotary import RopeSpec
 from helix.models.decoder import DecoderSpec, LayerSpec
+from helix.models.quantized import FP8, WeightFormat, refused
 
 DTYPES = ("float32", "bfloat16", "float16")
 LABELS = ("num_labels", "id2label", "label2id")  # of classifiers; transformers would create any number of them
@@ -98,7 +99,7 @@ def decoder_spec(
     sinks: bool = False,
     moe: MoESpec | None = None,
     moe_layers: tuple[bool, ...] | None = None,
-    quantised: bool = False,
+    formats: Iterable[str] = FP8,
 ) -> DecoderSpec:
     """Creates the spec of a Llama-like config; keyword arguments state the differences of a family.
 
@@ -107,17 +108,13 @@ def decoder_spec(
         windows: each layer's sliding window; None: full attention in all.
         kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
         moe_layers: whether each layer has experts; None: all, if there are experts.
-        quantised: whether the family supports the checkpoint's quantisation.
+        formats: methods of quantisation that the family supports.
 
     Raises:
         ValueError: a feature is not supported, or a size is not positive.
     """
-    method = quantisation(config)
-    if method is not None and not quantised:
-        raise ValueError(
-            f"the checkpoint is quantised ({method:.100}, in quantization_config), which is not supported here; "
-            f"supported: weights in {', '.join(DTYPES)}, and mxfp4 of gpt-oss"
-        )
+    if (method := quantisation(config)) not in (None, *formats):
+        raise refused(f"{method} in {config.model_type} models")
     if config.is_heterogeneous:
         raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
     check_only(config, hidden_act=("silu", "swish"), is_causal=(True,), is_encoder_decoder=(False,))
@@ -165,11 +162,13 @@ def decoder_spec(
 
 
 def quantisation(config: Any) -> str | None:
-    """Returns the quantisation method of a checkpoint's weights; None if they are not quantised."""
-    section = getattr(config, "quantization_config", None)
-    if not section:
-        return None
-    return str(section.get("quant_method", "unknown")) if isinstance(section, Mapping) else repr(section)
+    """Returns the quantisation method of a checkpoint's weights; None if they are not quantised.
+
+    Raises:
+        ValueError: no family supports it.
+    """
+    found = WeightFormat.from_config(getattr(config, "quantization_config", None))
+    return found.method if found else None
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from comm.loopback import LoopbackWorld
 from helix.files import check_file, read_json
-from helix.layers.weights import MXFP4_BLOCK, Slice, Weights
+from helix.layers.weights import Slice, Weights
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
+from helix.models.quantized import UNUSED, WeightFormat, fp8_part, mxfp4_part, read_part
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LISTED = 8  # most names shown per kind of problem
@@ -27,9 +27,7 @@ IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer, left over in some check
 HEAD = "lm_head.weight"
 NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of plain floating-point types
 PACKED = ("U8",)  # safetensors' name of mxfp4's type
-
-# The values of 4-bit floats (sign, two bits of exponent, one of mantissa).
-FP4 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+SCALES = (*NUMBERS, "F8_E8M0")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -53,7 +51,8 @@ class Checkpoint:
     """Safetensors files of a directory, and the tensors in each.
 
     Raises:
-        ValueError: no weights, or a shard that is missing, unreadable, damaged, elsewhere, or contradicts the index.
+        ValueError: no weights, an unknown quantisation, or a shard that is missing, unreadable, damaged, elsewhere, or
+            contradicts the index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,6 +84,9 @@ class Checkpoint:
         lost = sorted(set(listed or ()) - set(self.files))
         if lost:
             raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {_some(lost)}")
+        config = read_json(path / "config.json") if os.path.lexists(path / "config.json") else {}
+        self.format = WeightFormat.from_config(config.get("quantization_config"))
+        self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
 
     def _open(self, name: str, device: str = "cpu") -> Any:
         file = self.path / name
@@ -116,25 +118,45 @@ class Checkpoint:
             ValueError: lists every missing, unexpected and misshaped tensor, and those of an unsupported type.
         """
         wanted = {name: shape for s in slices for name, shape in s.stored.items()}
-        packed = {name for s in slices if s.mxfp4 for name in s.stored}
-        missing = sorted(set(wanted) - set(self.shapes))
+        scales = {name: self.scales[name] for name in wanted if name in self.scales}
+        types = (
+            dict.fromkeys(wanted, NUMBERS)
+            | {name: PACKED for s in slices if s.mxfp4 for name in s.stored}
+            | dict.fromkeys(scales, ("F8_E4M3",))
+            | dict.fromkeys(scales.values(), SCALES)
+        )
+        missing = sorted(set(types) - set(self.shapes))
+        ignored = IGNORED + (UNUSED if self.scales else ())
         unexpected = sorted(
-            n for n in set(self.shapes) - set(wanted) if not n.endswith(IGNORED) and not n.startswith(unused)
+            n for n in set(self.shapes) - set(types) if not n.endswith(ignored) and not n.startswith(unused)
         )
         misshaped = [
             f"{name} {list(self.shapes[name])}, expected {list(shape)}"
             for name, shape in sorted(wanted.items())
             if name in self.shapes and self.shapes[name] != shape
+        ] + [
+            f"{scale} {list(self.shapes[scale])} for {list(wanted[name])} in {self._sharing()}"
+            for name, scale in sorted(scales.items())
+            if scale in self.shapes and self._block(name) is None
         ]
         mistyped = [
-            f"{name} {self.dtypes[name]}, expected {' or '.join(types)}"
-            for name in sorted(set(wanted) & set(self.dtypes))
-            if self.dtypes[name] not in (types := PACKED if name in packed else NUMBERS)
+            f"{name} {self.dtypes[name]}, expected {' or '.join(types[name])}"
+            for name in sorted(set(types) & set(self.dtypes))
+            if self.dtypes[name] not in types[name]
         ]
         kinds = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped, "of another type": mistyped}
         problems = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
         if problems:
             raise ValueError(f"the weights in {self.path} do not match config.json; {'; '.join(problems)}")
+
+    def _sharing(self) -> str:
+        """Returns what shares a scale, as the config has it."""
+        block = self.format.block if self.format else None
+        return f"blocks of {list(block)}" if block else "rows or as a whole"
+
+    def _block(self, name: str) -> tuple[int, int] | None:
+        """Returns the rows and columns of an e4m3 tensor that share a scale; None if its scales do not fit."""
+        return self.format.block_of(self.shapes[name], self.shapes[self.scales[name]]) if self.format else None
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda done: None) -> None:
         """Fills the parameters, one slice at a time, directly from the file: never two copies of a weight.
@@ -154,41 +176,21 @@ class Checkpoint:
             # Sorted by file, for sequential reads.
             for done, s in enumerate(sorted(weights.slices, key=lambda s: self.files[next(iter(s.stored))]), 1):
                 if s.target.numel():
-                    part, *scales = (stored(name) for name in s.stored)
-                    s.target.copy_(_mxfp4_part(part, scales[0], s) if s.mxfp4 else _part(part, s.ranges))
+                    if s.mxfp4:
+                        blocks, scales = map(stored, s.stored)
+                        s.target.copy_(mxfp4_part(blocks, scales, s))
+                    elif s.name in self.scales:
+                        block = self._block(s.name)
+                        assert block is not None, f"check refuses {s.name}"
+                        s.target.copy_(fp8_part(stored(s.name), stored(self.scales[s.name]), s, block))
+                    else:
+                        s.target.copy_(read_part(stored(s.name), s.ranges))
                 progress(done)
 
 
 def _is_within(name: Any) -> bool:
     """Returns whether a file name of an index stays in the directory; the file itself may be a link to elsewhere."""
     return isinstance(name, str) and name[:1] not in ("", "/") and "\0" not in name and ".." not in name.split("/")
-
-
-def _part(stored: Any, ranges: Sequence[range]) -> Tensor:
-    """Reads ranges, none empty, of a tensor in a file; elements between the steps of a range are read and dropped."""
-    between = stored[tuple(slice(r.start, r[-1] + 1) for r in ranges)]
-    return between[tuple(slice(None, None, r.step) for r in ranges)]
-
-
-def _mxfp4_part(blocks: Any, scales: Any, s: Slice) -> Tensor:
-    """Reads a slice of an MXFP4 tensor as fp32, on the target's device; its columns may begin inside a block."""
-    *rows, columns = s.ranges
-    covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
-    packed = _part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))).to(s.target.device)
-    values = from_mxfp4(packed, _part(scales, (*rows, covering)).to(s.target.device))
-    begin = columns.start - covering.start * MXFP4_BLOCK
-    return values[..., begin : begin + len(columns)]
-
-
-def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Decodes blocks [..., n, 16] uint8, low nibble first, with scales [..., n] uint8 -> [..., 32 n] fp32.
-
-    Source:
-        OCP Microscaling Formats (MX) v1.0, section 5: E2M1 values, a power of two with bias 127 for each 32 of them.
-    """
-    pairs = torch.stack((blocks & 15, blocks >> 4), -1)  # [..., n, 16, 2]
-    values = torch.tensor(FP4, device=blocks.device)[pairs.int()]
-    return torch.ldexp(values, scales[..., None, None].int() - 127).flatten(-3)
 
 
 def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:

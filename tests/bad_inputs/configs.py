@@ -52,7 +52,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"is_causal": False}, "is_causal=False"),
     ("qwen3", {"attention_bias": "no"}, "attention_bias"),
     ("qwen3", {"attention_bias": True}, "missing"),
-    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+    ("qwen3", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fp8 with fmt='e5m2'"),
     ("qwen3", {"quantization_config": "awq"}, "'awq', in quantization_config"),
     ("qwen3", {"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ("qwen3", {"dtype": "bf16"}, "bf16"),

@@ -171,6 +171,51 @@ def pack(plain: Path, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """Scales of blocks as a matrix of the shape of the values."""
+    rows = scales.repeat_interleave(block[0], 0)[: shape[0]]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def write_fp8(
+    plain: Path,
+    directory: Path,
+    section: dict[str, Any],
+    block: tuple[int | None, int | None],
+    *,
+    scaled_in: torch.dtype = torch.float32,
+    decades: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint whose layers' matrices, except routers, are e4m3; returns what all tensors hold, in fp32.
+
+    Args:
+        block: rows and columns of a scale; None: all.
+        decades: scales are random from 1e-6 to 1e2, instead of those that fit.
+    """
+    generator = torch.Generator().manual_seed(3)
+    stored, whole = {}, load_file(plain / "model.safetensors")
+    for name, weight in list(whole.items()):
+        stored[name] = weight
+        if weight.dim() != 2 or "layers" not in name or name.endswith("gate.weight"):
+            continue
+        size = block[0] or weight.shape[0], block[1] or weight.shape[1]
+        parts = [[p.abs().max() / 448 for p in rows.split(size[1], 1)] for rows in weight.split(size[0])]
+        scales = torch.tensor(parts).log2().ceil().exp2()  # powers of two: exact in every type of scales
+        stored[name] = (weight / spread(scales, size, weight.shape)).to(torch.float8_e4m3fn)
+        if decades:
+            scales = 10 ** (torch.rand(scales.shape, generator=generator) * 8 - 6)
+        scales = scales.to(scaled_in)
+        whole[name] = stored[name].float() * spread(scales.float(), size, weight.shape)
+        fine = section["quant_method"] == "fp8"
+        stored[f"{name}{'_scale_inv' if fine else '_scale'}"] = scales.reshape(()) if block == (None, None) else scales
+        if not fine:
+            stored[f"{name.removesuffix('.weight')}.input_scale"] = torch.ones(())
+    save_file(stored, directory / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    return whole
+
+
 def config_of(family: str) -> Any:
     return {**FAMILIES, **MOE_FAMILIES, **MLA_FAMILIES}[family.removesuffix(MXFP4)]()
 
@@ -182,13 +227,18 @@ def kv_heads(family: str) -> int:
 
 @functools.cache
 def oracle(family: str, lengths: tuple[int, ...], new_tokens: int) -> list[Continuation]:
+    """Continuations of a family's checkpoint, unpacked."""
+    return continuations(checkpoint(family.removesuffix(MXFP4)), lengths, new_tokens)
+
+
+def continuations(directory: Path, lengths: tuple[int, ...], new_tokens: int) -> list[Continuation]:
     """Greedy continuations of random prompts by transformers, fp32, eager attention, no stop at EOS.
 
     Args:
         lengths: of the prompts; the first one is continued by FIRST_TOKENS alone.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint(family.removesuffix(MXFP4)),
+        directory,
         dtype=torch.float32,
         attn_implementation="eager",
         experts_implementation="eager",

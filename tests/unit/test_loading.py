@@ -17,8 +17,9 @@ from comm.loopback import LoopbackWorld
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.models import Decoder, spec_from_config
-from helix.models.loading import Checkpoint, from_mxfp4, load_spec_config, randomize, read_config
-from tests.e2e.checkpoints import checkpoint
+from helix.models.loading import Checkpoint, load_spec_config, randomize, read_config
+from helix.models.quantized import from_mxfp4
+from tests.e2e.checkpoints import checkpoint, write_fp8
 from tests.unit.test_files import as_nobody
 
 CONFIG = dict(
@@ -91,8 +92,9 @@ def test_the_ranks_together_hold_every_element(directory: Path, kvp: int, tpa: i
             assert (count == 1).all(), f"{name} is on one rank"
 
 
-def test_only_slices_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No whole tensor is fetched where a part of it is wanted."""
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Names and numbers of elements of what is fetched from files."""
     import helix.models.loading as loading
 
     read: list[tuple[str, int]] = []
@@ -130,9 +132,27 @@ def test_only_slices_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) 
             return Slice()
 
     monkeypatch.setattr(loading, "safe_open", Spy)
+    return read
+
+
+def test_only_slices_are_read(directory: Path, read: list[tuple[str, int]]) -> None:
+    """No whole tensor is fetched where a part of it is wanted."""
     model = decoder(HelixLayout.create("helix", 2, 2), 3)
     Checkpoint(directory).load(model.weights)
     assert sum(n for _, n in read) == sum(p.numel() for p in model.weights.parameters)
+
+
+def test_only_scales_of_a_share_are_read(tmp_path: Path, read: list[tuple[str, int]]) -> None:
+    write_fp8(checkpoint("qwen3"), tmp_path, blocks(16, 16), (16, 16))
+    model = decoder(HelixLayout.create("helix", 2, 2), 3, read_config(tmp_path))
+    Checkpoint(tmp_path).load(model.weights)
+    found = dict(read)
+    assert sum(n for name, n in read if not name.endswith("_scale_inv")) == sum(
+        p.numel() for p in model.weights.parameters
+    )
+    assert found["model.layers.0.self_attn.q_proj.weight_scale_inv"] == 6 * 5  # half of 192 rows, 72 columns
+    assert found["model.layers.0.self_attn.o_proj.weight_scale_inv"] == 5 * 3  # 48 columns
+    assert found["model.layers.1.mlp.up_proj.weight_scale_inv"] == 3 * 5  # rows 73 to 96
 
 
 def test_dtype_is_the_models(directory: Path) -> None:
@@ -183,6 +203,77 @@ def test_a_packed_checkpoint_lacks_what_it_lacks(tmp_path: Path) -> None:
     # Without its key in the config it is an ordinary checkpoint, whose tensors have other names.
     unpacked = {k: v for k, v in read_config(copy).items() if k != "quantization_config"}
     assert "gate_up_proj_blocks" in problem(copy, unpacked)
+
+
+def blocks(*size: int) -> dict[str, Any]:
+    return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(size)}
+
+
+def groups(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy} | more
+    section = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return section | {"config_groups": {"group_0": {"weights": weights}}}
+
+
+ROWS, ALL = (1, None), (None, None)
+FP8: list[Any] = [
+    (blocks(16, 16), (16, 16), torch.float32),
+    (blocks(8, 48), (8, 48), torch.bfloat16),
+    (blocks(128, 128), (128, 128), torch.float32),
+    (blocks(16, 16) | {"scale_fmt": "ue8m0"}, (16, 16), torch.float8_e8m0fnu),
+    ({"quant_method": "fbgemm_fp8"}, ROWS, torch.float32),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, ALL, torch.float32),
+    (groups("tensor"), ALL, torch.float32),
+    (groups("channel"), ROWS, torch.bfloat16),
+    (groups("block", block_structure=[16, 16]), (16, 16), torch.float32),
+]
+
+
+@pytest.mark.parametrize("section, block, scaled_in", FP8)
+@pytest.mark.parametrize("family", ["llama-llama3", "qwen3", "qwen3-moe", "deepseek-v3-yarn"])
+def test_fp8_is_the_slice_of_the_unpacked_whole(
+    tmp_path: Path, family: str, section: dict[str, Any], block: Any, scaled_in: torch.dtype
+) -> None:
+    """Bit for bit, on every rank: blocks that are cut, ragged last blocks, stacked and interleaved parameters."""
+    whole = write_fp8(checkpoint(family), tmp_path, section, block, scaled_in=scaled_in, decades=True)
+    config, tpas = read_config(tmp_path), (1,) if family.startswith("deepseek") else (1, 2)
+    for kvp, tpa, ep in ((1, 1, 1), (3, tpas[-1], 1), (4, tpas[-1], 2)):
+        layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
+        for rank in range(layout.world_size):
+            model = decoder(layout, rank, config, torch.bfloat16 if ep == 2 else torch.float32)
+            opened = Checkpoint(tmp_path)
+            opened.check(model.weights.slices, model.spec.unused)
+            opened.load(model.weights)
+            for s in model.weights.slices:
+                part = whole[s.name][tuple(slice(r.start, r.stop, r.step) for r in s.ranges)]
+                assert torch.equal(s.target, part.to(s.target.dtype)), s.name
+
+
+def test_fp8_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    write_fp8(checkpoint("qwen3"), tmp_path, blocks(16, 16), (16, 16))
+    config = read_config(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    good = stored[f"{name}_scale_inv"]  # 192 x 72
+
+    def problem_with(**tensors: torch.Tensor | None) -> str:
+        changed = {name + key: value for key, value in tensors.items()}
+        save_file({k: v for k, v in (stored | changed).items() if v is not None}, tmp_path / "model.safetensors")
+        return problem(tmp_path, config)
+
+    assert f"1 missing: {name}_scale_inv" in problem_with(_scale_inv=None)
+    misshaped = f"1 misshaped: {name}_scale_inv [12, 4] for [192, 72] in blocks of [16, 16]"
+    assert misshaped in problem_with(_scale_inv=good[:, :4].contiguous())
+    assert "U8, expected BF16 or F16 or F32 or F64 or F8_E8M0" in problem_with(_scale_inv=good.byte())
+    assert f"1 unexpected: {name}_scale_2" in problem_with(_scale_2=good.clone())
+    bad = good.clone()
+    bad[-1, -1] = torch.nan
+    save_file(stored | {f"{name}_scale_inv": bad}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} has scales that are not finite"):
+        Checkpoint(tmp_path).load(decoder(HelixLayout.create(), 0, config).weights)
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "F8_E4M3, expected BF16" in problem(tmp_path, config)
 
 
 def problem(directory: Path, config: dict[str, Any] = CONFIG) -> str:

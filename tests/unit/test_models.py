@@ -26,6 +26,7 @@ from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, Decoder, DecoderSpec, spec_from_config
+from helix.models.quantized import WeightFormat
 from tests.unit.test_config import composed
 
 
@@ -149,6 +150,54 @@ def test_the_shapes_have_the_published_number_of_parameters(model: str, billions
     assert round(sum(p.numel() for p in decoder.weights.parameters) / 1e9, 2) == billions
 
 
+def group(strategy: str, bits: int = 8, kind: str = "float", **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy} | more
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"g": {"weights": weights}},
+    }
+
+
+UNREAD = [
+    ({"quant_method": "awq"}, "awq"),
+    ({"quant_method": "gptq", "bits": 4}, "gptq.*supported: FP8 of fp8, .*mxfp4 of gpt-oss"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt='e5m2'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt with quant_algo='NVFP4'"),
+    ({"quant_method": "modelopt"}, "modelopt with quant_algo=None"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors with format='pack"),
+    (group("group"), "strategy='group'"),
+    (group("channel", bits=4, kind="int"), "num_bits=4, type='int'"),
+    (group("tensor") | {"config_groups": {"g": {"weights": 3}}}, "num_bits=None"),
+    (
+        group("tensor") | {"config_groups": group("tensor")["config_groups"] | {"h": {"weights": {
+            "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}}}},
+        r"different blocks \[None, \[128, 128\]\]",
+    ),
+]  # fmt: skip
+
+
+def test_formats_that_are_read() -> None:
+    for section, block in (
+        ({"quant_method": "fp8", "weight_block_size": [128, 64], "scale_fmt": "ue8m0"}, (128, 64)),
+        ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
+        (group("channel"), None),
+        (group("block", block_structure=[16, 32]), (16, 32)),
+    ):
+        assert WeightFormat.from_config(section) == WeightFormat(section["quant_method"], block)
+        spec(LlamaConfig(), "LlamaForCausalLM", quantization_config=section)
+    deepseek = WeightFormat("fp8", (128, 128))
+    assert deepseek.block_of((576, 7168), (5, 56)) == (128, 128)  # kv_a_proj_with_mqa, of 4.5 blocks
+    assert deepseek.block_of((576, 7168), (4, 56)) is None and deepseek.block_of((576, 7168), ()) is None
+    plain = WeightFormat("modelopt")
+    assert {plain.block_of((6, 4), grid) for grid in ((), (1,), (1, 1))} == {(6, 4)}
+    assert {plain.block_of((6, 4), grid) for grid in ((6,), (6, 1))} == {(1, 4)}
+    assert {plain.block_of((6, 4), grid) for grid in ((4,), (1, 4), (2, 1), (6, 4))} == {None}
+    with pytest.raises(ValueError, match="blocks of 128 must be two positive integers"):
+        WeightFormat.from_config({"quant_method": "fp8", "weight_block_size": 128})
+
+
 @pytest.mark.parametrize("eos, expected", [(None, ()), (2, (2,)), ([2, 3], (2, 3))])
 def test_eos(eos: Any, expected: tuple[int, ...]) -> None:
     assert spec(LlamaConfig(), "LlamaForCausalLM", eos_token_id=eos).eos == expected
@@ -165,7 +214,7 @@ def test_an_unknown_architecture_is_told_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised.*awq"),
+        *(({"quantization_config": section}, f"quantised.*{words}") for section, words in UNREAD),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
         ({"dtype": "bfloat17"}, "dtype 'bfloat17'"),

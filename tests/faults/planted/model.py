@@ -221,11 +221,20 @@ FAULTS = [
     ),
     # ---- checkpoints
     Fault(
-        "nibbles in the other order", "helix/models/loading.py",
+        "nibbles in the other order", "helix/models/quantized.py",
         "torch.stack((blocks & 15, blocks >> 4), -1)", "torch.stack((blocks >> 4, blocks & 15), -1)", LOADING,
     ),
     Fault(
-        "columns from the beginning of their block", "helix/models/loading.py",
+        "columns from the beginning of their block", "helix/models/quantized.py",
         "begin = columns.start - covering.start * MXFP4_BLOCK", "begin = 0", LOADING,
+    ),
+    Fault(
+        "fp8 blocks from the beginning of the slice", "helix/models/quantized.py",
+        "torch.arange(r.start, r.stop, r.step, device=grid.device) // size - covering[dim].start",
+        "torch.arange(0, r.stop - r.start, r.step, device=grid.device) // size", LOADING,
+    ),
+    Fault(
+        "fp8 without its last, ragged blocks", "helix/models/quantized.py",
+        "tuple(-(-n // b) for n, b", "tuple(n // b for n, b", LOADING,
     ),
 ]  # fmt: skip

@@ -1,0 +1,31 @@
+"""FP8 checkpoints continue prompts as transformers does with the same weights, unpacked."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from helix.layout import HelixLayout
+from tests.e2e.checkpoints import checkpoint, continuations, write_fp8
+from tests.e2e.parity import check, loopback
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 16]}, (16, 16)
+ROWS = {"quant_method": "fbgemm_fp8"}, (1, None)
+
+
+@pytest.mark.parametrize(
+    "family, stored",
+    [("llama-llama3", ROWS), ("qwen3", BLOCKS), ("qwen3-moe", BLOCKS), ("deepseek-v3-yarn", BLOCKS)],
+)
+def test_tokens_are_those_of_the_unpacked_weights(tmp_path: Path, family: str, stored: Any) -> None:
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    shutil.copytree(checkpoint(family), plain)
+    packed.mkdir()
+    save_file(write_fp8(plain, packed, *stored), plain / "model.safetensors", metadata={"format": "pt"})
+    wanted = continuations(plain, (5, 40), 12)
+    for kvp in (1, 2):
+        check(loopback(packed, HelixLayout.create("helix", kvp, 1), 16, wanted), wanted)
