@@ -41,7 +41,7 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def rows(overrides: Sequence[str], command: Sequence[str] = COMMAND, **variables: str) -> Iterator[dict[str, Any]]:
-    """What a job measures, as it measures it: lines of JSON that it prints, beside others that the terminal shows.
+    """Yields what a job measures, as it comes: lines of JSON that it prints; the terminal shows the others.
 
     Args:
         variables: of its environment.

@@ -1,4 +1,4 @@
-"""What a benchmark's command line can set: all that a run can, and what is timed (`bench.*`)."""
+"""The schema of a benchmark's command line: all that a run can set, and what is timed (`bench.*`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from helix.config import MOST_SEQUENCES, Config
 from launch.inputs import compose
+from launch.inputs.arguments import tokens
 from launch.inputs.compose import PATHS, RUN, Settings
 
 CONF = Path(__file__).resolve().parent / "conf"
@@ -82,12 +83,12 @@ def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
         raise ValueError("bench.points is empty: name at least one, such as [8x131072]")
     points = []
     for text in bench.points:
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)([KM]?)", text)
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*[KM]?)", text)
         if match is None:
             raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072 or 8x128K")
         if int(match[1][:9]) > MOST_SEQUENCES:
             raise ValueError(f"bench.points has {text!r}: a point has from 1 to {MOST_SEQUENCES} sequences")
-        points.append((int(match[1]), int(match[2]) << {"": 0, "K": 10, "M": 20}[match[3]]))
+        points.append((int(match[1]), tokens(match[2])))
     return points
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread, Timer
 from typing import Any
@@ -17,13 +17,17 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from launch.inputs import compose, front
+from launch.inputs.arguments import parse, tokens
 from launch.inputs.front import API_KEY, Line
 from launch.job.lifeline import LAUNCHER
 
 START_S = 1800.0  # for a model to be loaded
 PATIENCE_S = 600.0  # for the next piece of an answer
 STOP_S = 30.0  # for the server to end
-NUMBERS = {"--max-tokens": ("max_tokens", int), "--temperature": ("temperature", float)}  # fields of a request
+NUMBERS: dict[str, tuple[str, Callable[[str], Any]]] = {  # fields of a request
+    "--max-tokens": ("max_tokens", tokens),
+    "--temperature": ("temperature", float),
+}
 COMMANDS = """\
 /new        forget the conversation      /system TEXT  tell the model something first
 /retry      answer once more             /quit         end (also control-D)
@@ -190,7 +194,8 @@ def main(arguments: Sequence[str]) -> int:
         if (text := compose.told(line, front.CHAT)) is not None:
             print(text, end="")
             return 0
-        options = {field: kind(line.own[flag]) for flag, (field, kind) in NUMBERS.items() if flag in line.own}
+        given = [f"{NUMBERS[flag][0]}={value}" for flag, value in line.own.items() if flag in NUMBERS]
+        options = parse(given, dict(NUMBERS.values()))
         key, system = os.environ.get(API_KEY), line.own.get("--system")
         if (url := line.own.get("--url")) is not None:
             if line.overrides:

@@ -1,4 +1,4 @@
-"""What HOP-B hides of the exchange, a job for each backend and model: `helix bench hopb`."""
+"""Times steps with HOP-B and without it, a job for each backend and model: `helix bench hopb`."""
 
 from __future__ import annotations
 

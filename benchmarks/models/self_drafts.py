@@ -1,4 +1,4 @@
-"""What a model gains that drafts for itself: `helix bench self-drafts`.
+"""Times models that draft for themselves: `helix bench self-drafts`.
 
 Decode steps of whole models over a cache of random data (`bench=decode speculation=sparse`), with no drafts and with 2
 to 11, in one job. Random weights draft nothing that means anything, so drafts are kept at a set rate; they are made,

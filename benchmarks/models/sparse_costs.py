@@ -1,4 +1,4 @@
-"""What block-sparse attention costs without a choice, and beside drafts: `helix bench sparse-costs`.
+"""Times block-sparse attention where nothing is chosen, and beside drafts: `helix bench sparse-costs`.
 
 Decode steps of whole models over a cache of random data (`bench=decode`), two jobs at a time, one beside the other:
 

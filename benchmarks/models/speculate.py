@@ -1,4 +1,4 @@
-"""What drafts gain: `helix bench speculate`.
+"""Times steps with drafts: `helix bench speculate`.
 
 Two kinds of rows. `synthetic`: decode steps of whole models with 0 to 15 drafts that are kept at a set rate, over a
 cache of random data (`bench=decode`), and where the time of a step goes. `copy_prompts`: the demo model goes on with

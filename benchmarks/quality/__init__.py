@@ -1,1 +1,1 @@
-"""What approximations change: drafts, chosen blocks and needles, beside dense attention on the same prompts."""
+"""Measurements of approximations: drafts, chosen blocks and needles, beside dense attention on the same prompts."""

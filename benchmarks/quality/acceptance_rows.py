@@ -1,4 +1,4 @@
-"""What `helix acceptance` measures: the ways to draft, and a row for each and for each task."""
+"""Rows of `helix acceptance`: the ways to draft, and a row for each and for each task."""
 
 from __future__ import annotations
 

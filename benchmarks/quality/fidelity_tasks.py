@@ -1,4 +1,4 @@
-"""What `helix fidelity` measures: each task gives rows of one kind."""
+"""Tasks of `helix fidelity`: each gives rows of one kind."""
 
 from __future__ import annotations
 

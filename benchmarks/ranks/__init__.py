@@ -1,1 +1,1 @@
-"""What measures inside the ranks of a job, by `bench.kind`."""
+"""Measurements inside the ranks of a job, by `bench.kind`."""

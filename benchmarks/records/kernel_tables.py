@@ -10,7 +10,7 @@ from launch.inputs.compose import ROOT
 
 
 def correctness() -> list[str]:
-    """What `benchmarks/correctness.py` recorded."""
+    """Tabulates the runs that `benchmarks/correctness.py` recorded."""
     found = [json.loads(line) for line in (ROOT / "benchmarks/results/correctness.jsonl").read_text().splitlines()]
     rows = []
     for r in found:
@@ -145,7 +145,7 @@ def comm() -> list[str]:
 
 
 def kernels() -> list[str]:
-    """How many cases of each kernel are faster than their peers, and within their target."""
+    """Counts the cases of each kernel that are faster than their peers, and within their target."""
     found = results("kernels", "kind", "heads", "batch", "length", "queries", "matrix", "rows")
 
     def of_kind(kind: str) -> list[Row]:

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from helix.config import Config
 from launch.inputs import front
+from launch.inputs.arguments import tokens
 from launch.inputs.front import Command, Line
 from launch.inputs.keys import keys
 
@@ -34,7 +35,6 @@ PATHS = (
 )
 SWEEP_DIRS = ("hydra.sweep.dir", "hydra.run.dir")
 SWEEP = "for several use `helix sweep ...`, or -m"
-LENGTHS = {"K": 1 << 10, "M": 1 << 20}
 EXPECTED = {
     int: "an integer of at most 64 bits",
     float: "a number",
@@ -220,7 +220,7 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
     if sign == "+" and not beneath_dict:
         raise ValueError(f"{text}: {key} is there already: leave out the +")
     if kind is not None and (int in (kind, *get_args(kind)) or key == "decode.prefill_chunk"):
-        value = re.sub(r"\b(\d+)([KM])\b", lambda found: str(int(found[1]) * LENGTHS[found[2]]), value)
+        value = re.sub(r"\b\d+[KM]\b", lambda found: str(tokens(found[0])), value)
         text = f"{sign}{key}={value}"
     if key in settings.paths:
         text = f"{sign}{key}={_literal_paths(key, value, sweeps)}"

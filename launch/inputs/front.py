@@ -108,11 +108,11 @@ REFUSED = {
 HYDRA = {  # Hydra's own options, and whether a value follows
     "--help": False, "-h": False, "--info": False, "-i": False, "--hydra-help": False, "--resolve": False,
     "--cfg": True, "-c": True, "--package": True, "-p": True, "--config-dir": True, "-cd": True,
-    "--config-name": True, "-cn": True, "--multirun": False, "-m": False, "--run": False, "-r": False,
+    "--config-name": True, "-cn": True, "--multirun": False, "-m": False,
 }  # fmt: skip
 SHORT = {
     "-h": "--help", "-i": "--info", "-c": "--cfg", "-p": "--package", "-cd": "--config-dir", "-cn": "--config-name",
-    "-m": "--multirun", "-r": "--run",
+    "-m": "--multirun",
 }  # fmt: skip
 
 
@@ -219,13 +219,11 @@ class Line:
     Attributes:
         overrides: of Hydra's grammar; what stood for a key is one.
         options: Hydra's options by their long names; "" where no value follows.
-        model: as it was named without a key; None: it was not.
         own: values of flags without a key, by their first names.
     """
 
     overrides: list[str]
     options: dict[str, str]
-    model: str | None = None
     own: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -250,7 +248,7 @@ def read(arguments: Sequence[str], command: Command) -> Line:
     overrides: list[str] = []
     options: dict[str, str] = {}
     own: dict[str, str] = {}
-    model, words, seen = None, [*command.words], set[str]()
+    words, seen = [*command.words], set[str]()
     left = [*arguments]
     while left:
         text = left.pop(0)
@@ -285,14 +283,10 @@ def read(arguments: Sequence[str], command: Command) -> Line:
             overrides.append(text)
         elif words:
             key = words.pop(0)
-            if key == "model":
-                model = text
-                overrides.append(model_override(text))
-            else:
-                overrides.append(f"{key}={text}")
+            overrides.append(model_override(text) if key == "model" else f"{key}={text}")
         else:
             raise ValueError(f"{text!r}: a setting is KEY=VALUE, and {command.name} {_words(command)}")
-    return Line(overrides, options, model, own)
+    return Line(overrides, options, own)
 
 
 def _words(command: Command) -> str:

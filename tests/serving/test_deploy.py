@@ -1,4 +1,4 @@
-"""What deploys a server: files that say what there is, as far as a machine without containers can tell."""
+"""Files that deploy a server name what there is, as far as a machine without containers can tell."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_server_that_dies_takes_only_what_it_had_begun(fleet: Fleet) -> None:
     """Streams under way there; all other answers come from the other server, and later ones too."""
 
     def complete(number: int) -> tuple[bool, bool]:
-        """Whether an answer came whole, and whether it is a stream that had begun."""
+        """Tells whether an answer came whole, and whether it is a stream that had begun."""
         body = {"model": "chat", "prompt": f"def f{number}(", "max_tokens": TOKENS, "ignore_eos": True}
         body["stream"] = number % 2 == 0
         begun = False

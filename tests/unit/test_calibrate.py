@@ -96,7 +96,7 @@ def test_constants_of_planted_rows() -> None:
 
 
 def comm_rows(rate: float = 2e11) -> list[dict[str, Any]]:
-    """What `helix bench comm` would record of collectives with latencies of 2 and 3 us (NCCL: ten times) over 2, 4."""
+    """Makes the rows of `helix bench comm` for collectives with latencies of 2 and 3 us (NCCL: ten times) over 2, 4."""
     rows = []
     for width, latency in ((2, 2e-6), (4, 3e-6)):
         for name, sizes in (

@@ -83,7 +83,7 @@ def hub() -> Iterator[Hub]:
 
 
 def resolved(hub: str, home: Path, name: str, weights: bool = True, **variables: str) -> tuple[Path | None, str]:
-    """What a fresh process makes of a name: huggingface_hub reads its variables when it is imported."""
+    """Looks a name up in a fresh process: huggingface_hub reads its variables when it is imported."""
     code = "import sys; from helix.hub import local_directory as f; print('=', f(sys.argv[1], sys.argv[2] == 'True'))"
     environment = {"PATH": "/usr/bin", "HF_HOME": str(home), "HF_ENDPOINT": hub, "PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `helix info` says of a machine."""
+"""Facts of a machine that `helix info` shows."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_run_names_the_command_that_times(text: str) -> None:
 
 
 def test_a_missing_laboratory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where somebody has left the package out."""
+    """Somebody has left the package out."""
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     for name in cli.LABORATORY:
         monkeypatch.setattr(sys, "argv", ["helix", name])
