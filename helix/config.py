@@ -19,12 +19,16 @@ class ModelConfig:
     config: config.json keys that override those of `path`, or a whole shape where `path` is unset.
     dtype: float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU.
     load: checkpoint, or random (weights of the config's shape, none read).
+    weights: fp8: matrices stay in the few bits in which a checkpoint stores them; those of an unquantised one are
+        rounded to e4m3 with a scale for each 128 x 128, which is lossy. bf16: they are unpacked to dtype. auto: as
+        stored on a GPU, unpacked on a CPU.
     """
 
     path: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     load: str = "checkpoint"
+    weights: str = "auto"
 
 
 @dataclass
@@ -299,8 +303,10 @@ def check(config: Config) -> None:
     choices = {
         "model.dtype": ("auto", "float32", "bfloat16", "float16"),
         "model.load": ("checkpoint", "random"),
+        "model.weights": ("auto", "bf16", "fp8"),
         "speculation.model.dtype": ("auto", "float32", "bfloat16", "float16"),
         "speculation.model.load": ("checkpoint", "random"),
+        "speculation.model.weights": ("auto", "bf16", "fp8"),
         "layout.mode": ("helix", "tp", "medha", "auto"),
         "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),

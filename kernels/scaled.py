@@ -56,8 +56,8 @@ class ScaledMatrix:
         """Returns rows of the matrix, or of each; shares memory."""
         return replace(self, data=self.data[..., begin:end, :], scales=self.scales[..., begin:end])
 
-    def __getitem__(self, index: int) -> ScaledMatrix:
-        """Returns one of several matrices; shares memory."""
+    def __getitem__(self, index: int | slice) -> ScaledMatrix:
+        """Returns one or a few of several matrices; shares memory."""
         assert self.data.dim() == 3
         return replace(self, data=self.data[index], scales=self.scales[index])
 
@@ -71,6 +71,14 @@ class ScaledMatrix:
             values, scales = self.data.float(), self.scales
         group = (self.begin + torch.arange(self.shape[-1], device=self.device)) // self.group
         return (values * scales.mT[..., group]).to(dtype)
+
+
+Matrix = Tensor | ScaledMatrix
+
+
+def matrix_rows(matrix: Matrix, begin: int, end: int) -> Matrix:
+    """Returns rows of a matrix, or of each of several; shares memory."""
+    return matrix.rows(begin, end) if isinstance(matrix, ScaledMatrix) else matrix[..., begin:end, :]
 
 
 def groups(begin: int, columns: int, group: int) -> int:

@@ -14,9 +14,11 @@ import torch
 from comm.base import Communicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.build.checks import CheckedDraft
+from helix.build.parts import make_formats
 from helix.config import Config, ModelConfig
 from helix.errors import ConfigError
 from helix.hub import find_models
+from helix.layers.weights import Formats
 from helix.library import import_transformers
 from helix.memory.kv_cache import free_bytes
 from helix.models import Decoder
@@ -157,8 +159,9 @@ def _load(
     dtype = config.dtype
     if dtype == "auto":
         dtype = plan.spec.dtype if comm.device.type == "cuda" else "float32"
-    _check_room(plan, getattr(torch, dtype), comm)
-    model = Decoder(plan.spec, plan.layout, comm, getattr(torch, dtype), comm.device)
+    formats = make_formats(config, plan.checkpoint, comm.device.type == "cuda")
+    _check_room(plan, getattr(torch, dtype), formats, comm)
+    model = Decoder(plan.spec, plan.layout, comm, getattr(torch, dtype), comm.device, formats)
     if plan.checkpoint is None:
         randomize(model.weights, seed)
     else:
@@ -168,9 +171,9 @@ def _load(
     return model
 
 
-def _check_room(plan: CheckedRun | CheckedDraft, dtype: torch.dtype, comm: Communicator) -> None:
+def _check_room(plan: CheckedRun | CheckedDraft, dtype: torch.dtype, formats: Formats, comm: Communicator) -> None:
     """Raises ConfigError, before memory is taken, if a rank's weights take more than its free memory."""
-    needed = weights_of(plan.spec, plan.layout, comm.rank, dtype).bytes
+    needed = weights_of(plan.spec, plan.layout, comm.rank, dtype, formats).bytes
     ranks = comm.all_gather_object((needed, free_bytes(comm.device), comm.rank))
     needed, free, rank = max(ranks, key=lambda r: r[0] - r[1])
     if needed > free:

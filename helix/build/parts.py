@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
+from helix.layers.weights import Formats, unpacked
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.loading import Checkpoint, load_spec_config, weights_of
+from helix.models.quantized import WeightFormat, rounded
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:
@@ -48,6 +50,19 @@ def make_checkpoint(
     spec = checkpoint.with_head(spec)
     checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)
     return checkpoint, spec
+
+
+def make_formats(config: ModelConfig, checkpoint: Checkpoint | None, on_gpu: bool) -> Formats:
+    """Returns the storage of a model's matrices, as model.weights names it."""
+    if config.weights == "bf16" or (config.weights == "auto" and not on_gpu):
+        return unpacked
+    if checkpoint is not None:
+        stored, kept = checkpoint.format, checkpoint.kept
+    else:
+        path = None if config.path is None else Path(config.path)
+        stored = WeightFormat.from_config(load_spec_config(path, config.config).get("quantization_config"))
+        kept = unpacked if stored is None else stored.kept
+    return rounded if stored is None and config.weights == "fp8" else kept
 
 
 def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: int) -> HelixLayout:

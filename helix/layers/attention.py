@@ -22,6 +22,7 @@ from helix.steps.step import Step
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
+from kernels.scaled import ScaledMatrix, matrix_rows
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,12 @@ class Attention(ShardedAttention):
 
         It may run concurrently with another layer: it uses the library's product, since our kernels share a workspace.
         """
-        mine, rows = cache.layer(self.index), slice(0, self._q_rows)
-        bias = None if self.qkv.bias is None else self.qkv.bias[rows]
-        heads = F.linear(x, self.qkv.weight[rows], bias).unflatten(1, (-1, self.spec.head_dim))
+        mine, rows = cache.layer(self.index), self._q_rows
+        bias = None if self.qkv.bias is None else self.qkv.bias[:rows]
+        weight = matrix_rows(self.qkv.weight, 0, rows)
+        if isinstance(weight, ScaledMatrix):
+            weight = weight.unpacked(x.dtype)
+        heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
         return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms)
 

@@ -11,6 +11,7 @@ from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.layers.weights import Weights
 from kernels.dense.linear import linear
+from kernels.scaled import matrix_rows
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class ColumnParallel:
 
     def __init__(self, weights: Weights, in_features: int, parts: Sequence[Rows]) -> None:
         rows = sum(len(p.share) for p in parts)
-        self.weight = weights.parameter(rows, in_features)
+        self.weight = weights.matrix(rows, in_features, names=[f"{p.name}.weight" for p in parts])
         self.bias = weights.parameter(rows) if any(p.bias for p in parts) else None
         begin = 0
         for p in parts:
             end = begin + len(p.share)
-            weights.bind(self.weight[begin:end], f"{p.name}.weight", (p.total, in_features), p.share)
+            weights.bind(matrix_rows(self.weight, begin, end), f"{p.name}.weight", (p.total, in_features), p.share)
             if self.bias is not None:
                 assert p.bias, "stacked matrices either all have a bias or none has"
                 weights.bind(self.bias[begin:end], f"{p.name}.bias", (p.total,), p.share)
@@ -60,7 +61,8 @@ class RowParallel:
         out_features: int,
         bias: bool,
     ) -> None:
-        self.weight = weights.parameter(out_features, len(columns))
+        names = [f"{name}.weight"]
+        self.weight = weights.matrix(out_features, len(columns), names=names, columns=columns, total=in_features)
         weights.bind(self.weight, f"{name}.weight", (out_features, in_features), range(out_features), columns)
         self.bias = None
         if bias and comm.rank == 0:

@@ -29,6 +29,7 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import Scoring, route
+from kernels.scaled import matrix_rows
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,9 @@ class MoE:
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
         self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token chooses
         local, width = len(self.experts) + self.shared_count * bool(self.experts), len(self.columns)
-        self.gate_up = weights.parameter(local, 2 * width, hidden)  # gate's rows, then up's
-        self.down = weights.parameter(local, hidden, width)
+        names = self._names(weights, hidden, name)
+        self.gate_up = weights.matrix(local, 2 * width, hidden, names=names[0])  # gate's rows, then up's
+        self.down = weights.matrix(local, hidden, width, names=names[1], columns=self.columns, total=spec.width)
         self.gate_up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
         if spec.storage == "apart":
@@ -122,6 +124,23 @@ class MoE:
         self.shared: GatedMLP | None = None
         if spec.shared_width and not self.shared_count:
             self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
+
+    def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
+        """Lists the tensors of gate and up, and of down; none if these are not both kept in few bits."""
+        spec = self.spec
+        if spec.storage == "apart":
+            blocks = [f"{name}.experts.{e}" for e in self.experts]
+            blocks += [f"{name}.shared_experts"] * (self.shared_count > 0)
+            gate_up, down = (
+                [f"{block}.{matrix}.weight" for block in blocks for matrix in matrices]
+                for matrices in (spec.matrices[:2], spec.matrices[2:])
+            )
+        else:
+            gate_up, down = ([f"{name}.experts.{part}"] for part in ("gate_up_proj", "down_proj"))
+        kept = weights.kept(gate_up, range(hidden), hidden), weights.kept(down, self.columns, spec.width)
+        # Each shared expert is a part of the columns of one matrix: all parts begin alike in their group, or not.
+        alike = self.shared_count < 2 or (kept[1] is not None and spec.width % kept[1].group == 0)
+        return (gate_up, down) if None not in kept and alike else ([], [])
 
     def _read_apart(self, weights: Weights, hidden: int, name: str) -> None:
         """Binds three matrices per expert; those of all shared experts are slices of one expert's matrices."""
@@ -144,8 +163,8 @@ class MoE:
             return
         width = len(self.columns)
         columns = range(begin + self.columns.start, begin + self.columns.stop)
-        weights.bind(self.gate_up[held, :width], gate, (total, hidden), columns)
-        weights.bind(self.gate_up[held, width:], up, (total, hidden), columns)
+        weights.bind(matrix_rows(self.gate_up[held], 0, width), gate, (total, hidden), columns)
+        weights.bind(matrix_rows(self.gate_up[held], width, 2 * width), up, (total, hidden), columns)
         weights.bind(self.down[held], down, (hidden, total), range(hidden), columns)
 
     def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
@@ -155,8 +174,13 @@ class MoE:
         # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors as well.
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
         for part, target, shape, ranges in (
-            ("gate_up_proj", self.gate_up[:, :width], (2 * spec.width, hidden), (gate, range(hidden))),
-            ("gate_up_proj", self.gate_up[:, width:], (2 * spec.width, hidden), (up, range(hidden))),
+            ("gate_up_proj", matrix_rows(self.gate_up, 0, width), (2 * spec.width, hidden), (gate, range(hidden))),
+            (
+                "gate_up_proj",
+                matrix_rows(self.gate_up, width, 2 * width),
+                (2 * spec.width, hidden),
+                (up, range(hidden)),
+            ),
             ("down_proj", self.down, (hidden, spec.width), (range(hidden), columns)),
         ):
             for i, expert in enumerate(each):
@@ -164,6 +188,7 @@ class MoE:
                 if spec.storage == "mxfp4":
                     weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=True)
                 else:
+                    assert isinstance(here, Tensor), "such tensors are not kept in few bits"
                     weights.bind(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
         if spec.expert_bias:
             self.gate_up_bias = weights.parameter(len(self.experts), 2 * width)

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels.scaled import Matrix, ScaledMatrix, groups
+
 MXFP4_BLOCK = 32  # values of the last dimension that share one scale
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Storage of a matrix in few bits, as `kernels.scaled.ScaledMatrix` has it.
+
+    Attributes:
+        group: columns that share a scale.
+        packed: whether its numbers are e2m1, two in a byte, instead of e4m3.
+    """
+
+    group: int
+    packed: bool = False
+
+    def holds(self, columns: range, total: int) -> bool:
+        """Returns whether kernels multiply these of a matrix's columns as they are stored."""
+        if self.packed:
+            return columns.start % 2 == len(columns) % 2 == 0
+        return self.group % 128 == 0 or self.group >= total
+
+
+Formats = Callable[[str], Kept | None]  # from a tensor's name in the checkpoint; None: kept in the model's dtype
+
+
+def unpacked(name: str) -> None:
+    """Keeps every tensor in the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +54,7 @@ class Slice:
     name: str
     shape: tuple[int, ...]
     ranges: tuple[range, ...]
-    target: Tensor
+    target: Matrix
     mxfp4: bool = False
 
     @property
@@ -41,9 +69,10 @@ class Slice:
 class Weights:
     """Registry of a model's parameters, filled as its layers are built; the loader reads their values."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, formats: Formats = unpacked) -> None:
         self.dtype = dtype
         self.device = device
+        self.formats = formats
         self.slices: list[Slice] = []
         self.parameters: list[Tensor] = []
 
@@ -53,16 +82,53 @@ class Weights:
         self.parameters.append(parameter)
         return parameter
 
-    def bind(self, target: Tensor, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False) -> None:
+    def kept(self, names: Sequence[str], columns: range, total: int) -> Kept | None:
+        """Returns how a matrix with these of the tensors' columns is kept in few bits; None: in the model's dtype."""
+        found = {self.formats(name) for name in names}
+        kept = found.pop() if len(found) == 1 else None
+        return kept if kept is not None and kept.holds(columns, total) else None
+
+    def matrix(self, *shape: int, names: Sequence[str], columns: range | None = None, total: int = 0) -> Matrix:
+        """Allocates a matrix [..., R, K] of parts of tensors, in few bits if all are kept so, or in the model's dtype.
+
+        Args:
+            names: the tensors' names in the checkpoint.
+            columns: the tensors' columns that it holds, of `total`; None: all.
+        """
+        columns, total = (range(shape[-1]), shape[-1]) if columns is None else (columns, total)
+        kept = self.kept(names, columns, total)
+        if kept is None or 0 in shape:
+            return self.parameter(*shape)
+        begin, group = columns.start % kept.group, kept.group
+        if begin + len(columns) <= group and not kept.packed:  # one group
+            begin, group = 0, len(columns)
+        *several, rows, width = shape
+        number, scale = (torch.uint8, torch.uint8) if kept.packed else (torch.float8_e4m3fn, torch.float32)
+        return ScaledMatrix(
+            self.parameter(*several, rows, width // 2 if kept.packed else width, dtype=number),
+            self.parameter(*several, groups(begin, width, group), rows, dtype=scale),
+            group,
+            begin,
+        )
+
+    def bind(self, target: Matrix, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False) -> None:
         """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole."""
         whole = tuple(range(size) for size in shape[len(ranges) :])
         self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4))
-        assert target.shape == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
+        assert tuple(target.shape) == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
 
     def bind_elsewhere(self, name: str, shape: Sequence[int]) -> None:
         """Declares a checkpoint tensor of which this rank holds nothing: every rank checks that all tensors exist."""
         self.bind(torch.empty(0, *shape[1:], device=self.device), name, shape, range(0))
 
     @property
+    def bytes_by_dtype(self) -> dict[torch.dtype, int]:
+        """Bytes of the parameters of each dtype, the model's first."""
+        found = {self.dtype: 0}
+        for p in self.parameters:
+            found[p.dtype] = found.get(p.dtype, 0) + p.numel() * p.element_size()
+        return found
+
+    @property
     def bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.parameters)
+        return sum(self.bytes_by_dtype.values())

@@ -22,7 +22,7 @@ from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layers.norm import AllReduceNorm
 from helix.layers.rotary import RopeSpec, Rotary
-from helix.layers.weights import Weights
+from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
@@ -127,7 +127,8 @@ class Decoder:
 
     Args:
         comm: the communicator of this rank.
-        dtype: dtype of weights, activations and the KV cache.
+        dtype: dtype of activations, the KV cache, and weights that are not kept in few bits.
+        formats: storage of the weights.
 
     Attributes:
         pipeline: runs the HOP-B chunks of all layers' attention.
@@ -141,11 +142,12 @@ class Decoder:
         comm: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        formats: Formats = unpacked,
     ) -> None:
         self.spec = spec
         self.full = {*spec.full}
         self.comm = comm
-        self.weights = weights = Weights(dtype, device)
+        self.weights = weights = Weights(dtype, device, formats)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         self.pipeline = Pipeline(device if comm.capturable else None)

@@ -15,10 +15,20 @@ from safetensors import SafetensorError, safe_open
 
 from comm.loopback import LoopbackWorld
 from helix.files import check_file, read_json
-from helix.layers.weights import Slice, Weights
+from helix.layers.weights import MXFP4_BLOCK, Formats, Kept, Slice, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
-from helix.models.quantized import UNUSED, WeightFormat, fp8_part, mxfp4_part, read_part
+from helix.models.quantized import (
+    UNUSED,
+    WeightFormat,
+    fp8_part,
+    keep_fp8,
+    keep_mxfp4,
+    keep_rounded,
+    mxfp4_part,
+    read_part,
+)
+from kernels.scaled import E4M3_MOST, ScaledMatrix
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LISTED = 8  # most names shown per kind of problem
@@ -158,6 +168,13 @@ class Checkpoint:
         """Returns the rows and columns of an e4m3 tensor that share a scale; None if its scales do not fit."""
         return self.format.block_of(self.shapes[name], self.shapes[self.scales[name]]) if self.format else None
 
+    def kept(self, name: str) -> Kept | None:
+        """Returns how a tensor is stored; see `helix.layers.weights.Formats`."""
+        if f"{name}_blocks" in self.shapes:
+            return Kept(MXFP4_BLOCK, packed=True)
+        block = self._block(name) if name in self.scales else None
+        return None if block is None else Kept(block[1])
+
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda done: None) -> None:
         """Fills the parameters, one slice at a time, directly from the file: never two copies of a weight.
 
@@ -175,17 +192,30 @@ class Checkpoint:
 
             # Sorted by file, for sequential reads.
             for done, s in enumerate(sorted(weights.slices, key=lambda s: self.files[next(iter(s.stored))]), 1):
-                if s.target.numel():
-                    if s.mxfp4:
-                        blocks, scales = map(stored, s.stored)
-                        s.target.copy_(mxfp4_part(blocks, scales, s))
-                    elif s.name in self.scales:
-                        block = self._block(s.name)
-                        assert block is not None, f"check refuses {s.name}"
-                        s.target.copy_(fp8_part(stored(s.name), stored(self.scales[s.name]), s, block))
-                    else:
-                        s.target.copy_(read_part(stored(s.name), s.ranges))
+                if 0 not in s.target.shape:
+                    self._fill(s, stored)
                 progress(done)
+
+    def _fill(self, s: Slice, stored: Callable[[str], Any]) -> None:
+        """Fills a slice's target, given a way to open a tensor of a file."""
+        if s.mxfp4:
+            blocks, scales = map(stored, s.stored)
+            if isinstance(s.target, ScaledMatrix):
+                keep_mxfp4(blocks, scales, s)
+            else:
+                s.target.copy_(mxfp4_part(blocks, scales, s))
+        elif s.name in self.scales:
+            block = self._block(s.name)
+            assert block is not None, f"check refuses {s.name}"
+            given = stored(s.name), stored(self.scales[s.name]), s, block
+            if isinstance(s.target, ScaledMatrix):
+                keep_fp8(*given)
+            else:
+                s.target.copy_(fp8_part(*given))
+        elif isinstance(s.target, ScaledMatrix):
+            keep_rounded(stored(s.name), s)
+        else:
+            s.target.copy_(read_part(stored(s.name), s.ranges))
 
 
 def _is_within(name: Any) -> bool:
@@ -193,23 +223,38 @@ def _is_within(name: Any) -> bool:
     return isinstance(name, str) and name[:1] not in ("", "/") and "\0" not in name and ".." not in name.split("/")
 
 
-def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:
+def weights_of(
+    spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype, formats: Formats = unpacked
+) -> Weights:
     """Returns a rank's weight declarations, on the meta device."""
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
-    return Decoder(spec, layout, comm, dtype, torch.device("meta")).weights
+    return Decoder(spec, layout, comm, dtype, torch.device("meta"), formats).weights
 
 
 def randomize(weights: Weights, seed: int) -> None:
     """Fills weights with random values; the ranks of a kvp group get the same QKV, as from a checkpoint."""
     for s in weights.slices:
-        if not s.target.numel():
-            continue
-        if s.name.endswith("norm.weight"):
-            s.target.fill_(1.0)
+        if 0 in s.target.shape:
             continue
         generator = torch.Generator(device=s.target.device)
         generator.manual_seed(zlib.crc32(f"{seed} {s.name} {s.ranges}".encode()))
-        s.target.normal_(0.0, 0.02, generator=generator)
+        if isinstance(s.target, ScaledMatrix):
+            _randomize_scaled(s.target, generator)
+        elif s.name.endswith("norm.weight"):
+            s.target.fill_(1.0)
+        else:
+            s.target.normal_(0.0, 0.02, generator=generator)
+
+
+def _randomize_scaled(target: ScaledMatrix, generator: torch.Generator) -> None:
+    """Fills a matrix of few bits with numbers of about 0.02: any bits of e2m1, or normally distributed e4m3."""
+    if target.packed:
+        target.data.random_(generator=generator)
+        target.scales.fill_(127 - 7)
+    else:
+        numbers = torch.empty(target.data.shape, dtype=torch.bfloat16, device=target.device)
+        target.data.copy_(numbers.normal_(0.0, 64.0, generator=generator).clamp_(-E4M3_MOST, E4M3_MOST))
+        target.scales.fill_(0.02 / 64)
 
 
 def load_spec_config(path: Path | None, inline: Mapping[str, Any]) -> dict[str, Any]:

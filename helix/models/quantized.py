@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helix.layers.weights import MXFP4_BLOCK, Slice
+from helix.layers.weights import MXFP4_BLOCK, Kept, Slice
+from kernels.scaled import E2M1, ScaledMatrix, quantised
 
 # Methods whose tensors are e4m3 with scales: the key that tells their formats apart, and its values that are read.
 FP8: dict[str, tuple[str, tuple[str | None, ...]]] = {
@@ -21,9 +22,8 @@ FP8: dict[str, tuple[str, tuple[str | None, ...]]] = {
 SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; its values are multiplied by either
 UNUSED = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")  # of activations and caches, which stay unscaled
 SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
-
-# The values of 4-bit floats (sign, two bits of exponent, one of mantissa).
-FP4 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+BLOCK = (128, 128)  # rows and columns that share a scale where weights are rounded to e4m3 here
+ROUTERS = (".gate.weight", ".router.weight")  # whose choices rounding would change
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ class WeightFormat:
             raise ValueError(f"quantization_config: blocks of {block!r:.100} must be two positive integers")
         return cls(method, (block[0], block[1]))
 
+    def kept(self, name: str) -> Kept | None:
+        """Returns how random weights of this format are kept; see `helix.layers.weights.Formats`."""
+        if self.method != "mxfp4":
+            return rounded(name)
+        return Kept(MXFP4_BLOCK, packed=True) if ".experts." in name and not name.endswith(".weight") else None
+
     def scales_of(self, dtypes: Mapping[str, str]) -> dict[str, str]:
         """Returns the names of the scales of each e4m3 tensor among these; its stored type decides, not a list."""
         found = {}
@@ -101,6 +107,11 @@ def _block_of_groups(groups: Any) -> Any:
     return blocks[0] if blocks else None
 
 
+def rounded(name: str) -> Kept | None:
+    """Returns how a matrix is kept whose numbers are rounded to e4m3 here; see `helix.layers.weights.Formats`."""
+    return None if name.endswith(ROUTERS) else Kept(BLOCK[1])
+
+
 def refused(what: str) -> ValueError:
     """Returns the error for a format that is not read."""
     return ValueError(
@@ -121,15 +132,60 @@ def fp8_part(stored: Any, scales: Any, s: Slice, block: tuple[int, int]) -> Tens
     Raises:
         ValueError: a scale is not finite.
     """
+    grid, columns = _scales(scales, s, block), s.ranges[1]
+    places = torch.arange(columns.start, columns.stop, columns.step, device=grid.device) // block[1]
+    grid = grid.index_select(1, places - columns.start // block[1])
+    return grid.mul_(read_part(stored, s.ranges).to(grid.device).float())
+
+
+def keep_fp8(stored: Any, scales: Any, s: Slice, block: tuple[int, int]) -> None:
+    """Fills a slice's target from an e4m3 matrix, as it is stored.
+
+    Raises:
+        ValueError: a scale is not finite.
+    """
+    assert isinstance(s.target, ScaledMatrix)
+    s.target.data.copy_(read_part(stored, s.ranges))
+    s.target.scales.copy_(_scales(scales, s, block).mT)
+
+
+def keep_rounded(stored: Any, s: Slice) -> None:
+    """Fills a slice's target from an unquantised matrix, rounded to e4m3 in the whole matrix's blocks of `BLOCK`."""
+    assert isinstance(s.target, ScaledMatrix)
+    whole = [
+        range(r.start // size * size, min(-(-(r[-1] + 1) // size) * size, total))
+        for r, size, total in zip(s.ranges, BLOCK, s.shape, strict=True)
+    ]
+    made, begins = quantised(read_part(stored, whole).to(s.target.device), BLOCK), [r.start for r in whole]
+    rows, columns = (slice(r.start - n, r[-1] + 1 - n, r.step) for r, n in zip(s.ranges, begins, strict=True))
+    s.target.data.copy_(made.data[rows, columns])
+    s.target.scales.copy_(made.scales[:, rows])
+
+
+def keep_mxfp4(blocks: Any, scales: Any, s: Slice) -> None:
+    """Fills a slice's target from an MXFP4 tensor, as it is stored; its columns begin and end between bytes."""
+    assert isinstance(s.target, ScaledMatrix)
+    *rows, columns = s.ranges
+    covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
+    packed = read_part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))).flatten(-2)
+    begin = (columns.start - covering.start * MXFP4_BLOCK) // 2
+    s.target.data.copy_(packed[..., begin : begin + len(columns) // 2])
+    s.target.scales.copy_(read_part(scales, (*rows, covering)).mT)
+
+
+def _scales(scales: Any, s: Slice, block: tuple[int, int]) -> Tensor:
+    """Reads the scales of each of a slice's rows, fp32 [rows, groups], on the target's device.
+
+    Raises:
+        ValueError: a scale is not finite.
+    """
     covering = [range(r.start // size, r[-1] // size + 1) for r, size in zip(s.ranges, block, strict=True)]
     grid = read_part(scales, covering[: len(scales.get_shape())]).float().to(s.target.device)
     if not grid.isfinite().all():
         raise ValueError(f"{s.name} has scales that are not finite (NaN or infinite): its file is damaged")
-    grid = grid.reshape([len(r) for r in covering])
-    for dim, (r, size) in enumerate(zip(s.ranges, block, strict=True)):
-        places = torch.arange(r.start, r.stop, r.step, device=grid.device) // size - covering[dim].start
-        grid = grid.index_select(dim, places)
-    return grid.mul_(read_part(stored, s.ranges).to(grid.device).float())
+    rows = s.ranges[0]
+    places = torch.arange(rows.start, rows.stop, rows.step, device=grid.device) // block[0] - covering[0].start
+    return grid.reshape([len(r) for r in covering]).index_select(0, places)
 
 
 def mxfp4_part(blocks: Any, scales: Any, s: Slice) -> Tensor:
@@ -149,5 +205,5 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         OCP Microscaling Formats (MX) v1.0, section 5: E2M1 values, a power of two with bias 127 for each 32 of them.
     """
     pairs = torch.stack((blocks & 15, blocks >> 4), -1)  # [..., n, 16, 2]
-    values = torch.tensor(FP4, device=blocks.device)[pairs.int()]
+    values = torch.tensor(E2M1, device=blocks.device)[pairs.int()]
     return torch.ldexp(values, scales[..., None, None].int() - 127).flatten(-3)

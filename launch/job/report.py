@@ -25,6 +25,7 @@ from helix.errors import RankError
 from helix.events.request import Output
 from helix.layout import HelixLayout
 from helix.models import Decoder
+from helix.models.quantized import rounded
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
 from launch.job.lifeline import age_s
@@ -95,10 +96,11 @@ class Console:
             yield lambda done: progress.update(task, completed=done)
 
     def loaded(self, model: Decoder) -> None:
-        self._terminal.print(
-            f"{len(model.weights.slices)} weight slices on this rank, {model.weights.bytes / 1e6:.1f} MB "
-            f"in {str(model.weights.dtype).removeprefix('torch.')}"
-        )
+        weights = model.weights
+        of = {str(dtype).removeprefix("torch."): size for dtype, size in weights.bytes_by_dtype.items()}
+        each = ", ".join(f"{size / 1e6:.1f} MB in {dtype}" for dtype, size in of.items())
+        lossy = " (float8: rounded while loading, which is lossy)" if weights.formats is rounded else ""
+        self._terminal.print(f"{len(weights.slices)} weight slices on this rank: {each}{lossy}")
 
     def note(self, text: str) -> None:
         """Prints a line."""
