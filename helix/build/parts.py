@@ -46,7 +46,7 @@ def make_checkpoint(
     if config.load != "checkpoint":
         return None, spec
     assert config.path is not None, "check_weights comes before"
-    checkpoint = Checkpoint(Path(config.path))
+    checkpoint = Checkpoint(Path(config.path), stored_format(config))
     spec = checkpoint.with_head(spec)
     checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)
     return checkpoint, spec
@@ -56,13 +56,16 @@ def make_formats(config: ModelConfig, checkpoint: Checkpoint | None, on_gpu: boo
     """Returns the storage of a model's matrices, as model.weights names it."""
     if config.weights == "bf16" or (config.weights == "auto" and not on_gpu):
         return unpacked
-    if checkpoint is not None:
-        stored, kept = checkpoint.format, checkpoint.kept
-    else:
-        path = None if config.path is None else Path(config.path)
-        stored = WeightFormat.from_config(load_spec_config(path, config.config).get("quantization_config"))
-        kept = unpacked if stored is None else stored.kept
-    return rounded if stored is None and config.weights == "fp8" else kept
+    stored = stored_format(config)
+    if stored is None:
+        return rounded if config.weights == "fp8" else unpacked
+    return stored.kept if checkpoint is None else checkpoint.kept
+
+
+def stored_format(config: ModelConfig) -> WeightFormat | None:
+    """Returns the format of a model's quantised weights; None if they are not quantised."""
+    path = None if config.path is None else Path(config.path)
+    return WeightFormat.from_config(load_spec_config(path, config.config).get("quantization_config"))
 
 
 def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: int) -> HelixLayout:

@@ -31,6 +31,7 @@ from helix.models.quantized import (
 from kernels.scaled import E4M3_MOST, ScaledMatrix
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MODELOPT = "hf_quant_config.json"  # where ModelOpt states a format that config.json may lack
 LISTED = 8  # most names shown per kind of problem
 
 IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer, left over in some checkpoints
@@ -54,18 +55,24 @@ def read_config(path: Path) -> dict[str, Any]:
     if os.path.lexists(path / "generation_config.json"):
         eos = read_json(path / "generation_config.json").get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+    if not config.get("quantization_config") and os.path.lexists(path / MODELOPT):
+        section = read_json(path / MODELOPT).get("quantization")
+        config["quantization_config"] = {"quant_method": "modelopt"} | (section if isinstance(section, dict) else {})
     return config
 
 
 class Checkpoint:
     """Safetensors files of a directory, and the tensors in each.
 
+    Args:
+        weight_format: format of quantised weights; None: that of the directory's config.json.
+
     Raises:
         ValueError: no weights, an unknown quantisation, or a shard that is missing, unreadable, damaged, elsewhere, or
             contradicts the index.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, weight_format: WeightFormat | None = None) -> None:
         self.path = path
         if os.path.lexists(path / INDEX):
             listed = read_json(path / INDEX).get("weight_map")
@@ -94,8 +101,8 @@ class Checkpoint:
         lost = sorted(set(listed or ()) - set(self.files))
         if lost:
             raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {_some(lost)}")
-        config = read_json(path / "config.json") if os.path.lexists(path / "config.json") else {}
-        self.format = WeightFormat.from_config(config.get("quantization_config"))
+        config = read_config(path) if os.path.lexists(path / "config.json") else {}
+        self.format = weight_format or WeightFormat.from_config(config.get("quantization_config"))
         self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
 
     def _open(self, name: str, device: str = "cpu") -> Any:

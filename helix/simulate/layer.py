@@ -105,8 +105,9 @@ class Layer:
         self.kv = _up(self.mixer.kv_heads, p.tpa)
         owned = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
         self.o = self.q if options.output == "tpa" else owned
-        self.item = {key: BYTES[getattr(options, key)] for key in ("weights", "kv", "messages")}
-        self.rate = hardware.rate(options.weights)
+        kinds = ("weights", "kv", "messages", "experts", "other")
+        self.item = {kind: BYTES[getattr(options, kind) or options.weights] for kind in kinds}
+        self.rate = hardware.rate(options.arithmetic or options.weights)
         self.zeros = np.zeros(len(points))
 
     # ---- phases
@@ -119,10 +120,24 @@ class Layer:
         """Lists the phases of the FFN, including its all-reduce."""
         return self._experts(spec) if isinstance(spec, MoESpec) else self._dense(spec)
 
-    def kernel(self, name: str, weights: Any, rows: Any, *, kernels: int | Array = 1, flops: Any = None) -> Phase:
-        """Computes the cost of a product of `rows` rows with `weights` weights on this rank; `flops`: other FLOPs."""
+    def kernel(
+        self,
+        name: str,
+        weights: Any,
+        rows: Any,
+        *,
+        kernels: int | Array = 1,
+        flops: Any = None,
+        kind: str = "weights",
+    ) -> Phase:
+        """Computes the cost of a product of `rows` rows with `weights` weights on this rank.
+
+        Args:
+            flops: its FLOPs, if they are others.
+            kind: `weights`, `experts` or `other`, whose dtype options name.
+        """
         hw = self.hardware
-        read = weights * self.item["weights"] + self.zeros
+        read = weights * self.item[kind] + self.zeros
         phase = self._timed(name, read, (2.0 * rows * weights if flops is None else flops) + self.zeros, kernels)
         if not hw.product_s:
             return phase
@@ -168,7 +183,7 @@ class Layer:
             first = s.hidden * (m.entry + (m.q_rank or heads * m.query))
             projections = [self.kernel("qkv", first, self.rows)]
             projections += [self.kernel("query up", m.q_rank * heads * m.query, self.rows)] if m.q_rank else []
-            projections.append(self.kernel("absorb", heads * m.nope * m.latent, self.rows))
+            projections.append(self.kernel("absorb", heads * m.nope * m.latent, self.rows, kind="other"))
             message = self.rows * self.q * m.entry * self.item["messages"]
             return [
                 *projections,
@@ -177,7 +192,7 @@ class Layer:
 
         def attend(value: int, heads: Any) -> list[Phase]:
             attention, exchange = self._attend(window, m.entry, m.entry + m.latent, value)
-            return [attention, exchange, self.kernel("values", heads * m.latent * m.value, self.rows)]
+            return [attention, exchange, self.kernel("values", heads * m.latent * m.value, self.rows, kind="other")]
 
         gathers = (p.mode == HELIX) & (self.options.queries == "faster")
         makes = _cheaper(queries(self.q, False), queries(_up(self.q, p.kvp), True), gathers)
@@ -377,11 +392,11 @@ class Layer:
         away = self.rows * np.minimum(m.top_k, p.ep) * s.hidden * item
         dispatch = self.collective("gather rows", "all_to_all", p.ranks, away)
         phases = [
-            self.kernel("router", s.hidden * m.experts, self.rows),
+            self.kernel("router", s.hidden * m.experts, self.rows, kind="other"),
             dispatch.where(alone, self._gather_rows()),
         ]
         weights, few = _up(m.experts, p.ep) * touched * matrices, np.minimum(self.all_rows, SEVERAL)
-        phases.append(self.kernel("experts", weights, few, kernels=2, flops=flops))
+        phases.append(self.kernel("experts", weights, few, kernels=2, flops=flops, kind="experts"))
         if m.shared_width:
             rows = np.where(alone, self.rows, self.all_rows)
             alike = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
@@ -396,21 +411,23 @@ class Layer:
 
     # ---- memory
 
-    def attention_numbers(self) -> Array:
-        """Counts the weights of a layer's attention on the fullest rank."""
+    def attention_bytes(self) -> Array:
+        """Counts the bytes of a layer's attention weights on the fullest rank."""
         s, m = self.spec, self.mixer
         if isinstance(m, AttentionSpec):
-            return s.hidden * m.head_dim * (self.q + 2 * self.kv + self.o)
-        of_head = m.query * (m.q_rank or s.hidden) + (m.nope + m.value) * m.latent
-        return s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value) + self.q * of_head
+            return s.hidden * m.head_dim * (self.q + 2 * self.kv + self.o) * self.item["weights"]
+        projections = s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value)
+        projections = projections + self.q * m.query * (m.q_rank or s.hidden)
+        return projections * self.item["weights"] + self.q * (m.nope + m.value) * m.latent * self.item["other"]
 
-    def ffn_numbers(self, spec: MLPSpec | MoESpec) -> Array:
-        """Counts the weights of a layer's FFN on the fullest rank."""
-        s, p = self.spec, self.points
+    def ffn_bytes(self, spec: MLPSpec | MoESpec) -> Array:
+        """Counts the bytes of a layer's FFN weights on the fullest rank."""
+        s, p, item = self.spec, self.points, self.item
         if isinstance(spec, MLPSpec):
-            return 3 * s.hidden * _up(spec.width, p.ffn_ranks)
-        routed = _up(spec.experts, p.ep) * _up(spec.width, p.tpf)
-        return s.hidden * (spec.experts + 3 * self._shared_columns(spec) + 3 * routed)
+            return 3 * s.hidden * _up(spec.width, p.ffn_ranks) * item["weights"]
+        routed = 3 * _up(spec.experts, p.ep) * _up(spec.width, p.tpf) * item["experts"]
+        shared = 3 * self._shared_columns(spec) * item["weights"]
+        return s.hidden * (spec.experts * item["other"] + shared + routed)
 
     def _shared_columns(self, spec: MoESpec) -> Array:
         """Computes the columns of shared experts per rank: divided like a dense FFN, in mode dp within each group."""

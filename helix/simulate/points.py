@@ -176,7 +176,10 @@ class Options:
     """Options that all points share.
 
     Attributes:
-        weights, kv, messages: dtypes; arithmetic runs in that of the weights.
+        weights, kv, messages: dtypes, see `helix.simulate.hardware.BYTES`.
+        experts: dtype of routed experts; None: that of other weights.
+        other: dtype of the embedding, head, routers, and MLA's up-projections of latents; None: that of other weights.
+        arithmetic: dtype of products; None: that of the weights.
         hopb: whether the exchange of some sequences overlaps the attention of others (mode helix only).
         chunks: number of HOP-B chunks; None: the best number for each point.
         exchange: `batched` (one message for all sequences) or `serial` (one collective for each).
@@ -193,6 +196,9 @@ class Options:
     weights: str = "fp4"
     kv: str = "fp4"
     messages: str = "fp4"
+    experts: str | None = None
+    other: str | None = None
+    arithmetic: str | None = None
     hopb: bool = True
     chunks: int | None = None
     exchange: str = "batched"
@@ -207,12 +213,13 @@ class Options:
     page_size: int = 64
 
     def __post_init__(self) -> None:
-        choices = {key: tuple(BYTES) for key in ("weights", "kv", "messages")}
+        choices: dict[str, tuple[str | None, ...]] = {key: tuple(BYTES) for key in ("weights", "kv", "messages")}
+        choices |= dict.fromkeys(("experts", "other", "arithmetic"), (None, *BYTES))
         choices |= {"exchange": ("batched", "serial"), "output": ("all", "tpa"), "queries": ("all", "faster")}
         choices |= {"shared": ("dense", "routed")}
         for key, known in choices.items():
             if getattr(self, key) not in known:
-                raise ValueError(f"{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(known)}")
+                raise ValueError(f"{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(map(str, known))}")
         if self.chunks is not None and self.chunks < 1:
             raise ValueError(f"chunks={self.chunks} must be at least 1")
         if not 0 < self.memory_fraction <= 1:

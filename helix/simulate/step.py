@@ -138,12 +138,12 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         raise ValueError(f"length={length} must be at least 1")
     p = points
     layer = Layer(spec, hardware, p, length, options)
-    numbers = len(spec.layers) * layer.attention_numbers()
+    numbers = len(spec.layers) * layer.attention_bytes()
     for ffn, count in Counter(of.ffn for of in spec.layers).items():
-        numbers = numbers + count * layer.ffn_numbers(ffn)
+        numbers = numbers + count * layer.ffn_bytes(ffn)
     # Embedding and head are in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
-    weight_bytes = (numbers * _stretch(spec, p) / p.pp + vocabulary) * BYTES[options.weights]
+    weight_bytes = numbers * _stretch(spec, p) / p.pp + vocabulary * layer.item["other"]
 
     cycle = options.append_block * p.kvp
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
@@ -208,7 +208,7 @@ def _ends(layer: Layer) -> list[Phase]:
     rows = layer.all_rows
     send = layer.collective("send", "send", np.where(p.pp > 1, 2, 1), rows * spec.hidden * layer.item["messages"])
     return [
-        layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows),
+        layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows, kind="other"),
         layer.collective("sampling", "all_gather", p.ranks, rows * p.ranks * 8.0),  # a score and an id of each rank
         send.times(p.pp - 1),
     ]

@@ -9,7 +9,8 @@ import json
 from collections.abc import Sequence
 from math import inf
 
-from helix.config import Config, LayoutConfig
+from helix.build.parts import stored_format
+from helix.config import Config, LayoutConfig, ModelConfig
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.plan import Question, plan
@@ -82,10 +83,19 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
     kv = config.kv
     # What is hot, nobody knows before: nothing is counted on.
     tier = Tier(0.0, kv.host_bytes or inf, kv.gpu_bytes) if kv.tier == "host" else None
+    weights, experts = weight_dtypes(config.model)
     return Options(
-        "bf16", "bf16", "bf16", sparse=budget(config), tier=tier, memory_fraction=kv.memory_fraction,
-        page_size=config.blocks.page,
+        weights, "bf16", "bf16", experts, "bf16", "bf16", sparse=budget(config), tier=tier,
+        memory_fraction=kv.memory_fraction, page_size=config.blocks.page,
     )  # fmt: skip
+
+
+def weight_dtypes(config: ModelConfig) -> tuple[str, str]:
+    """Returns the dtypes of a model's projections and of its routed experts on a GPU, in the planner's words."""
+    stored = stored_format(config) if config.weights != "bf16" else None
+    if stored is None:
+        return ("e4m3", "e4m3") if config.weights == "fp8" else ("bf16", "bf16")
+    return ("bf16", "mxfp4") if stored.method == "mxfp4" else ("e4m3", "e4m3")
 
 
 def budget(config: Config) -> Sparse | None:
