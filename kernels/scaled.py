@@ -66,7 +66,7 @@ class ScaledMatrix:
         if self.packed:
             pairs = torch.stack((self.data & 15, self.data >> 4), -1).flatten(-2)
             values = torch.tensor(E2M1, device=self.device)[pairs.int()]
-            scales = torch.ldexp(torch.ones((), device=self.device), self.scales.int() - 127)
+            scales = torch.ldexp(torch.ones_like(self.scales, dtype=torch.float32), self.scales.int() - 127)
         else:
             values, scales = self.data.float(), self.scales
         group = (self.begin + torch.arange(self.shape[-1], device=self.device)) // self.group

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -122,6 +123,47 @@ MOE_FAMILIES: dict[str, Any] = {
         **_COMMON | dict(intermediate_size=64),
     ),
 }
+# Widths over 128, the columns of a scale, which ranks cut elsewhere.
+WIDE_FAMILIES: dict[str, Any] = {
+    "wide-llama": lambda: LlamaConfig(
+        hidden_size=192,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        **_COMMON | dict(intermediate_size=328, initializer_range=0.07),
+    ),
+    "wide-qwen3-moe": lambda: Qwen3MoeConfig(
+        hidden_size=160,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        moe_intermediate_size=200,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        **_COMMON | dict(intermediate_size=328, initializer_range=0.07),
+    ),
+    "wide-deepseek-v3": lambda: DeepseekV3Config(
+        hidden_size=160,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        q_lora_rank=72,
+        kv_lora_rank=48,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        moe_intermediate_size=136,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
+        **_COMMON | dict(intermediate_size=328, initializer_range=0.07),
+    ),
+}
 MXFP4 = "-mxfp4"  # a checkpoint of the same weights, packed
 
 
@@ -217,7 +259,7 @@ def write_fp8(
 
 
 def config_of(family: str) -> Any:
-    return {**FAMILIES, **MOE_FAMILIES, **MLA_FAMILIES}[family.removesuffix(MXFP4)]()
+    return {**FAMILIES, **MOE_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES}[family.removesuffix(MXFP4)]()
 
 
 def kv_heads(family: str) -> int:

@@ -19,6 +19,7 @@ from helix.attention.tiered import TieredAttention
 from helix.config import ScheduleConfig
 from helix.control.engine import Engine
 from helix.events.request import Request
+from helix.layers.weights import Formats, unpacked
 from helix.layout import HelixLayout
 from helix.memory.host_store import HostStore
 from helix.memory.kv_cache import KVCache, StepSizes, with_bounds
@@ -28,6 +29,7 @@ from helix.models.loading import Checkpoint, read_config
 from helix.placement import BlockBudget, Placement
 from helix.run.model_runner import ModelRunner
 from helix.speculation import DraftBudget, Drafter, DraftModel, ModelDrafter, SparseDrafter
+from kernels.scaled import ScaledMatrix
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
@@ -79,11 +81,27 @@ class SelfDrafts:
 
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
     """One rank's slices of a checkpoint, without EOS: random models would stop anywhere."""
+    return _built(Checkpoint(path), layout, comm, dtype, unpacked)
+
+
+def build_kept(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
+    """`build_model` with weights as they are stored."""
     checkpoint = Checkpoint(path)
-    spec = replace(checkpoint.with_head(spec_from_config(read_config(path))), eos=())
-    model = Decoder(spec, layout, comm, dtype, comm.device)
+    model = _built(checkpoint, layout, comm, dtype, checkpoint.kept)
+    assert any(isinstance(s.target, ScaledMatrix) for s in model.weights.slices), "nothing is kept in few bits"
+    return model
+
+
+def _built(
+    checkpoint: Checkpoint, layout: HelixLayout, comm: Communicator, dtype: torch.dtype, formats: Formats
+) -> Decoder:
+    spec = replace(checkpoint.with_head(spec_from_config(read_config(checkpoint.path))), eos=())
+    model = Decoder(spec, layout, comm, dtype, comm.device, formats)
     checkpoint.load(model.weights)
     return model
+
+
+Build = Callable[[Path, HelixLayout, Communicator, torch.dtype], Decoder]
 
 
 @dataclass(frozen=True)
@@ -115,7 +133,7 @@ def build_engine(
     schedule: ScheduleConfig | None = None,
     prefix_cache: bool = True,
     timeout_s: float = 60.0,
-    build: Callable[[Path, HelixLayout, Communicator, torch.dtype], Decoder] = build_model,
+    build: Build = build_model,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
@@ -209,12 +227,13 @@ def loopback(
     wanted: Sequence[Continuation],
     tamper: Callable[[Engine], None] = lambda engine: None,
     device: str = "cpu",
+    build: Build = build_model,
 ) -> list[Result]:
     """All ranks as threads of this process."""
 
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(path, layout, comm, append_block)
+        engine = build_engine(path, layout, comm, append_block, build=build)
         tamper(engine)
         return generate(engine, wanted)
 

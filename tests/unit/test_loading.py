@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from comm.loopback import LoopbackWorld
-from helix.layers.weights import Weights
+from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.models import Decoder, spec_from_config
 from helix.models.loading import Checkpoint, load_spec_config, randomize, read_config
-from helix.models.quantized import from_mxfp4
+from helix.models.quantized import from_mxfp4, rounded
+from kernels.scaled import ScaledMatrix, quantised
 from tests.e2e.checkpoints import checkpoint, write_fp8
 from tests.unit.test_files import as_nobody
 
@@ -29,10 +30,14 @@ CONFIG = dict(
 
 
 def decoder(
-    layout: HelixLayout, rank: int, config: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32
+    layout: HelixLayout,
+    rank: int,
+    config: dict[str, Any] = CONFIG,
+    dtype: torch.dtype = torch.float32,
+    formats: Formats = unpacked,
 ) -> Decoder:
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
-    return Decoder(spec_from_config(config), layout, comm, dtype, torch.device("cpu"))
+    return Decoder(spec_from_config(config), layout, comm, dtype, torch.device("cpu"), formats)
 
 
 def tensors(config: dict[str, Any] = CONFIG) -> dict[str, torch.Tensor]:
@@ -247,6 +252,83 @@ def test_fp8_is_the_slice_of_the_unpacked_whole(
             for s in model.weights.slices:
                 part = whole[s.name][tuple(slice(r.start, r.stop, r.step) for r in s.ranges)]
                 assert torch.equal(s.target, part.to(s.target.dtype)), s.name
+
+
+KEPT: list[Any] = [
+    ("wide-llama", blocks(128, 128), (128, 128)),
+    ("wide-llama", groups("channel"), ROWS),
+    ("wide-llama", {"quant_method": "modelopt", "quant_algo": "FP8"}, ALL),
+    ("wide-qwen3-moe", blocks(64, 128), (64, 128)),
+    ("wide-deepseek-v3", blocks(128, 128), (128, 128)),
+    ("gpt-oss-mxfp4", None, None),
+]
+
+
+@pytest.mark.parametrize("family, section, block", KEPT)
+def test_kept_weights_are_the_slice_of_the_unpacked_whole(
+    tmp_path: Path, family: str, section: dict[str, Any] | None, block: Any
+) -> None:
+    """Bit for bit, on every rank, as the unpacked ones; groups of columns that are cut, stacked rows inside blocks."""
+    path = checkpoint(family) if section is None else tmp_path
+    if section is not None:
+        write_fp8(checkpoint(family), tmp_path, section, block, decades=True)
+    config, widest, cuts = read_config(path), 1 if "deepseek" in family else 2, set()
+    for kvp, tpa, ep in ((1, 1, 1), (3, widest, 1), (4, widest, 2)):
+        layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
+        for rank in range(layout.world_size):
+            opened = Checkpoint(path)
+            plain, kept = (decoder(layout, rank, config, formats=f) for f in (unpacked, opened.kept))
+            for model in (plain, kept):
+                opened.check(model.weights.slices, model.spec.unused)
+                opened.load(model.weights)
+            for a, b in zip(plain.weights.slices, kept.weights.slices, strict=True):
+                assert a.name == b.name and isinstance(a.target, torch.Tensor)
+                if isinstance(b.target, ScaledMatrix):
+                    cuts.add((b.name.split(".")[-2], b.target.begin))
+                    assert torch.equal(b.target.unpacked(), a.target), b.name
+                else:
+                    assert torch.equal(b.target, a.target), b.name
+            assert kept.weights.bytes < 0.6 * plain.weights.bytes or "gpt" in family
+    assert len(cuts) > 3 and (block != (128, 128) or any(begin for _, begin in cuts)), cuts
+
+
+def test_weights_are_rounded_in_the_blocks_of_the_whole_matrix(tmp_path: Path) -> None:
+    """So that every layout has the same numbers; routers, embedding and head stay as they are."""
+    path = checkpoint("wide-qwen3-moe")
+    whole, config, names = load_file(path / "model.safetensors"), read_config(path), set()
+    for kvp, tpa, ep in ((1, 1, 1), (3, 2, 2)):
+        layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
+        for rank in range(layout.world_size):
+            model = decoder(layout, rank, config, formats=rounded)
+            Checkpoint(path).load(model.weights)
+            for s in model.weights.slices:
+                ranges = tuple(slice(r.start, r.stop, r.step) for r in s.ranges)
+                if isinstance(s.target, ScaledMatrix):
+                    names.add(s.name.split(".")[-2])
+                    assert torch.equal(s.target.unpacked(), quantised(whole[s.name]).unpacked()[ranges]), s.name
+                else:
+                    assert torch.equal(s.target, whole[s.name][ranges]), s.name
+    projections = {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert names == projections
+
+
+def test_a_format_may_stand_beside_the_config(tmp_path: Path) -> None:
+    """As ModelOpt writes it."""
+    whole = write_fp8(checkpoint("wide-llama"), tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}, ALL)
+    config = read_config(tmp_path)
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="F8_E4M3"):
+        Checkpoint(tmp_path).check(decoder(HelixLayout.create(), 0, config).weights.slices)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    model = decoder(HelixLayout.create(), 0, read_config(tmp_path))
+    Checkpoint(tmp_path).check(model.weights.slices)
+    Checkpoint(tmp_path).load(model.weights)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(next(s.target for s in model.weights.slices if s.name == name), whole[name])
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ValueError, match="modelopt with quant_algo='NVFP4'"):
+        Checkpoint(tmp_path)
 
 
 def test_fp8_that_does_not_fit_is_refused(tmp_path: Path) -> None:
