@@ -23,7 +23,18 @@ from functools import partial
 import torch
 
 from benchmarks import jobs
-from benchmarks.models.workloads import BASELINES, WORKLOADS, K, M, Workload, fitting_spec, floor_s, layouts, named
+from benchmarks.models.workloads import (
+    BASELINES,
+    WORKLOADS,
+    Items,
+    K,
+    M,
+    Workload,
+    fitting_spec,
+    floor_s,
+    layouts,
+    named,
+)
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.schema import composed
 from helix.layout import HelixLayout
@@ -100,9 +111,9 @@ def measure(
     given: Given, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
 ) -> Iterator[Row]:
     """Rows of a job, and the floor of each."""
-    item = 2 if given.gpu else 4
+    items = Items.of([*named(works[0].model), *overrides]) if given.gpu else Items(4, 4, 4)
     for row in time_job(works, layout, overrides):
-        floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], given.ranks, item)
+        floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], given.ranks, items)
         yield row | {"layers": len(spec.layers), "floor_us": floor_us}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +14,8 @@ from helix.layers.moe import MoESpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import LayerSpec
+from helix.simulate.hardware import BYTES
+from launch.inputs.auto_layout import weight_dtypes
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.shapes import spec_of
 
@@ -63,7 +67,24 @@ BASELINES = [
 ] + [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-r1")]
 
 
-def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 2) -> float:
+class Items(NamedTuple):
+    """Bytes of a number of the projections, of the routed experts, and of all else."""
+
+    weights: float = 2.0
+    experts: float = 2.0
+    other: float = 2.0
+
+    @classmethod
+    def of(cls, overrides: Sequence[str]) -> Items:
+        """Those of a job on GPUs."""
+        weights, experts = weight_dtypes(composed(overrides).model)
+        return cls(BYTES[weights], BYTES[experts])
+
+
+BF16 = Items()
+
+
+def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items = BF16) -> float:
     """Seconds that reading takes: a layer's matrices and the head, and the KV of all sequences, each once.
 
     Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window.
@@ -71,48 +92,50 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 
     touched = 0.0
     if (moe := spec.experts) is not None:
         touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** batch)
-    weights = sum(_layer_weights(spec, layer, touched) for layer in spec.layers) + spec.vocab * spec.hidden
+    weights = sum(_layer_bytes(spec, layer, touched, items) for layer in spec.layers)
+    weights += spec.vocab * spec.hidden * items.other
     whole, rank = HelixLayout.create(), 0
     kv = batch * sum(
         min(kept.reach or length, length) * math.prod(kept.entry)
         for layer in spec.keeps(whole, rank, torch.bfloat16)
         for kept in layer
     )
-    return (weights + kv) * item / ranks / READ_CEILING
+    return (weights + kv * items.other) / ranks / READ_CEILING
 
 
-def _layer_weights(spec: DecoderSpec, layer: LayerSpec, experts: float) -> float:
-    """Numbers in the matrices of a layer, with so many of its routed experts."""
+def _layer_bytes(spec: DecoderSpec, layer: LayerSpec, experts: float, items: Items) -> float:
+    """Bytes of the matrices of a layer, with so many of its routed experts."""
+    of = layer.mixer.weights * items.weights
     if isinstance(moe := layer.ffn, MoESpec):
-        ffn = spec.hidden * (moe.experts + 3 * moe.shared_width + 3 * experts * moe.width)
-    else:
-        ffn = layer.ffn.multiplications(spec.hidden)
-    return layer.mixer.weights + ffn
+        routed = 3 * experts * moe.width * items.experts
+        return of + spec.hidden * (moe.experts * items.other + 3 * moe.shared_width * items.weights + routed)
+    return of + layer.ffn.multiplications(spec.hidden) * items.weights
 
 
-def fitting_layers(spec: DecoderSpec, ranks: int, memory: int) -> int:
+def fitting_layers(spec: DecoderSpec, ranks: int, memory: int, items: Items = BF16) -> int:
     """How many of a model's first layers fit on GPUs of `memory` bytes each, a fifth of it left to everything else.
 
-    Weights in bf16, spread evenly: of MLA's, a kvp group's ranks hold some alike, which the fifth has to take as well.
+    Weights are spread evenly: of MLA's, a kvp group's ranks hold some alike, which the fifth has to take as well.
     """
     experts = 0 if spec.experts is None else spec.experts.experts
     left = 0.8 * ranks * memory - 2 * 2 * spec.vocab * spec.hidden
     for index, layer in enumerate(spec.layers):
-        left -= 2 * _layer_weights(spec, layer, experts)
+        left -= _layer_bytes(spec, layer, experts, items)
         if left < 0:
             return index
     return len(spec.layers)
 
 
-def fitting_spec(model: str, ranks: int) -> tuple[DecoderSpec, list[str]]:
+def fitting_spec(model: str, ranks: int, *overrides: str) -> tuple[DecoderSpec, list[str]]:
     """A model with the layers that fit on this machine's GPUs, and the overrides that cut it; whole on a CPU."""
     spec = spec_of(model)
     if torch.cuda.is_available():
-        layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory)
+        items = Items.of([*named(model), *overrides])
+        layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory, items)
         if layers < len(spec.layers):
             print(f"{model}: the first {layers} of {len(spec.layers)} layers, which is what fits")
-            overrides = [f"model.config.num_hidden_layers={layers}"]
-            return spec_of(model, *overrides), overrides
+            cut = [f"model.config.num_hidden_layers={layers}"]
+            return spec_of(model, *cut), cut
     return spec, []
 
 

@@ -70,6 +70,14 @@ def _api_key(value: str) -> list[str]:
     return []
 
 
+def _weights(value: str) -> list[str]:
+    if value != "fp8":
+        raise ValueError(
+            f"--quantization {value}: a checkpoint says how its weights are stored; fp8 rounds unquantised ones"
+        )
+    return ["model.weights=fp8"]
+
+
 def _cache_dtype(value: str) -> list[str]:
     if value not in ("auto", "bfloat16", "float16"):
         raise ValueError(f"--kv-cache-dtype {value}: keys and values are kept in the model's type: leave the flag out")
@@ -83,6 +91,7 @@ MODEL_FLAGS = (
     Flag(("--max-model-len",), "TOKENS", "decode.max_length"),
     Flag(("--max-num-seqs",), "N", "decode.max_batch"),
     Flag(("--gpu-memory-utilization",), "SHARE", "kv.memory_fraction", "of the memory that weights leave free"),
+    Flag(("--quantization", "-q"), "fp8", "model.weights", "rounds an unquantised checkpoint to FP8", _weights),
     Flag(("--kv-cache-dtype",), "auto", "model.dtype", "keys and values are kept in the model's type", _cache_dtype),
     Flag(("--seed",), "N", "decode.seed"),
 )  # fmt: skip
@@ -101,7 +110,6 @@ SERVE_FLAGS = (
 REFUSED = {
     "--trust-remote-code": "no code of a checkpoint is ever run: models are those that the runtime knows",
     "--pipeline-parallel-size": "layers are not split over ranks: layout=auto, or layout.kvp=N layout.tpa=M",
-    "--quantization": "the checkpoint says how its weights are stored",
     "--config-path": "another folder of groups is --config-dir DIR",
     "--experimental-rerun": "a run's record holds its config: give its settings again",
 }
