@@ -17,24 +17,27 @@ from kernels.scaled import ScaledMatrix
 
 
 @triton.jit
-def _e2m1(n, dtype: tl.constexpr):
-    """Converts the lower four bits: as exponent and mantissa of a tiny number, times a power of two."""
-    if dtype == tl.bfloat16:
-        n = n.to(tl.int16)
-        tiny = (((n & 8) << 12) | ((n & 7) << 6)).to(tl.bfloat16, bitcast=True)
-        return tiny * tl.full([], 2.0**126, tl.bfloat16)
-    else:
-        n = n.to(tl.int32)
-        return (((n & 8) << 28) | ((n & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
-
-
-@triton.jit
 def numbers(w, dtype: tl.constexpr):
-    """Converts stored weights [R, C] to bf16 or fp32: exact but for fp32 to bf16; bytes hold pairs -> [R, 2 C]."""
+    """Converts stored weights [R, C] to bf16 or fp32, exactly if they are of a few bits; bytes hold pairs -> [R, 2 C].
+
+    The three bits of e2m1 become exponent and mantissa of a tiny number, which is multiplied by a power of two.
+    """
     if w.dtype == tl.uint8:
-        return tl.reshape(tl.join(_e2m1(w, dtype), _e2m1(w >> 4, dtype)), [w.shape[0], 2 * w.shape[1]])
+        if dtype == tl.bfloat16:  # both of a pair at once, in a word
+            w = w.to(tl.uint32)
+            w = ((w * 0x40040) & 0x01C001C0) | ((w * 0x1001000) & 0x80008000)
+            low = w.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+            high = (w >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        else:
+            w = w.to(tl.int32)
+            low = (((w & 8) << 28) | ((w & 7) << 22)).to(tl.float32, bitcast=True)
+            high = (((w & 128) << 24) | ((w & 112) << 18)).to(tl.float32, bitcast=True)
+        pairs = tl.join(low, high) * tl.full([], 2.0**126, dtype)
+        return tl.reshape(pairs, [w.shape[0], 2 * w.shape[1]])
+    elif w.dtype == dtype:
+        return w
     else:
-        return w.to(dtype)
+        return w.to(tl.float32).to(dtype)  # not to bf16 at once: from fp16, that is a slow instruction
 
 
 @triton.jit
@@ -63,19 +66,20 @@ def add_product(acc, w, xs, scales_at, group, ROWS: tl.constexpr, GROUP: tl.cons
     group's are ROWS further. A single group of e4m3 is left to `finish`.
     """
     if GROUPS == 0:
-        return tl.dot(w, xs, acc, input_precision="ieee")
-    w = numbers(w, xs.dtype)
-    if scales_at.dtype.element_ty == tl.uint8:
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
+    elif scales_at.dtype.element_ty == tl.uint8:
+        w = numbers(w, xs.dtype)
         count: tl.constexpr = w.shape[1] // GROUP
         groups = group + tl.arange(0, count)
         scale = load_scales(scales_at[:, None] + (groups * ROWS)[None, :], (groups < GROUPS)[None, :]).to(xs.dtype)
         w = tl.reshape(tl.reshape(w, [w.shape[0], count, GROUP]) * scale[:, :, None], w.shape)
-        return tl.dot(w, xs, acc, input_precision="ieee")
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
     elif GROUPS == 1:
-        return tl.dot(w, xs, acc, input_precision="ieee")
+        acc = tl.dot(numbers(w, xs.dtype), xs, acc, input_precision="ieee")
     else:
         scale = tl.load(scales_at + group * ROWS)
-        return acc + scale[:, None] * tl.dot(w, xs, input_precision="ieee")
+        acc += scale[:, None] * tl.dot(numbers(w, xs.dtype), xs, input_precision="ieee")
+    return acc
 
 
 @triton.jit
