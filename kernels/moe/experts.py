@@ -81,9 +81,10 @@ def _gate_up_few_kernel(
         w_at = gate_up + expert.to(tl.int64) * (2 * F * H // PACK) + row[:, None] * (H // PACK) + c[None, :]
         acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
         for begin in tl.range(0, H, BLOCK_K, num_stages=STAGES):
-            ws = tl.load(w_at + begin // PACK, mask=(c < (H - begin) // PACK)[None, :], other=0.0)
+            w_mask = (c < (H - begin) // PACK)[None, :]
+            ws = numbers(tl.load(w_at + begin // PACK, mask=w_mask, other=0.0), tl.float32)
             xs = tl.load(x_at + begin, mask=k < H - begin, other=0.0).to(tl.float32)
-            products = tl.reshape(xs[None, :] * numbers(ws, tl.float32), [BLOCK_R, BLOCK_K // RUN, RUN])
+            products = tl.reshape(xs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN])
             sums = tl.sum(products, 2)
             if GROUPS > 0:
                 column = begin + tl.arange(0, BLOCK_K // RUN) * RUN
@@ -228,9 +229,9 @@ def _product(
     c = tl.arange(0, BLOCK_K // PACK)
     acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
     for begin in tl.range(-BEGIN, K, BLOCK_K, num_stages=STAGES):
-        byte = begin // PACK + c
-        w = tl.load(rows_at[:, None] + byte[None, :], mask=inside(byte, K // PACK, BEGIN)[None, :], other=0.0)
-        x_mask = inside(begin + k, K, BEGIN)[:, None] & valid[None, :]
+        w_mask = inside(c, begin // PACK, K // PACK, BEGIN)[None, :]
+        w = tl.load(rows_at[:, None] + (begin // PACK + c)[None, :], mask=w_mask, other=0.0)
+        x_mask = inside(k, begin, K, BEGIN)[:, None] & valid[None, :]
         xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=x_mask, other=0.0)
         acc = add_product(acc, w, xs, scales_at, (BEGIN + begin) // GROUP, ROWS, GROUP, GROUPS)
     return finish(acc, scales_at, GROUPS)
@@ -311,9 +312,9 @@ def _down_kernel(
             column = place - BEGIN + k
             byte = (place - BEGIN) // PACK + c
             w_at = down + expert.to(tl.int64) * (H * F // PACK) + (row * (F // PACK))[:, None] + byte[None, :]
-            w = tl.load(w_at, mask=inside(byte, F // PACK, BEGIN)[None, :], other=0.0)
+            w = tl.load(w_at, mask=inside(byte, 0, F // PACK, BEGIN)[None, :], other=0.0)
             h_at = h + (pair * F)[None, :] + column[:, None]
-            hs = tl.load(h_at, mask=inside(column, F, BEGIN)[:, None] & valid[None, :], other=0.0)
+            hs = tl.load(h_at, mask=inside(column, 0, F, BEGIN)[:, None] & valid[None, :], other=0.0)
             scales_at = scales
             if GROUPS > 0:
                 scales_at += expert.to(tl.int64) * (GROUPS * H) + row

@@ -50,12 +50,12 @@ def load_scales(at, mask):
 
 
 @triton.jit
-def inside(column, K: tl.constexpr, BEGIN: tl.constexpr):
-    """Tells which columns a matrix has, counted from -BEGIN on."""
+def inside(offset, at, K: tl.constexpr, BEGIN: tl.constexpr):
+    """Tells which of the columns from `at` on, which may be negative if BEGIN is not zero, a matrix has."""
     if BEGIN > 0:
-        return (column >= 0) & (column < K)
+        return (offset < K - at) & (offset >= -at)
     else:
-        return column < K
+        return offset < K - at
 
 
 @triton.jit

@@ -53,7 +53,7 @@ from kernels.moe.experts import (
     tiles_of,
     way_of,
 )
-from kernels.moe.experts_sm90 import BLOCK_K, DOWN, GATE_UP, HALF, _moe_sm90_kernel
+from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
 from kernels.moe.router import _route_kernel
 from kernels.peers.all_gather import _all_gather_kernel
@@ -231,14 +231,21 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield from moe_cases(bf16, 32, 7168, 2048, 8, False, 128)  # of DeepSeek-R1; by channels; of gpt-oss-120b
     yield from moe_cases(bf16, 128, 2048, 96, 8, False, 2048)
     yield from moe_cases(bf16, 16, 2880, 2880, 4, True, 32)
-    for E, H, F, k, tokens, clamped in (
-        (4, 2880, 2880, 4, 1, True),
-        (32, 2880, 360, 4, 8, True),
-        (64, 7168, 1024, 8, 8, False),
+    for E, H, F, k, tokens, clamped, scaled, begin in (
+        (4, 2880, 2880, 4, 1, True, False, 0),
+        (32, 2880, 360, 4, 8, True, False, 0),
+        (64, 7168, 1024, 8, 8, False, False, 0),
+        (32, 7168, 2048, 8, 8, False, True, 0),
+        (32, 2880, 352, 4, 1, True, True, 64),
     ):
         shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(32, tokens * k), "CLAMPED": clamped}
         for gate in (True, False):
             extra = {"GATE": gate, "BIAS": clamped, "PLUS": not gate} | ({"addend": None} if gate else {})
+            begin = 0 if gate else begin
+            groups = (
+                {"GROUPS": triton.cdiv(begin + (H if gate else F), 128)} if scaled else {"GROUPS": 0, "scales": None}
+            )
+            extra |= groups | {"GROUP": 128, "BEGIN": begin}
             plain = sum_shape(None) | {"peers": None, "turns": None}
             yield "moe-sm90", bf16, _moe_sm90_kernel, shape | extra | plain, {"num_warps": 4}
             if not gate:
@@ -417,7 +424,10 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if function is _moe_sm90_kernel and name == "w":
             gate = [1, HALF.value // 8, 2, 8, BLOCK_K.value], GATE_UP
             block, layout = gate if constants["GATE"] else ([1, DOWN_ROWS.value, BLOCK_K.value], DOWN)
-            kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{layout.value!r}>", False
+            element = NAMES[dtype]
+            if constants["GROUPS"]:
+                layout, element = E4M3_GATE_UP if constants["GATE"] else E4M3_DOWN, "fp8e4nv"
+            kind, aligned = f"tensordesc<{element}{block},{layout.value!r}>", False
         if function is _moe_sm90_kernel and name == "x_n":
             aligned = False
         signature[name] = "constexpr" if name in constants else kind
