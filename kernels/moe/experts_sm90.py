@@ -40,7 +40,7 @@ MAX_TOKENS = 8  # the least number of columns of a product
 # 384 from 6% slower at one token to 20% faster at four, 512 level, 768 and more 2 to 23% faster.
 MIN_WIDTH = 320
 ROWS, HALF, COLUMNS, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(MAX_TOKENS), gl.constexpr(128)
-STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights (e4m3: twice as many), and of x or h: 102 KB
+STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of x or h: 102 KB, or 110
 LEVELS = gl.constexpr(4)  # of the tree
 GATE_UP = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5))
 DOWN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
@@ -98,79 +98,99 @@ def _meet(y, up, live, words, offset, tile, steps, active, total, GATE: gl.const
 
 @gluon.jit
 def _step(
-    at, places, count, GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr
+    at, places, count, GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Locates a step: its tile (of one expert in gate and up, of all in down), local expert and first column.
 
-    The first step begins with the first group of columns, BEGIN columns before the weight's own.
+    A step is PARTS blocks of columns; the first begins with the first group, BEGIN columns before the weight's own.
     """
-    STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + BLOCK_K - 1) // BLOCK_K
+    COLUMNS_A_STEP: gl.constexpr = PARTS * BLOCK_K
+    STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + COLUMNS_A_STEP - 1) // COLUMNS_A_STEP
     if GATE:
         TILES: gl.constexpr = (F + HALF - 1) // HALF
         tile = at // STEPS
-        return tile % TILES, nth_expert(places, tile // TILES, EXPERTS), at % STEPS * BLOCK_K - BEGIN
+        return tile % TILES, nth_expert(places, tile // TILES, EXPERTS), at % STEPS * COLUMNS_A_STEP - BEGIN
     else:
         tile = at // (count * STEPS)
         rest = at % (count * STEPS)
-        return tile, nth_expert(places, rest // STEPS, EXPERTS), rest % STEPS * BLOCK_K - BEGIN
+        return tile, nth_expert(places, rest // STEPS, EXPERTS), rest % STEPS * COLUMNS_A_STEP - BEGIN
 
 
 @gluon.jit
 def _ask(
     step, begin, w, places, count, w_shared, ready,
     GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Starts the load of a step's weights."""
-    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN)
-    SLOTS: gl.constexpr = w_shared.shape[0]
-    here, slot = ready.index(step % SLOTS), w_shared.index(step % SLOTS)
-    mbarrier.expect(here, ROWS * BLOCK_K * w.dtype.primitive_bitwidth // 8)
-    if GATE:
-        slot = slot.reshape([1, HALF // 8, 2, 8, BLOCK_K])
-        tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, column], here, slot)
-    else:
-        tma.async_copy_global_to_shared(w, [e, tile * ROWS, column], here, slot.reshape([1, ROWS, BLOCK_K]))
+    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+    here = ready.index(step % STAGES)
+    mbarrier.expect(here, PARTS * ROWS * BLOCK_K * w.dtype.primitive_bitwidth // 8)
+    for part in gl.static_range(PARTS):
+        slot, k = w_shared.index(step % STAGES * PARTS + part), column + part * BLOCK_K
+        if GATE:
+            slot = slot.reshape([1, HALF // 8, 2, 8, BLOCK_K])
+            tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, k], here, slot)
+        else:
+            tma.async_copy_global_to_shared(w, [e, tile * ROWS, k], here, slot.reshape([1, ROWS, BLOCK_K]))
 
 
 @gluon.jit
 def _bring(
     step, begin, x, x_n, of, first, places, count, x_shared,
     GATE: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
-    BEGIN: gl.constexpr,
+    BEGIN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows of x, or of h, that a step multiplies; zeros for tokens without the expert."""
-    _, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN)
+    _, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
     n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
     k = column + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPIED))
     pair = pairs_with(of, n, e + first, TOP_K)
-    if GATE:
-        rows = x + n * (x_n * 8)  # so that it is known to be a multiple of 8
-        inside = k < H
-    else:
-        rows = x + pair * F
-        inside = k < F
-    if BEGIN > 0:
-        inside = inside & (k >= 0)
-    inside = (pair >= 0)[:, None] & inside[None, :]
-    async_copy.async_copy_global_to_shared(x_shared.index(step % X_STAGES), rows[:, None] + k[None, :], mask=inside)
+    for part in gl.static_range(PARTS):
+        if GATE:
+            rows = x + n * (x_n * 8)  # so that it is known to be a multiple of 8
+            inside = k < H
+        else:
+            rows = x + pair * F
+            inside = k < F
+        if BEGIN > 0:
+            inside = inside & (k >= 0)
+        inside = (pair >= 0)[:, None] & inside[None, :]
+        slot = x_shared.index(step % X_STAGES * PARTS + part)
+        async_copy.async_copy_global_to_shared(slot, rows[:, None] + k[None, :], mask=inside)
+        k += BLOCK_K
 
 
 @gluon.jit
 def _bring_scales(
     step, begin, scales, places, count, scales_shared,
     GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copies the scales of a step's rows."""
-    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN)
+    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
     i = gl.arange(0, ROWS, layout=EACH_ROW)
     if GATE:
         f = tile * HALF + i // 16 * 8 + i % 8
         row, inside = i // 8 % 2 * F + f, f < F
     else:
         row, inside = tile * ROWS + i, tile * ROWS + i < H
-    at = scales + (e * GROUPS + (column + BEGIN) // GROUP) * (2 * F if GATE else H) + row
-    async_copy.async_copy_global_to_shared(scales_shared.index(step % X_STAGES), at, mask=inside)
+    for part in gl.static_range(PARTS):
+        group = (column + BEGIN + part * BLOCK_K) // GROUP
+        at = scales + (e * GROUPS + group) * (2 * F if GATE else H) + row
+        slot = scales_shared.index(step % X_STAGES * PARTS + part)
+        async_copy.async_copy_global_to_shared(slot, at, mask=inside & (group < GROUPS))
+
+
+@gluon.jit
+def _multiply(w_shared, x_shared, scales_shared, dtype: gl.constexpr):
+    """Starts a product of 128 columns of e4m3; returns it, what it reads from registers, and its rows' scales."""
+    # Not to bf16 at once: from fp16, that is a slow instruction.
+    w = w_shared.load(CONVERTED).to(gl.float32).to(dtype)
+    scale = scales_shared.load(gl.SliceLayout(1, PRODUCT))
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
+    return hopper.warpgroup_mma(w, x_shared.permute((1, 0)), acc, use_acc=False, is_async=True), w, scale
 
 
 @gluon.jit(do_not_specialize=["x_n", "N", "first", "rank"])
@@ -183,14 +203,14 @@ def _moe_sm90_kernel(
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # of two rows of down, in a word
     SCALED: gl.constexpr = GROUPS > 0
-    SLOTS: gl.constexpr = STAGES * 2 if SCALED else STAGES
+    PARTS: gl.constexpr = 2 if SCALED else 1  # of a step: 16 KB of weights
     dtype: gl.constexpr = x.dtype.element_ty
-    w_shared = gl.allocate_shared_memory(w.dtype, [SLOTS, ROWS, BLOCK_K], E4M3 if SCALED else SHARED)
-    x_shared = gl.allocate_shared_memory(dtype, [X_STAGES, COLUMNS, BLOCK_K], SHARED)
+    w_shared = gl.allocate_shared_memory(w.dtype, [STAGES * PARTS, ROWS, BLOCK_K], E4M3 if SCALED else SHARED)
+    x_shared = gl.allocate_shared_memory(dtype, [X_STAGES * PARTS, COLUMNS, BLOCK_K], SHARED)
     if SCALED:
-        scales_shared = gl.allocate_shared_memory(gl.float32, [X_STAGES, ROWS], SCALES)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(SLOTS):
+        scales_shared = gl.allocate_shared_memory(gl.float32, [X_STAGES * PARTS, ROWS], SCALES)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
     hopper.fence_async_shared()
     tl.debug_barrier()
@@ -199,29 +219,29 @@ def _moe_sm90_kernel(
         gdc_wait()
     places, count = touched_experts(ids, N * TOP_K, first, EXPERTS, BLOCK_P)
     if GATE:
-        tiles, tile_steps = count * ((F + HALF - 1) // HALF), (BEGIN + H + BLOCK_K - 1) // BLOCK_K
+        tiles, tile_steps = count * ((F + HALF - 1) // HALF), (BEGIN + H + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     else:
         tiles = gl.minimum(count, 1) * ((H + ROWS - 1) // ROWS)
-        tile_steps = count * ((BEGIN + F + BLOCK_K - 1) // BLOCK_K)
+        tile_steps = count * ((BEGIN + F + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K))
     begin, end, active, total = share_of(tiles, tile_steps, program, programs)
     steps = end - begin
     of = slots(ids, gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED)), N, TOP_K)
-    for s in range(gl.minimum(steps, SLOTS - 1)):
-        _ask(s, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN)
+    for s in range(gl.minimum(steps, STAGES - 1)):
+        _ask(s, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN, PARTS)
     if not GATE:
         gdc_wait()
     if SENDS:
         tag = gl.load(turns) // TURN + 1
         ROW_PIECES: gl.constexpr = (H // 2 + SIZE - 1) // SIZE
-    if steps <= SLOTS - 1:
+    if steps <= STAGES - 1:
         gdc_launch_dependents()
 
     for s in gl.static_range(X_STAGES - 1):
         if s < steps:
-            _bring(s, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN)
+            _bring(s, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN, PARTS)
             if SCALED:
                 _bring_scales(
-                    s, begin, scales, places, count, scales_shared, GATE, EXPERTS, H, F, GROUP, GROUPS, BEGIN
+                    s, begin, scales, places, count, scales_shared, GATE, EXPERTS, H, F, GROUP, GROUPS, BEGIN, PARTS
                 )  # fmt: skip
         async_copy.commit_group()
     at, step = begin, 0
@@ -231,7 +251,7 @@ def _moe_sm90_kernel(
         extra = acc
         for here in range(at, stop):
             if BIAS and not GATE:
-                tile, e, column = _step(here, places, count, GATE, EXPERTS, H, F, BEGIN)
+                tile, e, column = _step(here, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
                 if column == -BEGIN:
                     n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PRODUCT))
                     r = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PRODUCT))
@@ -239,37 +259,43 @@ def _moe_sm90_kernel(
                     row_bias = gl.load(bias + e * H + r, mask=r < H, other=0.0).to(gl.float32)
                     extra += row_bias[:, None] * weight[None, :]
             async_copy.wait_group(X_STAGES - 2)
-            mbarrier.wait(ready.index(step % SLOTS), step // SLOTS % 2)
+            mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
             hopper.fence_async_shared()
             tl.debug_barrier()  # all warps are done with the step before
-            x_slot = x_shared.index(step % X_STAGES).permute((1, 0))
-            w_slot = w_shared.index(step % SLOTS)
+            slot, x_slot = step % STAGES * PARTS, step % X_STAGES * PARTS
             if SCALED:
-                scale = scales_shared.index(step % X_STAGES).load(gl.SliceLayout(1, PRODUCT))
-                # Not to bf16 at once: from fp16, that is a slow instruction.
-                numbers = w_slot.load(CONVERTED).to(gl.float32).to(dtype)
-                product = hopper.warpgroup_mma(numbers, x_slot, gl.zeros_like(acc), use_acc=False, is_async=True)
+                one, one_w, scale = _multiply(
+                    w_shared.index(slot), x_shared.index(x_slot), scales_shared.index(x_slot), dtype
+                )  # fmt: skip
+                two, two_w, next_scale = _multiply(
+                    w_shared.index(slot + 1), x_shared.index(x_slot + 1), scales_shared.index(x_slot + 1), dtype
+                )  # fmt: skip
             else:
-                acc = hopper.warpgroup_mma(w_slot, x_slot, acc, is_async=True)
-            if step - 1 + SLOTS < steps:
-                _ask(step - 1 + SLOTS, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN)
-                if step + SLOTS == steps:  # the last load has been issued
+                columns = x_shared.index(x_slot).permute((1, 0))
+                acc = hopper.warpgroup_mma(w_shared.index(slot), columns, acc, is_async=True)
+            if step - 1 + STAGES < steps:
+                _ask(step - 1 + STAGES, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN, PARTS)
+                if step + STAGES == steps:  # the last load has been issued
                     gdc_launch_dependents()
             ahead = step - 1 + X_STAGES
             if ahead < steps:
-                _bring(ahead, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN)
+                _bring(
+                    ahead, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN, PARTS
+                )
                 if SCALED:
                     _bring_scales(
-                        ahead, begin, scales, places, count, scales_shared, GATE, EXPERTS, H, F, GROUP, GROUPS, BEGIN
+                        ahead, begin, scales, places, count, scales_shared, GATE, EXPERTS, H, F,
+                        GROUP, GROUPS, BEGIN, PARTS,
                     )  # fmt: skip
             async_copy.commit_group()
             if SCALED:
-                acc += scale[:, None] * hopper.warpgroup_mma_wait(num_outstanding=0, deps=[product])
+                one, two, _, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[one, two, one_w, two_w])
+                acc += scale[:, None] * one + next_scale[:, None] * two
             else:
                 acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
             step += 1
         whole = at // tile_steps
-        tile, e, _ = _step(at, places, count, GATE, EXPERTS, H, F, BEGIN)
+        tile, e, _ = _step(at, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
         if GATE:
             y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
             y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
