@@ -426,9 +426,9 @@ class RoutedExperts:
         assert gate_stored.dtype == x.dtype if gate_scales is None else x.dtype != torch.float16
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
         assert self.addend is None or (self.addend.shape == x.shape and self.addend.dtype == x.dtype)
-        given = (ids, weights, gate_stored, gate_scales, down_stored, down_scales)
-        given += self.gate_up_bias, self.down_bias, self.addend
-        assert all(t is None or t.is_contiguous() for t in given)
+        matrices = (ids, weights, gate_stored, gate_scales, down_stored, down_scales)
+        others = (self.gate_up_bias, self.down_bias, self.addend)
+        assert all(t is None or t.is_contiguous() for t in (*matrices, *others))
         P = N * top_k
         h = torch.empty(P, F, dtype=x.dtype, device=x.device)
         if x.is_cuda and experts_sm90.fits(x, gate_up, down):

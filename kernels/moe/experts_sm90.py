@@ -384,18 +384,17 @@ def _moe_sm90_kernel(
 def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix) -> bool:
     """Returns whether `launch` supports these tensors of `kernels.moe.experts.RoutedExperts` and is fastest."""
     (N, H), F = x.shape, down.shape[2]
-    data, run = (gate_up, down), 8
-    if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
-        if gate_up.packed or gate_up.begin % 8 or down.begin % 8:
-            return False
-        data, run = (gate_up.data, down.data), 16
+    both = [stored(weight) for weight in (gate_up, down)]
+    run = 16 // both[0][0].itemsize  # what TMA wants rows to be a multiple of
     return (
         0 < N <= MAX_TOKENS
         and F >= MIN_WIDTH
         and H % run == F % run == 0
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
-        and x.stride(0) % 8 == x.data_ptr() % 16 == data[0].data_ptr() % 16 == data[1].data_ptr() % 16 == 0
+        and x.stride(0) % 8 == x.data_ptr() % 16 == 0
+        and all(data.dtype != torch.uint8 and data.data_ptr() % 16 == 0 for data, _, _ in both)
+        and all(groups["BEGIN"] % 8 == 0 for _, _, groups in both)
         and torch.cuda.get_device_capability(x.device)[0] == 9
     )
 

@@ -100,22 +100,23 @@ def scaled(like: Tensor, packed: bool, group: int, begin: int, seed: int = 0) ->
 
     Behind the last expert stand NaN, in numbers and in scales.
     """
-    gen = torch.Generator().manual_seed(seed)
+    device = like.device
+    gen = torch.Generator(device).manual_seed(seed)
     (E, R, K), size = like.shape, like.shape[2] ** -0.5
     shape = E + 1, groups(begin, K, group), R
     if packed:
-        data = torch.randint(256, (E + 1, R, K // 2), generator=gen, dtype=torch.uint8)
+        data = torch.randint(256, (E + 1, R, K // 2), generator=gen, dtype=torch.uint8, device=device)
         top = round(math.log2(size)) - 1
-        scales = (torch.randint(-20, top + 1, shape, generator=gen) + 127).to(torch.uint8)
+        scales = (torch.randint(-20, top + 1, shape, generator=gen, device=device) + 127).to(torch.uint8)
         scales[:, ::2] = top + 127  # so that most weights count
         scales[E] = 255
     else:
-        scales = 10 ** (torch.rand(shape, generator=gen) * 8 - 6)
-        each = scales.mT[..., (begin + torch.arange(K)) // group]
-        weights = torch.randn(E + 1, R, K, generator=gen) * size
+        scales = 10 ** (torch.rand(shape, generator=gen, device=device) * 8 - 6)
+        each = scales.mT[..., (begin + torch.arange(K, device=device)) // group]
+        weights = torch.randn(E + 1, R, K, generator=gen, device=device) * size
         data = (weights / each).clamp(-448, 448).to(torch.float8_e4m3fn)
-        data[E], scales[E] = torch.nan, torch.nan
-    return ScaledMatrix(data.to(like.device)[:E], scales.to(like.device)[:E], group, begin)
+        data.view(torch.uint8)[E], scales[E] = 0x7F, torch.nan
+    return ScaledMatrix(data[:E], scales[:E], group, begin)
 
 
 def scaled_case(case: Case, packed: bool, group: int = 0, begins: tuple[int, int] = (0, 0)) -> Case:
@@ -450,6 +451,41 @@ def test_hopper(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "k, experts, E, H, F, clamped, group, begins",
+    [
+        (8, 128, 16, 2048, 768, False, 128, (0, 0)), (8, 256, 32, 7168, 2048, False, 128, (0, 0)),
+        (4, 32, 8, 2880, 1440, True, 128, (0, 96)), (4, 32, 32, 2880, 336, True, 128, (72, 8)),
+        (8, 16, 16, 2048, 384, False, 4096, (0, 384)), (8, 16, 16, 2048, 384, False, 256, (128, 200)),
+    ],
+)  # fmt: skip
+def test_hopper_of_e4m3(
+    k: int, experts: int, E: int, H: int, F: int, clamped: bool, group: int, begins: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As above; a rank's columns begin inside a group, which some rows or all share; wrong scales are caught."""
+    case = scaled_case(wide_case(k, experts, E, H, F, clamped), False, group, begins)
+    poison(monkeypatch)
+    for N in (8, 3, 1):
+        case = replace(
+            case, x=case.x[:N], ids=case.ids[:N], weights=case.weights[:N], addend=case.addend[:N] if N > 1 else None
+        )
+        local = torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32)
+        unused = ~torch.isin(local, case.ids)
+        for w in (case.gate_up, case.down):
+            w.data.view(torch.uint8)[unused] = 0x7F
+            w.scales[unused] = torch.nan
+        check_hopper(case)
+    case = scaled_case(wide_case(k, experts, E, H, F, clamped), False, group, begins)
+    for name in ("gate_up", "down"):
+        right = getattr(case, name)
+        for dim in (1, 2)[right.scales.shape[1] == 1 :]:
+            wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
+            with pytest.raises(AssertionError, match="not close"):
+                check(replace(case, **{name: wrong}).result(), case)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("N", [1, 2, 3, 8])
 @pytest.mark.parametrize("clamped", [False, True])
 def test_hopper_crowded_and_empty(N: int, clamped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +538,9 @@ def test_hopper_does_not_take() -> None:
     assert not experts_sm90.fits(x[:, 1:], gate_up, down)
     assert not experts_sm90.fits(x, gate_up, down[..., :312])  # a view, for its shape alone
     assert not experts_sm90.fits(x, gate_up.flatten()[1:], down)
+    for F, packed, begin in ((336, False, 8), (328, False, 0), (336, False, 4), (336, True, 0)):
+        case = scaled_case(wide_case(4, 8, 8, 512, F, False), packed, begins=(0, begin))
+        assert experts_sm90.fits(case.x, case.gate_up, case.down) == ((F, packed, begin) == (336, False, 8))
 
 
 def check_layers_in_a_graph(case: Case, experts: int, k: int) -> None:
