@@ -533,7 +533,8 @@ def tiles_of(
 
     They are bound by reading weights, and for many pairs by multiplications. For "some", a program of down takes up to
     200 KB of rows, so that fewer programs look for pairs, as long as ENOUGH remain. With that many, down starts early;
-    fewer would crowd on the SMs that are free first. Steps over weights of a few bits are a group of 128 columns.
+    fewer would crowd on the SMs that are free first. No step over weights of a few bits is wider than 128 columns, the
+    least group of e4m3.
     """
     if dtype == torch.float32:
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
@@ -545,10 +546,8 @@ def tiles_of(
             rows *= 2
         early = touched * triton.cdiv(H, rows) >= ENOUGH
         return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
-    if P < 128 * E:
+    if P < 128 * E or weights.itemsize == 1:  # of two programs on an SM, one converts while the other multiplies
         tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
     else:
         tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)
-    if weights.itemsize == 1:
-        tile |= dict(BLOCK_K=128, STAGES=3)
     return tile | dict(EARLY=False), tile | dict(TILES=1)

@@ -23,15 +23,14 @@ def numbers(w, dtype: tl.constexpr):
     The three bits of e2m1 become exponent and mantissa of a tiny number, which is multiplied by a power of two.
     """
     if w.dtype == tl.uint8:
-        if dtype == tl.bfloat16:  # both of a pair at once, in a word
-            w = w.to(tl.uint32)
-            w = ((w * 0x40040) & 0x01C001C0) | ((w * 0x1001000) & 0x80008000)
+        w = w.to(tl.uint32)
+        w = ((w * 0x40040) & 0x01C001C0) | ((w * 0x1001000) & 0x80008000)  # two of bf16, which are also fp32's halves
+        if dtype == tl.bfloat16:
             low = w.to(tl.uint16).to(tl.bfloat16, bitcast=True)
             high = (w >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         else:
-            w = w.to(tl.int32)
-            low = (((w & 8) << 28) | ((w & 7) << 22)).to(tl.float32, bitcast=True)
-            high = (((w & 128) << 24) | ((w & 112) << 18)).to(tl.float32, bitcast=True)
+            low = (w << 16).to(tl.float32, bitcast=True)
+            high = (w & 0xFFFF0000).to(tl.float32, bitcast=True)
         pairs = tl.join(low, high) * tl.full([], 2.0**126, dtype)
         return tl.reshape(pairs, [w.shape[0], 2 * w.shape[1]])
     elif w.dtype == dtype:
