@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +15,9 @@ from benchmarks.timer import ROTATED, seconds
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import Scoring, route
 from kernels.reference.experts import moe as reference
+from kernels.scaled import ScaledMatrix, groups
+
+Stored = Literal["bf16", "fp8", "mxfp4"]
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,36 @@ MODELS = [
     Experts("DeepSeek-R1", 256, 8, 7168, 2048, "sigmoid", 8, 4, shared_count=1),
     Experts("DeepSeek-V2-Lite", 64, 6, 2048, 1408, shared_count=2),
 ]
+FEW_BITS: list[tuple[Experts, Stored]] = [
+    (MODELS[2], "fp8"),
+    (Experts("Qwen3-235B-A22B", 128, 8, 4096, 1536), "fp8"),
+    (MODELS[0], "fp8"),
+    (Experts("gpt-oss-120b", 128, 4, 2880, 2880, "top_softmax", clamped=True), "mxfp4"),
+]
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
+CHUNK = 8192  # tokens of a prefill
 INPUTS = 32  # at least, each with a choice of experts of its own
 
 
+def random_weight(stored: Stored, E: int, R: int, K: int, given: Given) -> torch.Tensor | ScaledMatrix:
+    """Draws the weights of experts, of a size that keeps that of their inputs."""
+    device = given.device
+    if stored == "mxfp4":
+        data = torch.randint(256, (E, R, K // 2), device=device, dtype=torch.uint8)
+        shape, half = (E, groups(0, K, 32), R), round(math.log2(K) / 2)
+        return ScaledMatrix(data, torch.full(shape, 125 - half, device=device, dtype=torch.uint8), 32)
+    normal = torch.randn(E, R, K, device=device, dtype=torch.bfloat16 if given.gpu else torch.float32)
+    if stored == "bf16":
+        return normal * K**-0.5
+    scales = (0.5 + torch.rand(E, groups(0, K, 128), R, device=device)) * K**-0.5
+    return ScaledMatrix(normal.to(torch.float8_e4m3fn), scales, 128)
+
+
 @torch.inference_mode()
-def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int) -> list[Row]:
+def measure(
+    given: Given, model: Experts, grid: tuple[int, int], tokens: int, stored: Stored = "bf16", kind: str = "moe"
+) -> list[Row]:
     """One rank's layer in microseconds, over inputs and weights that rotate, beside the bytes that it has to read."""
     device, (tpf, ep) = given.device, grid
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -59,7 +86,10 @@ def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int) ->
     if model.groups > 1:
         bias = torch.zeros(model.experts, device=device)
         scoring |= dict(groups=model.groups, top_groups=model.top_groups, group_score=2, bias=bias)
-    expert_bytes = (3 * H * F + model.clamped * (2 * F + H)) * dtype.itemsize
+    expert_bytes = model.clamped * (2 * F + H) * dtype.itemsize
+    for rows, columns in ((2 * F, H), (H, F)):
+        one = random_weight(stored, 1, rows, columns, given)
+        expert_bytes += one.bytes if isinstance(one, ScaledMatrix) else one.numel() * one.itemsize
     expected = (shared_count + (E - shared_count) * (1 - (1 - model.top_k / model.experts) ** tokens)) * expert_bytes
     # Copies of all weights, of which each input touches a part; and several times as many inputs where that part hangs
     # on chance: a rank that holds few experts has no pair at times, or twice as many as at the mean.
@@ -71,7 +101,9 @@ def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int) ->
 
     xs = [normal(tokens, H) for _ in range(copies)]
     logits = [torch.randn(tokens, model.experts, device=device) for _ in range(copies)]
-    weights = [(normal(E, 2 * F, H, fan_in=H), normal(E, H, F, fan_in=F)) for _ in range(shards)]
+    weights = [
+        (random_weight(stored, E, 2 * F, H, given), random_weight(stored, E, H, F, given)) for _ in range(shards)
+    ]
     clamps: dict[str, Any] = dict(gate_up_bias=None, down_bias=None, clamp_at=None)
     if model.clamped:
         clamps = dict(gate_up_bias=normal(E, 2 * F), down_bias=normal(E, H), clamp_at=7.0)
@@ -85,14 +117,16 @@ def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int) ->
     wanted = reference(xs[0], *chosen[0], *weights[0], 0, **clamps, addend=None).float()
     error = float((ours(0).float() - wanted).norm() / wanted.norm().clamp(min=1e-6))
     # Four roundings to bf16 here or there, of 2^-9 each.
-    assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {model.name}, {tpf} x {ep}, {tokens} tokens"
+    case = f"{model.name}, {tpf} x {ep}, {tokens} tokens, {stored}"
+    assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {case}"
     touched = sum(len(ids[ids < E].unique()) for ids, _ in chosen) / copies
     row = {
-        "kind": "moe",
+        "kind": kind,
         "model": model.name,
         "tpf": tpf,
         "ep": ep,
         "tokens": tokens,
+        "stored": stored,
         "always": shared_count,
         "experts": touched,
         "bytes": touched * expert_bytes,
@@ -105,11 +139,34 @@ def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int) ->
 
 def cases(given: Given) -> Iterable[tuple[Experts, tuple[int, int], int]]:
     """All models, grids of eight ranks and batches."""
-    return product(MODELS, GRIDS, TOKENS) if given.gpu else [(Experts("tiny", 8, 2, 32, 16), (1, 2), 3)]
+    if not given.gpu:
+        return [(Experts("tiny", 8, 2, 32, 16), (1, 2), 3)]
+    return product([model for model in MODELS if _is_chosen(model, given)], GRIDS, TOKENS)
+
+
+def few_bits_cases(given: Given) -> Iterator[tuple[Experts, tuple[int, int], int, Stored, str]]:
+    """The same weights in bf16 and in a few bits, of whole experts and of slices; a chunk of a prefill last."""
+    tiny: list[tuple[Experts, Stored]] = [(Experts("tiny", 8, 2, 64, 64), "fp8")]
+    for model, few in FEW_BITS if given.gpu else tiny:
+        if _is_chosen(model, given) or not given.gpu:
+            for grid in ((1, 8), (8, 1)):
+                for tokens in (1, 4, 8, 16, 32, CHUNK) if given.gpu else (3,):
+                    yield model, grid, tokens, "bf16", "moe_few_bits"
+                    yield model, grid, tokens, few, "moe_few_bits"
+
+
+def _is_chosen(model: Experts, given: Given) -> bool:
+    return given.models is None or model.name in given.models
 
 
 BENCHMARK = Benchmark(
     "a rank's routed experts beside the bytes of those that are touched, on one GPU",
     __doc__,
-    (Part(cases, measure, "model tpf ep tokens experts us route_us bar_us us/bar_us"),),
+    (
+        Part(cases, measure, "model tpf ep tokens experts us route_us bar_us us/bar_us"),
+        Part(
+            few_bits_cases, measure, "model tpf ep tokens stored experts us bar_us us/bar_us", "weights of a few bits"
+        ),
+    ),
+    models=tuple(dict.fromkeys(model.name for model in (*MODELS, *(model for model, _ in FEW_BITS)))),
 )

@@ -28,10 +28,12 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.dense.linear import RUN
 from kernels.moe import experts_sm90
+from kernels.moe.scaled_rows import add_product, finish, inside, load_scales, numbers, run_of, stored
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
 from kernels.reference.experts import ALPHA
 from kernels.reference.experts import moe as reference
+from kernels.scaled import ScaledMatrix
 
 Way = Literal["few", "some", "many"]
 _ALPHA: tl.constexpr = tl.constexpr(ALPHA)
@@ -59,10 +61,10 @@ def _activation(y, clamp_at, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _gate_up_few_kernel(
-    x, ids, weights, gate_up, bias, h, x_n, first, clamp_at,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, EARLY: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, ids, weights, gate_up, scales, bias, h, x_n, first, clamp_at,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, BEGIN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    BIAS: tl.constexpr, CLAMPED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     tile = tl.program_id(1)
@@ -72,16 +74,24 @@ def _gate_up_few_kernel(
         start_successor(PDL)
     expert = tl.load(ids + pair) - first
     if (expert >= 0) & (expert < EXPERTS):
+        PACK: tl.constexpr = 2 if gate_up.dtype.element_ty == tl.uint8 else 1
         k = tl.arange(0, BLOCK_K)
+        c = tl.arange(0, BLOCK_K // PACK)
         x_at = x + (pair // TOP_K) * x_n + k
-        w_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row[:, None] * H + k[None, :]
+        w_at = gate_up + expert.to(tl.int64) * (2 * F * H // PACK) + row[:, None] * (H // PACK) + c[None, :]
         acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
         for begin in tl.range(0, H, BLOCK_K, num_stages=STAGES):
-            inside = k < H - begin
-            ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)
-            xs = tl.load(x_at + begin, mask=inside, other=0.0).to(tl.float32)
+            w_mask = (c < (H - begin) // PACK)[None, :]
+            ws = numbers(tl.load(w_at + begin // PACK, mask=w_mask, other=0.0), tl.float32)
+            xs = tl.load(x_at + begin, mask=k < H - begin, other=0.0).to(tl.float32)
             products = tl.reshape(xs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN])
-            acc += tl.sum(products, 2)
+            sums = tl.sum(products, 2)
+            if GROUPS > 0:
+                column = begin + tl.arange(0, BLOCK_K // RUN) * RUN
+                scale_at = scales + expert.to(tl.int64) * (GROUPS * 2 * F) + row[:, None]
+                group = (BEGIN + column) // GROUP
+                sums *= load_scales(scale_at + (group * (2 * F))[None, :], (column < H)[None, :])
+            acc += sums
         y = tl.sum(acc, 1)
         if BIAS:
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)
@@ -102,9 +112,10 @@ def _words_of(n, first, dtype: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _down_few_kernel(
-    h, ids, weights, down, bias, addend, out, peers, turns, first, rank,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
+    h, ids, weights, down, scales, bias, addend, out, peers, turns, first, rank,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, BEGIN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr,
     EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +124,7 @@ def _down_few_kernel(
     row = tl.minimum(r, H - 1)
     if RANKS > 0:
         tag = turn(turns)
-        piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK_R, down.dtype.element_ty, H, BLOCK_R, SIZE)
+        piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK_R, h.dtype.element_ty, H, BLOCK_R, SIZE)
         boxes = sum_boxes(peers, piece, RANKS, TWO_SHOT)
     # Ids and weights are older than the predecessor: only h has to be waited for.
     slot = tl.arange(0, BLOCK_S)
@@ -125,18 +136,26 @@ def _down_few_kernel(
         wait_for_predecessor(PDL)
     if EARLY:
         start_successor(PDL)
+    PACK: tl.constexpr = 2 if down.dtype.element_ty == tl.uint8 else 1
     k = tl.arange(0, BLOCK_K)
+    c = tl.arange(0, BLOCK_K // PACK)
     chunks: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
     for i in tl.range(0, count * chunks, num_stages=STAGES):
         here = place == i // chunks
         e = tl.sum(tl.where(here, expert, 0), 0)
         pair = n * TOP_K + tl.sum(tl.where(here, slot, 0), 0)
-        column = i % chunks * BLOCK_K + k
-        w_at = down + e.to(tl.int64) * (H * F) + row[:, None] * F + column[None, :]
-        ws = tl.load(w_at, mask=(column < F)[None, :], other=0.0).to(tl.float32)
-        hs = tl.load(h + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
-        acc += tl.sum(tl.reshape(hs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN]), 2)
+        begin = i % chunks * BLOCK_K
+        byte = begin // PACK + c
+        w_at = down + e.to(tl.int64) * (H * F // PACK) + row[:, None] * (F // PACK) + byte[None, :]
+        ws = numbers(tl.load(w_at, mask=(byte < F // PACK)[None, :], other=0.0), tl.float32)
+        hs = tl.load(h + pair * F + (begin + k), mask=begin + k < F, other=0.0).to(tl.float32)
+        sums = tl.sum(tl.reshape(hs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN]), 2)
+        if GROUPS > 0:
+            column = begin + tl.arange(0, BLOCK_K // RUN) * RUN
+            scale_at = scales + e.to(tl.int64) * (GROUPS * H) + row[:, None]
+            sums *= load_scales(scale_at + ((BEGIN + column) // GROUP * H)[None, :], (column < F)[None, :])
+        acc += sums
     if not EARLY:
         start_successor(PDL)
     y = tl.sum(acc, 1)
@@ -147,7 +166,7 @@ def _down_few_kernel(
     if PLUS:
         y += tl.load(addend + n * H + row).to(tl.float32)
     if RANKS > 0:
-        words = sum_words(y, down.dtype.element_ty)
+        words = sum_words(y, h.dtype.element_ty)
         send_sum(boxes, words, piece, w, tag, rank, in_row, RANKS, PIECES, SIZE)
     else:
         tl.store(out + n * H + r, y, mask=r < H)
@@ -191,7 +210,7 @@ def _expert_pairs(
 def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
     """Returns the pairs at indices `lane` [BLOCK_N] of the order, or of the expert's own pairs; 0 from `stop` on."""
     if SORTED:
-        pair = tl.load(order + lane, mask=lane < stop, other=0)
+        pair = tl.load(order + lane, mask=lane < stop, other=0.0)
     else:
         # The i-th pair of the expert comes after all pairs whose running count is at most i.
         pair = tl.sum((counts[:, None] <= lane[None, :]).to(tl.int32), 0)
@@ -200,24 +219,29 @@ def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
 
 @triton.jit
 def _product(
-    rows_at, x_at, valid, K: tl.constexpr,
+    rows_at, scales_at, x_at, valid, K: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiplies rows of a weight with rows of x, given pointers to both -> [BLOCK_R, BLOCK_N] in fp32."""
+    PACK: tl.constexpr = 2 if rows_at.dtype.element_ty == tl.uint8 else 1
     k = tl.arange(0, BLOCK_K)
+    c = tl.arange(0, BLOCK_K // PACK)
     acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
-    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        inside = k < K - begin
-        w = tl.load(rows_at[:, None] + (begin + k)[None, :], mask=inside[None, :], other=0.0)
-        xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=inside[:, None] & valid[None, :], other=0.0)
-        acc = tl.dot(w, xs, acc, input_precision="ieee")
-    return acc
+    for begin in tl.range(-BEGIN, K, BLOCK_K, num_stages=STAGES):
+        w_mask = inside(c, begin // PACK, K // PACK, BEGIN)[None, :]
+        w = tl.load(rows_at[:, None] + (begin // PACK + c)[None, :], mask=w_mask, other=0.0)
+        x_mask = inside(k, begin, K, BEGIN)[:, None] & valid[None, :]
+        xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=x_mask, other=0.0)
+        acc = add_product(acc, w, xs, scales_at, (BEGIN + begin) // GROUP, ROWS, GROUP, GROUPS)
+    return finish(acc, scales_at, GROUPS)
 
 
 @triton.jit
 def _gate_up_kernel(
-    x, ids, weights, gate_up, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
+    x, ids, weights, gate_up, scales, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -234,8 +258,15 @@ def _gate_up_kernel(
         lane = at + tl.arange(0, BLOCK_N)
         valid = lane < stop
         pair = _pairs_at(lane, stop, counts, order, SORTED)
-        rows_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row * H
-        y = _product(rows_at, x + pair // TOP_K * x_n, valid, H, BLOCK_R, BLOCK_N, BLOCK_K, STAGES)
+        PACK: tl.constexpr = 2 if gate_up.dtype.element_ty == tl.uint8 else 1
+        rows_at = gate_up + expert.to(tl.int64) * (2 * F * H // PACK) + row * (H // PACK)
+        scales_at = scales
+        if GROUPS > 0:
+            scales_at += expert.to(tl.int64) * (GROUPS * 2 * F) + row
+        y = _product(
+            rows_at, scales_at, x + pair // TOP_K * x_n, valid, H, 2 * F, GROUP, GROUPS, BEGIN,
+            BLOCK_R, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
         if BIAS:
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)[:, None]
         y = tl.permute(tl.reshape(y, [BLOCK_R // 2, 2, BLOCK_N]), [0, 2, 1])
@@ -249,15 +280,18 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    h, ids, weights, down, bias, outputs, order, bounds, block_ends, P, first, shares,
+    h, ids, weights, down, scales, bias, outputs, order, bounds, block_ends, P, first, shares,
     EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     TILES: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) * TILES
     tiles = tl.minimum(TILES, (H + BLOCK_R - 1) // BLOCK_R - tile)
-    chunks: tl.constexpr = (max(F, 1) + BLOCK_K - 1) // BLOCK_K  # without columns, there may be a bias
+    chunks: tl.constexpr = (max(BEGIN + F, 1) + BLOCK_K - 1) // BLOCK_K  # without columns, there may be a bias
+    PACK: tl.constexpr = 2 if down.dtype.element_ty == tl.uint8 else 1
     k = tl.arange(0, BLOCK_K)
+    c = tl.arange(0, BLOCK_K // PACK)
     # The pairs depend only on data older than the predecessor.
     expert, begin, stop, counts = _expert_pairs(
         tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
@@ -274,13 +308,19 @@ def _down_kernel(
         for i in tl.range(0, tiles * chunks, num_stages=STAGES):
             r = (tile + i // chunks) * BLOCK_R + tl.arange(0, BLOCK_R)
             row = tl.minimum(r, H - 1)
-            column = i % chunks * BLOCK_K + k
-            w_at = down + expert.to(tl.int64) * (H * F) + (row * F)[:, None] + column[None, :]
-            w = tl.load(w_at, mask=(column < F)[None, :], other=0.0)
+            place = i % chunks * BLOCK_K  # from the beginning of the first group
+            column = place - BEGIN + k
+            byte = (place - BEGIN) // PACK + c
+            w_at = down + expert.to(tl.int64) * (H * F // PACK) + (row * (F // PACK))[:, None] + byte[None, :]
+            w = tl.load(w_at, mask=inside(byte, 0, F // PACK, BEGIN)[None, :], other=0.0)
             h_at = h + (pair * F)[None, :] + column[:, None]
-            hs = tl.load(h_at, mask=(column < F)[:, None] & valid[None, :], other=0.0)
-            acc = tl.dot(w, hs, acc, input_precision="ieee")
+            hs = tl.load(h_at, mask=inside(column, 0, F, BEGIN)[:, None] & valid[None, :], other=0.0)
+            scales_at = scales
+            if GROUPS > 0:
+                scales_at += expert.to(tl.int64) * (GROUPS * H) + row
+            acc = add_product(acc, w, hs, scales_at, place // GROUP, H, GROUP, GROUPS)
             if i % chunks == chunks - 1:
+                acc = finish(acc, scales_at, GROUPS)
                 if BIAS:
                     acc += weight[None, :] * tl.load(bias + expert * H + row).to(tl.float32)[:, None]
                 tl.store(outputs + (pair * H)[None, :] + r[:, None], acc, mask=(r < H)[:, None] & valid[None, :])
@@ -327,8 +367,9 @@ class RoutedExperts:
         x: [N, H], last dim contiguous.
         ids: [N, k] int32, contiguous; ids outside [first, first + E_local) are skipped.
         weights: [N, k] fp32, contiguous.
-        gate_up: [E_local, 2 F, H] in x's dtype, contiguous; the gate's F rows before the others.
-        down: [E_local, H, F] in x's dtype, contiguous.
+        gate_up: [E_local, 2 F, H] in x's dtype, contiguous; the gate's F rows before the others. Or, for x in bf16 or
+            fp32, a scaled matrix of contiguous numbers and scales.
+        down: [E_local, H, F], as gate_up.
         first: global id of local expert 0.
         gate_up_bias: [E_local, 2 F] in x's dtype, contiguous, or None.
         down_bias: [E_local, H] in x's dtype, contiguous, or None; added once an expert, before its weight.
@@ -341,8 +382,8 @@ class RoutedExperts:
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | ScaledMatrix
+    down: torch.Tensor | ScaledMatrix
     first: int
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
@@ -379,11 +420,15 @@ class RoutedExperts:
         x, ids, weights, gate_up, down, first = self.x, self.ids, self.weights, self.gate_up, self.down, self.first
         (N, H), top_k = x.shape, ids.shape[1]
         E, _, F = down.shape
-        assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
+        gate_stored, gate_scales, gate_groups = stored(gate_up)
+        down_stored, down_scales, down_groups = stored(down)
+        assert gate_up.shape == (E, 2 * F, H) and gate_stored.dtype == down_stored.dtype and x.stride(1) == 1
+        assert gate_stored.dtype == x.dtype if gate_scales is None else x.dtype != torch.float16
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
         assert self.addend is None or (self.addend.shape == x.shape and self.addend.dtype == x.dtype)
-        given = (ids, weights, gate_up, down, self.gate_up_bias, self.down_bias, self.addend)
-        assert all(t is None or t.is_contiguous() for t in given)
+        matrices = (ids, weights, gate_stored, gate_scales, down_stored, down_scales)
+        others = (self.gate_up_bias, self.down_bias, self.addend)
+        assert all(t is None or t.is_contiguous() for t in (*matrices, *others))
         P = N * top_k
         h = torch.empty(P, F, dtype=x.dtype, device=x.device)
         if x.is_cuda and experts_sm90.fits(x, gate_up, down):
@@ -412,20 +457,20 @@ class RoutedExperts:
         summand = dict(PLUS=self.addend is not None, **boxes)
         way = way_of(N, top_k, E)
         if way == "few":
-            tile, down_tile = few_tiles(N, F)
+            tile, down_tile = few_tiles(N, F, run_of(gate_up, RUN), run_of(down, RUN))
             _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
-                x, ids, weights, gate_up, self.gate_up_bias, h, x.stride(0), first, bound,
-                TOP_K=top_k, **clamp, **shape, **tile,
+                x, ids, weights, gate_stored, gate_scales, self.gate_up_bias, h, x.stride(0), first, bound,
+                TOP_K=top_k, **clamp, **shape, **gate_groups, **tile,
             )  # fmt: skip
             _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
-                h, ids, weights, down, self.down_bias, self.addend, *to, first, rank,
+                h, ids, weights, down_stored, down_scales, self.down_bias, self.addend, *to, first, rank,
                 TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=self.down_bias is not None,
-                **summand, **shape, **down_tile,
+                **summand, **shape, **down_groups, **down_tile,
             )  # fmt: skip
             return
 
         touched = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # expected experts with tokens, if uniform
-        tile, down_tile = tiles_of(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
+        tile, down_tile = tiles_of(way, P, E, F, H, x.dtype, touched / sm_count(x.device), gate_stored.dtype)
         is_sorted = way == "many"
         plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
         shares = triton.cdiv(N, tile["BLOCK_N"])
@@ -437,12 +482,12 @@ class RoutedExperts:
         find = dict(ALWAYS=self.shared_count, BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
         outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
         _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
-            x, ids, weights, gate_up, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares, bound, TOP_K=top_k,
-            **clamp, **shape, **find, **tile,
+            x, ids, weights, gate_stored, gate_scales, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares,
+            bound, TOP_K=top_k, **clamp, **shape, **gate_groups, **find, **tile,
         )  # fmt: skip
         _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
-            h, ids, weights, down, self.down_bias, outputs, *plan, P, first, shares, BIAS=self.down_bias is not None,
-            **shape, **find, **down_tile,
+            h, ids, weights, down_stored, down_scales, self.down_bias, outputs, *plan, P, first, shares,
+            BIAS=self.down_bias is not None, **shape, **down_groups, **find, **down_tile,
         )  # fmt: skip
         del shape["F"]
         _sum_kernel[N, triton.cdiv(H, 1024)](
@@ -470,36 +515,38 @@ def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tens
     return order.int(), bounds, ends
 
 
-def few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
+def few_tiles(N: int, F: int, run: int = RUN, down_run: int = RUN) -> tuple[dict[str, int], dict[str, int]]:
     """Chooses launch options of the two products of a few tokens, by H200 timings."""
     least = N <= 2
     warps, rows, down_warps = (2, 4, 2) if least else (1, 8, 1)
-    both = dict(RUN=RUN, EARLY=least)  # successors of more programs would crowd on some SMs
-    gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * RUN, STAGES=3 if least else 1, num_warps=warps)
-    block_k = min(down_warps * 32 * RUN, max(2 * RUN, triton.next_power_of_2(F)))
-    return gate_up | both, dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=3, num_warps=down_warps) | both
+    gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * run, RUN=run, STAGES=3 if least else 1, num_warps=warps)
+    block_k = min(down_warps * 32 * down_run, max(2 * down_run, triton.next_power_of_2(F)))
+    down = dict(BLOCK_R=rows, BLOCK_K=block_k, RUN=down_run, STAGES=3, num_warps=down_warps)
+    early = dict(EARLY=least)  # successors of more programs would crowd on some SMs
+    return gate_up | early, down | early
 
 
 def tiles_of(
-    way: Way, P: int, E: int, F: int, H: int, dtype: torch.dtype, touched: float
+    way: Way, P: int, E: int, F: int, H: int, dtype: torch.dtype, touched: float, weights: torch.dtype = torch.bfloat16
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Chooses launch options of both products of P pairs for "some" and "many"; `touched`: experts in use per SM.
 
     They are bound by reading weights, and for many pairs by multiplications. For "some", a program of down takes up to
     200 KB of rows, so that fewer programs look for pairs, as long as ENOUGH remain. With that many, down starts early;
-    fewer would crowd on the SMs that are free first.
+    fewer would crowd on the SMs that are free first. No step over weights of a few bits is wider than 128 columns, the
+    least group of e4m3.
     """
     if dtype == torch.float32:
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
         return tile | dict(EARLY=False), tile | dict(TILES=2)
     if way == "some":
-        tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3, num_warps=4)
+        tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3 if weights.itemsize > 1 else 5, num_warps=4)
         rows = 64
         while rows < H and 2 * rows * F <= 100 << 10 and touched * triton.cdiv(H, 2 * rows) >= ENOUGH:
             rows *= 2
         early = touched * triton.cdiv(H, rows) >= ENOUGH
         return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
-    if P < 128 * E:
+    if P < 128 * E or weights.itemsize == 1:  # of two programs on an SM, one converts while the other multiplies
         tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
     else:
         tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)

@@ -28,9 +28,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
 from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts, weights_of
+from kernels.moe.scaled_rows import stored
 from kernels.overlap import sm_count
 from kernels.peers.mailbox import TURN, SumTarget, sum_shape
 from kernels.reference.experts import ALPHA
+from kernels.scaled import ScaledMatrix
 from kernels.sm90 import COPIED, SHARED
 
 MAX_TOKENS = 8  # the least number of columns of a product
@@ -38,13 +40,19 @@ MAX_TOKENS = 8  # the least number of columns of a product
 # 384 from 6% slower at one token to 20% faster at four, 512 level, 768 and more 2 to 23% faster.
 MIN_WIDTH = 320
 ROWS, HALF, COLUMNS, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(MAX_TOKENS), gl.constexpr(128)
-STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of x or h: 102 KB
+STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of x or h: 102 KB, or 110
 LEVELS = gl.constexpr(4)  # of the tree
 GATE_UP = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5))
 DOWN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+E4M3 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
+E4M3_GATE_UP = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=5))
+E4M3_DOWN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3))
 PRODUCT = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, MAX_TOKENS, 16])
 )
+CONVERTED = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2))  # from e4m3 to bf16
+EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 NEIGHBOURS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # of rows of down that share a word
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
 _ALPHA = gl.constexpr(ALPHA)
@@ -89,66 +97,118 @@ def _meet(y, up, live, words, offset, tile, steps, active, total, GATE: gl.const
 
 
 @gluon.jit
-def _step(at, places, count, GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr):
-    """Locates a step: its tile (of one expert in gate and up, of all in down), local expert and first column."""
-    STEPS: gl.constexpr = ((H if GATE else F) + BLOCK_K - 1) // BLOCK_K
+def _step(
+    at, places, count, GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """Locates a step: its tile (of one expert in gate and up, of all in down), local expert and first column.
+
+    A step is PARTS blocks of columns; the first begins with the first group, BEGIN columns before the weight's own.
+    """
+    COLUMNS_A_STEP: gl.constexpr = PARTS * BLOCK_K
+    STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + COLUMNS_A_STEP - 1) // COLUMNS_A_STEP
     if GATE:
         TILES: gl.constexpr = (F + HALF - 1) // HALF
         tile = at // STEPS
-        return tile % TILES, nth_expert(places, tile // TILES, EXPERTS), at % STEPS * BLOCK_K
+        return tile % TILES, nth_expert(places, tile // TILES, EXPERTS), at % STEPS * COLUMNS_A_STEP - BEGIN
     else:
         tile = at // (count * STEPS)
         rest = at % (count * STEPS)
-        return tile, nth_expert(places, rest // STEPS, EXPERTS), rest % STEPS * BLOCK_K
+        return tile, nth_expert(places, rest // STEPS, EXPERTS), rest % STEPS * COLUMNS_A_STEP - BEGIN
 
 
 @gluon.jit
 def _ask(
     step, begin, w, places, count, w_shared, ready,
-    GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
+    GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Starts the load of a step's weights."""
-    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F)
-    here, slot = ready.index(step % STAGES), w_shared.index(step % STAGES)
-    mbarrier.expect(here, ROWS * BLOCK_K * 2)
-    if GATE:
-        slot = slot.reshape([1, HALF // 8, 2, 8, BLOCK_K])
-        tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, column], here, slot)
-    else:
-        tma.async_copy_global_to_shared(w, [e, tile * ROWS, column], here, slot.reshape([1, ROWS, BLOCK_K]))
+    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+    here = ready.index(step % STAGES)
+    mbarrier.expect(here, PARTS * ROWS * BLOCK_K * w.dtype.primitive_bitwidth // 8)
+    for part in gl.static_range(PARTS):
+        slot, k = w_shared.index(step % STAGES * PARTS + part), column + part * BLOCK_K
+        if GATE:
+            slot = slot.reshape([1, HALF // 8, 2, 8, BLOCK_K])
+            tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, k], here, slot)
+        else:
+            tma.async_copy_global_to_shared(w, [e, tile * ROWS, k], here, slot.reshape([1, ROWS, BLOCK_K]))
 
 
 @gluon.jit
 def _bring(
     step, begin, x, x_n, of, first, places, count, x_shared,
     GATE: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
+    BEGIN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copies the rows of x, or of h, that a step multiplies; zeros for tokens without the expert."""
-    _, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F)
+    _, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
     n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
     k = column + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPIED))
     pair = pairs_with(of, n, e + first, TOP_K)
+    for part in gl.static_range(PARTS):
+        if GATE:
+            rows = x + n * (x_n * 8)  # so that it is known to be a multiple of 8
+            inside = k < H
+        else:
+            rows = x + pair * F
+            inside = k < F
+        if BEGIN > 0:
+            inside = inside & (k >= 0)
+        inside = (pair >= 0)[:, None] & inside[None, :]
+        slot = x_shared.index(step % X_STAGES * PARTS + part)
+        async_copy.async_copy_global_to_shared(slot, rows[:, None] + k[None, :], mask=inside)
+        k += BLOCK_K
+
+
+@gluon.jit
+def _bring_scales(
+    step, begin, scales, places, count, scales_shared,
+    GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Copies the scales of a step's rows."""
+    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+    i = gl.arange(0, ROWS, layout=EACH_ROW)
     if GATE:
-        rows = x + n * (x_n * 8)  # so that it is known to be a multiple of 8
-        inside = k < H
+        f = tile * HALF + i // 16 * 8 + i % 8
+        row, inside = i // 8 % 2 * F + f, f < F
     else:
-        rows = x + pair * F
-        inside = k < F
-    inside = (pair >= 0)[:, None] & inside[None, :]
-    async_copy.async_copy_global_to_shared(x_shared.index(step % X_STAGES), rows[:, None] + k[None, :], mask=inside)
+        row, inside = tile * ROWS + i, tile * ROWS + i < H
+    for part in gl.static_range(PARTS):
+        group = (column + BEGIN + part * BLOCK_K) // GROUP
+        at = scales + (e * GROUPS + group) * (2 * F if GATE else H) + row
+        slot = scales_shared.index(step % X_STAGES * PARTS + part)
+        async_copy.async_copy_global_to_shared(slot, at, mask=inside & (group < GROUPS))
+
+
+@gluon.jit
+def _multiply(w_shared, x_shared, scales_shared, dtype: gl.constexpr):
+    """Starts a product of 128 columns of e4m3; returns it, what it reads from registers, and its rows' scales."""
+    # Not to bf16 at once: from fp16, that is a slow instruction.
+    w = w_shared.load(CONVERTED).to(gl.float32).to(dtype)
+    scale = scales_shared.load(gl.SliceLayout(1, PRODUCT))
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
+    return hopper.warpgroup_mma(w, x_shared.permute((1, 0)), acc, use_acc=False, is_async=True), w, scale
 
 
 @gluon.jit(do_not_specialize=["x_n", "N", "first", "rank"])
 def _moe_sm90_kernel(
-    w, x, ids, weights, bias, addend, out, words, peers, turns, x_n, N, first, clamp_at, rank,
+    w, scales, x, ids, weights, bias, addend, out, words, peers, turns, x_n, N, first, clamp_at, rank,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
-    GATE: gl.constexpr, BIAS: gl.constexpr, PLUS: gl.constexpr, CLAMPED: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
+    PLUS: gl.constexpr, CLAMPED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # of two rows of down, in a word
-    dtype: gl.constexpr = w.dtype
-    w_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], SHARED)
-    x_shared = gl.allocate_shared_memory(dtype, [X_STAGES, COLUMNS, BLOCK_K], SHARED)
+    SCALED: gl.constexpr = GROUPS > 0
+    PARTS: gl.constexpr = 2 if SCALED else 1  # of a step: 16 KB of weights
+    dtype: gl.constexpr = x.dtype.element_ty
+    w_shared = gl.allocate_shared_memory(w.dtype, [STAGES * PARTS, ROWS, BLOCK_K], E4M3 if SCALED else SHARED)
+    x_shared = gl.allocate_shared_memory(dtype, [X_STAGES * PARTS, COLUMNS, BLOCK_K], SHARED)
+    if SCALED:
+        scales_shared = gl.allocate_shared_memory(gl.float32, [X_STAGES * PARTS, ROWS], SCALES)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
@@ -159,14 +219,15 @@ def _moe_sm90_kernel(
         gdc_wait()
     places, count = touched_experts(ids, N * TOP_K, first, EXPERTS, BLOCK_P)
     if GATE:
-        tiles, tile_steps = count * ((F + HALF - 1) // HALF), (H + BLOCK_K - 1) // BLOCK_K
+        tiles, tile_steps = count * ((F + HALF - 1) // HALF), (BEGIN + H + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     else:
-        tiles, tile_steps = gl.minimum(count, 1) * ((H + ROWS - 1) // ROWS), count * ((F + BLOCK_K - 1) // BLOCK_K)
+        tiles = gl.minimum(count, 1) * ((H + ROWS - 1) // ROWS)
+        tile_steps = count * ((BEGIN + F + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K))
     begin, end, active, total = share_of(tiles, tile_steps, program, programs)
     steps = end - begin
     of = slots(ids, gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED)), N, TOP_K)
     for s in range(gl.minimum(steps, STAGES - 1)):
-        _ask(s, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F)
+        _ask(s, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN, PARTS)
     if not GATE:
         gdc_wait()
     if SENDS:
@@ -177,7 +238,11 @@ def _moe_sm90_kernel(
 
     for s in gl.static_range(X_STAGES - 1):
         if s < steps:
-            _bring(s, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F)
+            _bring(s, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN, PARTS)
+            if SCALED:
+                _bring_scales(
+                    s, begin, scales, places, count, scales_shared, GATE, EXPERTS, H, F, GROUP, GROUPS, BEGIN, PARTS
+                )  # fmt: skip
         async_copy.commit_group()
     at, step = begin, 0
     while at < end:
@@ -186,8 +251,8 @@ def _moe_sm90_kernel(
         extra = acc
         for here in range(at, stop):
             if BIAS and not GATE:
-                tile, e, column = _step(here, places, count, GATE, EXPERTS, H, F)
-                if column == 0:
+                tile, e, column = _step(here, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
+                if column == -BEGIN:
                     n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PRODUCT))
                     r = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PRODUCT))
                     weight = weights_of(slots(ids, n, N, TOP_K), weights, n, e + first, TOP_K)
@@ -197,20 +262,40 @@ def _moe_sm90_kernel(
             mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
             hopper.fence_async_shared()
             tl.debug_barrier()  # all warps are done with the step before
-            x_slot = x_shared.index(step % X_STAGES).permute((1, 0))
-            acc = hopper.warpgroup_mma(w_shared.index(step % STAGES), x_slot, acc, is_async=True)
+            slot, x_slot = step % STAGES * PARTS, step % X_STAGES * PARTS
+            if SCALED:
+                one, one_w, scale = _multiply(
+                    w_shared.index(slot), x_shared.index(x_slot), scales_shared.index(x_slot), dtype
+                )  # fmt: skip
+                two, two_w, next_scale = _multiply(
+                    w_shared.index(slot + 1), x_shared.index(x_slot + 1), scales_shared.index(x_slot + 1), dtype
+                )  # fmt: skip
+            else:
+                columns = x_shared.index(x_slot).permute((1, 0))
+                acc = hopper.warpgroup_mma(w_shared.index(slot), columns, acc, is_async=True)
             if step - 1 + STAGES < steps:
-                _ask(step - 1 + STAGES, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F)
+                _ask(step - 1 + STAGES, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F, BEGIN, PARTS)
                 if step + STAGES == steps:  # the last load has been issued
                     gdc_launch_dependents()
             ahead = step - 1 + X_STAGES
             if ahead < steps:
-                _bring(ahead, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F)
+                _bring(
+                    ahead, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F, BEGIN, PARTS
+                )
+                if SCALED:
+                    _bring_scales(
+                        ahead, begin, scales, places, count, scales_shared, GATE, EXPERTS, H, F,
+                        GROUP, GROUPS, BEGIN, PARTS,
+                    )  # fmt: skip
             async_copy.commit_group()
-            acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+            if SCALED:
+                one, two, _, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[one, two, one_w, two_w])
+                acc += scale[:, None] * one + next_scale[:, None] * two
+            else:
+                acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
             step += 1
         whole = at // tile_steps
-        tile, e, _ = _step(at, places, count, GATE, EXPERTS, H, F)
+        tile, e, _ = _step(at, places, count, GATE, EXPERTS, H, F, BEGIN, PARTS)
         if GATE:
             y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
             y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
@@ -296,45 +381,57 @@ def _moe_sm90_kernel(
                     gl.store(out + place, nothing, mask=left)
 
 
-def fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix) -> bool:
     """Returns whether `launch` supports these tensors of `kernels.moe.experts.RoutedExperts` and is fastest."""
     (N, H), F = x.shape, down.shape[2]
+    both = [stored(weight) for weight in (gate_up, down)]
+    run = 16 // both[0][0].itemsize  # what TMA wants rows to be a multiple of
     return (
         0 < N <= MAX_TOKENS
         and F >= MIN_WIDTH
-        and H % 8 == F % 8 == 0
+        and H % run == F % run == 0
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
-        and x.stride(0) % 8 == x.data_ptr() % 16 == gate_up.data_ptr() % 16 == down.data_ptr() % 16 == 0
+        and x.stride(0) % 8 == x.data_ptr() % 16 == 0
+        and all(data.dtype != torch.uint8 and data.data_ptr() % 16 == 0 for data, _, _ in both)
+        and all(groups["BEGIN"] % 8 == 0 for _, _, groups in both)
         and torch.cuda.get_device_capability(x.device)[0] == 9
     )
 
 
 def launch(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, first: int,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
-    addend: torch.Tensor | None, h: torch.Tensor, out: torch.Tensor | SumTarget,
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix,
+    down: torch.Tensor | ScaledMatrix, first: int, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+    clamp_at: float | None, addend: torch.Tensor | None, h: torch.Tensor, out: torch.Tensor | SumTarget,
 ) -> None:  # fmt: skip
     """Runs `kernels.moe.experts.RoutedExperts` for tensors that fit, into out [N, H] or the boxes of an all-reduce.
 
     `h` [N k, F], one row per pair, holds the gated activations; it and `out` are contiguous.
     """
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
+    gate_stored, gate_scales, gate_groups = stored(gate_up)
+    down_stored, down_scales, down_groups = stored(down)
+    scaled = gate_scales is not None
     gates = TensorDescriptor(
-        gate_up, [E, F // 8, 2, 8, H], [2 * F * H, 8 * H, F * H, H, 1], [1, HALF.value // 8, 2, 8, BLOCK_K.value],
-        GATE_UP.value,
+        gate_stored, [E, F // 8, 2, 8, H], [2 * F * H, 8 * H, F * H, H, 1],
+        [1, HALF.value // 8, 2, 8, BLOCK_K.value], (E4M3_GATE_UP if scaled else GATE_UP).value,
     )  # fmt: skip
-    downs = TensorDescriptor(down, [E, H, F], [H * F, F, 1], [1, ROWS.value, BLOCK_K.value], DOWN.value)
+    downs = TensorDescriptor(
+        down_stored, [E, H, F], [H * F, F, 1], [1, ROWS.value, BLOCK_K.value], (E4M3_DOWN if scaled else DOWN).value
+    )
     programs = 2 * sm_count(x.device)
     words = workspace(x.device, programs * ROWS.value * MAX_TOKENS // 2)
     sums = out if isinstance(out, SumTarget) else None
-    both = (True, gates, x, gate_up_bias, None, h, None), (False, downs, h, down_bias, addend, out, sums)
-    for gate, w, xs, bias, summand, y, to in both:
+    both = (
+        (True, gates, gate_scales, gate_groups, x, gate_up_bias, None, h, None),
+        (False, downs, down_scales, down_groups, h, down_bias, addend, out, sums),
+    )
+    for gate, w, scales, groups, xs, bias, summand, y, to in both:
         _moe_sm90_kernel[(programs,)](
-            w, xs, ids, weights, bias, summand, None if to else y, words if gate or to else words.view(torch.int32),
-            *(to.peers, to.count) if to else (None, None), xs.stride(0) // 8, N,
-            first, clamp_at if clamp_at is not None else 0.0, to.rank if to else 0,
-            TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=max(32, triton.next_power_of_2(N * k)), GATE=gate,
+            w, scales, xs, ids, weights, bias, summand, None if to else y,
+            words if gate or to else words.view(torch.int32), *(to.peers, to.count) if to else (None, None),
+            xs.stride(0) // 8, N, first, clamp_at if clamp_at is not None else 0.0, to.rank if to else 0,
+            TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=max(32, triton.next_power_of_2(N * k)), **groups, GATE=gate,
             BIAS=bias is not None, PLUS=summand is not None, CLAMPED=clamp_at is not None, **sum_shape(to),
             num_warps=4, launch_pdl=True,
         )  # fmt: skip

@@ -53,7 +53,7 @@ from kernels.moe.experts import (
     tiles_of,
     way_of,
 )
-from kernels.moe.experts_sm90 import BLOCK_K, DOWN, GATE_UP, HALF, _moe_sm90_kernel
+from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
 from kernels.moe.router import _route_kernel
 from kernels.peers.all_gather import _all_gather_kernel
@@ -228,14 +228,24 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield from moe_cases(bf16, 128, 2048, 96, 8, False)  # ranks of Qwen3-30B-A3B and gpt-oss-20b
     yield from moe_cases(bf16, 4, 2880, 2880, 4, True)
     yield from moe_cases(fp32, 5, 33, 7, 2, True)
-    for E, H, F, k, tokens, clamped in (
-        (4, 2880, 2880, 4, 1, True),
-        (32, 2880, 360, 4, 8, True),
-        (64, 7168, 1024, 8, 8, False),
+    yield from moe_cases(bf16, 32, 7168, 2048, 8, False, 128)  # of DeepSeek-R1; by channels; of gpt-oss-120b
+    yield from moe_cases(bf16, 128, 2048, 96, 8, False, 2048)
+    yield from moe_cases(bf16, 16, 2880, 2880, 4, True, 32)
+    for E, H, F, k, tokens, clamped, scaled, begin in (
+        (4, 2880, 2880, 4, 1, True, False, 0),
+        (32, 2880, 360, 4, 8, True, False, 0),
+        (64, 7168, 1024, 8, 8, False, False, 0),
+        (32, 7168, 2048, 8, 8, False, True, 0),
+        (32, 2880, 352, 4, 1, True, True, 64),
     ):
         shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(32, tokens * k), "CLAMPED": clamped}
         for gate in (True, False):
             extra = {"GATE": gate, "BIAS": clamped, "PLUS": not gate} | ({"addend": None} if gate else {})
+            begin = 0 if gate else begin
+            groups = (
+                {"GROUPS": triton.cdiv(begin + (H if gate else F), 128)} if scaled else {"GROUPS": 0, "scales": None}
+            )
+            extra |= groups | {"GROUP": 128, "BEGIN": begin}
             plain = sum_shape(None) | {"peers": None, "turns": None}
             yield "moe-sm90", bf16, _moe_sm90_kernel, shape | extra | plain, {"num_warps": 4}
             if not gate:
@@ -354,24 +364,32 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 
 def moe_cases(
-    dtype: torch.dtype, E: int, H: int, F: int, k: int, clamped: bool
+    dtype: torch.dtype, E: int, H: int, F: int, k: int, clamped: bool, group: int = 0
 ) -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """E experts of width F on a rank, k a token; few tokens, some and many."""
+    """E experts of width F on a rank, k a token; few tokens, some and many; in e4m3, or in e2m1 by groups of 32."""
     shape = {"EXPERTS": E, "H": H, "F": F, "BIAS": clamped, "PDL": True}
+    shape |= {"GROUP": group, "BEGIN": 0} if group else {"GROUP": 1, "GROUPS": 0, "BEGIN": 0, "scales": None}
+    of_h, of_f = ({"GROUPS": triton.cdiv(columns, group)} if group else {} for columns in (H, F))
+    run = {0: 8, 32: 32}.get(group, 16)
+    stored = {0: dtype, 32: torch.uint8}.get(group, torch.float8_e4m3fn)
+    name = {0: "moe", 32: "moe-mxfp4"}.get(group, "moe-fp8")
     gate, slots = {"TOP_K": k, "CLAMPED": clamped}, {"TOP_K": k, "BLOCK_S": k, "PLUS": True}
     alone = sum_shape(None) | {"peers": None, "turns": None}
     world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "out": None}
-    tile, down_tile = few_tiles(1, F)
-    options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
-    yield "moe-few", dtype, _gate_up_few_kernel, shape | gate | tile, options
-    for to in (alone, world | {"TWO_SHOT": True}, world | {"TWO_SHOT": False}):
-        yield "moe-few", dtype, _down_few_kernel, shape | slots | down_tile | to, down_options
-    for tokens in (64, 512):
-        tile, down_tile = tiles_of(way_of(tokens, k, E), tokens * k, E, F, H, dtype, touched=E / 132)
+    for tokens in (1, 4):
+        tile, down_tile = few_tiles(tokens, F, run, run)
         options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
-        find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64, "ALWAYS": int(k > 4)}
-        yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options
-        yield f"moe-{tokens}", dtype, _down_kernel, shape | find | down_tile, down_options
+        yield f"{name}-few", dtype, _gate_up_few_kernel, shape | of_h | gate | tile, options
+        for to in (alone, world | {"TWO_SHOT": True}, world | {"TWO_SHOT": False}):
+            yield f"{name}-few", dtype, _down_few_kernel, shape | of_f | slots | down_tile | to, down_options
+    for tokens in (64, 512, 8192):
+        way = way_of(tokens, k, E)
+        tile, down_tile = tiles_of(way, tokens * k, E, F, H, dtype, touched=E / 132, weights=stored)
+        options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
+        find = {"BLOCK_P": 1 if tokens > 64 else tokens * k, "BLOCK_E": 256}
+        find |= {"SORTED": tokens > 64, "ALWAYS": int(k > 4)}
+        yield f"{name}-{tokens}", dtype, _gate_up_kernel, shape | of_h | gate | find | tile, options
+        yield f"{name}-{tokens}", dtype, _down_kernel, shape | of_f | find | down_tile, down_options
     total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PLUS": True, "PDL": True}
     for to in (alone, world | {"TWO_SHOT": True}, world | {"TWO_SHOT": False}):
         yield "moe-sum", dtype, _sum_kernel, total | to, {"num_warps": 4}
@@ -389,6 +407,10 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         kind, aligned = SPECIAL.get(name, ("i32", True))
         if name in TENSORS:
             kind = "*i32" if words and (not mixed or name == "result") else f"*{NAMES[dtype]}"
+        if constants.get("GROUPS") and name in ("gate_up", "down"):
+            kind = "*u8" if constants["GROUP"] == 32 else "*fp8e4nv"
+        if constants.get("GROUPS") and name == "scales":
+            kind = "*u8" if constants["GROUP"] == 32 else "*fp32"
         if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
             kind = "*fp32"
         if name in DESCRIPTORS:
@@ -402,7 +424,10 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if function is _moe_sm90_kernel and name == "w":
             gate = [1, HALF.value // 8, 2, 8, BLOCK_K.value], GATE_UP
             block, layout = gate if constants["GATE"] else ([1, DOWN_ROWS.value, BLOCK_K.value], DOWN)
-            kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{layout.value!r}>", False
+            element = NAMES[dtype]
+            if constants["GROUPS"]:
+                layout, element = E4M3_GATE_UP if constants["GATE"] else E4M3_DOWN, "fp8e4nv"
+            kind, aligned = f"tensordesc<{element}{block},{layout.value!r}>", False
         if function is _moe_sm90_kernel and name == "x_n":
             aligned = False
         signature[name] = "constexpr" if name in constants else kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from kernels.moe import experts as moe_module
 from kernels.moe import experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import route
+from kernels.scaled import ScaledMatrix, groups
 
 
 @dataclass
@@ -28,8 +30,8 @@ class Case:
     x: Tensor
     ids: Tensor
     weights: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Any  # Tensor or ScaledMatrix
+    down: Any
     first: int = 0
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -52,7 +54,8 @@ class Case:
             pairs = (local == e).nonzero().tolist()
             if not pairs:
                 continue
-            gate_up, down = self.gate_up[e].double(), self.down[e].double()
+            both = self.gate_up[e], self.down[e]
+            gate_up, down = ((w.unpacked() if isinstance(w, ScaledMatrix) else w).double() for w in both)
             for n, slot in pairs:
                 gate, up = (gate_up @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e])).chunk(2)
                 if self.clamp_at is None:
@@ -90,6 +93,38 @@ def make_case(
         *((normal(E, 2 * F, behind=1), normal(E, H, behind=1), 1.5) if clamped else (None, None, None)),
         normal(N, H, behind=1) if addend else None,
     )
+
+
+def scaled(like: Tensor, packed: bool, group: int, begin: int, seed: int = 0) -> ScaledMatrix:
+    """Weights of the size of `like` [E, R, K]: e4m3 with scales from 1e-6 to 1e2, or e2m1 with powers of two.
+
+    Behind the last expert stand NaN, in numbers and in scales.
+    """
+    device = like.device
+    gen = torch.Generator(device).manual_seed(seed)
+    (E, R, K), size = like.shape, like.shape[2] ** -0.5
+    shape = E + 1, groups(begin, K, group), R
+    if packed:
+        data = torch.randint(256, (E + 1, R, K // 2), generator=gen, dtype=torch.uint8, device=device)
+        top = round(math.log2(size)) - 1
+        scales = (torch.randint(-20, top + 1, shape, generator=gen, device=device) + 127).to(torch.uint8)
+        scales[:, ::2] = top + 127  # so that most weights count
+        scales[E] = 255
+    else:
+        scales = 10 ** (torch.rand(shape, generator=gen, device=device) * 8 - 6)
+        each = scales.mT[..., (begin + torch.arange(K, device=device)) // group]
+        weights = torch.randn(E + 1, R, K, generator=gen, device=device) * size
+        data = (weights / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        data.view(torch.uint8)[E], scales[E] = 0x7F, torch.nan
+    return ScaledMatrix(data[:E], scales[:E], group, begin)
+
+
+def scaled_case(case: Case, packed: bool, group: int = 0, begins: tuple[int, int] = (0, 0)) -> Case:
+    """The case with other weights, in groups of 128 or 32 columns that begin so far before the first column."""
+    group = group or (32 if packed else 128)
+    gate_up = scaled(case.gate_up, packed, group, begins[0])
+    down = scaled(case.down, packed, group, begins[1], seed=1)
+    return replace(case, gate_up=gate_up, down=down)
 
 
 def check(out: Tensor, case: Case) -> None:
@@ -181,6 +216,39 @@ def test_experts_of_all_tokens(N: int, k: int, E: int, shared_count: int, where:
     ids = torch.stack([torch.randperm(E - shared_count)[: k - shared_count] + shared_count for _ in range(N)])
     case.ids[:] = torch.cat([ids, torch.arange(shared_count).expand(N, -1)], 1)
     check(replace(case, shared_count=shared_count).result(), case)
+
+
+FORMATS = [  # e2m1 or e4m3, columns of a group, columns of the first groups that other ranks have
+    (False, 128, (0, 0)), (False, 128, (64, 96)), (False, 128, (8, 120)), (False, 256, (128, 200)),
+    (False, 512, (0, 64)), (True, 32, (0, 0)), (True, 32, (8, 16)), (True, 32, (0, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("packed, group, begins", FORMATS)
+@pytest.mark.parametrize("N, k, E, H, F", [(1, 4, 8, 288, 48), (7, 3, 5, 100, 162), (18, 2, 3, 34, 24)])
+def test_weights_of_a_few_bits(
+    packed: bool, group: int, begins: tuple[int, int], N: int, k: int, E: int, H: int, F: int, where: torch.device
+) -> None:
+    """Ragged groups, cuts inside of one, one of all columns; experts elsewhere, shared ones, biases and clamps."""
+    N = min(N, 4) if moe_module.way_of(N, k, E) == "few" else N
+    case = make_case(
+        N, k, E, H, F, experts=E + 3, first=N % 2, clamped=N == 7, addend=N > 1, device=where, seed=N
+    )  # fmt: skip
+    case = scaled_case(replace(case, shared_count=N % 2), packed, group, begins)
+    check(case.result(), case)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("off", [(0, 1, 0), (0, 0, 1)])
+def test_a_scale_of_a_neighbour_is_caught(packed: bool, off: tuple[int, ...], where: torch.device) -> None:
+    """Of another group, or of another row."""
+    case = scaled_case(make_case(4, 2, 4, 260, 136, device=where), packed, begins=(64, 0))
+    check(case.result(), case)
+    for name in ("gate_up", "down"):
+        right = getattr(case, name)
+        wrong = replace(right, scales=right.scales.roll(off, (0, 1, 2)).contiguous())
+        with pytest.raises(AssertionError, match="not close"):
+            check(replace(case, **{name: wrong}).result(), case)
 
 
 def test_ranks_add_up(kernel: torch.device) -> None:
@@ -282,6 +350,24 @@ def test_long(N: int, k: int, E: int, H: int, F: int, clamped: bool, dtype: torc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("packed, group, begins", FORMATS)
+@pytest.mark.parametrize(
+    "N, k, E, H, F", [(1, 8, 128, 2048, 96), (5, 8, 128, 512, 192), (64, 4, 8, 352, 208), (900, 2, 4, 256, 104)]
+)
+def test_long_of_a_few_bits(
+    N: int, k: int, E: int, H: int, F: int, packed: bool, group: int, begins: tuple[int, int], dtype: torch.dtype
+) -> None:
+    case = make_case(
+        N, k, E, H, F, experts=2 * E, first=E // 2, clamped=N == 64, addend=True, dtype=dtype, device="cuda"
+    )
+    case = scaled_case(case, packed, max(group, H if group > 256 else 0), begins)
+    out = case.result()
+    check(out, case)
+    assert torch.equal(out, case.result())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("N, F", [(2, 96), (32, 96), (1, 384), (8, 384)])
 def test_one_graph_serves_all_ids(N: int, F: int) -> None:
     E, k = 16, 4
@@ -365,6 +451,41 @@ def test_hopper(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "k, experts, E, H, F, clamped, group, begins",
+    [
+        (8, 128, 16, 2048, 768, False, 128, (0, 0)), (8, 256, 32, 7168, 2048, False, 128, (0, 0)),
+        (4, 32, 8, 2880, 1440, True, 128, (0, 96)), (4, 32, 32, 2880, 336, True, 128, (72, 8)),
+        (8, 16, 16, 2048, 384, False, 4096, (0, 384)), (8, 16, 16, 2048, 384, False, 256, (128, 200)),
+    ],
+)  # fmt: skip
+def test_hopper_of_e4m3(
+    k: int, experts: int, E: int, H: int, F: int, clamped: bool, group: int, begins: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As above; a rank's columns begin inside a group, which some rows or all share; wrong scales are caught."""
+    case = scaled_case(wide_case(k, experts, E, H, F, clamped), False, group, begins)
+    poison(monkeypatch)
+    for N in (8, 3, 1):
+        case = replace(
+            case, x=case.x[:N], ids=case.ids[:N], weights=case.weights[:N], addend=case.addend[:N] if N > 1 else None
+        )
+        local = torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32)
+        unused = ~torch.isin(local, case.ids)
+        for w in (case.gate_up, case.down):
+            w.data.view(torch.uint8)[unused] = 0x7F
+            w.scales[unused] = torch.nan
+        check_hopper(case)
+    case = scaled_case(wide_case(k, experts, E, H, F, clamped), False, group, begins)
+    for name in ("gate_up", "down"):
+        right = getattr(case, name)
+        for dim in (1, 2)[right.scales.shape[1] == 1 :]:
+            wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
+            with pytest.raises(AssertionError, match="not close"):
+                check(replace(case, **{name: wrong}).result(), case)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("N", [1, 2, 3, 8])
 @pytest.mark.parametrize("clamped", [False, True])
 def test_hopper_crowded_and_empty(N: int, clamped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +538,9 @@ def test_hopper_does_not_take() -> None:
     assert not experts_sm90.fits(x[:, 1:], gate_up, down)
     assert not experts_sm90.fits(x, gate_up, down[..., :312])  # a view, for its shape alone
     assert not experts_sm90.fits(x, gate_up.flatten()[1:], down)
+    for F, packed, begin in ((336, False, 8), (328, False, 0), (336, False, 4), (336, True, 0)):
+        case = scaled_case(wide_case(4, 8, 8, 512, F, False), packed, begins=(0, begin))
+        assert experts_sm90.fits(case.x, case.gate_up, case.down) == ((F, packed, begin) == (336, False, 8))
 
 
 def check_layers_in_a_graph(case: Case, experts: int, k: int) -> None:

@@ -1,0 +1,104 @@
+"""Rows of weights of a few bits (`kernels.scaled.ScaledMatrix`) in the products of Triton kernels.
+
+A scale multiplies the fp32 sum over its group's columns, so that nothing is rounded but the sum. Only those of e2m1,
+powers of two, may go into a bf16 weight before: that is exact, and spares a sum for every 32 columns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.scaled import ScaledMatrix
+
+
+@triton.jit
+def numbers(w, dtype: tl.constexpr):
+    """Converts stored weights [R, C] to bf16 or fp32, exactly if they are of a few bits; bytes hold pairs -> [R, 2 C].
+
+    The three bits of e2m1 become exponent and mantissa of a tiny number, which is multiplied by a power of two.
+    """
+    if w.dtype == tl.uint8:
+        w = w.to(tl.uint32)
+        w = ((w * 0x40040) & 0x01C001C0) | ((w * 0x1001000) & 0x80008000)  # two of bf16, which are also fp32's halves
+        if dtype == tl.bfloat16:
+            low = w.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+            high = (w >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        else:
+            low = (w << 16).to(tl.float32, bitcast=True)
+            high = (w & 0xFFFF0000).to(tl.float32, bitcast=True)
+        pairs = tl.join(low, high) * tl.full([], 2.0**126, dtype)
+        return tl.reshape(pairs, [w.shape[0], 2 * w.shape[1]])
+    elif w.dtype == dtype:
+        return w
+    else:
+        return w.to(tl.float32).to(dtype)  # not to bf16 at once: from fp16, that is a slow instruction
+
+
+@triton.jit
+def load_scales(at, mask):
+    """Loads scales as fp32; 2^-127 becomes zero."""
+    scale = tl.load(at, mask=mask, other=0.0)
+    if scale.dtype == tl.uint8:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def inside(offset, at, K: tl.constexpr, BEGIN: tl.constexpr):
+    """Tells which of the columns from `at` on, which may be negative if BEGIN is not zero, a matrix has."""
+    if BEGIN > 0:
+        return (offset < K - at) & (offset >= -at)
+    else:
+        return offset < K - at
+
+
+@triton.jit
+def add_product(acc, w, xs, scales_at, group, ROWS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Adds the product of stored weights [R, K] and xs [K, N] to fp32 sums.
+
+    The columns begin with a group, or are a part of one; `scales_at` [R] points to scales of the first group, the next
+    group's are ROWS further. A single group of e4m3 is left to `finish`.
+    """
+    if GROUPS == 0:
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
+    elif scales_at.dtype.element_ty == tl.uint8:
+        w = numbers(w, xs.dtype)
+        count: tl.constexpr = w.shape[1] // GROUP
+        groups = group + tl.arange(0, count)
+        scale = load_scales(scales_at[:, None] + (groups * ROWS)[None, :], (groups < GROUPS)[None, :]).to(xs.dtype)
+        w = tl.reshape(tl.reshape(w, [w.shape[0], count, GROUP]) * scale[:, :, None], w.shape)
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
+    elif GROUPS == 1:
+        acc = tl.dot(numbers(w, xs.dtype), xs, acc, input_precision="ieee")
+    else:
+        scale = tl.load(scales_at + group * ROWS)
+        acc += scale[:, None] * tl.dot(numbers(w, xs.dtype), xs, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def finish(acc, scales_at, GROUPS: tl.constexpr):
+    """Multiplies finished sums by the scales of a single group of e4m3."""
+    if GROUPS == 1:
+        if scales_at.dtype.element_ty != tl.uint8:
+            acc *= tl.load(scales_at)[:, None]
+    return acc
+
+
+def stored(weight: torch.Tensor | ScaledMatrix) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+    """Returns what kernels read of a weight: its numbers, their scales or None, and the shape of the groups."""
+    if isinstance(weight, torch.Tensor):
+        return weight, None, dict(GROUP=1, GROUPS=0, BEGIN=0)
+    return weight.data, weight.scales, dict(GROUP=weight.group, GROUPS=weight.scales.shape[-2], BEGIN=weight.begin)
+
+
+def run_of(weight: torch.Tensor | ScaledMatrix, run: int) -> int:
+    """Computes how many neighbouring weights of one group a thread loads at once: 16 bytes, `run` of bf16, or fewer."""
+    if isinstance(weight, torch.Tensor):
+        return run
+    return math.gcd(4 * run if weight.packed else 2 * run, weight.begin)
