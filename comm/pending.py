@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.dense.linear import linear, linear_send, sends
 from kernels.peers.mailbox import SumTarget
+from kernels.scaled import Matrix
 
 
 class PendingSum(Protocol):
@@ -35,7 +36,7 @@ class PendingProjection:
     """
 
     x: Tensor
-    weight: Tensor
+    weight: Matrix
     bias: Tensor | None
 
     def compute(self) -> Tensor:

@@ -14,21 +14,33 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.dense import linear_sm90
+from kernels.dense.linear_scaled import scaled_linear
+from kernels.dense.scaled_rows import run_of, stored
 from kernels.dense.silu_mul import silu_mul
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_words, turn
 from kernels.reference.linear import linear as reference
+from kernels.scaled import Matrix, ScaledMatrix
 
 MAX_ROWS = 4  # of x; more rows go to `linear_sm90` or a library
 RUN = 8  # neighbouring weights that a thread loads at once (16 bytes of bf16) and reduces itself
 
 
 @triton.jit
+def _scaled(sums, scales_at, begin, R, K, RUN: tl.constexpr, GROUP: tl.constexpr, BEGIN: tl.constexpr):
+    """Multiplies sums over runs of columns [BLOCK_N, BLOCK_R, runs], the first from `begin` on, by their scales."""
+    column = begin + tl.arange(0, sums.shape[2]) * RUN
+    at = scales_at[:, None] + ((BEGIN + column) // GROUP * R)[None, :]
+    return sums * tl.load(at, mask=(column < K)[None, :], other=0.0)[None, :, :]
+
+
+@triton.jit
 def stream(
-    x, weight, row, up, x_n, N, K,
+    x, weight, scales, row, up, x_n, N, R, K,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies all rows of x with rows `row` [BLOCK_R] of the weight and, if PAIRED, with rows `up`.
+    """Multiplies all rows of x with rows `row` [BLOCK_R] of the weight, of R, and, if PAIRED, with rows `up`.
 
     Returns both products, [BLOCK_N, BLOCK_R, BLOCK_K / RUN] in fp32, to be summed over the last dim.
     """
@@ -48,22 +60,29 @@ def stream(
             us = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
         xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0)
         xs = tl.reshape(xs.to(tl.float32), [BLOCK_N, 1, runs, RUN])
-        acc += tl.sum(xs * tl.reshape(ws.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+        sums = tl.sum(xs * tl.reshape(ws.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+        acc += _scaled(sums, scales + row, begin, R, K, RUN, GROUP, BEGIN) if GROUPS > 1 else sums
         if PAIRED:
-            ups += tl.sum(xs * tl.reshape(us.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+            sums = tl.sum(xs * tl.reshape(us.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+            ups += _scaled(sums, scales + up, begin, R, K, RUN, GROUP, BEGIN) if GROUPS > 1 else sums
+    if GROUPS == 1:
+        acc *= tl.load(scales + row)[None, :, None]
+        if PAIRED:
+            ups *= tl.load(scales + up)[None, :, None]
     return acc, ups
 
 
 @triton.jit
 def _linear_kernel(
-    x, weight, bias, out, peers, count, x_n, N, R, K, rank,
+    x, weight, scales, bias, out, peers, count, x_n, N, R, K, rank,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     if RANKS > 0:  # Looked up while weights are loaded.
-        dtype: tl.constexpr = weight.dtype.element_ty
+        dtype: tl.constexpr = x.dtype.element_ty
         VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # of a word
         w = tl.program_id(0) * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
         tag = turn(count)
@@ -71,7 +90,10 @@ def _linear_kernel(
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
     n = tl.arange(0, BLOCK_N)
-    acc, ups = stream(x, weight, row, row + R, x_n, N, K, BLOCK_N, BLOCK_K, RUN, GATED, STAGES)
+    acc, ups = stream(
+        x, weight, scales, row, row + R, x_n, N, 2 * R if GATED else R, K, GROUP, GROUPS, BEGIN,
+        BLOCK_N, BLOCK_K, RUN, GATED, STAGES,
+    )  # fmt: skip
     start_successor(PDL)
     y = tl.sum(acc, 2)
     if BIAS:
@@ -92,7 +114,7 @@ def _linear_kernel(
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     bias: torch.Tensor | None = None,
     *,
     gated: bool = False,
@@ -102,7 +124,7 @@ def linear(
 
     Args:
         x: [N, K], last dim contiguous.
-        weight: [R, K] in x's dtype, contiguous; gated: [2 R, K], the gate's rows before the others.
+        weight: [R, K] in x's dtype or e4m3, contiguous; gated: [2 R, K], the gate's rows before the others.
         bias: one value for each row of the weight, or None.
         gated: apply the gate, silu(y_1) * y_2.
         exact: return fp32 if x's dtype is shorter; not with bias or gate.
@@ -116,59 +138,70 @@ def linear(
     assert not exact or (not gated and bias is None)
     if not dispatch.on_gpu(x):
         return reference(x, weight, bias, gated, dtype)
-    if x.is_cuda and linear_sm90.fits(x, weight):
+    if isinstance(weight, torch.Tensor) and x.is_cuda and linear_sm90.fits(x, weight):
         out = torch.empty(N, R, dtype=dtype, device=x.device)
         linear_sm90.launch(x, weight, bias, out, gated)
         return out
-    if not 0 < N <= MAX_ROWS or R == 0 or K == 0:
+    if isinstance(weight, ScaledMatrix) and not 0 < N <= MAX_ROWS:
+        out = torch.empty(N, R, dtype=dtype, device=x.device)
+        scaled_linear(x, weight, bias, out, gated)
+        return out
+    if isinstance(weight, torch.Tensor) and (not 0 < N <= MAX_ROWS or R == 0 or K == 0):
         if dtype != x.dtype and x.is_cuda:
             return torch.mm(x, weight.mT, out_dtype=dtype)
         y = F.linear(x.to(dtype), weight.to(dtype), bias)
         return silu_mul(y) if gated else y
-    assert x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == x.dtype
+    assert x.stride(1) == 1
     out = torch.empty(N, R, dtype=dtype, device=x.device)
-    tile = _tile(N, R, K, gated)
+    data, scales, groups = stored(weight)
+    tile = _tile(N, R, K, gated, run_of(weight, RUN))
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
-        x, weight, bias, out, None, None, x.stride(0), N, R, K, 0,
-        RUN=RUN, BIAS=bias is not None, GATED=gated, RANKS=0, PIECES=0, SIZE=0, **tile, **overlapped(x),
+        x, data, scales, bias, out, None, None, x.stride(0), N, R, K, 0,
+        BIAS=bias is not None, GATED=gated, RANKS=0, PIECES=0, SIZE=0, **groups, **tile, **overlapped(x),
     )  # fmt: skip
     return out
 
 
-def sends(x: torch.Tensor, weight: torch.Tensor, two_shot: bool) -> bool:
+def sends(x: torch.Tensor, weight: Matrix, two_shot: bool) -> bool:
     """Returns whether `linear_send` supports these tensors."""
-    if not dispatch.on_gpu(x) or 0 in weight.shape or len(weight) * weight.itemsize % 4:
+    if not dispatch.on_gpu(x) or 0 in weight.shape or len(weight) * x.itemsize % 4:
         return False
-    if x.is_cuda and linear_sm90.fits(x, weight):
-        return True
-    plain = x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype and x.dtype in DTYPES
-    return plain and len(x) == 1 and not two_shot
+    if isinstance(weight, torch.Tensor):
+        if x.is_cuda and linear_sm90.fits(x, weight):
+            return True
+        if not weight.is_contiguous() or x.dtype != weight.dtype:
+            return False
+    return x.stride(1) == 1 and x.dtype in DTYPES and len(x) == 1 and not two_shot
 
 
-def linear_send(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sums: SumTarget) -> None:
+def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums: SumTarget) -> None:
     """Projects x and sends the result to the ranks that sum it: phase 1 of `kernels.peers.all_reduce_norm`.
 
     Args:
         x: [N, K], last dim contiguous.
-        weight: [H, K] in x's dtype, contiguous.
+        weight: [H, K] in x's dtype or e4m3, contiguous.
         bias: [H] or None.
         sums: the reducing ranks' boxes, with as many slices per row as `H` values fill.
     """
-    if x.is_cuda and linear_sm90.fits(x, weight):
+    if isinstance(weight, torch.Tensor) and x.is_cuda and linear_sm90.fits(x, weight):
         linear_sm90.launch(x, weight, bias, sums, False)
         return
     R, K = weight.shape
-    assert len(x) == 1 and not sums.two_shot and x.stride(1) == 1 and weight.is_contiguous()
-    tile = _tile(1, R, K, False)
+    assert len(x) == 1 and not sums.two_shot and x.stride(1) == 1
+    data, scales, groups = stored(weight)
+    tile = _tile(1, R, K, False, run_of(weight, RUN))
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
-        x, weight, bias, None, sums.peers, sums.count, x.stride(0), 1, R, K, sums.rank,
-        RUN=RUN, BIAS=bias is not None, GATED=False, RANKS=sums.peers.numel(), PIECES=sums.pieces,
-        SIZE=sums.slice_words, **tile, **overlapped(x),
+        x, data, scales, bias, None, sums.peers, sums.count, x.stride(0), 1, R, K, sums.rank,
+        BIAS=bias is not None, GATED=False, RANKS=sums.peers.numel(), PIECES=sums.pieces, SIZE=sums.slice_words,
+        **groups, **tile, **overlapped(x),
     )  # fmt: skip
 
 
-def _tile(N: int, R: int, K: int, gated: bool) -> dict[str, int]:
-    """Chooses launch options, by H200 timings: few weights per thread, or more for a matrix with many rows."""
+def _tile(N: int, R: int, K: int, gated: bool, run: int) -> dict[str, int]:
+    """Chooses launch options, by H200 timings: few weights per thread, or more for a matrix with many rows.
+
+    A thread loads `run` neighbouring weights at once; fewer if its row is too short for all threads.
+    """
     short = R <= 2048
     if N == 1 and not gated and K <= 512:  # more warps would have nothing to read
         rows, warps, stages = 8, 2, 1
@@ -181,6 +214,8 @@ def _tile(N: int, R: int, K: int, gated: bool) -> dict[str, int]:
     else:
         rows, warps, stages = (8, 2, 1) if N == 2 and K <= 1024 else (4, 4, 1)
     # The warps lie side by side along K, so that x and the weights are cut into the same threads' runs.
+    run = min(run, max(RUN, triton.next_power_of_2(K) // (warps * 32))) if run > RUN else run
     return dict(
-        BLOCK_N=triton.next_power_of_2(N), BLOCK_R=rows, BLOCK_K=warps * 32 * RUN, STAGES=stages, num_warps=warps
+        BLOCK_N=triton.next_power_of_2(N), BLOCK_R=rows, BLOCK_K=warps * 32 * run, RUN=run, STAGES=stages,
+        num_warps=warps,
     )  # fmt: skip

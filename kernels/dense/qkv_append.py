@@ -17,14 +17,17 @@ from kernels.attention.kv_append import HeadSlots, kv_append, store_heads
 from kernels.attention.paged_tiles import ROOMY
 from kernels.dense import linear_sm90
 from kernels.dense.linear import MAX_ROWS, RUN, linear, stream
+from kernels.dense.scaled_rows import run_of, stored
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.scaled import Matrix, ScaledMatrix
 
 WARPS = 48  # that fit an SM's registers
 
 
 @triton.jit
 def _qkv_append_kernel(
-    x, weight, bias, cos, sin, slots, k_cache, v_cache, q, x_n, N, K, k_page, v_page,
+    x, weight, scales, bias, cos, sin, slots, k_cache, v_cache, q, x_n, N, K, k_page, v_page,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
     HEAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -43,7 +46,10 @@ def _qkv_append_kernel(
     at = (n * half)[:, None] + d[None, :]
     c = tl.load(cos + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
     s = tl.load(sin + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
-    acc, ups = stream(x, weight, row, row + half, x_n, N, K, BLOCK_N, BLOCK_K, RUN, True, STAGES)
+    acc, ups = stream(
+        x, weight, scales, row, row + half, x_n, N, 2 * pairs, K, GROUP, GROUPS, BEGIN,
+        BLOCK_N, BLOCK_K, RUN, True, STAGES,
+    )  # fmt: skip
     if D > ROOMY:  # as in `kernels.attention.kv_append`
         start_successor(PDL)
     first, second = tl.sum(acc, 2), tl.sum(ups, 2)
@@ -59,7 +65,7 @@ def _qkv_append_kernel(
 
 def qkv_append(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     bias: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -72,7 +78,7 @@ def qkv_append(
 
     Args:
         x: [N, H], last dim contiguous.
-        weight: [(Hq + 2 Hkv) D, H] in x's dtype, contiguous: rows of the query, the key, the value heads.
+        weight: [(Hq + 2 Hkv) D, H] in x's dtype or e4m3, contiguous: rows of the query, the key, the value heads.
         bias: one value for each row of the weight, or None.
         cos, sin, k_cache, v_cache, slots, norms: see `kernels.attention.kv_append.kv_append`.
 
@@ -84,28 +90,31 @@ def qkv_append(
         qkv = linear(x, weight, bias).unflatten(-1, (-1, D))
         return kv_append(qkv, cos, sin, k_cache, v_cache, slots, norms)
     heads = HeadSlots.of(x, len(weight) // D, cos, sin, k_cache, v_cache, slots)
-    if on_hopper(x, weight, D):
+    if isinstance(weight, torch.Tensor) and on_hopper(x, weight, D):
         linear_sm90.launch(x, weight, bias, heads, False)
         return heads.q
     (N, K), pairs = x.shape, len(weight) // 2
-    tile = _tile(N, pairs, K, sm_count(x.device))
+    data, scales, groups = stored(weight)
+    tile = _tile(N, pairs, K, sm_count(x.device), run_of(weight, RUN))
     _qkv_append_kernel[(triton.cdiv(pairs, tile["BLOCK_R"]),)](
-        x, weight, bias, *heads.tensors, x.stride(0), N, K, *heads.strides,
-        **heads.shape, BLOCK_N=triton.next_power_of_2(N), RUN=RUN, BIAS=bias is not None, **tile, **overlapped(x),
+        x, data, scales, bias, *heads.tensors, x.stride(0), N, K, *heads.strides,
+        **heads.shape, **groups, BLOCK_N=triton.next_power_of_2(N), BIAS=bias is not None, **tile, **overlapped(x),
     )  # fmt: skip
     return heads.q
 
 
-def _tile(N: int, pairs: int, K: int, sms: int) -> dict[str, int]:
+def _tile(N: int, pairs: int, K: int, sms: int, run: int) -> dict[str, int]:
     """Chooses launch options, by H200 timings: many warps if all are resident at once and have much to read."""
     wide = N == 1 and K > 3072 and 8 * pairs <= WARPS * sms
     rows, warps = (1, 8 if wide else 4) if N == 1 else (2, 4)
-    return dict(BLOCK_R=rows, BLOCK_K=warps * 32 * RUN, STAGES=1, num_warps=warps)
+    return dict(BLOCK_R=rows, BLOCK_K=warps * 32 * run, RUN=run, STAGES=1, num_warps=warps)
 
 
-def fuses(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
+def fuses(x: torch.Tensor, weight: Matrix, D: int) -> bool:
     if not dispatch.on_gpu(x) or 0 in weight.shape or D % 2:
         return False
+    if isinstance(weight, ScaledMatrix):
+        return x.stride(1) == 1 and 0 < len(x) <= MAX_ROWS
     plain = x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
     return plain and (0 < len(x) <= MAX_ROWS or on_hopper(x, weight, D))
 

@@ -27,8 +27,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.dense.linear import RUN
+from kernels.dense.scaled_rows import add_product, finish, inside, load_scales, numbers, product, run_of, stored
 from kernels.moe import experts_sm90
-from kernels.moe.scaled_rows import add_product, finish, inside, load_scales, numbers, run_of, stored
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
 from kernels.reference.experts import ALPHA
@@ -218,26 +218,6 @@ def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
 
 
 @triton.jit
-def _product(
-    rows_at, scales_at, x_at, valid, K: tl.constexpr, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Multiplies rows of a weight with rows of x, given pointers to both -> [BLOCK_R, BLOCK_N] in fp32."""
-    PACK: tl.constexpr = 2 if rows_at.dtype.element_ty == tl.uint8 else 1
-    k = tl.arange(0, BLOCK_K)
-    c = tl.arange(0, BLOCK_K // PACK)
-    acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
-    for begin in tl.range(-BEGIN, K, BLOCK_K, num_stages=STAGES):
-        w_mask = inside(c, begin // PACK, K // PACK, BEGIN)[None, :]
-        w = tl.load(rows_at[:, None] + (begin // PACK + c)[None, :], mask=w_mask, other=0.0)
-        x_mask = inside(k, begin, K, BEGIN)[:, None] & valid[None, :]
-        xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=x_mask, other=0.0)
-        acc = add_product(acc, w, xs, scales_at, (BEGIN + begin) // GROUP, ROWS, GROUP, GROUPS)
-    return finish(acc, scales_at, GROUPS)
-
-
-@triton.jit
 def _gate_up_kernel(
     x, ids, weights, gate_up, scales, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
@@ -263,7 +243,7 @@ def _gate_up_kernel(
         scales_at = scales
         if GROUPS > 0:
             scales_at += expert.to(tl.int64) * (GROUPS * 2 * F) + row
-        y = _product(
+        y = product(
             rows_at, scales_at, x + pair // TOP_K * x_n, valid, H, 2 * F, GROUP, GROUPS, BEGIN,
             BLOCK_R, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip

@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dense.scaled_rows import stored
 from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
 from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts, weights_of
-from kernels.moe.scaled_rows import stored
 from kernels.overlap import sm_count
 from kernels.peers.mailbox import TURN, SumTarget, sum_shape
 from kernels.reference.experts import ALPHA

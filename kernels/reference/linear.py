@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from kernels.reference.silu_mul import silu_mul
+from kernels.scaled import Matrix, ScaledMatrix
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, dtype: torch.dtype
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, gated: bool, dtype: torch.dtype) -> torch.Tensor:
     """Computes x W^T + b, or its gate, in `dtype`; shapes as in `kernels.dense.linear.linear`."""
-    y = F.linear(x.to(dtype), weight.to(dtype), bias)
+    weight = weight.unpacked(dtype) if isinstance(weight, ScaledMatrix) else weight.to(dtype)
+    y = F.linear(x.to(dtype), weight, bias)
     return silu_mul(y) if gated else y

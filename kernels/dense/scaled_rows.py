@@ -90,6 +90,26 @@ def finish(acc, scales_at, GROUPS: tl.constexpr):
     return acc
 
 
+@triton.jit
+def product(
+    rows_at, scales_at, x_at, valid, K: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiplies rows of a weight with rows of x, given pointers to both -> [BLOCK_R, BLOCK_N] in fp32."""
+    PACK: tl.constexpr = 2 if rows_at.dtype.element_ty == tl.uint8 else 1
+    k = tl.arange(0, BLOCK_K)
+    c = tl.arange(0, BLOCK_K // PACK)
+    acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+    for begin in tl.range(-BEGIN, K, BLOCK_K, num_stages=STAGES):
+        w_mask = inside(c, begin // PACK, K // PACK, BEGIN)[None, :]
+        w = tl.load(rows_at[:, None] + (begin // PACK + c)[None, :], mask=w_mask, other=0.0)
+        x_mask = inside(k, begin, K, BEGIN)[:, None] & valid[None, :]
+        xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=x_mask, other=0.0)
+        acc = add_product(acc, w, xs, scales_at, (BEGIN + begin) // GROUP, ROWS, GROUP, GROUPS)
+    return finish(acc, scales_at, GROUPS)
+
+
 def stored(weight: torch.Tensor | ScaledMatrix) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
     """Returns what kernels read of a weight: its numbers, their scales or None, and the shape of the groups."""
     if isinstance(weight, torch.Tensor):

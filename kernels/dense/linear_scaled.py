@@ -1,0 +1,78 @@
+"""Projections of any number of rows with weights of a few bits: tensor cores multiply what is converted in registers.
+
+A program owns some rows of the weight and some of x, and walks through the weight's groups of columns; of two programs
+on an SM, one converts while the other multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.dense.scaled_rows import product, stored
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.scaled import ScaledMatrix
+
+TOGETHER = 8  # tiles of rows of x that neighbouring programs take beside each tile of the weight, out of the L2
+
+
+@triton.jit(do_not_specialize=["N"])
+def _scaled_linear_kernel(
+    x, weight, scales, bias, out, x_n, N, R: tl.constexpr, K: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = 2 * R if GATED else R
+    tiles_r: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (tiles_r * TOGETHER) * TOGETHER
+    wide = tl.minimum(tiles_n - band, TOGETHER)
+    rest = tl.program_id(0) % (tiles_r * TOGETHER)
+    tile_n = (band + rest % wide).to(tl.int64)
+    tile_r = rest // wide
+    r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    if GATED:  # rows of gate and up alternate, so that one tile holds both of a column
+        row = tl.minimum(r // 2, R - 1) + r % 2 * R
+    else:
+        row = tl.minimum(r, R - 1)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = n < N
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    y = product(
+        weight + row.to(tl.int64) * K, scales + row, x + n * x_n, valid, K, ROWS, GROUP, GROUPS, BEGIN,
+        BLOCK_R, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    if BIAS:
+        y += tl.load(bias + row).to(tl.float32)[:, None]
+    if GATED:
+        y, up = tl.split(tl.permute(tl.reshape(y, [BLOCK_R // 2, 2, BLOCK_N]), [0, 2, 1]))
+        # Rounded as the two projections' outputs would be.
+        y = y.to(out.dtype.element_ty).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up.to(out.dtype.element_ty).to(tl.float32)
+        r = tile_r * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
+    tl.store(out + (n * R)[None, :] + r[:, None], y, mask=(r < R)[:, None] & valid[None, :])
+
+
+def scaled_linear(
+    x: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | None, out: torch.Tensor, gated: bool
+) -> None:
+    """Runs `kernels.dense.linear.linear` into `out` [N, R], contiguous, of any dtype, for a matrix of a few bits."""
+    (N, K), R = x.shape, out.shape[1]
+    if 0 in out.shape:
+        return
+    assert x.stride(1) == 1 and out.is_contiguous()
+    data, scales, groups = stored(weight)
+    if x.dtype == torch.float32:
+        tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
+    elif N <= 64:
+        tile = dict(BLOCK_R=64, BLOCK_N=max(16, triton.next_power_of_2(N)), BLOCK_K=128, STAGES=5, num_warps=4)
+    else:
+        tile = dict(BLOCK_R=128, BLOCK_N=64 if N <= 128 else 128, BLOCK_K=64, STAGES=4, num_warps=4 if N <= 128 else 8)
+    programs = triton.cdiv(len(weight), tile["BLOCK_R"]) * triton.cdiv(N, tile["BLOCK_N"])
+    _scaled_linear_kernel[(programs,)](
+        x, data, scales, bias, out, x.stride(0), N, R=R, K=K, BIAS=bias is not None, GATED=gated, TOGETHER=TOGETHER,
+        **groups, **tile, **overlapped(x),
+    )  # fmt: skip
