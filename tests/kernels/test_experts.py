@@ -241,7 +241,7 @@ def test_weights_of_a_few_bits(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("off", [(0, 1, 0), (0, 0, 1)])
 def test_a_scale_of_a_neighbour_is_caught(packed: bool, off: tuple[int, ...], where: torch.device) -> None:
-    """Of another group, or of another row."""
+    """A wrong group and a wrong row both show."""
     case = scaled_case(make_case(4, 2, 4, 260, 136, device=where), packed, begins=(64, 0))
     check(case.result(), case)
     for name in ("gate_up", "down"):
@@ -463,7 +463,7 @@ def test_hopper_of_e4m3(
     k: int, experts: int, E: int, H: int, F: int, clamped: bool, group: int, begins: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """As above; a rank's columns begin inside a group, which some rows or all share; wrong scales are caught."""
+    """Columns that begin inside a group, of the least size, twice that, or all; wrong scales are caught."""
     case = scaled_case(wide_case(k, experts, E, H, F, clamped), False, group, begins)
     poison(monkeypatch)
     for N in (8, 3, 1):
