@@ -72,9 +72,7 @@ def random_weight(stored: Stored, E: int, R: int, K: int, given: Given) -> torch
 
 
 @torch.inference_mode()
-def measure(
-    given: Given, model: Experts, grid: tuple[int, int], tokens: int, stored: Stored = "bf16", kind: str = "moe"
-) -> list[Row]:
+def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int, stored: Stored = "bf16") -> list[Row]:
     """One rank's layer in microseconds, over inputs and weights that rotate, beside the bytes that it has to read."""
     device, (tpf, ep) = given.device, grid
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -121,12 +119,11 @@ def measure(
     assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {case}"
     touched = sum(len(ids[ids < E].unique()) for ids, _ in chosen) / copies
     row = {
-        "kind": kind,
-        "model": model.name,
+        "kind": "moe",
+        "model": model.name if stored == "bf16" else f"{model.name} in {stored}",
         "tpf": tpf,
         "ep": ep,
         "tokens": tokens,
-        "stored": stored,
         "always": shared_count,
         "experts": touched,
         "bytes": touched * expert_bytes,
@@ -144,15 +141,15 @@ def cases(given: Given) -> Iterable[tuple[Experts, tuple[int, int], int]]:
     return product([model for model in MODELS if _is_chosen(model, given)], GRIDS, TOKENS)
 
 
-def few_bits_cases(given: Given) -> Iterator[tuple[Experts, tuple[int, int], int, Stored, str]]:
+def few_bits_cases(given: Given) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
     """The same weights in bf16 and in a few bits, of whole experts and of slices; a chunk of a prefill last."""
     tiny: list[tuple[Experts, Stored]] = [(Experts("tiny", 8, 2, 64, 64), "fp8")]
     for model, few in FEW_BITS if given.gpu else tiny:
         if _is_chosen(model, given) or not given.gpu:
             for grid in ((1, 8), (8, 1)):
                 for tokens in (1, 4, 8, 16, 32, CHUNK) if given.gpu else (3,):
-                    yield model, grid, tokens, "bf16", "moe_few_bits"
-                    yield model, grid, tokens, few, "moe_few_bits"
+                    yield model, grid, tokens, "bf16"
+                    yield model, grid, tokens, few
 
 
 def _is_chosen(model: Experts, given: Given) -> bool:
@@ -164,9 +161,7 @@ BENCHMARK = Benchmark(
     __doc__,
     (
         Part(cases, measure, "model tpf ep tokens experts us route_us bar_us us/bar_us"),
-        Part(
-            few_bits_cases, measure, "model tpf ep tokens stored experts us bar_us us/bar_us", "weights of a few bits"
-        ),
+        Part(few_bits_cases, measure, "model tpf ep tokens experts us bar_us us/bar_us", "weights of a few bits"),
     ),
     models=tuple(dict.fromkeys(model.name for model in (*MODELS, *(model for model, _ in FEW_BITS)))),
 )

@@ -231,17 +231,15 @@ def test_weights_of_a_few_bits(
 ) -> None:
     """Ragged groups, cuts inside of one, one of all columns; experts elsewhere, shared ones, biases and clamps."""
     N = min(N, 4) if moe_module.way_of(N, k, E) == "few" else N
-    case = make_case(
-        N, k, E, H, F, experts=E + 3, first=N % 2, clamped=N == 7, addend=N > 1, device=where, seed=N
-    )  # fmt: skip
-    case = scaled_case(replace(case, shared_count=N % 2), packed, group, begins)
+    more: Any = dict(experts=E + 3, first=N % 2, clamped=N == 7, addend=N > 1, device=where, seed=N)
+    case = scaled_case(replace(make_case(N, k, E, H, F, **more), shared_count=N % 2), packed, group, begins)
     check(case.result(), case)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("off", [(0, 1, 0), (0, 0, 1)])
 def test_a_scale_of_a_neighbour_is_caught(packed: bool, off: tuple[int, ...], where: torch.device) -> None:
-    """Of another group, or of another row."""
+    """A wrong group and a wrong row both show."""
     case = scaled_case(make_case(4, 2, 4, 260, 136, device=where), packed, begins=(64, 0))
     check(case.result(), case)
     for name in ("gate_up", "down"):
@@ -358,12 +356,9 @@ def test_long(N: int, k: int, E: int, H: int, F: int, clamped: bool, dtype: torc
 def test_long_of_a_few_bits(
     N: int, k: int, E: int, H: int, F: int, packed: bool, group: int, begins: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    case = make_case(
-        N, k, E, H, F, experts=2 * E, first=E // 2, clamped=N == 64, addend=True, dtype=dtype, device="cuda"
-    )
-    case = scaled_case(case, packed, max(group, H if group > 256 else 0), begins)
-    out = case.result()
-    check(out, case)
+    more: Any = dict(experts=2 * E, first=E // 2, clamped=N == 64, addend=True, dtype=dtype, device="cuda")
+    case = scaled_case(make_case(N, k, E, H, F, **more), packed, max(group, H if group > 256 else 0), begins)
+    check(out := case.result(), case)
     assert torch.equal(out, case.result())
 
 
@@ -463,7 +458,7 @@ def test_hopper_of_e4m3(
     k: int, experts: int, E: int, H: int, F: int, clamped: bool, group: int, begins: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """As above; a rank's columns begin inside a group, which some rows or all share; wrong scales are caught."""
+    """Columns that begin inside a group, of the least size, twice that, or all; wrong scales are caught."""
     case = scaled_case(wide_case(k, experts, E, H, F, clamped), False, group, begins)
     poison(monkeypatch)
     for N in (8, 3, 1):
@@ -471,10 +466,9 @@ def test_hopper_of_e4m3(
             case, x=case.x[:N], ids=case.ids[:N], weights=case.weights[:N], addend=case.addend[:N] if N > 1 else None
         )
         local = torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32)
-        unused = ~torch.isin(local, case.ids)
         for w in (case.gate_up, case.down):
-            w.data.view(torch.uint8)[unused] = 0x7F
-            w.scales[unused] = torch.nan
+            w.data.view(torch.uint8)[~torch.isin(local, case.ids)] = 0x7F
+            w.scales[~torch.isin(local, case.ids)] = torch.nan
         check_hopper(case)
     case = scaled_case(wide_case(k, experts, E, H, F, clamped), False, group, begins)
     for name in ("gate_up", "down"):
