@@ -42,6 +42,7 @@ BENCHMARKS = {
         f"{attention.__doc__}\n{linear.__doc__}",
         (*attention.PARTS, linear.PART),
     ),
+    "linear": Benchmark("projections in bf16 and in e4m3, on one GPU", linear.__doc__, (linear.FP8,)),
     "moe": moe.BENCHMARK,
     "mla": mla.BENCHMARK,
     "verify": verify.BENCHMARK,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -15,6 +15,7 @@ from kernels.attention.kv_append import kv_append
 from kernels.dense.linear import linear
 from kernels.dense.qkv_append import qkv_append
 from kernels.dense.silu_mul import silu_mul
+from kernels.scaled import quantised
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,27 @@ MATRICES = [  # on 8 ranks, tpa 4 or 8 in attention
     Matrix("Llama-3.1-70B gate+up", 3584, 8192, gated=True),
     Matrix("Llama-3.1-70B down", 8192, 3584),
 ]
+FP8_MATRICES = [  # of a rank of eight; whole ones of 50 MB and more
+    *MATRICES,
+    Matrix("DeepSeek-R1 q_a+kv_a", 2112, 7168),
+    Matrix("DeepSeek-R1 q_b", 3072, 1536),
+    Matrix("DeepSeek-R1 output", 7168, 2048),
+    Matrix("DeepSeek-R1 gate+up", 2304, 7168, gated=True),
+    Matrix("DeepSeek-R1 down", 7168, 2304),
+    Matrix("DeepSeek-R1 shared gate+up", 256, 7168, gated=True),
+    Matrix("whole Qwen2.5-7B QKV", 4608, 3584),
+    Matrix("whole Qwen2.5-7B gate+up", 18944, 3584, gated=True),
+    Matrix("whole Qwen2.5-7B down", 3584, 18944),
+    Matrix("whole Llama-3.1-70B QKV", 10240, 8192),
+    Matrix("whole Llama-3.1-70B gate+up", 28672, 8192, gated=True),
+]
 ON_CPU = [Matrix("tiny gate+up", 64, 96, gated=True), Matrix("QKV", 80, 96)]
 ROWS = (1, 4, 8, 16)
+FP8_ROWS = (1, 2, 4, 8, 16, 32, 64)
+CHUNK = 8192  # rows of a prefill
 HEAD_DIM = 128
+LARGE = 50e6  # bytes in bf16
+SATURATED = 4.69e12  # bytes/s that an H200 reads at most
 
 
 def measure(given: Given, matrix: Matrix, rows: int) -> Iterator[Row]:
@@ -75,6 +94,27 @@ def measure_matrix(matrix: Matrix, rows: int, device: torch.device) -> Row:
         "cublas_us": seconds(theirs, copies, device) * 1e6,
         "bar_us": _target_us(weights[0]),
     }
+
+
+def measure_fp8(given: Given, matrix: Matrix, rows: int) -> Iterator[Row]:
+    """The same weights in bf16 and in e4m3 with a scale for 128 columns, in microseconds."""
+    device = given.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weights, x = _operands(matrix, rows, device, dtype)
+    whole = weights[0]
+    copies = -(-ROTATED // (whole.numel())) if device.type == "cuda" else 1
+    few = quantised(whole)
+    scaled = [few, *(replace(few, data=few.data.clone(), scales=few.scales.clone()) for _ in range(copies - 1))]
+    wanted = linear(x, few.unpacked(dtype), gated=matrix.gated).float()
+    error = float((linear(x, few, gated=matrix.gated).float() - wanted).norm() / wanted.norm())
+    # The library's weights are rounded to bf16 and ours are not; results are rounded in both, gates three times.
+    assert error < 2e-2, f"linear is off by {error:.1e} of its norm at {matrix} in e4m3"
+    us = seconds(lambda i: linear(x, weights[i], gated=matrix.gated), len(weights), device) * 1e6
+    fp8_us = seconds(lambda i: linear(x, scaled[i], gated=matrix.gated), copies, device) * 1e6
+    saved = whole.numel() * whole.itemsize - few.bytes
+    large = whole.numel() * whole.itemsize >= LARGE
+    bar_us = (1.05 if rows >= CHUNK else 0.62) * us if large or rows >= CHUNK else us - 0.9 * saved / SATURATED * 1e6
+    yield {"kind": "linear-fp8", "matrix": _name(matrix), "rows": rows, "us": us, "fp8_us": fp8_us, "bar_us": bar_us}
 
 
 def measure_append(matrix: Matrix, rows: int, device: torch.device) -> Row:
@@ -122,4 +162,14 @@ def cases(given: Given) -> Iterable[tuple[Matrix, int]]:
     return product(MATRICES if given.gpu else ON_CPU, ROWS)
 
 
+def fp8_cases(given: Given) -> Iterator[tuple[Matrix, int]]:
+    """Every matrix with few rows; whole ones with those of a prefill, too."""
+    for matrix in FP8_MATRICES if given.gpu else ON_CPU:
+        for rows in FP8_ROWS if given.gpu else (1, 6):
+            yield matrix, rows
+        if given.gpu and matrix.name.startswith("whole"):
+            yield matrix, CHUNK
+
+
 PART = Part(cases, measure, "kind matrix rows us cublas_us apart_us bar_us")
+FP8 = Part(fp8_cases, measure_fp8, "matrix rows us fp8_us fp8_us/us bar_us", "weights in e4m3")

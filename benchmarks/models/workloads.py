@@ -76,7 +76,7 @@ class Items(NamedTuple):
 
     @classmethod
     def of(cls, overrides: Sequence[str]) -> Items:
-        """Those of a job on GPUs."""
+        """Returns those of a job on GPUs."""
         weights, experts = weight_dtypes(composed(overrides).model)
         return cls(BYTES[weights], BYTES[experts])
 

@@ -85,7 +85,7 @@ def test_exact_results_are_not_rounded(dtype: torch.dtype, device: Any) -> None:
 
 @pytest.mark.parametrize("wrong", ["group", "row", "begin"])
 def test_a_wrong_scale_is_caught(wrong: str, device: Any) -> None:
-    """That of the next group or row, and groups that begin a column later."""
+    """Scales of the next group or row, and groups that begin a column later."""
     for N in (1, 4, 20):
         x, weight = torch.randn(N, 300).to(device), scaled(40, 300, 64, device)
         y, (wanted, size) = linear(x, weight), expected(x, weight, None, False)

@@ -43,7 +43,7 @@ THIRD_PERSON = """
     imports interleaves interpolates issues keeps kills launches leaves lets limits lists loads locates looks makes
     maps marks masks merges moves multiplies normalises opens orders overwrites packs parses plans plots predicts
     preempts prefetches prepares prints projects proposes puts queues raises reads records refuses releases removes
-    replaces rescales resets resolves returns rotates routes runs scales scores selects sends serves sets shares
+    replaces rescales resets resolves returns rotates rounds routes runs scales scores selects sends serves sets shares
     shifts shows sorts splits starts stores streams submits summarises sums swaps takes tells times turns unpacks
     updates views waits wakes writes yields zeroes
 """

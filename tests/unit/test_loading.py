@@ -313,7 +313,7 @@ def test_weights_are_rounded_in_the_blocks_of_the_whole_matrix(tmp_path: Path) -
 
 
 def test_a_format_may_stand_beside_the_config(tmp_path: Path) -> None:
-    """As ModelOpt writes it."""
+    """ModelOpt writes it so."""
     whole = write_fp8(checkpoint("wide-llama"), tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}, ALL)
     config = read_config(tmp_path)
     del config["quantization_config"]
