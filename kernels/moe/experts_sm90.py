@@ -394,7 +394,7 @@ def fits(x: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tens
         and x.stride(1) == 1
         and x.stride(0) % 8 == x.data_ptr() % 16 == 0
         and all(data.dtype != torch.uint8 and data.data_ptr() % 16 == 0 for data, _, _ in both)
-        and all(groups["BEGIN"] % 8 == 0 for _, _, groups in both)
+        and all(groups["BEGIN"] % run == 0 for _, _, groups in both)  # coordinates, too
         and torch.cuda.get_device_capability(x.device)[0] == 9
     )
 

@@ -31,7 +31,7 @@ def scaled(rows: int, columns: int, begin: int | None, device: Any, seed: int = 
     generator = torch.Generator().manual_seed(seed)
     group, begin = (columns, 0) if begin is None else (128, begin)
     data = torch.full((rows + 4, columns), torch.nan)
-    data[:rows] = torch.randn(rows, columns, generator=generator) * 100
+    data[:rows] = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448)
     count = groups(begin, columns, group)
     scales = 10 ** (torch.rand(count, rows, generator=generator) * 8 - 6)
     return ScaledMatrix(data.to(device, torch.float8_e4m3fn)[:rows], scales.to(device), group, begin)
