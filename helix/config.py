@@ -54,6 +54,8 @@ class KVConfig:
     append_block: consecutive tokens on one kvp rank before the next one's turn; unset: attention.block where blocks are
         chosen, 64 where the model drafts for itself, 16 elsewhere.
     page_size: tokens a page; unset: attention.block where blocks are chosen, 64 elsewhere.
+    dtype: fp8: keys and values in e4m3, with a scale for each token and head; k16v8: values alone, where keys do not
+        bear it; auto: both in model.dtype. Layers with a window keep model.dtype.
     tokens: capacity in tokens over all ranks; unset: from memory_fraction.
     memory_fraction: share of the memory that is free once the weights are in.
     prefix_cache: whether what was computed is kept for prompts that begin alike.
@@ -65,6 +67,7 @@ class KVConfig:
         choose; what the guess did not name is fetched when it is chosen.
     """
 
+    dtype: str = "auto"
     append_block: int | None = None
     page_size: int | None = None
     tokens: int | None = None
@@ -308,6 +311,7 @@ def check(config: Config) -> None:
         "speculation.model.load": ("checkpoint", "random"),
         "speculation.model.weights": ("auto", "bf16", "fp8"),
         "layout.mode": ("helix", "tp", "medha", "auto"),
+        "kv.dtype": ("auto", "fp8", "k16v8"),
         "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),
         "attention.score": ("bounds", "mean"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,8 @@ class PagedKeys:
         hi: like `lo`: one past the last; `lo >= hi` reads nothing.
         scale: factor on the scores, above 0.
         sinks: [Hq] fp32, contiguous, or None: each head's score of an additional key of value 0 that all queries read.
+        k_scale, v_scale: [pages, Hkv, page_size] fp32, contiguous, or None: factors of keys and of values in e4m3.
+            Their pages may be longer than those of keys: slot i of all pages in a row is in page `i // page_size`.
     """
 
     k: torch.Tensor
@@ -33,10 +35,34 @@ class PagedKeys:
     hi: torch.Tensor
     scale: float
     sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def page_size(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def scale_page(self) -> int:
+        """Number of tokens in a page of scales; 1 without scales."""
+        return 1 if self.v_scale is None else self.v_scale.shape[2]
+
+    def check_scales(self, dtype: torch.dtype) -> None:
+        """Checks that numbers which are not of `dtype` are e4m3 with scales, and keys only if values are."""
+        for kept, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            assert kept.dtype == (dtype if scales is None else torch.float8_e4m3fn)
+            assert scales is None or (scales.is_contiguous() and self.v_scale is not None)
+
+    def unpacked(self) -> PagedKeys:
+        """Returns the same keys and values with their scales applied, in fp32 where they have any."""
+        k, v = (_unpacked(*kept) for kept in ((self.k, self.k_scale), (self.v, self.v_scale)))
+        return replace(self, k=k, v=v, k_scale=None, v_scale=None)
+
+
+def _unpacked(kept: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    if scales is None:
+        return kept
+    return kept.float() * scales.transpose(1, 2).reshape(*kept.shape[:3], 1)
 
 
 @dataclass(frozen=True)

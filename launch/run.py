@@ -139,7 +139,7 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -
         draft = None
         if plan.draft is not None:
             own = _load(plan.draft, config.speculation.model, config.seed, comms[1], console)
-            draft = DraftModel(own, plan.draft.layout, comms[1])
+            draft = DraftModel(own, plan.draft.layout, comms[1], config.kv.dtype)
         comm.barrier()
         phases.mark("load")
         return model, draft

@@ -53,7 +53,7 @@ class DecaySpec:
         """Multiplications with keys and values: there are none."""
         return 0
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists a state for each slot, and the rows of its last step."""
         channels = (len(layout.ffn_columns(rank, self.width)),)
         return Keeps("state", channels, torch.float32, "slot"), Keeps("rows", channels, torch.float32, "row")

@@ -99,7 +99,7 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
     every = torch.arange(pool, dtype=torch.int32, device=device)[None]
     begin = torch.zeros(1, dtype=torch.int64, device=device)
     whole = {"kvp": 1, "kvp_rank": 0, "append_block": PAGE}
-    fold_blocks(k[None], bounds, every, begin, begin, begin + pool * PAGE, pool, "bounds", **whole)
+    fold_blocks(k[None], None, bounds, every, begin, begin, begin + pool * PAGE, pool, "bounds", **whole)
     tables = torch.randperm(pool, device=device).int().view(batches, batch, -1)
     q = [torch.randn(batch, q_heads, DIM, device=device, dtype=dtype) for _ in range(copies)]
     pages = torch.full((batch,), length // PAGE, dtype=torch.int32, device=device)

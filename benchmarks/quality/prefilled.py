@@ -102,7 +102,7 @@ def prefilled(
     n, layout = len(prompts), placement.layout
     pages = n * placement.stripes.pages_for(room)
     keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype)
-    keeps = keeps if score is None else with_bounds(keeps)
+    keeps = keeps if score is None else with_bounds(keeps, model.weights.dtype)
     rows = 1 + (0 if drafter is None else drafter.limit)
     cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, rows, TOGETHER * CHUNK), score)
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)

@@ -22,7 +22,6 @@ from helix.steps.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
 from kernels.overlap import sm_count
-from kernels.paged_keys import PagedKeys
 from kernels.sparse.keep_best import keep_best
 from kernels.sparse.select_blocks import select_blocks
 
@@ -90,7 +89,7 @@ class BlockSparseAttention(AttentionPolicy):
         *_, hi, lo = self.ranges(step)
         sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
-        keys = PagedKeys(cache.keys, cache.values, table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
+        keys = cache.paged(table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
         return decode_parts(q[:, None], keys, sms=sms, early=True)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:

@@ -11,7 +11,6 @@ from helix.memory.score_pages import ScorePages
 from helix.steps.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
-from kernels.paged_keys import PagedKeys
 
 
 class CollectingAttention(DenseAttention):
@@ -29,7 +28,7 @@ class CollectingAttention(DenseAttention):
             return super().attend(q, cache, step, layer)
         n = len(step.block_tables)
         lo, hi = (bound.view(n, -1) for bound in step.bounds(None))
-        keys = PagedKeys(cache.keys, cache.values, step.block_tables, lo, hi, layer.scale, layer.sinks)
+        keys = cache.paged(step.block_tables, lo, hi, layer.scale, layer.sinks)
         scores = self.scores.layer(cache.index, slice(step.first, step.first + n))
         sms = layer.sms(q.device)
         return decode_parts(q.unflatten(0, (n, -1)), keys, sms=sms, early=True, scores=scores)

@@ -26,19 +26,19 @@ class DenseAttention(AttentionPolicy):
         lo, hi = step.bounds(layer.window)
         tables = step.pages(layer.window)
         latents = layer.latent is not None
-        kept = (
-            (cache.kept["latents"], cache.kept["latents"][..., : layer.latent])
-            if latents
-            else (cache.keys, cache.values)
-        )
+
+        def paged(lo: Tensor, hi: Tensor) -> PagedKeys:
+            if not latents:
+                return cache.paged(tables, lo, hi, layer.scale, layer.sinks)
+            kept = cache.kept["latents"]
+            return PagedKeys(kept, kept[..., : layer.latent], tables, lo, hi, layer.scale, layer.sinks)
+
         if step.cu_q is not None:
-            keys = PagedKeys(*kept, tables, lo, hi, layer.scale, layer.sinks)
             prefill = mla_prefill if latents else flash_prefill
             most = step.max_k if layer.window is None else min(step.max_k, layer.window + step.max_q)
-            return PartialAttention(*prefill(q, keys, step.cu_q, step.max_q, most))
+            return PartialAttention(*prefill(q, paged(lo, hi), step.cu_q, step.max_q, most))
         of_sequences = (len(step.slots), -1)
-        bounds = lo.view(of_sequences), hi.view(of_sequences)
-        keys = PagedKeys(*kept, tables, *bounds, layer.scale, layer.sinks)
+        keys = paged(lo.view(of_sequences), hi.view(of_sequences))
         decode = mla_decode_parts if latents else decode_parts
         sms = layer.sms(q.device)
         return decode(q.unflatten(0, of_sequences), keys, sms=sms, early=True)

@@ -74,6 +74,19 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
         )
 
 
+def check_cache(config: Config, spec: DecoderSpec) -> None:
+    """Raises ValueError if keys and values cannot be kept as kv.dtype has it."""
+    what = f"kv.dtype={config.kv.dtype}"
+    if config.kv.dtype == "auto":
+        return
+    if spec.attention.latent is not None:
+        raise ValueError(f"{what} keeps keys and values, and the model has latents (MLA): set kv.dtype=auto")
+    if config.kv.tier == "host":
+        raise ValueError(f"{what} lies on the GPU alone: set kv.tier=gpu, or kv.dtype=auto")
+    if not spec.full:
+        raise ValueError(f"{what}: all layers of the model have windows, which stay as they are: set auto")
+
+
 def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
     """Raises ValueError if a model cannot draft for itself over few of its keys."""
     if config.speculation.drafter != "sparse":

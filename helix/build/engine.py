@@ -92,8 +92,8 @@ def make_cache(
     sparse = config.attention.policy == "block_sparse"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
     score = config.attention.score if sparse else "bounds" if quest else None
-    keeps = spec.keeps(placement.layout, comm.rank, dtype)
-    keeps = without_long_rings(keeps if score is None else with_bounds(keeps))
+    keeps = spec.keeps(placement.layout, comm.rank, dtype, kv.dtype)
+    keeps = without_long_rings(keeps if score is None else with_bounds(keeps, dtype))
     of_page = sum(page_bytes(kept, page_size) for kept in keeps) + needs.draft_page
     beside_pages = slot_bytes(keeps, placement, sizes)
     tables = 0

@@ -109,7 +109,7 @@ def make_tiered(
     hot = (room - size.fixed - pages * of_gpu) // size.place
     heads, dim = keeps[spec.full[0]][0].entry
     cache = TieredCache(
-        with_bounds(keeps),
+        with_bounds(keeps, dtype),
         pages,
         placement,
         comm.device,

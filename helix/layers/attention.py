@@ -16,7 +16,7 @@ from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.memory.keeps import Keeps
+from helix.memory.keeps import Keeps, keys_and_values
 from helix.memory.kv_cache import KVCache, LayerCache
 from helix.steps.step import Step
 from kernels.attention.kv_append import kv_append
@@ -64,10 +64,10 @@ class AttentionSpec:
         """Number of multiplications of a token's queries with one key and value, over all heads."""
         return self.q_heads * 2 * self.head_dim
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
-        entry = len(layout.kv_heads(rank, self.kv_heads)), self.head_dim
-        return tuple(Keeps(name, entry, dtype, reach=self.window) for name in ("keys", "values"))
+        heads = len(layout.kv_heads(rank, self.kv_heads))
+        return keys_and_values(heads, self.head_dim, dtype, kv, self.window)
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
         """Counts the activations per token of a prefill step on a rank.
@@ -200,7 +200,7 @@ class Attention(ShardedAttention):
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
-        to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms
+        to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
         if len(self.shares) > 1 and step.overlapped:
             return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
         return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)

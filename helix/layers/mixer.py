@@ -57,8 +57,8 @@ class MixerSpec(Protocol):
     def multiplications(self) -> int:
         """Number of multiplications of a token's queries with one key and value, over all heads."""
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
-        """Lists the data that the layer keeps on a rank, for a model of `dtype`."""
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
+        """Lists the data that the layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
         """Counts the activations per token of a prefill step on a rank."""

@@ -108,7 +108,7 @@ class MLASpec:
         """Number of multiplications of a token's queries with one latent, over all heads."""
         return self.q_heads * (self.entry + self.latent)
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
         return (Keeps("latents", (self.entry,), dtype),)
 

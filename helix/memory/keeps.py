@@ -20,6 +20,7 @@ class Keeps:
         per: unit with one entry. `token`: each token that the rank owns. `page`: each page of such tokens. `slot`: each
             sequence of the batch. `row`: each token of a sequence's last decode step, drafts included.
         reach: size of the sliding window, in tokens, the query's own included; None: queries read all entries.
+        by_head: whether a page holds its entries [heads] head by head, [heads, page_size].
     """
 
     name: str
@@ -27,6 +28,7 @@ class Keeps:
     dtype: torch.dtype
     per: Literal["token", "page", "slot", "row"] = "token"
     reach: int | None = None
+    by_head: bool = False
 
     @property
     def bytes(self) -> int:
@@ -37,6 +39,20 @@ class Keeps:
     def is_paged(self) -> bool:
         """Whether it lies in pages, which sequences can share."""
         return self.per in ("token", "page") and self.reach is None
+
+
+def keys_and_values(heads: int, width: int, dtype: torch.dtype, kv: str, reach: int | None) -> tuple[Keeps, ...]:
+    """Lists what a layer keeps of keys and values: those of a window in `dtype`, others as kv.dtype (`kv`) has it.
+
+    Numbers in e4m3 have a scale for each token and head, see `kernels.scaled_keys`.
+    """
+    kept: list[Keeps] = []
+    for name, few in (("keys", kv == "fp8"), ("values", kv in ("fp8", "k16v8"))):
+        few = few and reach is None
+        kept.append(Keeps(name, (heads, width), torch.float8_e4m3fn if few else dtype, reach=reach))
+        if few:
+            kept.append(Keeps(f"{name[:-1]}_scales", (heads,), torch.float32, by_head=True))
+    return tuple(kept)
 
 
 def token_bytes(keeps: Iterable[Keeps]) -> int:

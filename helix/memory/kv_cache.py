@@ -23,6 +23,7 @@ from helix.events.follower import Follower, Prefilled, Span, Taken
 from helix.memory.keeps import Keeps, lacking, token_bytes
 from helix.memory.transfers import to_device
 from helix.placement import Placement
+from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
 
 RING_MOST = 1024  # tokens of a window that a slot has a ring for
@@ -71,6 +72,15 @@ class LayerCache:
     def bounds(self) -> Tensor:
         """Bounds [pages, Hkv, 2, D] of the keys in each page that is full of committed tokens."""
         return self.kept["bounds"]
+
+    @property
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """Scales [pages, Hkv, page_size] of keys and of values; None where they have none."""
+        return self.kept.get("key_scales"), self.kept.get("value_scales")
+
+    def paged(self, table: Tensor, lo: Tensor, hi: Tensor, scale: float, sinks: Tensor | None) -> PagedKeys:
+        """Returns its keys and values for attention; arguments as in `kernels.paged_keys.PagedKeys`."""
+        return PagedKeys(self.keys, self.values, table, lo, hi, scale, sinks, *self.scales)
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,8 @@ class KVCache(Follower):
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
         """Allocates the memory of one kind of data, for `layers` layers."""
         count = entries(kept, self.placement, self.pages, self._sizes)
-        return torch.empty(layers, *count, *kept.entry, dtype=kept.dtype, device=self.device)
+        shape = (count[0], *kept.entry, count[1]) if kept.by_head else (*count, *kept.entry)
+        return torch.empty(layers, *shape, dtype=kept.dtype, device=self.device)
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
         """Returns one layer's part; `prefill`: for a prefill step."""
@@ -161,8 +172,9 @@ class KVCache(Follower):
             if (bounds := group.tensors.get("bounds")) is not None:
                 assert self.score is not None
                 fold_blocks(
-                    group.tensors["keys"], bounds, span.tables, span.starts, span.before, span.after,
-                    span.most // self.placement.page_size + 1, self.score, **self.placement.grid,
+                    group.tensors["keys"], group.tensors.get("key_scales"), bounds, span.tables, span.starts,
+                    span.before, span.after, span.most // self.placement.page_size + 1, self.score,
+                    **self.placement.grid,
                 )  # fmt: skip
 
     def admit(self, admission: Admission) -> None:
@@ -221,12 +233,12 @@ def without_long_rings(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, 
     ]
 
 
-def with_bounds(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:
-    """Adds per-page key bounds to the data of layers that read whole sequences."""
+def with_bounds(keeps: Sequence[tuple[Keeps, ...]], dtype: torch.dtype) -> list[tuple[Keeps, ...]]:
+    """Adds per-page key bounds in `dtype` to the data of layers that read whole sequences."""
 
     def more(kept: tuple[Keeps, ...]) -> tuple[Keeps, ...]:
         keys = [k for k in kept if k.name == "keys" and k.reach is None]
-        return (*kept, *(Keeps("bounds", (k.entry[0], 2, k.entry[1]), k.dtype, "page") for k in keys))
+        return (*kept, *(Keeps("bounds", (k.entry[0], 2, k.entry[1]), dtype, "page") for k in keys))
 
     return [more(kept) for kept in keeps]
 

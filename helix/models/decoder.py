@@ -89,9 +89,9 @@ class DecoderSpec:
         """Phrase about `max_positions` for error messages."""
         return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> list[tuple[Keeps, ...]]:
-        """Lists the data that each layer keeps on a rank, for a model of `dtype`."""
-        return [layer.mixer.keeps(layout, rank, dtype) for layer in self.layers]
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> list[tuple[Keeps, ...]]:
+        """Lists the data that each layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
+        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.layers]
 
 
 class DecoderLayer:

@@ -30,11 +30,13 @@ class DraftModel:
 
     Args:
         comm: communicator over the target's ranks, with the kvp groups of `layout`.
+        kv: the target's kv.dtype.
     """
 
     model: Decoder
     layout: HelixLayout
     comm: Communicator
+    kv: str = "auto"
 
     def placement(self, target: Placement) -> Placement:
         """Returns its cache's placement: a page number holds the same tokens as in the target's cache, or fewer."""
@@ -49,7 +51,8 @@ class DraftModel:
     @property
     def keeps(self) -> list[tuple[Keeps, ...]]:
         """Data that each of its layers keeps on this rank."""
-        return without_long_rings(self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype))
+        of = self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype, self.kv)
+        return without_long_rings(of)
 
     def slot_bytes(self, target: Placement, sizes: StepSizes) -> int:
         """Counts the bytes of all data outside pages on this rank, for these sizes of the target's steps."""

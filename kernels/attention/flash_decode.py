@@ -40,13 +40,13 @@ def _prefetch_tile(
 
 @triton.jit
 def _flash_decode_kernel(
-    q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
+    q, k_cache, v_cache, k_scales, v_scales, block_table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
     q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, table_h, lo_b, lo_t, hi_b, hi_t,
     out_b, out_t, out_h, lse_b, lse_t, lse_h, kept_plane, kept_page, kept_b,
     scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, SCALE_PAGE: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
@@ -131,6 +131,7 @@ def _flash_decode_kernel(
             PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, mean=mean, counts=counts,
             share=scale_log2 / M, kept=to, kept_pages=to_pages, kept_page=kept_page,
             COLLECT=COLLECT, SEVERAL=T * GROUP > BLOCK_M,
+            k_scales=k_scales, v_scales=v_scales, HEADS=HEADS, SCALE_PAGE=SCALE_PAGE,
         )  # fmt: skip
         # Discards what rows that read no key accumulated from tiles without masks.
         reads = row_lo < row_hi
@@ -148,9 +149,9 @@ def _flash_decode_kernel(
             )
 
 
-def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
+def decode_tile(rows: int, D: int, dtype: torch.dtype, stored: torch.dtype | None = None) -> dict[str, int]:
     """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys."""
-    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype)
+    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype, stored)
 
 
 def score_planes(T: int, group: int, D: int, dtype: torch.dtype) -> int:
@@ -175,7 +176,7 @@ def flash_decode(
 
     Args:
         q: [B, T, Hq, D] bf16, fp16 or fp32; last dim contiguous.
-        keys: in q's dtype.
+        keys: in q's dtype, or values, or both, in e4m3 with scales.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
         sms: number of streaming multiprocessors to fill; all if None.
@@ -212,14 +213,15 @@ def decode_parts(
     k, v, table, lo, hi, sinks = keys.k, keys.v, keys.table, keys.lo, keys.hi, keys.sinks
     Hkv = k.shape[2]
     group = Hq // Hkv
-    assert keys.scale > 0 and Hq % Hkv == 0 and k.dtype == v.dtype == q.dtype
+    assert keys.scale > 0 and Hq % Hkv == 0
+    keys.check_scales(q.dtype)
     assert k.stride() == v.stride() and q.stride(3) == k.stride(3) == table.stride(-1) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
     if q.numel() == 0:
         return PartialAttention(out, lse)
-    tile = decode_tile(T * group, D, q.dtype)
+    tile = decode_tile(T * group, D, q.dtype, None if v.dtype == q.dtype else v.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
     if scores is not None:
@@ -230,11 +232,11 @@ def decode_parts(
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps fill an SM's registers
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
     _flash_decode_kernel[(programs,)](
-        q, k, v, table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
+        q, k, v, keys.k_scale, keys.v_scale, table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
         *q.stride()[:3], *k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides,
         keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None,
-        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, **overlapped(q), **tile,
+        HOLES=table.dim() == 3, COLLECT=collect, SCALE_PAGE=keys.scale_page, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -18,9 +18,9 @@ from kernels.reference.flash_prefill import flash_prefill as reference
 
 @triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _flash_prefill_kernel(
-    q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
+    q, k_cache, v_cache, k_scales, v_scales, block_table, cu_q, lo, hi, sinks, out, lse,
     q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
-    splits, scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    splits, scale_log2, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
@@ -56,6 +56,7 @@ def _flash_prefill_kernel(
             acc, total, peak, query, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
             PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            k_scales=k_scales, v_scales=v_scales, HEADS=HEADS, SCALE_PAGE=PAGE,
         )  # fmt: skip
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]
@@ -84,8 +85,8 @@ def flash_prefill(
 
     Args:
         q: [N, Hq, D] bf16, fp16 or fp32, the chunks one after another; last dim contiguous.
-        keys: in q's dtype; row i of the table belongs to segment i. Bounds [N], contiguous, do not decrease within a
-            segment.
+        keys: in q's dtype, or values, or both, in e4m3 with scales; row i of the table belongs to segment i. Bounds
+            [N], contiguous, do not decrease within a segment.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
         max_k: keys per query, an upper bound or estimate; only speed depends on it.
@@ -105,14 +106,15 @@ def flash_prefill(
     Hq, D = q.shape[1:]
     Hkv = k.shape[2]
     group = Hq // Hkv
-    assert Hq == group * Hkv and k.dtype == v.dtype == q.dtype and table.dim() == 2
+    assert Hq == group * Hkv and table.dim() == 2 and keys.scale_page in (1, keys.page_size)
+    keys.check_scales(q.dtype)
     assert k.stride() == v.stride() and q.stride(2) == k.stride(3) == table.stride(1) == 1
     assert keys.scale > 0 and cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
 
-    if q.is_cuda and flash_prefill_sm90.fits(q, keys, max_q, max_k):
+    if keys.v_scale is None and q.is_cuda and flash_prefill_sm90.fits(q, keys, max_q, max_k):
         flash_prefill_sm90.launch(q, keys, cu_q, max_q, max_k, out, lse)
         return out, lse
     tile = tile_shape(max_q * group, 64, D, q.dtype)
@@ -120,9 +122,10 @@ def flash_prefill(
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
         grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, (cu_q.shape[0] - 1) * splits
         _flash_prefill_kernel[grid](
-            q, k, v, table, cu_q, lo, hi, sinks, part, part_lse,
+            q, k, v, keys.k_scale, keys.v_scale, table, cu_q, lo, hi, sinks, part, part_lse,
             *q.stride()[:2], *k.stride()[:3], table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
-            keys.scale * math.log2(math.e), GROUP=group, D=D, PAGE=keys.page_size, SINKS=sinks is not None, **tile,
+            keys.scale * math.log2(math.e), GROUP=group, HEADS=Hkv, D=D, PAGE=keys.page_size,
+            SINKS=sinks is not None, **tile,
         )  # fmt: skip
 
     attend_split(out, lse, tile, Hkv, len(cu_q) - 1, max_k, attend)

@@ -12,6 +12,7 @@ from kernels import dispatch
 from kernels.attention.paged_tiles import ROOMY
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.kv_append import kv_append as reference
+from kernels.scaled_keys import reciprocal, scale_at, scale_bits
 
 MANY = 1024  # tokens x heads; below, each is one program; a GPU starts about one program per nanosecond
 TOKENS = 16  # tokens of a head per program from MANY on
@@ -36,7 +37,6 @@ class HeadSlots:
         """Creates the destinations of all `heads` of N rows, x [N, ...], in its dtype."""
         kv_heads, D = k_cache.shape[2:]
         assert k_cache.stride()[1:] == v_cache.stride()[1:] and k_cache.stride(3) == 1
-        assert k_cache.dtype == v_cache.dtype == x.dtype
         assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
         q = torch.empty(len(x), heads - 2 * kv_heads, D, dtype=x.dtype, device=x.device)
         return cls(cos, sin, slots, k_cache, v_cache, q)
@@ -91,9 +91,26 @@ def store_heads(
     tl.store(target + half, second, mask=kept & is_value)
 
 
+@triton.jit
+def _store_few(
+    first, second, d, slot, live, cache, scales, head, page_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
+    """Stores both halves [TOKENS, BLOCK] of a head of tokens, fp32, in e4m3 with their scale."""
+    wanted = live & (slot >= 0)
+    most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
+    bits = scale_bits(most)
+    factor = reciprocal(bits)
+    target = cache + slot // PAGE * page_stride + slot % PAGE * SLOT + head * HEAD + d
+    tl.store(target, (first * factor).to(cache.dtype.element_ty), mask=wanted)
+    tl.store(target + D // 2, (second * factor).to(cache.dtype.element_ty), mask=wanted)
+    at = scale_at(scales, slot // PAGE, slot % PAGE, head, PAGE, HEADS, PAGE)
+    tl.store(at, bits.to(tl.float32, bitcast=True), mask=slot >= 0)
+
+
 @triton.jit(do_not_specialize=["N"])
 def _kv_append_kernel(
-    qkv, cos, sin, slots, k_cache, v_cache, q, q_norm, k_norm, x_n, x_h, k_page, v_page, eps, N,
+    qkv, cos, sin, slots, k_cache, v_cache, q, k_scales, v_scales, q_norm, k_norm, x_n, x_h, k_page, v_page, eps, N,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
     HEAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -122,10 +139,35 @@ def _kv_append_kernel(
             first = (first * scale).to(dtype).to(tl.float32) * tl.load(gain, mask=d < half, other=0.0).to(tl.float32)
             second = (second * scale).to(dtype).to(tl.float32)
             second *= tl.load(gain + half, mask=d < half, other=0.0).to(tl.float32)
-    store_heads(
-        first, second, c, s, n, head, d, slot, inside, q, k_cache, v_cache, k_page, v_page,
-        Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
-    )  # fmt: skip
+    if v_scales is not None:
+        rounded: tl.constexpr = q.dtype.element_ty
+        first, second = first.to(rounded).to(tl.float32), second.to(rounded).to(tl.float32)
+        if head >= Q_HEADS + KV_HEADS:
+            kv_head = head - Q_HEADS - KV_HEADS
+            _store_few(
+                first, second, d, slot, inside, v_cache, v_scales, kv_head, v_page, KV_HEADS, D, PAGE, SLOT, HEAD
+            )  # fmt: skip
+        else:
+            turned = (first * c - second * s).to(rounded)
+            other = (second * c + first * s).to(rounded)
+            if head < Q_HEADS:
+                target = q + (n * Q_HEADS + head) * D + d
+                tl.store(target, turned, mask=inside)
+                tl.store(target + half, other, mask=inside)
+            elif k_scales is not None:
+                _store_few(
+                    turned.to(tl.float32), other.to(tl.float32), d, slot, inside, k_cache, k_scales, head - Q_HEADS,
+                    k_page, KV_HEADS, D, PAGE, SLOT, HEAD,
+                )  # fmt: skip
+            else:
+                target = k_cache + slot // PAGE * k_page + slot % PAGE * SLOT + (head - Q_HEADS) * HEAD + d
+                tl.store(target, turned, mask=inside & (slot >= 0))
+                tl.store(target + half, other, mask=inside & (slot >= 0))
+    else:
+        store_heads(
+            first, second, c, s, n, head, d, slot, inside, q, k_cache, v_cache, k_page, v_page,
+            Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
+        )  # fmt: skip
 
 
 def kv_append(
@@ -136,6 +178,7 @@ def kv_append(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Rotates queries and keys, writes this rank's keys and values to their cache slots, and returns the queries.
 
@@ -143,10 +186,12 @@ def kv_append(
         qkv: [N, Hq + 2 Hkv, D]: the query heads, then the key heads, then the value heads; last dim contiguous.
         cos: [N, D / 2], contiguous; cosines of the angles by which the halves of a head are rotated.
         sin: like `cos`.
-        k_cache: [pages, page_size, Hkv, D] in qkv's dtype, last dim contiguous.
+        k_cache: [pages, page_size, Hkv, D] in qkv's dtype or e4m3, last dim contiguous.
         v_cache: like `k_cache`; with the same strides within a page.
         slots: [N] int64, `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
         norms: RMSNorm of each head before the rotation: weights of queries and of keys [D], and eps.
+        scales: of a cache in e4m3, [pages, Hkv, page_size] fp32, contiguous (see `kernels.scaled_keys`): None, or of
+            values, or of keys and of values.
 
     Returns:
         Queries [N, Hq, D] in qkv's dtype.
@@ -155,14 +200,16 @@ def kv_append(
         RoPE in the half-split form of https://arxiv.org/abs/2104.09864's implementations.
     """
     if not dispatch.on_gpu(qkv):
-        return reference(qkv, cos, sin, k_cache, v_cache, slots, norms)
+        return reference(qkv, cos, sin, k_cache, v_cache, slots, norms, scales)
     N, heads, D = qkv.shape
     assert qkv.stride(2) == 1
     to = HeadSlots.of(qkv, heads, cos, sin, k_cache, v_cache, slots)
+    assert all((s is None) == (c.dtype == qkv.dtype) for s, c in zip(scales, (k_cache, v_cache), strict=True))
+    assert scales[0] is None or scales[1] is not None
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
     tokens = 1 if N * heads < MANY else TOKENS
     _kv_append_kernel[triton.cdiv(N, tokens), heads](
-        qkv, *to.tensors, q_norm, k_norm, qkv.stride(0), qkv.stride(1), *to.strides, eps, N, **to.shape,
+        qkv, *to.tensors, *scales, q_norm, k_norm, qkv.stride(0), qkv.stride(1), *to.strides, eps, N, **to.shape,
         TOKENS=tokens, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None, num_warps=min(tokens, 4),
         **overlapped(qkv),
     )  # fmt: skip

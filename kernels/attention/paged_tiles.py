@@ -6,10 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.scaled_keys import scale_at
+
 ROOMY = tl.constexpr(64)  # largest head dim at which an SM has room for more attention programs than intended
 
 
-def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
+def tile_shape(
+    rows: int, most_rows: int, D: int, dtype: torch.dtype, stored: torch.dtype | None = None
+) -> dict[str, int]:
     """Returns launch options for a kernel around `attend_tiles`, without register spills on sm_90 up to head dim 256.
 
     Args:
@@ -17,6 +21,7 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
         most_rows: rows of the largest tile that suits the kernel.
         D: head dim.
         dtype: dtype of queries and cache; fp32 has no tensor cores at full precision, hence small tiles and more warps.
+        stored: dtype of the cache's values if another.
     """
     block_d = max(16, triton.next_power_of_2(D))  # the least that tl.dot takes
     most_rows = 32 if dtype == torch.float32 else most_rows
@@ -31,7 +36,8 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
         num_warps=8 if wide else 4,
         # Stages are sized so that two programs of four warps fit an SM, and no third: when programs start while others
         # finish, some SMs would take three and others one. 128 rows have an SM to themselves.
-        num_stages=2 if dtype == torch.float32 else 4 if block_m in (16, 128) else 3,
+        # Of values in e4m3 as many bytes are in flight, beside a tile that is converted.
+        num_stages=2 if dtype == torch.float32 else (4 if block_m in (16, 128) else 3) + 2 * (stored is not None),
     )
 
 
@@ -65,6 +71,7 @@ def attend_tiles(
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HOLES: tl.constexpr = False,
     mean=None, counts=None, share=0.0, kept=None, kept_pages=None, kept_page=0,
     COLLECT: tl.constexpr = None, SEVERAL: tl.constexpr = False,
+    k_scales=None, v_scales=None, HEADS: tl.constexpr = 1, SCALE_PAGE: tl.constexpr = 1,
 ):  # fmt: skip
     """Folds the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
@@ -72,7 +79,7 @@ def attend_tiles(
     live row reads every key of tiles full..full_stop-1. With HOLES, negative entries of `pages` are pages without keys.
     `scale_log2` is the scale times log2(e), above 0. With `kept`, a score of each key of page j is stored in page
     `kept_pages[j]` of a score plane: the maximum over the rows that count (COLLECT is any), or their sum, computed from
-    the `mean` query if given; times `share`.
+    the `mean` query if given; times `share`. With scales, keys and values are e4m3 (see `kernels.scaled_keys`).
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -102,7 +109,13 @@ def attend_tiles(
                 None, :
             ]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
+        if k_scales is not None:
+            of_keys = scale_at(k_scales, page, (key % PAGE).to(tl.int64), head, PAGE, HEADS, SCALE_PAGE)
+            k_scale = tl.load(of_keys, mask=live, other=0.0)
+            k = k.to(tl.float32).to(q.dtype)  # to bf16 at once goes by way of fp16, which is slow
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if k_scales is not None:
+            scores *= k_scale[None, :]
         if kept is not None:
             to = kept + next_kept.to(tl.int64) * kept_page + key % PAGE
             next_kept = tl.load(kept_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
@@ -120,13 +133,19 @@ def attend_tiles(
             scores = tl.where(reads, scores, float("-inf"))
         if mean is not None:
             found = tl.sum(tl.dot(mean, tl.trans(k), input_precision="ieee"), 0) * share
+            if k_scales is not None:
+                found *= k_scale
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scaled and shifted by one instruction
         rescale = tl.exp2(peak - new_peak)
         total = total * rescale + tl.sum(weights, 1)
         # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
         v = tl.load(v_cache + at, mask=mask, other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        if v_scales is not None:
+            of_values = scale_at(v_scales, page, (key % PAGE).to(tl.int64), head, PAGE, HEADS, SCALE_PAGE)
+            weights *= tl.load(of_values, mask=live, other=0.0)[None, :]
+            v = v.to(tl.float32).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
         if kept is not None:  # after the product, which runs meanwhile
             tl.store(to, found.to(to.dtype.element_ty), mask=live)

@@ -2,7 +2,7 @@
 
 A program computes rows d and d + D / 2 of a head, the pairs of the rotation, so that it can write final queries, keys
 and values. One row of x streams weights as in `kernels.dense.linear`; on Hopper more rows do as in
-`kernels.dense.linear_sm90`. Heads that are normalised first need all of their rows: these run
+`kernels.dense.linear_sm90`. Heads that are normalised first, or stored in e4m3, need all of their rows: these run
 `kernels.attention.kv_append` after the projection.
 """
 
@@ -73,6 +73,7 @@ def qkv_append(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Projects rows to heads, rotates queries and keys, writes this rank's keys and values, returns the queries.
 
@@ -80,24 +81,24 @@ def qkv_append(
         x: [N, H], last dim contiguous.
         weight: [(Hq + 2 Hkv) D, H] in x's dtype or e4m3, contiguous: rows of the query, the key, the value heads.
         bias: one value for each row of the weight, or None.
-        cos, sin, k_cache, v_cache, slots, norms: see `kernels.attention.kv_append.kv_append`.
+        cos, sin, k_cache, v_cache, slots, norms, scales: see `kernels.attention.kv_append.kv_append`.
 
     Returns:
         Queries [N, Hq, D] in x's dtype.
     """
     D = k_cache.shape[3]
-    if norms is not None or not fuses(x, weight, D):
+    if norms is not None or scales[1] is not None or not fuses(x, weight, D):
         qkv = linear(x, weight, bias).unflatten(-1, (-1, D))
-        return kv_append(qkv, cos, sin, k_cache, v_cache, slots, norms)
+        return kv_append(qkv, cos, sin, k_cache, v_cache, slots, norms, scales)
     heads = HeadSlots.of(x, len(weight) // D, cos, sin, k_cache, v_cache, slots)
     if isinstance(weight, torch.Tensor) and on_hopper(x, weight, D):
         linear_sm90.launch(x, weight, bias, heads, False)
         return heads.q
     (N, K), pairs = x.shape, len(weight) // 2
-    data, scales, groups = stored(weight)
+    data, weight_scales, groups = stored(weight)
     tile = _tile(N, pairs, K, sm_count(x.device), run_of(weight, RUN))
     _qkv_append_kernel[(triton.cdiv(pairs, tile["BLOCK_R"]),)](
-        x, data, scales, bias, *heads.tensors, x.stride(0), N, K, *heads.strides,
+        x, data, weight_scales, bias, *heads.tensors, x.stride(0), N, K, *heads.strides,
         **heads.shape, **groups, BLOCK_N=triton.next_power_of_2(N), BIAS=bias is not None, **tile, **overlapped(x),
     )  # fmt: skip
     return heads.q

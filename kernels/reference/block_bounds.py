@@ -16,6 +16,7 @@ def full_pages(length: int, start: int, *, kvp: int, kvp_rank: int, append_block
 
 def fold_blocks(
     keys: torch.Tensor,
+    scales: torch.Tensor | None,
     bounds: torch.Tensor,
     tables: torch.Tensor,
     starts: torch.Tensor,
@@ -32,6 +33,8 @@ def fold_blocks(
     for table, start, old, new in zip(tables, starts.tolist(), before.tolist(), after.tolist(), strict=True):
         pages = table[full_pages(old, start, **grid) : full_pages(new, start, **grid)].long()
         k = keys[:, pages].float()  # [layers, n, page_size, Hkv, D]
+        if scales is not None:
+            k *= scales[:, pages].transpose(2, 3)[..., None]
         if len(pages) == 0:
             continue
         if score == "bounds":

@@ -19,6 +19,7 @@ def flash_decode(
     scores: KeyScores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends a few queries per sequence to paged keys; shapes as in `kernels.attention.flash_decode`."""
+    keys = keys.unpacked()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
     for b in range(q.shape[0]):

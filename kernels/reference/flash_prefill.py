@@ -23,6 +23,7 @@ def flash_prefill(
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends prompt chunks to paged keys; shapes as in `kernels.attention.flash_prefill.flash_prefill`."""
+    keys = keys.unpacked()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
     for pages, (first, last) in zip(keys.table, pairwise(cu_q.tolist()), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.reference.rms_norm import rms_norm
+from kernels.scaled_keys import store
 
 
 def kv_append(
@@ -15,6 +16,7 @@ def kv_append(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Rotates, appends, returns the queries; shapes as in `kernels.attention.kv_append.kv_append`."""
     page_size, kv_heads = k_cache.shape[1:3]
@@ -24,8 +26,11 @@ def kv_append(
         q, k = rms_norm(q, q_norm, eps)[0], rms_norm(k, k_norm, eps)[0]
     mine = slots >= 0
     where = slots[mine] // page_size, slots[mine] % page_size
-    k_cache[where] = rotate(k, cos, sin)[mine]
-    v_cache[where] = v[mine]
+    for x, cache, scale in zip((rotate(k, cos, sin)[mine], v[mine]), (k_cache, v_cache), scales, strict=True):
+        if scale is None:
+            cache[where] = x
+        else:
+            store(x, cache, scale, slots[mine])
     return rotate(q, cos, sin)
 
 

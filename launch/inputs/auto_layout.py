@@ -18,6 +18,7 @@ from helix.simulate.points import Options, Sparse, Tier
 from launch.inputs.hardware import hardware_of
 from launch.inputs.prompts import PromptLine
 
+KV_DTYPES = {"auto": "bf16", "fp8": "e4m3", "k16v8": "k16v8"}  # in the planner's words
 TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
 
 
@@ -85,7 +86,7 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
     tier = Tier(0.0, kv.host_bytes or inf, kv.gpu_bytes) if kv.tier == "host" else None
     weights, experts = weight_dtypes(config.model)
     return Options(
-        weights, "bf16", "bf16", experts, "bf16", "bf16", sparse=budget(config), tier=tier,
+        weights, KV_DTYPES[kv.dtype], "bf16", experts, "bf16", "bf16", sparse=budget(config), tier=tier,
         memory_fraction=kv.memory_fraction, page_size=config.blocks.page,
     )  # fmt: skip
 

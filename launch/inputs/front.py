@@ -79,9 +79,11 @@ def _weights(value: str) -> list[str]:
 
 
 def _cache_dtype(value: str) -> list[str]:
-    if value not in ("auto", "bfloat16", "float16"):
-        raise ValueError(f"--kv-cache-dtype {value}: keys and values are kept in the model's type: leave the flag out")
-    return []
+    if value in ("auto", "bfloat16", "float16"):
+        return []
+    if value not in ("fp8", "fp8_e4m3", "k16v8"):
+        raise ValueError(f"--kv-cache-dtype {value}: keys and values are kept as auto, fp8 or k16v8")
+    return [f"kv.dtype={value.removesuffix('_e4m3')}"]
 
 
 MODEL_FLAGS = (
@@ -92,7 +94,7 @@ MODEL_FLAGS = (
     Flag(("--max-num-seqs",), "N", "decode.max_batch"),
     Flag(("--gpu-memory-utilization",), "SHARE", "kv.memory_fraction", "of the memory that weights leave free"),
     Flag(("--quantization", "-q"), "fp8", "model.weights", "rounds an unquantised checkpoint to FP8", _weights),
-    Flag(("--kv-cache-dtype",), "auto", "model.dtype", "keys and values are kept in the model's type", _cache_dtype),
+    Flag(("--kv-cache-dtype",), "TYPE", "kv.dtype", "auto, fp8, or k16v8: values alone in FP8", _cache_dtype),
     Flag(("--seed",), "N", "decode.seed"),
 )  # fmt: skip
 RUN_FLAGS = (

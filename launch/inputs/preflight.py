@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from comm import emulated
-from helix.build.checks import CheckedDraft, check_attention, check_layout, check_self_drafts, make_draft
+from helix.build.checks import CheckedDraft, check_attention, check_cache, check_layout, check_self_drafts, make_draft
 from helix.build.parts import check_weights, make_checkpoint, make_layout, make_spec
 from helix.config import Config, check
 from helix.layout import HelixLayout
@@ -85,6 +85,7 @@ def preflight(
         layout, reason = choose(config, spec, prompts, world_size, device, work.load)
     check_layout(layout, spec)
     check_attention(config, layout, spec)
+    check_cache(config, spec)
     check_self_drafts(config, spec)
     work.check(prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)

@@ -134,6 +134,7 @@ def build_engine(
     prefix_cache: bool = True,
     timeout_s: float = 60.0,
     build: Build = build_model,
+    kv: str = "auto",
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
@@ -141,7 +142,7 @@ def build_engine(
     spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
-    keeps = spec.keeps(layout, comm.rank, dtype)
+    keeps = spec.keeps(layout, comm.rank, dtype, kv)
     drafts = 0 if drafter is None else drafter.limit
     sizes = StepSizes(max_batch, drafts + 1, prefill_chunk)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
@@ -157,14 +158,14 @@ def build_engine(
         assert score is not None and sparse is not None and sparse.hot is not None
         heads, dim = keeps[spec.full[0]][0].entry
         cache: KVCache = TieredCache(
-            with_bounds(keeps), pages, placement, device, sizes, score=score,
+            with_bounds(keeps, dtype), pages, placement, device, sizes, score=score,
             store=HostStore((len(spec.full), pages * heads, 2, page_size, dim), dtype, device),
             hot=sparse.hot, piece_pages=4,
         )  # fmt: skip
         for tensor in cache.on_gpu:
             tensor.fill_(torch.nan)
     else:
-        keeps = keeps if score is None else with_bounds(keeps)
+        keeps = keeps if score is None else with_bounds(keeps, dtype)
         cache = KVCache(keeps, pages, placement, device, sizes, score)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)

@@ -46,7 +46,7 @@ def test_pages_that_were_filled(name: str, score: str, op: object, device: torch
         bounds = torch.full_like(wanted, torch.nan).to(device)
         args = [x.to(device) for x in (tables, starts, torch.tensor(BEFORE), torch.tensor(AFTER))]
         most = [300 // page + 1] if op is fold_blocks else []
-        op(keys.to(device), bounds, *args, *most, score, kvp=c["kvp"], kvp_rank=rank, append_block=c["block"])  # type: ignore[operator]
+        op(keys.to(device), None, bounds, *args, *most, score, kvp=c["kvp"], kvp_rank=rank, append_block=c["block"])  # type: ignore[operator]
         # Bounds are keys; a mean of 96 fp32 numbers of size 1 keeps 96 x 2^-24.
         torch.testing.assert_close(bounds.cpu(), wanted, rtol=0, atol=0 if score == "bounds" else 1e-5, equal_nan=True)
 
@@ -57,5 +57,5 @@ def test_a_key_that_is_no_number_surfaces(device: torch.device) -> None:
     bounds = torch.zeros(1, 1, 1, 2, 16, device=device)
     lengths = (torch.tensor([n], device=device) for n in (0, 0, 16))
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    fold_blocks(keys, bounds, table, *lengths, 1, "bounds", kvp=1, kvp_rank=0, append_block=16)
+    fold_blocks(keys, None, bounds, table, *lengths, 1, "bounds", kvp=1, kvp_rank=0, append_block=16)
     assert bounds.isnan().nonzero()[:, -1].tolist() == [5, 5]

@@ -113,7 +113,7 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
         ("--tensor-parallel-size=4", "layout=tp layout.tpa=4"),
         ("--max-num-seqs 32 --gpu-memory-utilization 0.8", "decode.max_batch=32 kv.memory_fraction=0.8"),
         ("--kv-cache-dtype auto --seed 3", "decode.seed=3"),
-        ("--quantization fp8", "model.weights=fp8"),
+        ("--quantization fp8 --kv-cache-dtype fp8_e4m3", "model.weights=fp8 kv.dtype=fp8"),
         ("decode.prefill_chunk=4K --max-tokens 2K", "decode.prefill_chunk=4096 decode.max_new_tokens=2048"),
         ("layout.kvp=2 demo layout.tpa=2", "layout.kvp=2 model=demo layout.tpa=2"),
     ],
@@ -127,7 +127,7 @@ def test_what_stands_for_keys(typed: str, meant: str) -> None:
     "typed, said",
     [
         ("--trust-remote-code", "--trust-remote-code is refused: no code of a checkpoint is ever run"),
-        ("--kv-cache-dtype fp8", "keys and values are kept in the model's type"),
+        ("--kv-cache-dtype fp8_e5m2", "keys and values are kept as auto, fp8 or k16v8"),
         ("--quantization awq", "--quantization awq: a checkpoint says how"),
         ("--max-model-length 5", "not an option of helix run; did you mean --max-model-len?"),
         ("--output", "--output has no value behind it"),

@@ -34,7 +34,7 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 # Inside a package, a room (a folder, or a file beside the folders) imports only from levels before its own, or itself.
 LEVELS = {
     "kernels": [
-        {"ahead", "dispatch", "hot_blocks", "overlap", "paged_keys", "scaled", "sm90"},
+        {"ahead", "dispatch", "hot_blocks", "overlap", "paged_keys", "scaled", "scaled_keys", "sm90"},
         {"reference"},
         {"attention"},
         {"mla", "peers", "sparse", "tier"},

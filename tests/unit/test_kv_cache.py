@@ -85,7 +85,7 @@ def test_planned_pages_hold_any_split_of_the_tokens(lengths: list[int], kvp: int
 def test_pages_are_copied_in_all_layers(entries: list[tuple[int, ...]], score: str | None) -> None:
     names = ("keys", "values") if len(entries) == 2 else ("latents",)
     kept = tuple(Keeps(name, entry, torch.float32) for name, entry in zip(names, entries, strict=True))
-    keeps = [kept, kept] if score is None else with_bounds([kept, kept])
+    keeps = [kept, kept] if score is None else with_bounds([kept, kept], torch.float32)
     cache = KVCache(keeps, 5, Placement(HelixLayout.create(), 0, 4, 4), torch.device("cpu"), StepSizes(1), score)
     tensors = cache.tensors
     for tensor in tensors:

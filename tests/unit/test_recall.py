@@ -60,7 +60,7 @@ def test_scores_are_those_that_the_product_has(score: str) -> None:
     pages = torch.empty(1, 9, HEADS, 2, DIM)
     lengths = torch.tensor([0]), torch.tensor([0]), torch.tensor([9 * PAGE])
     table = torch.arange(9, dtype=torch.int32)[None]
-    fold_blocks(keys, pages, table, *lengths, kind, kvp=1, kvp_rank=0, append_block=PAGE)
+    fold_blocks(keys, None, pages, table, *lengths, kind, kvp=1, kvp_rank=0, append_block=PAGE)
     made = rounded(pages[0], score) if score in STORED else pages[0]
     assert torch.allclose(block_scores(q, keys, score)[0], scores_of_pages(q[0].flatten(0, 1), made, kind), atol=1e-5)
 

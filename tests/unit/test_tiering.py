@@ -33,7 +33,7 @@ GPU = 120e6  # bytes for the cache
 
 def config(host: float | None, gpu: float | None, tokens: int | None = None) -> Config:
     return Config(
-        kv=KVConfig(16, 16, tokens=tokens, tier="host", host_bytes=host, gpu_bytes=gpu),
+        kv=KVConfig(append_block=16, page_size=16, tokens=tokens, tier="host", host_bytes=host, gpu_bytes=gpu),
         attention=AttentionConfig("block_sparse", 16, topk=4, from_tokens=0),
     )
 

@@ -1,0 +1,53 @@
+"""Keys and values in e4m3: a power of two for each token and head, by which its numbers are divided before rounding.
+
+With powers of two nothing is rounded twice: dividing is exact, a score or a probability may be multiplied instead of
+each number, and unpacked numbers are exact in bf16. Every kernel and rank that writes a token writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LEAST = 1  # biased exponent of the smallest normal fp32
+
+
+@triton.jit
+def scale_bits(most):
+    """Computes the bits of the least power of two by which `most`, fp32, is at most 448, e4m3's largest; 1 for zero."""
+    bits = most.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 times 2^8
+    return tl.where(most == 0.0, 127, tl.maximum(exponent, 1)) << 23
+
+
+@triton.jit
+def reciprocal(bits):
+    """Computes the reciprocal of a power of two of up to 2^120 from its bits."""
+    return ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_at(scales, page, slot, head, PAGE: tl.constexpr, HEADS: tl.constexpr, SCALE_PAGE: tl.constexpr):
+    """Locates the scales of slots of pages, int64, in pages [HEADS, SCALE_PAGE] of as many slots or more."""
+    if PAGE == SCALE_PAGE:
+        return scales + (page * HEADS + head) * PAGE + slot
+    else:
+        token = page * PAGE + slot
+        return scales + (token // SCALE_PAGE * HEADS + head) * SCALE_PAGE + token % SCALE_PAGE
+
+
+def scales_of(x: torch.Tensor) -> torch.Tensor:
+    """Computes the scales [...] fp32 of x [..., D], like `scale_bits`."""
+    most = x.float().abs().amax(-1)
+    bits = most.view(torch.int32)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()
+    return torch.where(most == 0, 127, exponent.clamp(min=LEAST)).int().bitwise_left_shift(23).view(torch.float32)
+
+
+def store(x: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes x [n, Hkv, D] into cache [pages, page_size, Hkv, D] e4m3 and scales [pages, Hkv, page_size]."""
+    page, slot = slots // cache.shape[1], slots % cache.shape[1]
+    factor = scales_of(x)
+    cache[page, slot] = (x.float() / factor[..., None]).to(cache.dtype)
+    scales[page, :, slot] = factor
