@@ -42,6 +42,7 @@ BENCHMARKS = {
         f"{attention.__doc__}\n{linear.__doc__}",
         (*attention.PARTS, linear.PART),
     ),
+    "attention": Benchmark("decode attention with keys and values in FP8", attention.__doc__, (attention.KV,)),
     "linear": Benchmark("projections in bf16 and in e4m3, on one GPU", linear.__doc__, (linear.FP8,)),
     "moe": moe.BENCHMARK,
     "mla": mla.BENCHMARK,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from benchmarks.runner import Given, Part, Row
 from benchmarks.timer import DIM, PAGE, READ_CEILING, ROTATED, K, seconds
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
+from kernels.scaled_keys import scales_of
 
 TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PEERS = (*TORCH, "flashinfer")
@@ -136,6 +138,53 @@ def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, 
     return [row]
 
 
+def measure_kv(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, queries: int) -> Iterator[Row]:
+    """Yields one row: keys and values in bf16, in e4m3, and values alone in e4m3, in microseconds."""
+    device = given.device
+    s = setting(q_heads, kv_heads, batch, length, queries, device)
+    row: dict[str, Any] = {"kind": "decode-kv", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length}
+    row |= {"queries": queries, "kv_bytes": 2 * s.caches[0][0].numel() * 2}
+    row["us"] = seconds(s.ours, len(s.caches), device) * 1e6
+    few = [(_few(k), _few(v)) for k, v in s.caches]
+    few *= 2 if len(few) > 1 else 1  # of half the bytes
+    bounds = s.table, s.lo, s.hi, DIM**-0.5, None
+    keys = {
+        "fp8": [PagedKeys(k[0], v[0], *bounds, k[1], v[1]) for k, v in few],
+        "k16v8": [PagedKeys(k, v[0], *bounds, None, v[1]) for (k, _), (_, v) in zip(s.caches, few, strict=False)],
+    }
+    for name, given_keys in keys.items():
+        wanted = flash_decode(s.q, _whole(given_keys[0], s.q.dtype))[0].float()
+        error = (flash_decode(s.q, given_keys[0])[0].float() - wanted).norm() / wanted.norm()
+        assert error < 1e-2, f"flash_decode is off by {error:.1e} of its norm in {name} at {row}"  # as above
+        row[f"{name}_us"] = seconds(partial(_decode, s.q, given_keys), len(given_keys), device) * 1e6
+    saved = row["kv_bytes"] * (1 - (DIM + 4) / (2 * DIM))
+    row["bar_us"] = row["us"] - 0.85 * saved / READ_CEILING * 1e6 if kv_heads == 1 else 0.6 * row["us"]
+    yield row
+
+
+def _decode(q: torch.Tensor, keys: list[PagedKeys], copy: int) -> torch.Tensor:
+    return flash_decode(q, keys[copy])[0]
+
+
+def _whole(keys: PagedKeys, dtype: torch.dtype) -> PagedKeys:
+    """The same keys and values in `dtype`, exactly."""
+    parts = []
+    for data, scales in ((keys.k, keys.k_scale), (keys.v, keys.v_scale)):
+        factors = None if scales is None else scales.transpose(1, 2)[..., None].to(dtype)
+        parts.append(data if factors is None else data.to(dtype) * factors)
+    return replace(keys, k=parts[0], v=parts[1], k_scale=None, v_scale=None)
+
+
+def _few(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache in e4m3, and its scales."""
+    scales = torch.cat([scales_of(pages) for pages in cache.split(1024)])  # in pieces, since fp32 takes memory
+    data = torch.empty(cache.shape, dtype=torch.float8_e4m3fn, device=cache.device)
+    for part in range(0, len(cache), 1024):
+        here = slice(part, part + 1024)
+        data[here] = (cache[here].float() / scales[here][..., None]).to(data.dtype)
+    return data, scales.transpose(1, 2).contiguous()
+
+
 def measure_ragged(given: Given) -> list[Row]:
     """The mixed batch beside equal lengths; 8/1 heads."""
     device = given.device
@@ -159,6 +208,17 @@ def measure_ragged(given: Given) -> list[Row]:
     return [{"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}]
 
 
+KV_ROWS: list[AttentionShape] = [
+    *[(heads, kv, 1, n * K, 1) for heads, kv in ((28, 4), (32, 8), (8, 1)) for n in (16, 128, 512, 1024)],
+    *[(heads, kv, 8, 128 * K, 1) for heads, kv in ((28, 4), (8, 1))],
+    *[(heads, kv, 1, 128 * K, 5) for heads, kv in ((28, 4), (32, 8), (8, 1))],
+]
+KV = Part(
+    lambda given: KV_ROWS if given.gpu else KV_ROWS[:1],
+    measure_kv,
+    "heads batch length queries us fp8_us fp8_us/us k16v8_us k16v8_us/us bar_us",
+    "keys and values in e4m3",
+)
 COLUMNS = f"heads batch length queries us of_ceiling {' '.join(f'{p}_us' for p in PEERS)} best_peer_over_ours bar_us"
 RAGGED = "100 x 1K + 4 x 128K tokens, and equal lengths"
 PARTS = (

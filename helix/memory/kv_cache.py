@@ -75,7 +75,7 @@ class LayerCache:
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Scales [pages, Hkv, page_size] of keys and of values; None where they have none."""
+        """Factors [pages, Hkv, page_size] of keys and of values; None where they have none."""
         return self.kept.get("key_scales"), self.kept.get("value_scales")
 
     def paged(self, table: Tensor, lo: Tensor, hi: Tensor, scale: float, sinks: Tensor | None) -> PagedKeys:
