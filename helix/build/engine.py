@@ -146,7 +146,9 @@ def build_engine(
     dtype = model.weights.dtype
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
-    free, buffers = free_bytes(comm.device), token_buffers(spec, layout, comm.rank, dtype)
+    # Halves of a chunk that take turns unpack a matrix of few bits each.
+    free = free_bytes(comm.device) - 2 * model.weights.largest * dtype.itemsize
+    buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
     room = min(int(free * kv.memory_fraction), free - chunk * buffers)

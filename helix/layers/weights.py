@@ -74,6 +74,7 @@ class Weights:
         self.device = device
         self.formats = formats
         self.slices: list[Slice] = []
+        self.largest = 0  # numbers of the largest matrix [R, K] of few bits: a prefill unpacks one at a time
         self.parameters: list[Tensor] = []
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -103,6 +104,8 @@ class Weights:
         if begin + len(columns) <= group and not kept.packed:  # one group
             begin, group = 0, len(columns)
         *several, rows, width = shape
+        if not several:
+            self.largest = max(self.largest, rows * width)
         number, scale = (torch.uint8, torch.uint8) if kept.packed else (torch.float8_e4m3fn, torch.float32)
         return ScaledMatrix(
             self.parameter(*several, rows, width // 2 if kept.packed else width, dtype=number),

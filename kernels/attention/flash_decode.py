@@ -149,9 +149,9 @@ def _flash_decode_kernel(
             )
 
 
-def decode_tile(rows: int, D: int, dtype: torch.dtype, stored: torch.dtype | None = None) -> dict[str, int]:
+def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[str, int]:
     """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys."""
-    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype, stored)
+    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
 
 
 def score_planes(T: int, group: int, D: int, dtype: torch.dtype) -> int:
@@ -221,7 +221,7 @@ def decode_parts(
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
     if q.numel() == 0:
         return PartialAttention(out, lse)
-    tile = decode_tile(T * group, D, q.dtype, None if v.dtype == q.dtype else v.dtype)
+    tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None))
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
     if scores is not None:

@@ -143,9 +143,7 @@ def linear(
         linear_sm90.launch(x, weight, bias, out, gated)
         return out
     if isinstance(weight, ScaledMatrix) and not 0 < N <= MAX_ROWS:
-        out = torch.empty(N, R, dtype=dtype, device=x.device)
-        scaled_linear(x, weight, bias, out, gated)
-        return out
+        return scaled_linear(x, weight, bias, gated, dtype)
     if isinstance(weight, torch.Tensor) and (not 0 < N <= MAX_ROWS or R == 0 or K == 0):
         if dtype != x.dtype and x.is_cuda:
             return torch.mm(x, weight.mT, out_dtype=dtype)

@@ -1,19 +1,26 @@
 """Projections of any number of rows with weights of a few bits: tensor cores multiply what is converted in registers.
 
 A program owns some rows of the weight and some of x, and walks through the weight's groups of columns; of two programs
-on an SM, one converts while the other multiplies.
+on an SM, one converts while the other multiplies. From MANY rows on, converting again for each tile of x takes longer
+than the products: the matrix is unpacked once, into memory that all matrices share, for the library's product. Its
+numbers are then rounded to x's dtype.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from kernels.dense.scaled_rows import product, stored
+from kernels.dense.silu_mul import silu_mul
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.scaled import ScaledMatrix
 
+MANY = 1024  # rows of x
 TOGETHER = 8  # tiles of rows of x that neighbouring programs take beside each tile of the weight, out of the L2
 
 
@@ -56,14 +63,53 @@ def _scaled_linear_kernel(
     tl.store(out + (n * R)[None, :] + r[:, None], y, mask=(r < R)[:, None] & valid[None, :])
 
 
+@triton.jit
+def _unpack_kernel(
+    weight, scales, out, R, K, GROUP: tl.constexpr, BEGIN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (r < R)[:, None] & (k < K)[None, :]
+    at = r[:, None].to(tl.int64) * K + k[None, :]
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    w *= tl.load(scales + ((BEGIN + k) // GROUP * R)[None, :] + r[:, None], mask=inside, other=0.0)
+    tl.store(out + at, w, mask=inside)
+
+
+@cache
+def _memory(device: torch.device, stream: int) -> list[torch.Tensor]:
+    """Returns a stream's memory of unpacked matrices, a list of one tensor that grows with the largest matrix."""
+    return [torch.empty(0, dtype=torch.uint8, device=device)]
+
+
+def unpacked(weight: ScaledMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """Unpacks a matrix of e4m3 into memory that the next call overwrites -> [R, K], rounded to `dtype`."""
+    (R, K), stream = weight.shape, torch.cuda.current_stream(weight.device) if weight.data.is_cuda else None
+    memory = _memory(weight.device, stream.cuda_stream if stream else 0)
+    size = R * K * dtype.itemsize
+    if memory[0].numel() < size:
+        memory[0] = torch.empty(size, dtype=torch.uint8, device=weight.device)
+    out = memory[0][:size].view(dtype).view(R, K)
+    tile = dict(BLOCK_R=16, BLOCK_K=256)
+    _unpack_kernel[triton.cdiv(R, 16), triton.cdiv(K, 256)](
+        weight.data, weight.scales, out, R, K, GROUP=weight.group, BEGIN=weight.begin, **tile
+    )
+    return out
+
+
 def scaled_linear(
-    x: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | None, out: torch.Tensor, gated: bool
-) -> None:
-    """Runs `kernels.dense.linear.linear` into `out` [N, R], contiguous, of any dtype, for a matrix of a few bits."""
-    (N, K), R = x.shape, out.shape[1]
+    x: torch.Tensor, weight: ScaledMatrix, bias: torch.Tensor | None, gated: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """Runs `kernels.dense.linear.linear` for a matrix of a few bits; the result is of `dtype`."""
+    N, K = x.shape
+    if N >= MANY and not weight.packed and x.dtype == dtype:
+        y = F.linear(x, unpacked(weight, x.dtype), bias)
+        return silu_mul(y) if gated else y
+    R = len(weight) // 2 if gated else len(weight)
+    out = torch.empty(N, R, dtype=dtype, device=x.device)
     if 0 in out.shape:
-        return
-    assert x.stride(1) == 1 and out.is_contiguous()
+        return out
+    assert x.stride(1) == 1
     data, scales, groups = stored(weight)
     if x.dtype == torch.float32:
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
@@ -76,3 +122,4 @@ def scaled_linear(
         x, data, scales, bias, out, x.stride(0), N, R=R, K=K, BIAS=bias is not None, GATED=gated, TOGETHER=TOGETHER,
         **groups, **tile, **overlapped(x),
     )  # fmt: skip
+    return out

@@ -118,6 +118,21 @@ def test_qkv_append(N: int, K: int, begin: int | None, dtype: torch.dtype, devic
         torch.testing.assert_close(mine / largest, theirs / largest, rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("R, K, begin", [(40, 300, 64), (33, 130, None)])
+def test_many_rows_unpack_the_matrix(
+    R: int, K: int, begin: int | None, gated: bool, dtype: torch.dtype, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn, so that one matrix follows another in the same memory."""
+    monkeypatch.setattr("kernels.dense.linear_scaled.MANY", 5)
+    for seed in range(2):
+        weight, x = scaled(2 * R if gated else R, K, begin, device, seed), torch.randn(7, K).to(device, dtype)
+        (wanted, size), y = expected(x, weight, None, gated), linear(x, weight, gated=gated)
+        # Weights are rounded too, each by 2^-9.
+        assert close(y, wanted, size * 4, 0.0 if dtype is torch.float32 else 2.0**-8)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("begin", [0, 64, None])
 @pytest.mark.parametrize("gated", [False, True])
