@@ -26,6 +26,8 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype, more: int 
     block_m = min(most_rows, max(16, triton.next_power_of_2(rows)))
     # 16 KiB of keys, and of values.
     block_n = max(16, min(128 if block_m == 128 else 64, 16384 // (block_d * dtype.itemsize)))
+    if block_m == 64 and more == 1:  # keys stay large: one more stage would leave room for a single program
+        more = 0
     wide = dtype == torch.float32 or block_m == 128 or block_m * block_d >= 128 * 128
     return dict(
         BLOCK_M=block_m,
@@ -86,6 +88,8 @@ def attend_tiles(
     row_scale = scale_log2
     if HALF_K:
         exponent = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        # At least 2^-63: a factor of zero, of a query of zeros, times the score -inf of a masked key would be NaN.
+        exponent = tl.maximum(exponent, 64 << 23)
         q = (q.to(tl.float32) * reciprocal(exponent)[:, None]).to(tl.float16)
         row_scale = (scale_log2 * exponent.to(tl.float32, bitcast=True))[:, None]
     largest = tl.full([], 2.0**-100, tl.float32)  # scale of values so far

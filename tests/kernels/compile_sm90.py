@@ -86,7 +86,7 @@ SPECIAL = {
     ),
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
-    **dict.fromkeys(("out_lse", "lse", "part_lse", "sinks"), ("*fp32", True)),
+    **dict.fromkeys(("out_lse", "lse", "part_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
@@ -126,6 +126,8 @@ TENSORS = {
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
 }  # fmt: skip
+# Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
+UNSCALED = {"auto": {"k_scales": None, "v_scales": None}, "k16v8": {"k_scales": None}, "fp8": {}}
 DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
 
 
@@ -140,7 +142,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
-        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **tile}
+        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, "SCALE_PAGE": 1, **UNSCALED["auto"], **tile}
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
@@ -148,17 +150,19 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         for rows in ("ends", "any")[: 1 + (tokens == 8)]:
             collects = {"PAGE": page, "HOLES": False, "COLLECT": rows}
             yield f"decode-collects-{rows}", dtype, _flash_decode_kernel, shared | collects, options
-        del shared["BLOCK_D"]
+        for name in ("BLOCK_D", "SCALE_PAGE", "k_scales", "v_scales"):
+            del shared[name]
         merge = shared | {"PARTS": 64, "SLICE": SLICE}
         yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}
         world = {"RANKS": 8, "BLOCK_RANKS": 8, "PIECES": 1024, "SIZE": PIECE_WORDS, "IN_GROUP": IN_GROUP}
         world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True, "AHEAD": dim == 128}
         yield "merge-exchange", dtype, _merge_exchange_kernel, merge | world, {"num_warps": 2}
+    yield from scaled_cases()
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
-        yield "prefill", dtype, _flash_prefill_kernel, constants, options
+        constants = {"GROUP": group, "HEADS": 8, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
+        yield "prefill", dtype, _flash_prefill_kernel, constants | UNSCALED["auto"], options
     for group, page, sinks in ((7, 64, False), (16, 128, True)):
         constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
@@ -187,9 +191,10 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield f"combine-{rows}", bf16, _lse_combine_kernel, tile, {"num_warps": warps}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
-    append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True}
-    yield "append", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
-    yield "append-many", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
+    for kv, unscaled in UNSCALED.items():
+        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True} | unscaled
+        yield f"append-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
+        yield f"append-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
         yield "qkv-append", bf16, _qkv_append_kernel, heads | tile, {"num_warps": 4}
@@ -267,6 +272,34 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield from token_cases()
 
 
+def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """Attention over keys and values in e4m3, or over values alone: decoded, collected, of chosen tokens, of prompts."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype, dim, group, tokens, page, kv in (
+        (bf16, 128, 4, 1, 64, "fp8"), (bf16, 128, 7, 1, 64, "k16v8"), (bf16, 128, 8, 16, 64, "fp8"),
+        (bf16, 128, 8, 8, 128, "fp8"), (bf16, 128, 8, 8, 64, "k16v8"), (bf16, 128, 8, 16, 64, "k16v8"), (bf16, 64, 8, 1, 64, "fp8"),
+        (bf16, 256, 16, 1, 16, "fp8"), (bf16, 128, 8, 1, 1, "fp8"), (fp32, 128, 8, 1, 64, "fp8"),
+    ):  # fmt: skip
+        few = 1 + (kv == "fp8")
+        tile = decode_tile(tokens * group, dim, dtype, few)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
+        shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "PAGE": page}
+        shared |= {"SINKS": False, "EARLY": True, "PDL": True, "SCALE_PAGE": max(page, 64), "HOLES": page == 1}
+        shared |= UNSCALED[kv] | tile
+        none = {"kept": None, "kept_table": None, "COLLECT": ""}
+        yield f"decode-{kv}", dtype, _flash_decode_kernel, shared | none, options
+        if page == 128:
+            for counted in ("ends", "any"):
+                collects = shared | {"COLLECT": counted}
+                yield f"decode-collects-{counted}-{kv}", dtype, _flash_decode_kernel, collects, options
+        if tokens == 1 and page == 64:
+            tile = tile_shape(512 * group, 64, dim, dtype)
+            options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+            constants = {"GROUP": group, "HEADS": 8, "D": dim, "PAGE": page, "SINKS": False, **UNSCALED[kv], **tile}
+            yield f"prefill-{kv}", dtype, _flash_prefill_kernel, constants, options
+
+
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """One query and five drafted ones of a group of seven, and pages of 16 among which 64 are chosen."""
     bf16 = torch.bfloat16
@@ -290,7 +323,8 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
     grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
     for mean in (False, True):
-        yield "fold", bf16, _fold_blocks_kernel, grid | {"MEAN": mean}, {"num_warps": 4}
+        for unscaled in ({"k_scales": None}, {}):
+            yield "fold", bf16, _fold_blocks_kernel, grid | {"MEAN": mean} | unscaled, {"num_warps": 4}
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
@@ -411,6 +445,9 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*u8" if constants["GROUP"] == 32 else "*fp8e4nv"
         if constants.get("GROUPS") and name == "scales":
             kind = "*u8" if constants["GROUP"] == 32 else "*fp32"
+        scales = {"k_cache": "k_scales", "v_cache": "v_scales"}.get(name)
+        if scales in function.arg_names and constants.get(scales, scales) is not None:
+            kind = "*fp8e4nv"
         if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
             kind = "*fp32"
         if name in DESCRIPTORS:

@@ -85,6 +85,17 @@ def test_prefill(shape: str, op: Any, kv: str, dtype: torch.dtype, device: torch
     check(*op(case.q, keys, cu_q, max(case.counts), max(len(k) for k in case.keys)), case)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0.0, 1e-7])
+@pytest.mark.parametrize("op", [flash_decode, decode_reference], ids=["kernel", "reference"])
+def test_queries_of_nearly_nothing(op: Any, size: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Heads without a query average the values that they read: they have no exponent by which to scale."""
+    case, keys = stored(make_case([2, 2], [90, 33], heads=(6, 2), dtype=dtype, device=device), "fp8")
+    case.q[1:, 2:] *= size
+    out, lse = op(case.q.unflatten(0, (2, -1)), with_queries(keys, 2))
+    check(out.flatten(0, 1), lse.flatten(0, 1), case)
+
+
 @pytest.mark.parametrize("op", [flash_decode, decode_reference], ids=["kernel", "reference"])
 def test_scales_over_decades(op: Any, device: torch.device) -> None:
     case, keys = stored(make_case([2, 2], [90, 33], heads=(6, 2), page_size=48, device=device), "fp8", decades=True)
