@@ -273,12 +273,13 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
 
 
 def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """Attention over keys and values in e4m3, or over values alone: decoded, collected, of chosen tokens, of prompts."""
+    """Attention over keys and values in e4m3, or values alone: decoded, collected, of chosen tokens, of prompts."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for dtype, dim, group, tokens, page, kv in (
         (bf16, 128, 4, 1, 64, "fp8"), (bf16, 128, 7, 1, 64, "k16v8"), (bf16, 128, 8, 16, 64, "fp8"),
-        (bf16, 128, 8, 8, 128, "fp8"), (bf16, 128, 8, 8, 64, "k16v8"), (bf16, 128, 8, 16, 64, "k16v8"), (bf16, 64, 8, 1, 64, "fp8"),
-        (bf16, 256, 16, 1, 16, "fp8"), (bf16, 128, 8, 1, 1, "fp8"), (fp32, 128, 8, 1, 64, "fp8"),
+        (bf16, 128, 8, 8, 128, "fp8"), (bf16, 128, 8, 8, 64, "k16v8"), (bf16, 128, 8, 16, 64, "k16v8"),
+        (bf16, 64, 8, 1, 64, "fp8"), (bf16, 256, 16, 1, 16, "fp8"), (bf16, 128, 8, 1, 1, "fp8"),
+        (fp32, 128, 8, 1, 64, "fp8"),
     ):  # fmt: skip
         few = 1 + (kv == "fp8")
         tile = decode_tile(tokens * group, dim, dtype, few)
@@ -445,8 +446,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*u8" if constants["GROUP"] == 32 else "*fp8e4nv"
         if constants.get("GROUPS") and name == "scales":
             kind = "*u8" if constants["GROUP"] == 32 else "*fp32"
-        scales = {"k_cache": "k_scales", "v_cache": "v_scales"}.get(name)
-        if scales in function.arg_names and constants.get(scales, scales) is not None:
+        scales = name.replace("_cache", "_scales")
+        if scales != name and scales in function.arg_names and scales not in constants:
             kind = "*fp8e4nv"
         if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
             kind = "*fp32"
