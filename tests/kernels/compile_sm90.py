@@ -77,6 +77,7 @@ from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
 from kernels.tokens.verify import _verify_and_pack_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+PLAIN = {"scales": None, "GROUP": 1, "GROUPS": 0, "BEGIN": 0}  # weights that are not of a few bits
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 # Arguments that are no tensors of the case's dtype and no strides: type, and whether it is a multiple of 16.
@@ -197,16 +198,16 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield f"append-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
-        yield "qkv-append", bf16, _qkv_append_kernel, heads | tile, {"num_warps": 4}
+        yield "qkv-append", bf16, _qkv_append_kernel, heads | tile | PLAIN, {"num_warps": 4}
     for gated, rows, warps in ((True, 1, 2), (False, 4, 4)):
         tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256 * warps, "RUN": 8, "STAGES": 3 if rows > 2 else 1}
         tile |= {"BIAS": True, "GATED": gated, "PDL": True}
         alone = {"RANKS": 0, "PIECES": 0, "SIZE": 0, "peers": None, "count": None}
-        yield "linear", bf16, _linear_kernel, tile | alone, {"num_warps": warps}
+        yield "linear", bf16, _linear_kernel, tile | alone | PLAIN, {"num_warps": warps}
     for dtype, ranks in ((bf16, 8), (fp32, 3)):
         tile = {"BLOCK_N": 1, "BLOCK_R": 4, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "GATED": False}
         tile |= {"RANKS": ranks, "PIECES": 256, "SIZE": 256, "PDL": True, "out": None}
-        yield "linear-send", dtype, _linear_kernel, tile, {"num_warps": 4}
+        yield "linear-send", dtype, _linear_kernel, tile | PLAIN, {"num_warps": 4}
     for gated, split, most, block in (
         (False, 2, 16, 128), (False, 1, 32, 64), (True, 4, 32, 64), (False, 6, 16, 64), (True, 3, 32, 64)
     ):  # fmt: skip

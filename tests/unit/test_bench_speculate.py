@@ -14,7 +14,7 @@ from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
 from benchmarks.records import rows, tables
 from launch.inputs.compose import ROOT
 
-ELSEWHERE = {"_verify_and_pack_kernel"}  # no decode step has it, nor those of prompts
+ELSEWHERE = {"_verify_and_pack_kernel", "_unpack_kernel"}  # no decode step has it, nor those of prompts
 
 
 def test_every_kernel_of_a_step_is_in_one_part() -> None:

@@ -33,7 +33,8 @@ FAULTS = [
         "total = total * rescale + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", DECODE,
     ),
     Fault(
-        "output without its rescale", "kernels/attention/paged_tiles.py", "acc * rescale[:, None]", "acc", DECODE,
+        "output without its rescale", "kernels/attention/paged_tiles.py",
+        "tl.dot(weights.to(q.dtype), v, acc * rescale[:, None]", "tl.dot(weights.to(q.dtype), v, acc", DECODE,
     ),
     Fault(
         "a key of the future", "kernels/attention/paged_tiles.py",
@@ -230,8 +231,8 @@ FAULTS = [
     ),
     Fault(
         "fp8 blocks from the beginning of the slice", "helix/models/quantized.py",
-        "torch.arange(r.start, r.stop, r.step, device=grid.device) // size - covering[dim].start",
-        "torch.arange(0, r.stop - r.start, r.step, device=grid.device) // size", LOADING,
+        "torch.arange(rows.start, rows.stop, rows.step, device=grid.device) // block[0] - covering[0].start",
+        "torch.arange(0, rows.stop - rows.start, rows.step, device=grid.device) // block[0]", LOADING,
     ),
     Fault(
         "fp8 without its last, ragged blocks", "helix/models/quantized.py",
