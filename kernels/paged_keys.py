@@ -53,16 +53,16 @@ class PagedKeys:
             assert kept.dtype == (dtype if scales is None else torch.float8_e4m3fn)
             assert scales is None or (scales.is_contiguous() and self.v_scale is not None)
 
-    def unpacked(self) -> PagedKeys:
-        """Returns the same keys and values with their scales applied, in fp32 where they have any."""
-        k, v = (_unpacked(*kept) for kept in ((self.k, self.k_scale), (self.v, self.v_scale)))
-        return replace(self, k=k, v=v, k_scale=None, v_scale=None)
+    def unpacked(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
+        """Returns the same keys and values, those in e4m3 as numbers of `dtype`: exact in bf16 and fp32."""
+        k = _unpacked(self.k, self.k_scale, dtype)
+        return replace(self, k=k, v=_unpacked(self.v, self.v_scale, dtype), k_scale=None, v_scale=None)
 
 
-def _unpacked(kept: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+def _unpacked(kept: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if scales is None:
         return kept
-    return kept.float() * scales.transpose(1, 2).reshape(*kept.shape[:3], 1)
+    return kept.to(dtype) * scales.transpose(1, 2).reshape(*kept.shape[:3], 1).to(dtype)
 
 
 @dataclass(frozen=True)

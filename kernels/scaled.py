@@ -76,6 +76,11 @@ class ScaledMatrix:
 Matrix = Tensor | ScaledMatrix
 
 
+def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of a matrix, or of several: those of few bits rounded to `dtype`, a tensor as it is."""
+    return matrix.unpacked(dtype) if isinstance(matrix, ScaledMatrix) else matrix
+
+
 def matrix_rows(matrix: Matrix, begin: int, end: int) -> Matrix:
     """Returns rows of a matrix, or of each of several; shares memory."""
     return matrix.rows(begin, end) if isinstance(matrix, ScaledMatrix) else matrix[..., begin:end, :]

@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-LEAST = 1  # biased exponent of the smallest normal fp32
-
 
 @triton.jit
 def scale_bits(most):
@@ -42,12 +40,16 @@ def scales_of(x: torch.Tensor) -> torch.Tensor:
     most = x.float().abs().amax(-1)
     bits = most.view(torch.int32)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()
-    return torch.where(most == 0, 127, exponent.clamp(min=LEAST)).int().bitwise_left_shift(23).view(torch.float32)
+    return torch.where(most == 0, 127, exponent.clamp(min=1)).int().bitwise_left_shift(23).view(torch.float32)
+
+
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds x [..., D] to e4m3 with scales [...] fp32."""
+    scales = scales_of(x)
+    return (x.float() / scales[..., None]).to(torch.float8_e4m3fn), scales
 
 
 def store(x: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes x [n, Hkv, D] into cache [pages, page_size, Hkv, D] e4m3 and scales [pages, Hkv, page_size]."""
     page, slot = slots // cache.shape[1], slots % cache.shape[1]
-    factor = scales_of(x)
-    cache[page, slot] = (x.float() / factor[..., None]).to(cache.dtype)
-    scales[page, :, slot] = factor
+    cache[page, slot], scales[page, :, slot] = rounded(x)

@@ -30,6 +30,8 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
               layer before computes (default: nothing is guessed)
   host_bytes  with tier: host memory of a rank's keys and values (default: as much as they take)
   gpu_bytes   with tier: what they take on its GPU at most (default: the share of what weights leave)
+  weights     fp8: plans weights that are rounded to FP8; bf16: weights that are unpacked (default: as they are stored)
+  kv          fp8, or k16v8 (values alone): plans keys and values in FP8 (default: in the model's type)
   attention   one of conf/attention/, for the size of blocks and those always read (with sparse: block_sparse)
   json        a file for all of this, `-` for the terminal
 """
@@ -49,6 +51,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from helix.build.checks import check_cache
 from helix.build.parts import make_spec
 from helix.config import Config, SpeculationConfig
 from helix.config import check as check_config
@@ -70,22 +73,27 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "context": tokens, "batch": int, "ttl_ms": float, "hardware": str,
     "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "drafter": one_of("ngram", "sparse"),
     "sparsity": float, "sparse": int, "attention": str, "tier": one_of("host"), "hits": float, "ahead": float,
-    "host_bytes": float, "gpu_bytes": float, "json": str,
+    "host_bytes": float, "gpu_bytes": float, "weights": one_of("bf16", "fp8"), "kv": one_of("fp8", "k16v8"),
+    "json": str,
 }  # fmt: skip
+STORAGE = {"weights": "model.weights", "kv": "kv.dtype"}
 NEEDED = ("model", "gpus", "context")
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
 
 
-def load_model(name: str, attention: Sequence[str] = ()) -> tuple[Config, DecoderSpec, list[str]]:
-    """Loads a model's config and spec; returns them with the override that names it on the runtime's command line.
+def load_model(
+    name: str, attention: Sequence[str] = (), storage: Sequence[str] = ()
+) -> tuple[Config, DecoderSpec, list[str]]:
+    """Loads a model's config and spec; returns them with the overrides that name it on the runtime's command line.
 
     Args:
-        attention: further overrides of the config.
+        attention: overrides of the config that do not name the model.
+        storage: overrides that do: of its weights and of its keys and values.
 
     Raises:
         ValueError: there is no such model, or the runtime does not know its family.
     """
-    overrides = [front.model_override(name)]
+    overrides = [front.model_override(name), *storage]
     config = composed([*overrides, *attention])
     if config.model.path is not None:
         config.model.path = str(local_directory(config.model.path, weights=False))
@@ -174,8 +182,10 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
         ValueError: a value is out of range, or nothing fits.
     """
     attention, share = sparse_overrides(given), drafted_share(given)
-    config, spec, model = load_model(given["model"], attention)
+    storage = [f"{key}={given[name]}" for name, key in STORAGE.items() if name in given]
+    config, spec, model = load_model(given["model"], attention, storage)
     check_config(config)
+    check_cache(replace(config, kv=replace(config.kv, tier=given.get("tier", "gpu"))), spec)
     config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
     if given["context"] > spec.max_positions:
         raise ValueError(f"context={given['context']} exceeds {given['model']}'s {spec.context}")

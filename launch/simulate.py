@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from helix.simulate.hardware import BYTES, PROVENANCE
+from helix.simulate.hardware import PROVENANCE
 from helix.simulate.points import MODES, Options, Points
 from helix.simulate.step import predict
 from launch.inputs.arguments import boolean, helped, one_of, parse, tokens, unknown
@@ -42,7 +42,7 @@ WIDTHS = {"pp": 1, "dp": 1, "kvp": 1, "tpa": 1, "tpf": None, "ep": 1}
 DEFAULTS: dict[str, Any] = {"mode": "helix", **WIDTHS, "batch": 1, "context": 1 << 20, "dtype": "bf16", "hopb": True}
 KEYS: dict[str, Callable[[str], Any]] = {
     "hardware": str, "model": str, "mode": one_of(*MODES), **dict.fromkeys((*WIDTHS, "batch"), int), "context": tokens,
-    "dtype": one_of(*BYTES), "hopb": boolean,
+    "dtype": one_of("fp4", "fp8", "bf16"), "hopb": boolean,
 }  # fmt: skip
 
 

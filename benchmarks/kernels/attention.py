@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from benchmarks.runner import Given, Part, Row
 from benchmarks.timer import DIM, PAGE, READ_CEILING, ROTATED, K, seconds
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
-from kernels.scaled_keys import scales_of
+from kernels.scaled_keys import rounded
 
 TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PEERS = (*TORCH, "flashinfer")
@@ -153,7 +153,7 @@ def measure_kv(given: Given, q_heads: int, kv_heads: int, batch: int, length: in
         "k16v8": [PagedKeys(k, v[0], *bounds, None, v[1]) for (k, _), (_, v) in zip(s.caches, few, strict=False)],
     }
     for name, given_keys in keys.items():
-        wanted = flash_decode(s.q, _whole(given_keys[0], s.q.dtype))[0].float()
+        wanted = flash_decode(s.q, given_keys[0].unpacked(s.q.dtype))[0].float()
         error = (flash_decode(s.q, given_keys[0])[0].float() - wanted).norm() / wanted.norm()
         assert error < 1e-2, f"flash_decode is off by {error:.1e} of its norm in {name} at {row}"  # as above
         row[f"{name}_us"] = seconds(partial(_decode, s.q, given_keys), len(given_keys), device) * 1e6
@@ -166,22 +166,9 @@ def _decode(q: torch.Tensor, keys: list[PagedKeys], copy: int) -> torch.Tensor:
     return flash_decode(q, keys[copy])[0]
 
 
-def _whole(keys: PagedKeys, dtype: torch.dtype) -> PagedKeys:
-    """The same keys and values in `dtype`, exactly."""
-    parts = []
-    for data, scales in ((keys.k, keys.k_scale), (keys.v, keys.v_scale)):
-        factors = None if scales is None else scales.transpose(1, 2)[..., None].to(dtype)
-        parts.append(data if factors is None else data.to(dtype) * factors)
-    return replace(keys, k=parts[0], v=parts[1], k_scale=None, v_scale=None)
-
-
 def _few(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache in e4m3, and its scales."""
-    scales = torch.cat([scales_of(pages) for pages in cache.split(1024)])  # in pieces, since fp32 takes memory
-    data = torch.empty(cache.shape, dtype=torch.float8_e4m3fn, device=cache.device)
-    for part in range(0, len(cache), 1024):
-        here = slice(part, part + 1024)
-        data[here] = (cache[here].float() / scales[here][..., None]).to(data.dtype)
+    """A cache in e4m3, and its scales; in pieces, since fp32 takes memory."""
+    data, scales = (torch.cat(parts) for parts in zip(*(rounded(pages) for pages in cache.split(1024)), strict=True))
     return data, scales.transpose(1, 2).contiguous()
 
 

@@ -22,7 +22,7 @@ from helix.steps.step import Step
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
-from kernels.scaled import ScaledMatrix, matrix_rows
+from kernels.scaled import as_tensor, matrix_rows
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,7 @@ class Attention(ShardedAttention):
         """
         mine, rows = cache.layer(self.index), self._q_rows
         bias = None if self.qkv.bias is None else self.qkv.bias[:rows]
-        weight = matrix_rows(self.qkv.weight, 0, rows)
-        if isinstance(weight, ScaledMatrix):
-            weight = weight.unpacked(x.dtype)
+        weight = as_tensor(matrix_rows(self.qkv.weight, 0, rows), x.dtype)
         heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
         return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms)

@@ -110,6 +110,7 @@ class MLASpec:
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
+        assert kv == "auto", f"latents are kept in the model's dtype, not as kv.dtype={kv} has it"
         return (Keeps("latents", (self.entry,), dtype),)
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:

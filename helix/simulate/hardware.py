@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 # From measured on this hardware to promised by its vendor; a result has the provenance of its worst input.
 PROVENANCE = ("measured", "interpolated", "extrapolated", "roofline")
 MEASURED, INTERPOLATED, EXTRAPOLATED, ROOFLINE = range(4)
-# Of a number: those of the paper without scales, then the runtime's own formats, with theirs: e4m3 with a scale for 128
-# numbers, e2m1 for 32, keys in bf16 beside values in e4m3, latents of 512 in e4m3 beside 64 rotated numbers in bf16.
-BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0}
-BYTES |= {"e4m3": 1 + 4 / 128, "mxfp4": 17 / 32, "k16v8": (3 + 4 / 128) / 2, "latent8": (512 + 16 + 2 * 64) / 576}
+# Of a number: those of the paper without scales, then of the runtime's weights, e4m3 with a scale for 128 numbers and
+# e2m1 with one for 32.
+BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "mxfp4": 17 / 32}
+FEW_BITS = {"e4m3": 2, "k16v8": 1}  # of keys and values, those in e4m3, with a scale for each token and head
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "send")
 
 Array = NDArray[Any]

@@ -18,7 +18,7 @@ from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.models import DecoderSpec
 from helix.simulate import cost
-from helix.simulate.hardware import BYTES, INTERPOLATED, Array, Constant, Hardware, between
+from helix.simulate.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Constant, Hardware, between
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
@@ -105,8 +105,9 @@ class Layer:
         self.kv = _up(self.mixer.kv_heads, p.tpa)
         owned = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
         self.o = self.q if options.output == "tpa" else owned
-        kinds = ("weights", "kv", "messages", "experts", "other")
+        kinds = ("weights", "messages", "experts", "other")
         self.item = {kind: BYTES[getattr(options, kind) or options.weights] for kind in kinds}
+        self.item |= _kv_items(self.mixer, options.kv)
         self.rate = hardware.rate(options.arithmetic or options.weights)
         self.zeros = np.zeros(len(points))
 
@@ -268,7 +269,7 @@ class Layer:
         free, level = self.zeros, self.zeros.astype(int) + price.level
         seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)
         paid = Phase("", seconds, free, free, free, free + 1, level)
-        found = [self._timed("find blocks", bounds * self.item["kv"], self.zeros, 0, hw.bounds_share).plus(paid)]
+        found = [self._timed("find blocks", bounds * self.item["plain_kv"], self.zeros, 0, hw.bounds_share).plus(paid)]
         if sparse.choice == "global":  # a score and a number of each candidate block, sent to every other rank
             offered = self.rows * self.kv * sparse.topk * kvp * 8.0
             found.append(self.collective("offer blocks", "all_to_all", kvp, offered))
@@ -325,7 +326,7 @@ class Layer:
         p, hw = self.points, self.hardware
         tokens = self._read_tokens(window)
         readers = self.sequences if self._chooses(window) is None else self.rows  # each query chooses its own blocks
-        read = readers * tokens * stored * self.item["kv"]
+        read = readers * tokens * stored * self.item["kv" if window is None else "plain_kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
         share, rate = (hw.latent_share, hw.latent_flops) if isinstance(self.mixer, MLASpec) else (None, None)
         if self.drafting and window is None:
@@ -447,3 +448,12 @@ def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Pha
     """Selects the faster list at each point; `other` only where it is allowed."""
     better = allowed & (sum(phase.seconds for phase in other) < sum(phase.seconds for phase in usual))
     return [b.where(better, a) for a, b in zip(usual, other, strict=True)]
+
+
+def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:
+    """Counts the bytes of a stored number, with its scales; `plain_kv`: of those in windows, and of key bounds."""
+    if kv not in FEW_BITS:
+        return {"kv": BYTES[kv], "plain_kv": BYTES[kv]}
+    assert isinstance(mixer, AttentionSpec), "latents are kept as they are"
+    few, plain = FEW_BITS[kv], BYTES["bf16"]
+    return {"kv": (few * (1 + 4 / mixer.head_dim) + (2 - few) * plain) / 2, "plain_kv": plain}

@@ -9,7 +9,7 @@ import numpy as np
 
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.simulate.hardware import BYTES, Array
+from helix.simulate.hardware import BYTES, FEW_BITS, Array
 
 # The runtime's three (helix/layout.py), and `dp`: whole sequences on groups of ranks, with experts over all ranks, as
 # DeepSeek-R1 is served.
@@ -213,7 +213,8 @@ class Options:
     page_size: int = 64
 
     def __post_init__(self) -> None:
-        choices: dict[str, tuple[str | None, ...]] = {key: tuple(BYTES) for key in ("weights", "kv", "messages")}
+        choices: dict[str, tuple[str | None, ...]] = {key: tuple(BYTES) for key in ("weights", "messages")}
+        choices["kv"] = (*dict.fromkeys((*BYTES, *FEW_BITS)),)
         choices |= dict.fromkeys(("experts", "other", "arithmetic"), (None, *BYTES))
         choices |= {"exchange": ("batched", "serial"), "output": ("all", "tpa"), "queries": ("all", "faster")}
         choices |= {"shared": ("dense", "routed")}

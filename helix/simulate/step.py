@@ -13,7 +13,7 @@ from helix.memory.kv_cache import RING_MOST
 from helix.memory.tiered_cache import LISTS
 from helix.models import DecoderSpec
 from helix.simulate import cost
-from helix.simulate.hardware import BYTES, INTERPOLATED, PROVENANCE, Array, Hardware
+from helix.simulate.hardware import INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.simulate.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
 from helix.simulate.points import Options, Points, check, check_points
 
@@ -149,12 +149,13 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
     paged = -(-local // options.page_size) * options.page_size
     # A stage holds its layers' KV of all batches in flight: together ceil(layers / pp) * pp layers of one batch.
-    numbers = token_numbers(spec, p) * _stretch(spec, p) * BYTES[options.kv]
+    numbers, kv, plain = token_numbers(spec, p) * _stretch(spec, p), layer.item["kv"], layer.item["plain_kv"]
     short = [window for window in spec.windows if window is not None and (window <= RING_MOST or options.tier)]
-    each = paged * (len(spec.layers) - len(short)) * numbers
-    if (sparse := options.sparse) is not None:
-        each = each * (1 + 1 / sparse.block)  # two vectors per block, a key and a value per token
-    windows = sum(_ring_tokens(window, p, options) for window in short) * numbers
+    long = sum(window is not None for window in spec.windows) - len(short)  # windows in pages
+    each = paged * numbers * ((len(spec.layers) - len(short) - long) * kv + long * plain)
+    if (sparse := options.sparse) is not None:  # two vectors per block, a key and a value per token
+        each = each + paged * numbers * (len(spec.layers) - len(short)) * plain / sparse.block
+    windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
     each = each + windows
     if layer.self_drafts is not None:
         columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
@@ -163,7 +164,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
     fixed, on_host, room = np.zeros(len(p)), np.zeros(len(p)), free
     if (tier := options.tier) is not None and sparse is not None:
-        on_host = paged * token_numbers(spec, p) * len(spec.full) * BYTES[options.kv]
+        on_host = paged * token_numbers(spec, p) * len(spec.full) * kv
         fixed, each = _on_gpu(layer, paged / options.page_size)
         each = each + windows
         room = free if tier.gpu_bytes is None else np.minimum(free, tier.gpu_bytes)
@@ -186,7 +187,7 @@ def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
 
     The formula is that of `helix.build.tiering.tiered_bytes`.
     """
-    layers, sparse, item = len(layer.spec.full), layer.options.sparse, BYTES[layer.options.kv]
+    layers, sparse, item = len(layer.spec.full), layer.options.sparse, layer.item["kv"]
     assert sparse is not None
     block = 2 * sparse.block * layer.head_dim * item  # a page of one head
     page = layers * layer.kv * (2 * layer.head_dim * item + NUMBER_BYTES)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.scaled_keys import reciprocal, scale_at
+from kernels.scaled_keys import scale_at
 
 ROOMY = tl.constexpr(64)  # largest head dim at which an SM has room for more attention programs than intended
 
@@ -81,18 +81,6 @@ def attend_tiles(
     `kept_pages[j]` of a score plane: the maximum over the rows that count (COLLECT is any), or their sum, computed from
     the `mean` query if given; times `share`. With scales, keys and values are e4m3 (see `kernels.scaled_keys`).
     """
-    # e4m3 becomes fp16 by half an instruction a number, bf16 by two: such keys and values are multiplied in fp16, with
-    # queries and weights scaled by powers of two that keep them in its range.
-    HALF_K: tl.constexpr = k_scales is not None and kept is None and q.dtype != tl.float32
-    HALF_V: tl.constexpr = v_scales is not None and q.dtype != tl.float32
-    row_scale = scale_log2
-    if HALF_K:
-        exponent = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True) & 0x7F800000
-        # At least 2^-63: a factor of zero, of a query of zeros, times the score -inf of a masked key would be NaN.
-        exponent = tl.maximum(exponent, 64 << 23)
-        q = (q.to(tl.float32) * reciprocal(exponent)[:, None]).to(tl.float16)
-        row_scale = (scale_log2 * exponent.to(tl.float32, bitcast=True))[:, None]
-    largest = tl.full([], 2.0**-100, tl.float32)  # scale of values so far
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     # A page that holds whole tiles is looked up once per tile, any other page once per key.
@@ -124,7 +112,7 @@ def attend_tiles(
         if k_scales is not None:
             of_keys = scale_at(k_scales, page, (key % PAGE).to(tl.int64), head, PAGE, HEADS, SCALE_PAGE)
             k_scale = tl.load(of_keys, mask=live, other=0.0)
-            k = k.to(tl.float16) if HALF_K else k.to(tl.float32).to(q.dtype)
+            k = k.to(tl.float32).to(q.dtype)  # to bf16 at once goes by way of fp16, which is slow
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if k_scales is not None:
             scores *= k_scale[None, :]
@@ -147,39 +135,20 @@ def attend_tiles(
             found = tl.sum(tl.dot(mean, tl.trans(k), input_precision="ieee"), 0) * share
             if k_scales is not None:
                 found *= k_scale
-        if HALF_K:
-            scores *= row_scale
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_peak[:, None])
-        else:
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-            weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scaled and shifted by one instruction
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scaled and shifted by one instruction
         rescale = tl.exp2(peak - new_peak)
         total = total * rescale + tl.sum(weights, 1)
         # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
         v = tl.load(v_cache + at, mask=mask, other=0.0)
         if v_scales is not None:
             of_values = scale_at(v_scales, page, (key % PAGE).to(tl.int64), head, PAGE, HEADS, SCALE_PAGE)
-            v_scale = tl.load(of_values, mask=live, other=0.0)
-            if HALF_V:
-                before = largest
-                largest = tl.maximum(largest, tl.max(v_scale, 0))
-                shrink = reciprocal(largest.to(tl.int32, bitcast=True))
-                weights *= (v_scale * (shrink * 2.0**15))[None, :]
-                rescale *= before * shrink
-            else:
-                weights *= v_scale[None, :]
-        if HALF_V:
-            acc = tl.dot(weights.to(tl.float16), v.to(tl.float16), acc * rescale[:, None])
-        elif v_scales is not None:
-            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
+            weights *= tl.load(of_values, mask=live, other=0.0)[None, :]
+            v = v.to(tl.float32).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
         if kept is not None:  # after the product, which runs meanwhile
             tl.store(to, found.to(to.dtype.element_ty), mask=live)
-    if HALF_V:
-        acc *= largest * 2.0**-15
     return acc, total, peak
 
 

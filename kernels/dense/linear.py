@@ -138,18 +138,19 @@ def linear(
     assert not exact or (not gated and bias is None)
     if not dispatch.on_gpu(x):
         return reference(x, weight, bias, gated, dtype)
-    if isinstance(weight, torch.Tensor) and x.is_cuda and linear_sm90.fits(x, weight):
+    if isinstance(weight, ScaledMatrix):
+        if not 0 < N <= MAX_ROWS:
+            return scaled_linear(x, weight, bias, gated, dtype)
+    elif x.is_cuda and linear_sm90.fits(x, weight):
         out = torch.empty(N, R, dtype=dtype, device=x.device)
         linear_sm90.launch(x, weight, bias, out, gated)
         return out
-    if isinstance(weight, ScaledMatrix) and not 0 < N <= MAX_ROWS:
-        return scaled_linear(x, weight, bias, gated, dtype)
-    if isinstance(weight, torch.Tensor) and (not 0 < N <= MAX_ROWS or R == 0 or K == 0):
+    elif not 0 < N <= MAX_ROWS or R == 0 or K == 0:
         if dtype != x.dtype and x.is_cuda:
             return torch.mm(x, weight.mT, out_dtype=dtype)
         y = F.linear(x.to(dtype), weight.to(dtype), bias)
         return silu_mul(y) if gated else y
-    assert x.stride(1) == 1
+    assert x.stride(1) == 1 and (isinstance(weight, ScaledMatrix) or _is_plain(x, weight))
     out = torch.empty(N, R, dtype=dtype, device=x.device)
     data, scales, groups = stored(weight)
     tile = _tile(N, R, K, gated, run_of(weight, RUN))
@@ -167,7 +168,7 @@ def sends(x: torch.Tensor, weight: Matrix, two_shot: bool) -> bool:
     if isinstance(weight, torch.Tensor):
         if x.is_cuda and linear_sm90.fits(x, weight):
             return True
-        if not weight.is_contiguous() or x.dtype != weight.dtype:
+        if not _is_plain(x, weight):
             return False
     return x.stride(1) == 1 and x.dtype in DTYPES and len(x) == 1 and not two_shot
 
@@ -186,6 +187,7 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
         return
     R, K = weight.shape
     assert len(x) == 1 and not sums.two_shot and x.stride(1) == 1
+    assert isinstance(weight, ScaledMatrix) or _is_plain(x, weight)
     data, scales, groups = stored(weight)
     tile = _tile(1, R, K, False, run_of(weight, RUN))
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
@@ -193,6 +195,10 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
         BIAS=bias is not None, GATED=False, RANKS=sums.peers.numel(), PIECES=sums.pieces, SIZE=sums.slice_words,
         **groups, **tile, **overlapped(x),
     )  # fmt: skip
+
+
+def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return weight.is_contiguous() and weight.dtype == x.dtype
 
 
 def _tile(N: int, R: int, K: int, gated: bool, run: int) -> dict[str, int]:

@@ -90,6 +90,7 @@ def qkv_append(
     if norms is not None or scales[1] is not None or not fuses(x, weight, D):
         qkv = linear(x, weight, bias).unflatten(-1, (-1, D))
         return kv_append(qkv, cos, sin, k_cache, v_cache, slots, norms, scales)
+    assert k_cache.dtype == v_cache.dtype == x.dtype
     heads = HeadSlots.of(x, len(weight) // D, cos, sin, k_cache, v_cache, slots)
     if isinstance(weight, torch.Tensor) and on_hopper(x, weight, D):
         linear_sm90.launch(x, weight, bias, heads, False)

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.reference.silu_mul import silu_mul
-from kernels.scaled import ScaledMatrix
+from kernels.scaled import Matrix, as_tensor
 
 ALPHA = 1.702  # of gpt-oss's gate
 
 
 def moe(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | ScaledMatrix, down: Tensor | ScaledMatrix, first: int,
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, first: int,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, clamp_at: float | None, addend: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Sums the outputs of the chosen local experts by weight; arguments and shapes as in
@@ -24,14 +24,10 @@ def moe(
         out += addend
     for expert in range(len(gate_up)):
         token, slot = torch.where(ids == first + expert)
-        rows, down_rows = gate_up[expert], down[expert]
-        if isinstance(rows, ScaledMatrix):
-            rows = rows.unpacked(x.dtype)
-        if isinstance(down_rows, ScaledMatrix):
-            down_rows = down_rows.unpacked(x.dtype)
-        h = F.linear(x[token], rows, None if gate_up_bias is None else gate_up_bias[expert])
+        into, out_of = as_tensor(gate_up[expert], x.dtype), as_tensor(down[expert], x.dtype)
+        h = F.linear(x[token], into, None if gate_up_bias is None else gate_up_bias[expert])
         h = silu_mul(h) if clamp_at is None else clamped_swiglu(h, clamp_at)
-        y = F.linear(h, down_rows, None if down_bias is None else down_bias[expert])
+        y = F.linear(h, out_of, None if down_bias is None else down_bias[expert])
         out.index_add_(0, token, (y * weights[token, slot, None]).to(out.dtype))
     return out.to(x.dtype)
 

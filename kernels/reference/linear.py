@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels.reference.silu_mul import silu_mul
-from kernels.scaled import Matrix, ScaledMatrix
+from kernels.scaled import Matrix, as_tensor
 
 
 def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, gated: bool, dtype: torch.dtype) -> torch.Tensor:
     """Computes x W^T + b, or its gate, in `dtype`; shapes as in `kernels.dense.linear.linear`."""
-    weight = weight.unpacked(dtype) if isinstance(weight, ScaledMatrix) else weight.to(dtype)
-    y = F.linear(x.to(dtype), weight, bias)
+    y = F.linear(x.to(dtype), as_tensor(weight, dtype).to(dtype), bias)
     return silu_mul(y) if gated else y

@@ -80,12 +80,12 @@ def preflight(
     spec = make_spec(config)
     check_weights(config.model, "model")
     prompts = _prompts(config, work)
+    check_cache(config, spec)
     reason = None
     if auto:
         layout, reason = choose(config, spec, prompts, world_size, device, work.load)
     check_layout(layout, spec)
     check_attention(config, layout, spec)
-    check_cache(config, spec)
     check_self_drafts(config, spec)
     work.check(prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)

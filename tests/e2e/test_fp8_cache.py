@@ -31,7 +31,7 @@ def results(family: str, layout: HelixLayout, wanted: list[Continuation], kv: st
 def alone(
     family: str, kv: str, lengths: tuple[int, ...] = (5, 90), new: int = 12, **options: Any
 ) -> list[Continuation]:
-    """What one rank says of prompts, as the others' oracle."""
+    """Continuations by one rank, the oracle of several."""
     plain = continuations(checkpoint(family), lengths, new)
     (found,) = results(family, HelixLayout.create(), plain, kv, **options)
     return [

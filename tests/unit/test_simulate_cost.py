@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from helix.build.tiering import tiered_bytes
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
-from helix.memory.kv_cache import StepSizes
+from helix.memory.kv_cache import StepSizes, with_bounds
 from helix.placement import BlockBudget, Placement
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
@@ -366,15 +366,30 @@ def test_speculation() -> None:
     assert drafted.ttl_s[0] == pytest.approx((plain.step_s[0] + 2e-4) / 1.75, rel=EXACT)
 
 
-def test_windows_bound_what_is_read() -> None:
+@pytest.mark.parametrize("kv, known", [("auto", "bf16"), ("fp8", "e4m3"), ("k16v8", "k16v8")])
+def test_windows_bound_what_is_read(kv: str, known: str) -> None:
+    """In the bytes that the runtime keeps: windows stay in bf16."""
     spec = load_spec("gpt-oss-20b")
     short = [w for w in spec.windows if w is not None]
     assert short, "the model has windows"
-    found = step("gpt-oss-20b", load_hardware("h200"), "tp", length=M, weights="bf16", kv="bf16")
+    found = step("gpt-oss-20b", load_hardware("h200"), "tp", length=M, weights="bf16", kv=known)
     attention = next(phase for phase in found.phases if phase.name == "attention")
-    tokens = sum(short) + (len(spec.layers) - len(short)) * M
-    of_token = sum(kept.bytes for kept in spec.layers[0].mixer.keeps(HelixLayout.create(), 0, torch.bfloat16))
-    assert attention.bytes[0] == pytest.approx(of_token * tokens, rel=EXACT)
+    wanted = sum(
+        sum(k.bytes for k in kept) * (window or M)
+        for window, kept in zip(spec.windows, spec.keeps(HelixLayout.create(), 0, torch.bfloat16, kv), strict=True)
+    )
+    assert attention.bytes[0] == pytest.approx(wanted, rel=EXACT)
+
+
+@pytest.mark.parametrize("kv, known", [("auto", "bf16"), ("fp8", "e4m3"), ("k16v8", "k16v8")])
+def test_capacity_is_counted_as_the_runtime_counts_it(kv: str, known: str) -> None:
+    """With bounds, whose type is the model's."""
+    spec, layout, length = load_spec("qwen2.5-7b"), HelixLayout.create("helix", 2), 128 * 1024
+    pages = Placement(layout, 0, 128, 128).stripes.pages_for(length + 1)
+    keeps = with_bounds(spec.keeps(layout, 0, torch.bfloat16, kv), torch.bfloat16)
+    options = Options("bf16", known, "bf16", sparse=Sparse(32), append_block=128, page_size=128)
+    found = memory_of(spec, load_hardware("h200"), Points.of("helix", 1, kvp=2), length, options)
+    assert found.kv_bytes[0] == pytest.approx(pages * sum(page_bytes(kept, 128) for kept in keeps), rel=EXACT)
 
 
 def test_latencies_between_and_beyond_known_widths() -> None:
