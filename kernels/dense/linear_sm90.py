@@ -30,13 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.attention.kv_append import HeadSlots, store_heads
+from kernels.attention.kv_append import HeadSlots
 from kernels.attention.paged_tiles import ROOMY
-from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
+from kernels.dense.linear_ends_sm90 import deliver, look_up
+from kernels.dense.tree_sum_sm90 import pairs, sum_parts, workspace
 from kernels.overlap import sm_count
-from kernels.peers.mailbox import TURN, SumTarget, sum_shape
+from kernels.peers.mailbox import SumTarget, sum_shape
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 ROWS, SLICES = gl.constexpr(32), gl.constexpr(2)  # of a program's tile; 64 rows to the tensor cores
@@ -134,28 +135,11 @@ def _linear_sm90_kernel(
     for s in range(ahead):
         w, up, here = w_shared.index(s), up_shared.index(s), ready.index(s)
         _load_weights(weights, top, apart, own, k + s * BLOCK_K, w, up, here, PAIRED, BYTES)
-    TILE_ROWS: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums of a row of x, or pairs of these
-    i = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, RESULT))
-    r = 2 * i if SENDS else i
-    if BIAS:
-        y_bias = gl.load(bias + top + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
-        if PAIRED or SENDS:
-            ups_at = top + r + (1 if SENDS else apart)
-            up_bias = gl.load(bias + ups_at, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
-    gdc_wait()
-    n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
-    if SENDS:  # looked up while weights are loaded
-        tag = gl.load(count) // TURN + 1
-        column = (row + r)[:, None] // 2 + (n * 0)[None, :]  # of words
-        piece = column // SIZE + n[None, :] * ((R // 2 + SIZE - 1) // SIZE)
-        boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
-    live = (row + r < R)[:, None] & (n < N)[None, :]
-    if HEADS:
-        head, d = row // (D // 2), row % (D // 2) + i[:, None]
-        place = gl.load(slots + n, mask=n < N, other=-1)[None, :]
-        angle = (n * (D // 2))[None, :] + d
-        cosine = gl.load(cos + angle, mask=live, other=0.0).to(gl.float32)
-        sine = gl.load(sin + angle, mask=live, other=0.0).to(gl.float32)
+    TILE: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums of a row of x, or pairs of these
+    live, y_bias, up_bias, found = look_up(
+        bias, count, peers, cos, sin, slots, top, apart, row, N, R,
+        RESULT, TILE, N_MAX, BIAS, PAIRED, RANKS, SIZE, TWO_SHOT, D,
+    )  # fmt: skip
     for s in range(ahead):
         _load_x(xs, 0, own, k + s * BLOCK_K, x_shared.index(s), ready.index(s))
     if steps <= STAGES and EARLY:
@@ -196,32 +180,11 @@ def _linear_sm90_kernel(
         y = _sum_slices(acc, RESULT)
         up = _sum_slices(ups, RESULT)
 
-    cell = words + i[:, None] + (n * TILE_ROWS)[None, :]
-    node = gl.program_id(0) // SPLIT * (SPLIT - 1)  # first node of a level of this tile's tree
-    for level in gl.static_range(4):
-        if ((SPLIT - 1) >> level) > 0:
-            at = cell + (node + (part >> (level + 1))) * (TILE_ROWS * N_MAX)
-            # The last of an odd number has no partner.
-            if ((SPLIT - 1) >> level) % 2 == 1 or (part >> level) < ((SPLIT - 1) >> level):
-                y, up, live = meet(at, y, up, live, PAIRED or SENDS)
-            node += (((SPLIT - 1) >> level) + 1) // 2
-    if BIAS:
-        y += y_bias
-    if (PAIRED or SENDS) and BIAS:
-        up += up_bias
-    if GATED:
-        # Rounded as the two projections' outputs would be.
-        y = y.to(dtype).to(gl.float32)
-        y = y / (1.0 + gl.exp(-y)) * up.to(dtype).to(gl.float32)
-    if SENDS:
-        send_pairs(y, up, live, piece, column % SIZE, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
-    elif HEADS:
-        store_heads(
-            y, up, cosine, sine, n[None, :].to(gl.int64), head, d, place, live,
-            q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
-        )  # fmt: skip
-    else:
-        gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(out.dtype.element_ty), mask=live)
+    y, up, live = sum_parts(y, up, live, words, gl.program_id(0) // SPLIT, part, SPLIT, PAIRED or SENDS)
+    deliver(
+        y, up, live, y_bias, up_bias, found, out, peers, row, R, rank, k_cache, v_cache, q, k_page, v_page,
+        dtype, BIAS, GATED, RANKS, PIECES, SIZE, TWO_SHOT, Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
+    )  # fmt: skip
 
 
 @cache

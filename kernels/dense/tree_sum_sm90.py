@@ -67,6 +67,23 @@ def meet(at, y, up, live, TWO: gl.constexpr):
     return y, up, live
 
 
+@gluon.jit
+def sum_parts(y, up, live, words, tile, part, SPLIT: gl.constexpr, TWO: gl.constexpr):
+    """Adds up the sums [rows, n] that the SPLIT programs of a tile have, of at most 16; live as `meet` leaves it."""
+    i = gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, y.type.layout))
+    n = gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, y.type.layout))
+    cell = words + i[:, None] + (n * y.shape[0])[None, :]
+    node = tile * (SPLIT - 1)  # first node of a level of this tile's tree
+    for level in gl.static_range(4):
+        if ((SPLIT - 1) >> level) > 0:
+            at = cell + (node + (part >> (level + 1))) * (y.shape[0] * y.shape[1])
+            # The last of an odd number has no partner.
+            if ((SPLIT - 1) >> level) % 2 == 1 or (part >> level) < ((SPLIT - 1) >> level):
+                y, up, live = meet(at, y, up, live, TWO)
+            node += (((SPLIT - 1) >> level) + 1) // 2
+    return y, up, live
+
+
 @cache
 def workspace(device: torch.device, words: int) -> torch.Tensor:
     """Allocates the workspace, whose words are empty between launches; cached, shared by launches on one stream."""
