@@ -32,6 +32,9 @@ from kernels.attention.lse_combine import _lse_combine_kernel
 from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
 from kernels.dense.linear import _linear_kernel
+from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel
+from kernels.dense.linear_fp8_sm90 import HALF as PAIRS
+from kernels.dense.linear_scaled import _scaled_linear_kernel, _unpack_kernel
 from kernels.dense.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.dense.linear_sm90 import SHARED as SLICED
 from kernels.dense.qkv_append import _qkv_append_kernel
@@ -90,7 +93,7 @@ SPECIAL = {
     **dict.fromkeys(("out_lse", "lse", "part_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
-    **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
+    **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "blocks", "programs"), ("i32", False)),
     **dict.fromkeys(("P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
@@ -228,6 +231,24 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             )
         else:
             yield "linear-sm90-send", bf16, _linear_sm90_kernel, tile | world | none, {"num_warps": 4}
+    for gated, split, most, parts, stages in (
+        (False, 4, 8, 2, 5), (False, 16, 16, 2, 4), (False, 1, 32, 1, 6), (True, 3, 8, 2, 5), (True, 1, 32, 1, 6)
+    ):  # fmt: skip
+        tile = {"SPLIT": split, "N_MAX": most, "PARTS": parts, "STAGES": stages, "GROUP": 128, "BEGIN": 64}
+        tile |= {"BIAS": True, "GATED": gated}
+        yield "linear-fp8-sm90", bf16, _linear_fp8_sm90_kernel, tile | alone | none, {"num_warps": 4}
+        if gated:
+            to_heads = tile | alone | heads | {"GATED": False, "out": None}
+            yield "qkv-append-fp8-sm90", bf16, _linear_fp8_sm90_kernel, to_heads, {"num_warps": 4}
+        else:
+            yield "linear-fp8-sm90-send", bf16, _linear_fp8_sm90_kernel, tile | world | none, {"num_warps": 4}
+    for rows, block_r, block_k, stages, warps in ((64, 64, 128, 5, 4), (8, 64, 128, 5, 4), (256, 128, 64, 4, 8)):
+        tile = {"R": 2112, "K": 7168, "GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": block_r, "BLOCK_K": block_k}
+        tile |= {"BLOCK_N": min(128, max(16, rows)), "STAGES": stages, "TOGETHER": 8, "BIAS": True, "PDL": True}
+        for gated in (False, True):
+            yield "linear-fp8", bf16, _scaled_linear_kernel, tile | {"GATED": gated}, {"num_warps": warps}
+    unpacked = {"GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": 16, "BLOCK_K": 256}
+    yield "unpack", bf16, _unpack_kernel, unpacked, {"num_warps": 4}
     choice = {"TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 16, "PDL": True}
     choice |= {"EXPERTS": 256, "GROUP_SCORE": 2, "SCORING": "sigmoid", "BIAS": True, "NORMALISE": True, "ALWAYS": 1}
     yield "route", fp32, _route_kernel, choice, {"num_warps": 1}
@@ -436,16 +457,18 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
     constants = {name: value for name, value in constants.items() if name not in runtime}
     words = "peers" in function.arg_names  # kernels between GPUs see 32-bit words, where attention is not in them
     mixed = function in (
-        _merge_exchange_kernel, _linear_kernel, _linear_sm90_kernel, _down_few_kernel, _sum_kernel, _moe_sm90_kernel
+        _merge_exchange_kernel, _linear_kernel, _linear_sm90_kernel, _linear_fp8_sm90_kernel, _down_few_kernel,
+        _sum_kernel, _moe_sm90_kernel,
     )  # fmt: skip
+    few = constants.get("GROUPS") or function is _linear_fp8_sm90_kernel  # weights of a few bits
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         kind, aligned = SPECIAL.get(name, ("i32", True))
         if name in TENSORS:
             kind = "*i32" if words and (not mixed or name == "result") else f"*{NAMES[dtype]}"
-        if constants.get("GROUPS") and name in ("gate_up", "down"):
+        if few and name in ("gate_up", "down", "weight"):
             kind = "*u8" if constants["GROUP"] == 32 else "*fp8e4nv"
-        if constants.get("GROUPS") and name == "scales":
+        if few and name == "scales":
             kind = "*u8" if constants["GROUP"] == 32 else "*fp32"
         scales = name.replace("_cache", "_scales")
         if scales != name and scales in function.arg_names and scales not in constants:
@@ -454,12 +477,18 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*fp32"
         if name in DESCRIPTORS:
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
-        if name == "words" and function in (_linear_sm90_kernel, _moe_sm90_kernel):
+        if name == "words" and function in (_linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel):
             kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS", "D")) else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
             rows = ROWS.value if name == "weights" else constants["N_MAX"]
             block = [rows, SLICES.value, constants["BLOCK_K"]]
             kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{SLICED.value!r}>", False
+        if function is _linear_fp8_sm90_kernel and name == "weights":
+            paired = constants["GATED"] or constants["D"]
+            block = [1, PAIRS.value // 8, 2, 8, BLOCK_K.value] if paired else [DOWN_ROWS.value, BLOCK_K.value]
+            kind, aligned = f"tensordesc<fp8e4nv{block},{(E4M3_PAIRS if paired else E4M3).value!r}>", False
+        if function is _linear_fp8_sm90_kernel and name == "xs":
+            kind, aligned = f"tensordesc<{NAMES[dtype]}[{constants['N_MAX']}, {BLOCK_K.value}],{SHARED.value!r}>", False
         if function is _moe_sm90_kernel and name == "w":
             gate = [1, HALF.value // 8, 2, 8, BLOCK_K.value], GATE_UP
             block, layout = gate if constants["GATE"] else ([1, DOWN_ROWS.value, BLOCK_K.value], DOWN)

@@ -1,0 +1,277 @@
+"""Variant of `kernels.dense.linear_sm90` for weights in e4m3, which are converted on their way to the tensor cores.
+
+A program owns 64 rows of the weight; if results take pairs of rows, 32 of each kind, interleaved by eights, so that one
+thread has both. It loads blocks of 128 columns, each within one group, by TMA, converts them in registers, and adds
+their product times the rows' scales. A step is one block or two: then the second is converted while the first is
+multiplied. Programs that share a tile have runs of its steps, and their sums meet in a tree.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from kernels.attention.kv_append import HeadSlots
+from kernels.attention.paged_tiles import ROOMY
+from kernels.dense.linear_ends_sm90 import deliver, look_up
+from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS, SHARED_KB
+from kernels.dense.tree_sum_sm90 import pairs, sum_parts, workspace
+from kernels.overlap import sm_count
+from kernels.peers.mailbox import SumTarget, sum_shape
+from kernels.scaled import ScaledMatrix
+from kernels.sm90 import SHARED
+
+E4M3 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
+E4M3_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=5))
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+ROWS, HALF, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(128)
+MOST_SPLIT = 16  # leaves of the tree
+# Bytes/ns of an SM that has one program or more, and of the GPU for each SM; ns of a level of the tree. Estimates.
+ALONE, TOGETHER, EACH_SM, LEVEL = 35, 60, 35, 700
+
+
+@gluon.jit
+def _load_weights(weights, head, d, column, w_shared, slot, ready, BYTES: gl.constexpr, PARTS: gl.constexpr):
+    """Starts the load of a step's weights, and announces all BYTES of the step to its barrier."""
+    here = ready.index(slot)
+    mbarrier.expect(here, BYTES)
+    for part in gl.static_range(PARTS):
+        w, k = w_shared.index(slot * PARTS + part), column + part * BLOCK_K
+        if len(weights.block_shape) == 5:
+            tma.async_copy_global_to_shared(
+                weights, [head, d // 8, 0, 0, k], here, w.reshape([1, HALF // 8, 2, 8, BLOCK_K])
+            )  # fmt: skip
+        else:
+            tma.async_copy_global_to_shared(weights, [d, k], here, w)
+
+
+@gluon.jit
+def _load_x(xs, column, x_shared, slot, ready, PARTS: gl.constexpr):
+    for part in gl.static_range(PARTS):
+        x = x_shared.index(slot * PARTS + part)
+        tma.async_copy_global_to_shared(xs, [0, column + part * BLOCK_K], ready.index(slot), x)
+
+
+@gluon.jit
+def _copy_scales(rows_at, inside, block, blocks, R, scales_shared, slot, GROUP: gl.constexpr, PARTS: gl.constexpr):
+    """Copies the scales of a step's rows, of which each group has R."""
+    for part in gl.static_range(PARTS):
+        at = rows_at + (block + part) * BLOCK_K // GROUP * R
+        to = scales_shared.index(slot * PARTS + part)
+        async_copy.async_copy_global_to_shared(to, at, mask=inside & (block + part < blocks))
+
+
+@gluon.jit
+def _multiply(w_shared, x_shared, scales_shared, PRODUCT: gl.constexpr):
+    """Starts a product of 128 columns; returns it, what it reads from registers, and its rows' scales."""
+    N_MAX: gl.constexpr = x_shared.shape[0]
+    dtype: gl.constexpr = x_shared.dtype
+    # Not to bf16 at once: from fp16, that is a slow instruction.
+    w = w_shared.load(gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)).to(gl.float32).to(dtype)
+    scale = scales_shared.load(gl.SliceLayout(1, PRODUCT))
+    acc = gl.zeros([ROWS, N_MAX], gl.float32, layout=PRODUCT)
+    return hopper.warpgroup_mma(w, x_shared.permute((1, 0)), acc, use_acc=False, is_async=True), w, scale
+
+
+@gluon.jit(do_not_specialize=["N", "R", "blocks", "rank"])
+def _linear_fp8_sm90_kernel(
+    weights, xs, scales, bias, out, words, peers, count, N, R, blocks, rank,
+    cos, sin, slots, k_cache, v_cache, q, k_page, v_page,
+    GROUP: gl.constexpr, BEGIN: gl.constexpr, SPLIT: gl.constexpr, N_MAX: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
+    RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
+    HEAD: gl.constexpr,
+):  # fmt: skip
+    SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight, which end in the same program
+    EARLY: gl.constexpr = D == 0 or D > ROOMY  # see `kernels.attention.kv_append`
+    PAIRED: gl.constexpr = GATED or D > 0  # a program has rows `apart` from each other
+    BYTES: gl.constexpr = PARTS * BLOCK_K * (ROWS + N_MAX * 2)
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N_MAX, 16])
+    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    dtype: gl.constexpr = xs.dtype
+    w_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, ROWS, BLOCK_K], E4M3)
+    x_shared = gl.allocate_shared_memory(dtype, [STAGES * PARTS, N_MAX, BLOCK_K], SHARED)
+    scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, ROWS], SCALES)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    hopper.fence_async_shared()
+    tl.debug_barrier()
+
+    part = gl.program_id(0) % SPLIT
+    tile = gl.program_id(0) // SPLIT
+    row = tile * (HALF if PAIRED else ROWS)  # first row of results
+    head, d = 0, row
+    top, apart = row, R  # first row of the weight
+    if D > 0:
+        head, d = row // (D // 2), row % (D // 2)
+        top, apart = head * D + d, D // 2
+    steps = (blocks + PARTS - 1) // PARTS
+    first = part * steps // SPLIT
+    steps = (part + 1) * steps // SPLIT - first
+    block = first * PARTS
+    k = block * BLOCK_K - BEGIN
+    i = gl.arange(0, ROWS, layout=EACH_ROW)
+    if PAIRED:
+        r = i // 16 * 8 + i % 8
+        rows_at, inside, all_rows = scales + top + i // 8 % 2 * apart + r, row + r < R, 2 * R
+    else:
+        rows_at, inside, all_rows = scales + row + i, row + i < R, R
+    ahead = gl.minimum(steps, STAGES)
+    for s in range(ahead):
+        _load_weights(weights, head, d, k + s * (PARTS * BLOCK_K), w_shared, s, ready, BYTES, PARTS)
+    for s in gl.static_range(STAGES):
+        if s < steps:
+            _copy_scales(rows_at, inside, block + s * PARTS, blocks, all_rows, scales_shared, s, GROUP, PARTS)
+        async_copy.commit_group()
+    TILE: gl.constexpr = HALF if PAIRED or SENDS else ROWS  # sums of a row of x, or pairs of these
+    live, y_bias, up_bias, found = look_up(
+        bias, count, peers, cos, sin, slots, top, apart, row, N, R,
+        RESULT, TILE, N_MAX, BIAS, PAIRED, RANKS, SIZE, TWO_SHOT, D,
+    )  # fmt: skip
+    for s in range(ahead):
+        _load_x(xs, k + s * (PARTS * BLOCK_K), x_shared, s, ready, PARTS)
+    if steps <= STAGES and EARLY:
+        gdc_launch_dependents()
+
+    acc = gl.zeros([ROWS, N_MAX], gl.float32, layout=PRODUCT)
+    for step in range(steps):
+        slot = step % STAGES
+        # One group of scales for each slot, and one for each step: of those after it, as many are under way.
+        async_copy.wait_group(STAGES - 2)
+        mbarrier.wait(ready.index(slot), step // STAGES % 2)
+        tl.debug_barrier()  # all warps have their scales, and are done with the step before
+        at = slot * PARTS
+        y, w, scale = _multiply(w_shared.index(at), x_shared.index(at), scales_shared.index(at), PRODUCT)
+        if PARTS == 2:
+            at += 1
+            next_y, next_w, next_scale = _multiply(
+                w_shared.index(at), x_shared.index(at), scales_shared.index(at), PRODUCT
+            )  # fmt: skip
+        ahead = step - 1 + STAGES
+        if (step > 0) & (ahead < steps):
+            last, column = (step - 1) % STAGES, k + ahead * (PARTS * BLOCK_K)
+            _load_weights(weights, head, d, column, w_shared, last, ready, BYTES, PARTS)
+            _load_x(xs, column, x_shared, last, ready, PARTS)
+            _copy_scales(
+                rows_at, inside, block + ahead * PARTS, blocks, all_rows, scales_shared, last, GROUP, PARTS
+            )  # fmt: skip
+            if ahead == steps - 1 and EARLY:  # the last load has been issued
+                gdc_launch_dependents()
+        async_copy.commit_group()
+        if PARTS == 2:
+            y, next_y, _, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[y, next_y, w, next_w])
+            acc += scale[:, None] * y + next_scale[:, None] * next_y
+        else:
+            y, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[y, w])
+            acc += scale[:, None] * y
+    if PAIRED:
+        both = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, N_MAX]), (0, 2, 3, 1))
+        y, up = gl.split(gl.reshape(both, [HALF, N_MAX, 2]))
+        y, up = gl.convert_layout(y, RESULT), gl.convert_layout(up, RESULT)
+    elif SENDS:
+        NEIGHBOURS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
+        y, up = pairs(gl.convert_layout(acc, NEIGHBOURS), RESULT)
+    else:
+        y = gl.convert_layout(acc, RESULT)
+        up = y
+    y, up, live = sum_parts(y, up, live, words, tile, part, SPLIT, PAIRED or SENDS)
+    deliver(
+        y, up, live, y_bias, up_bias, found, out, peers, row, R, rank, k_cache, v_cache, q, k_page, v_page,
+        dtype, BIAS, GATED, RANKS, PIECES, SIZE, TWO_SHOT, Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
+    )  # fmt: skip
+
+
+@cache
+def split_of(tiles: int, steps: int, step_bytes: int, sms: int) -> int:
+    """Chooses the number of programs that share K, by an estimate of the time to read and to add up."""
+
+    def time(split: int) -> float:
+        programs = triton.cdiv(tiles * split, sms)  # of the busiest SM
+        busiest = programs * triton.cdiv(steps, split) * step_bytes / (ALONE if programs == 1 else TOGETHER)
+        return max(busiest, tiles * steps * step_bytes / sms / EACH_SM) + LEVEL * (split - 1).bit_length()
+
+    return min(range(1, min(MOST_SPLIT, steps) + 1), key=time)
+
+
+def fits(x: torch.Tensor, weight: ScaledMatrix, half: int | None = None) -> bool:
+    """Returns whether `launch` supports these tensors of `kernels.dense.linear.linear`, rows in pairs `half` apart."""
+    N, K = x.shape
+    return (
+        MIN_ROWS <= N <= MAX_ROWS
+        and 0 not in weight.shape
+        and not weight.packed
+        and (half is None or half % 8 == 0)
+        # What TMA wants rows and coordinates to be multiples of.
+        and K % 16 == weight.begin % 16 == 0
+        and (weight.group % BLOCK_K.value == 0 or len(weight.scales) == 1)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(1) == 1
+        and weight.data.is_contiguous()
+        and weight.scales.is_contiguous()
+        and x.stride(0) % 8 == x.data_ptr() % 16 == weight.data.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+
+
+def launch(
+    x: torch.Tensor,
+    weight: ScaledMatrix,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | SumTarget | HeadSlots,
+    gated: bool,
+    split: int | None = None,
+    shared_kb: int = SHARED_KB,
+) -> None:
+    """Runs `kernels.dense.linear` into `out`: a contiguous [N, R], the boxes of an all-reduce, or attention's heads.
+
+    Args:
+        split: programs that share K, at most 16 and at most its steps; None chooses the fastest.
+        shared_kb: KiB of shared memory that a program's stages may fill.
+    """
+    N, K = x.shape
+    heads = out if isinstance(out, HeadSlots) else None
+    sums = out if isinstance(out, SumTarget) else None
+    paired = gated or heads is not None
+    R = len(weight) // 2 if paired else len(weight)
+    n_max = max(8, triton.next_power_of_2(N))
+    parts = 2 if n_max <= 16 else 1
+    blocks = triton.cdiv(weight.begin + K, BLOCK_K.value)
+    steps = triton.cdiv(blocks, parts)
+    tiles = triton.cdiv(R, HALF.value if paired else ROWS.value)
+    split = split or split_of(tiles, steps, parts * ROWS.value * BLOCK_K.value, sm_count(x.device))
+    assert split <= min(MOST_SPLIT, steps), f"{split} programs cannot share {steps} steps of K = {K}"
+    if paired:
+        half = heads.q.shape[2] // 2 if heads else R
+        shape, strides = [len(weight) // (2 * half), half // 8, 2, 8, K], [2 * half * K, 8 * K, half * K, K, 1]
+        weights = TensorDescriptor(
+            weight.data, shape, strides, [1, HALF.value // 8, 2, 8, BLOCK_K.value], E4M3_PAIRS.value
+        )  # fmt: skip
+    else:
+        weights = TensorDescriptor(weight.data, [R, K], [K, 1], [ROWS.value, BLOCK_K.value], E4M3.value)
+    xs = TensorDescriptor(x, [N, K], [x.stride(0), 1], [n_max, BLOCK_K.value], SHARED.value)
+    stage = parts * (BLOCK_K.value * (ROWS.value + 2 * n_max) + 4 * ROWS.value)
+    # At least two stages: a step's slot is refilled while the next step is multiplied.
+    stages = max(2, min(triton.cdiv(steps, split), (shared_kb - 1) * 1024 // stage))
+    words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * HALF.value * n_max)))
+    _linear_fp8_sm90_kernel[(tiles * split,)](
+        weights, xs, weight.scales, bias, out if isinstance(out, torch.Tensor) else None,
+        words if paired or sums else words.view(torch.int32),
+        *(sums.peers, sums.count) if sums else (None, None), N, R, blocks, sums.rank if sums else 0,
+        *(*heads.tensors, *heads.strides) if heads else (*[None] * 6, 0, 0),
+        GROUP=weight.group, BEGIN=weight.begin, SPLIT=split, N_MAX=n_max, PARTS=parts, STAGES=stages,
+        BIAS=bias is not None, GATED=gated, **sum_shape(sums),
+        **heads.shape if heads else dict(Q_HEADS=0, KV_HEADS=0, D=0, PAGE=0, SLOT=0, HEAD=0),
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
