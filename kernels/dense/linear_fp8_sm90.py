@@ -41,46 +41,34 @@ ALONE, TOGETHER, EACH_SM, LEVEL = 35, 60, 35, 700
 
 
 @gluon.jit
-def _load_weights(weights, head, d, column, w_shared, slot, ready, BYTES: gl.constexpr, PARTS: gl.constexpr):
+def _load_weights(weights, head, d, column, w, ready, BYTES: gl.constexpr, PAIRED: gl.constexpr):
     """Starts the load of a step's weights, and announces all BYTES of the step to its barrier."""
-    here = ready.index(slot)
-    mbarrier.expect(here, BYTES)
-    for part in gl.static_range(PARTS):
-        w, k = w_shared.index(slot * PARTS + part), column + part * BLOCK_K
-        if len(weights.block_shape) == 5:
-            tma.async_copy_global_to_shared(
-                weights, [head, d // 8, 0, 0, k], here, w.reshape([1, HALF // 8, 2, 8, BLOCK_K])
-            )  # fmt: skip
-        else:
-            tma.async_copy_global_to_shared(weights, [d, k], here, w)
+    mbarrier.expect(ready, BYTES)
+    if PAIRED:
+        pairs_of_eights = w.reshape([1, HALF // 8, 2, 8, w.shape[1]])
+        tma.async_copy_global_to_shared(weights, [head, d // 8, 0, 0, column], ready, pairs_of_eights)
+    else:
+        tma.async_copy_global_to_shared(weights, [d, column], ready, w)
 
 
 @gluon.jit
-def _load_x(xs, column, x_shared, slot, ready, PARTS: gl.constexpr):
-    for part in gl.static_range(PARTS):
-        x = x_shared.index(slot * PARTS + part)
-        tma.async_copy_global_to_shared(xs, [0, column + part * BLOCK_K], ready.index(slot), x)
+def _copy_scales(rows_at, inside, block, blocks, R, to, GROUP: gl.constexpr):
+    """Copies the scales of rows for each block of a step, of which `block` [parts x rows] are the numbers."""
+    at = rows_at + block * BLOCK_K // GROUP * R
+    async_copy.async_copy_global_to_shared(to, at, mask=inside & (block < blocks))
 
 
 @gluon.jit
-def _copy_scales(rows_at, inside, block, blocks, R, scales_shared, slot, GROUP: gl.constexpr, PARTS: gl.constexpr):
-    """Copies the scales of a step's rows, of which each group has R."""
-    for part in gl.static_range(PARTS):
-        at = rows_at + (block + part) * BLOCK_K // GROUP * R
-        to = scales_shared.index(slot * PARTS + part)
-        async_copy.async_copy_global_to_shared(to, at, mask=inside & (block + part < blocks))
-
-
-@gluon.jit
-def _multiply(w_shared, x_shared, scales_shared, PRODUCT: gl.constexpr):
-    """Starts a product of 128 columns; returns it, what it reads from registers, and its rows' scales."""
+def _multiply(w_shared, x_shared, scales_shared, part: gl.constexpr, PRODUCT: gl.constexpr):
+    """Starts the product of a block of a step; returns it, what it reads from registers, and its rows' scales."""
     N_MAX: gl.constexpr = x_shared.shape[0]
     dtype: gl.constexpr = x_shared.dtype
     # Not to bf16 at once: from fp16, that is a slow instruction.
-    w = w_shared.load(gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)).to(gl.float32).to(dtype)
-    scale = scales_shared.load(gl.SliceLayout(1, PRODUCT))
+    w = w_shared.slice(part * BLOCK_K, BLOCK_K, dim=1).load(gl.DotOperandLayout(0, PRODUCT, 2)).to(gl.float32).to(dtype)
+    x = x_shared.slice(part * BLOCK_K, BLOCK_K, dim=1)
+    scale = scales_shared.slice(part * ROWS, ROWS).load(gl.SliceLayout(1, PRODUCT))
     acc = gl.zeros([ROWS, N_MAX], gl.float32, layout=PRODUCT)
-    return hopper.warpgroup_mma(w, x_shared.permute((1, 0)), acc, use_acc=False, is_async=True), w, scale
+    return hopper.warpgroup_mma(w, x.permute((1, 0)), acc, use_acc=False, is_async=True), w, scale
 
 
 @gluon.jit(do_not_specialize=["N", "R", "blocks", "rank"])
@@ -96,13 +84,14 @@ def _linear_fp8_sm90_kernel(
     SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight, which end in the same program
     EARLY: gl.constexpr = D == 0 or D > ROOMY  # see `kernels.attention.kv_append`
     PAIRED: gl.constexpr = GATED or D > 0  # a program has rows `apart` from each other
-    BYTES: gl.constexpr = PARTS * BLOCK_K * (ROWS + N_MAX * 2)
+    COLUMNS: gl.constexpr = PARTS * BLOCK_K  # of a step
+    BYTES: gl.constexpr = COLUMNS * (ROWS + N_MAX * 2)
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N_MAX, 16])
     RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     dtype: gl.constexpr = xs.dtype
-    w_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, ROWS, BLOCK_K], E4M3)
-    x_shared = gl.allocate_shared_memory(dtype, [STAGES * PARTS, N_MAX, BLOCK_K], SHARED)
-    scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, ROWS], SCALES)
+    w_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, COLUMNS], E4M3)
+    x_shared = gl.allocate_shared_memory(dtype, [STAGES, N_MAX, COLUMNS], SHARED)
+    scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, PARTS * ROWS], SCALES)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
@@ -120,9 +109,9 @@ def _linear_fp8_sm90_kernel(
     steps = (blocks + PARTS - 1) // PARTS
     first = part * steps // SPLIT
     steps = (part + 1) * steps // SPLIT - first
-    block = first * PARTS
-    k = block * BLOCK_K - BEGIN
-    i = gl.arange(0, ROWS, layout=EACH_ROW)
+    k = first * COLUMNS - BEGIN
+    c = gl.arange(0, PARTS * ROWS, layout=EACH_ROW)
+    i, block = c % ROWS, first * PARTS + c // ROWS
     if PAIRED:
         r = i // 16 * 8 + i % 8
         rows_at, inside, all_rows = scales + top + i // 8 % 2 * apart + r, row + r < R, 2 * R
@@ -130,10 +119,10 @@ def _linear_fp8_sm90_kernel(
         rows_at, inside, all_rows = scales + row + i, row + i < R, R
     ahead = gl.minimum(steps, STAGES)
     for s in range(ahead):
-        _load_weights(weights, head, d, k + s * (PARTS * BLOCK_K), w_shared, s, ready, BYTES, PARTS)
+        _load_weights(weights, head, d, k + s * COLUMNS, w_shared.index(s), ready.index(s), BYTES, PAIRED)
     for s in gl.static_range(STAGES):
         if s < steps:
-            _copy_scales(rows_at, inside, block + s * PARTS, blocks, all_rows, scales_shared, s, GROUP, PARTS)
+            _copy_scales(rows_at, inside, block + s * PARTS, blocks, all_rows, scales_shared.index(s), GROUP)
         async_copy.commit_group()
     TILE: gl.constexpr = HALF if PAIRED or SENDS else ROWS  # sums of a row of x, or pairs of these
     live, y_bias, up_bias, found = look_up(
@@ -141,7 +130,7 @@ def _linear_fp8_sm90_kernel(
         RESULT, TILE, N_MAX, BIAS, PAIRED, RANKS, SIZE, TWO_SHOT, D,
     )  # fmt: skip
     for s in range(ahead):
-        _load_x(xs, k + s * (PARTS * BLOCK_K), x_shared, s, ready, PARTS)
+        tma.async_copy_global_to_shared(xs, [0, k + s * COLUMNS], ready.index(s), x_shared.index(s))
     if steps <= STAGES and EARLY:
         gdc_launch_dependents()
 
@@ -152,21 +141,16 @@ def _linear_fp8_sm90_kernel(
         async_copy.wait_group(STAGES - 2)
         mbarrier.wait(ready.index(slot), step // STAGES % 2)
         tl.debug_barrier()  # all warps have their scales, and are done with the step before
-        at = slot * PARTS
-        y, w, scale = _multiply(w_shared.index(at), x_shared.index(at), scales_shared.index(at), PRODUCT)
+        w_slot, x_slot, scales_slot = w_shared.index(slot), x_shared.index(slot), scales_shared.index(slot)
+        y, w, scale = _multiply(w_slot, x_slot, scales_slot, 0, PRODUCT)
         if PARTS == 2:
-            at += 1
-            next_y, next_w, next_scale = _multiply(
-                w_shared.index(at), x_shared.index(at), scales_shared.index(at), PRODUCT
-            )  # fmt: skip
+            next_y, next_w, next_scale = _multiply(w_slot, x_slot, scales_slot, 1, PRODUCT)
         ahead = step - 1 + STAGES
         if (step > 0) & (ahead < steps):
-            last, column = (step - 1) % STAGES, k + ahead * (PARTS * BLOCK_K)
-            _load_weights(weights, head, d, column, w_shared, last, ready, BYTES, PARTS)
-            _load_x(xs, column, x_shared, last, ready, PARTS)
-            _copy_scales(
-                rows_at, inside, block + ahead * PARTS, blocks, all_rows, scales_shared, last, GROUP, PARTS
-            )  # fmt: skip
+            last, column = (step - 1) % STAGES, k + ahead * COLUMNS
+            _load_weights(weights, head, d, column, w_shared.index(last), ready.index(last), BYTES, PAIRED)
+            tma.async_copy_global_to_shared(xs, [0, column], ready.index(last), x_shared.index(last))
+            _copy_scales(rows_at, inside, block + ahead * PARTS, blocks, all_rows, scales_shared.index(last), GROUP)
             if ahead == steps - 1 and EARLY:  # the last load has been issued
                 gdc_launch_dependents()
         async_copy.commit_group()
@@ -250,18 +234,19 @@ def launch(
     blocks = triton.cdiv(weight.begin + K, BLOCK_K.value)
     steps = triton.cdiv(blocks, parts)
     tiles = triton.cdiv(R, HALF.value if paired else ROWS.value)
-    split = split or split_of(tiles, steps, parts * ROWS.value * BLOCK_K.value, sm_count(x.device))
+    split = split or split_of(tiles, steps, ROWS.value * parts * BLOCK_K.value, sm_count(x.device))
     assert split <= min(MOST_SPLIT, steps), f"{split} programs cannot share {steps} steps of K = {K}"
+    columns = parts * BLOCK_K.value
     if paired:
         half = heads.q.shape[2] // 2 if heads else R
         shape, strides = [len(weight) // (2 * half), half // 8, 2, 8, K], [2 * half * K, 8 * K, half * K, K, 1]
         weights = TensorDescriptor(
-            weight.data, shape, strides, [1, HALF.value // 8, 2, 8, BLOCK_K.value], E4M3_PAIRS.value
+            weight.data, shape, strides, [1, HALF.value // 8, 2, 8, columns], E4M3_PAIRS.value
         )  # fmt: skip
     else:
-        weights = TensorDescriptor(weight.data, [R, K], [K, 1], [ROWS.value, BLOCK_K.value], E4M3.value)
-    xs = TensorDescriptor(x, [N, K], [x.stride(0), 1], [n_max, BLOCK_K.value], SHARED.value)
-    stage = parts * (BLOCK_K.value * (ROWS.value + 2 * n_max) + 4 * ROWS.value)
+        weights = TensorDescriptor(weight.data, [R, K], [K, 1], [ROWS.value, columns], E4M3.value)
+    xs = TensorDescriptor(x, [N, K], [x.stride(0), 1], [n_max, columns], SHARED.value)
+    stage = columns * (ROWS.value + 2 * n_max) + 4 * parts * ROWS.value
     # At least two stages: a step's slot is refilled while the next step is multiplied.
     stages = max(2, min(triton.cdiv(steps, split), (shared_kb - 1) * 1024 // stage))
     words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * HALF.value * n_max)))

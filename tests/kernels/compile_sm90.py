@@ -93,8 +93,8 @@ SPECIAL = {
     **dict.fromkeys(("out_lse", "lse", "part_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
-    **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "blocks", "programs"), ("i32", False)),
-    **dict.fromkeys(("P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
+    **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
+    **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
     **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome"), ("*i64", True)),
@@ -485,10 +485,12 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{SLICED.value!r}>", False
         if function is _linear_fp8_sm90_kernel and name == "weights":
             paired = constants["GATED"] or constants["D"]
-            block = [1, PAIRS.value // 8, 2, 8, BLOCK_K.value] if paired else [DOWN_ROWS.value, BLOCK_K.value]
+            columns = constants["PARTS"] * BLOCK_K.value
+            block = [1, PAIRS.value // 8, 2, 8, columns] if paired else [DOWN_ROWS.value, columns]
             kind, aligned = f"tensordesc<fp8e4nv{block},{(E4M3_PAIRS if paired else E4M3).value!r}>", False
         if function is _linear_fp8_sm90_kernel and name == "xs":
-            kind, aligned = f"tensordesc<{NAMES[dtype]}[{constants['N_MAX']}, {BLOCK_K.value}],{SHARED.value!r}>", False
+            block = [constants["N_MAX"], constants["PARTS"] * BLOCK_K.value]
+            kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{SHARED.value!r}>", False
         if function is _moe_sm90_kernel and name == "w":
             gate = [1, HALF.value // 8, 2, 8, BLOCK_K.value], GATE_UP
             block, layout = gate if constants["GATE"] else ([1, DOWN_ROWS.value, BLOCK_K.value], DOWN)
