@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.dense import linear_sm90
+from kernels.attention.kv_append import HeadSlots
+from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.linear_scaled import scaled_linear
 from kernels.dense.scaled_rows import run_of, stored
 from kernels.dense.silu_mul import silu_mul
@@ -138,13 +139,13 @@ def linear(
     assert not exact or (not gated and bias is None)
     if not dispatch.on_gpu(x):
         return reference(x, weight, bias, gated, dtype)
+    if x.is_cuda and fits_sm90(x, weight, R if gated else None):
+        out = torch.empty(N, R, dtype=dtype, device=x.device)
+        launch_sm90(x, weight, bias, out, gated)
+        return out
     if isinstance(weight, ScaledMatrix):
         if not 0 < N <= MAX_ROWS:
             return scaled_linear(x, weight, bias, gated, dtype)
-    elif x.is_cuda and linear_sm90.fits(x, weight):
-        out = torch.empty(N, R, dtype=dtype, device=x.device)
-        linear_sm90.launch(x, weight, bias, out, gated)
-        return out
     elif not 0 < N <= MAX_ROWS or R == 0 or K == 0:
         if dtype != x.dtype and x.is_cuda:
             return torch.mm(x, weight.mT, out_dtype=dtype)
@@ -165,11 +166,10 @@ def sends(x: torch.Tensor, weight: Matrix, two_shot: bool) -> bool:
     """Returns whether `linear_send` supports these tensors."""
     if not dispatch.on_gpu(x) or 0 in weight.shape or len(weight) * x.itemsize % 4:
         return False
-    if isinstance(weight, torch.Tensor):
-        if x.is_cuda and linear_sm90.fits(x, weight):
-            return True
-        if not _is_plain(x, weight):
-            return False
+    if x.is_cuda and fits_sm90(x, weight):
+        return True
+    if isinstance(weight, torch.Tensor) and not _is_plain(x, weight):
+        return False
     return x.stride(1) == 1 and x.dtype in DTYPES and len(x) == 1 and not two_shot
 
 
@@ -182,8 +182,8 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
         bias: [H] or None.
         sums: the reducing ranks' boxes, with as many slices per row as `H` values fill.
     """
-    if isinstance(weight, torch.Tensor) and x.is_cuda and linear_sm90.fits(x, weight):
-        linear_sm90.launch(x, weight, bias, sums, False)
+    if x.is_cuda and fits_sm90(x, weight):
+        launch_sm90(x, weight, bias, sums, False)
         return
     R, K = weight.shape
     assert len(x) == 1 and not sums.two_shot and x.stride(1) == 1
@@ -195,6 +195,27 @@ def linear_send(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, sums
         BIAS=bias is not None, GATED=False, RANKS=sums.peers.numel(), PIECES=sums.pieces, SIZE=sums.slice_words,
         **groups, **tile, **overlapped(x),
     )  # fmt: skip
+
+
+def fits_sm90(x: torch.Tensor, weight: Matrix, half: int | None = None) -> bool:
+    """Returns whether `launch_sm90` supports these tensors, and rows in pairs `half` apart."""
+    if isinstance(weight, ScaledMatrix):
+        return linear_fp8_sm90.fits(x, weight, half)
+    return linear_sm90.fits(x, weight)
+
+
+def launch_sm90(
+    x: torch.Tensor,
+    weight: Matrix,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | SumTarget | HeadSlots,
+    gated: bool,
+) -> None:
+    """Runs `linear` on Hopper into `out`: a contiguous [N, R], the boxes of an all-reduce, or attention's heads."""
+    if isinstance(weight, ScaledMatrix):
+        linear_fp8_sm90.launch(x, weight, bias, out, gated)
+    else:
+        linear_sm90.launch(x, weight, bias, out, gated)
 
 
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:

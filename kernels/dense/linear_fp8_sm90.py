@@ -1,4 +1,4 @@
-"""Variant of `kernels.dense.linear_sm90` for weights in e4m3, which are converted on their way to the tensor cores.
+"""Variant of `kernels.dense.linear` for 2 to 64 rows of x on Hopper, with weights in e4m3, converted in registers.
 
 A program owns 64 rows of the weight; if results take pairs of rows, 32 of each kind, interleaved by eights, so that one
 thread has both. It loads blocks of 128 columns, each within one group, by TMA, converts them in registers, and adds
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from kernels.attention.kv_append import HeadSlots
 from kernels.attention.paged_tiles import ROOMY
 from kernels.dense.linear_ends_sm90 import deliver, look_up
-from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS, SHARED_KB
+from kernels.dense.linear_sm90 import MIN_ROWS, SHARED_KB
 from kernels.dense.tree_sum_sm90 import pairs, sum_parts, workspace
 from kernels.overlap import sm_count
 from kernels.peers.mailbox import SumTarget, sum_shape
@@ -35,6 +35,7 @@ E4M3_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_b
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ROWS, HALF, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(128)
+MAX_ROWS = 64  # of x
 MOST_SPLIT = 16  # leaves of the tree
 # Bytes/ns of an SM that has one program or more, and of the GPU for each SM; ns of a level of the tree. Estimates.
 ALONE, TOGETHER, EACH_SM, LEVEL = 35, 60, 35, 700

@@ -16,10 +16,10 @@ from kernels import dispatch
 from kernels.attention.kv_append import HeadSlots, kv_append, store_heads
 from kernels.attention.paged_tiles import ROOMY
 from kernels.dense import linear_sm90
-from kernels.dense.linear import MAX_ROWS, RUN, linear, stream
+from kernels.dense.linear import MAX_ROWS, RUN, fits_sm90, launch_sm90, linear, stream
 from kernels.dense.scaled_rows import run_of, stored
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.scaled import Matrix, ScaledMatrix
+from kernels.scaled import Matrix
 
 WARPS = 48  # that fit an SM's registers
 
@@ -92,8 +92,8 @@ def qkv_append(
         return kv_append(qkv, cos, sin, k_cache, v_cache, slots, norms, scales)
     assert k_cache.dtype == v_cache.dtype == x.dtype
     heads = HeadSlots.of(x, len(weight) // D, cos, sin, k_cache, v_cache, slots)
-    if isinstance(weight, torch.Tensor) and on_hopper(x, weight, D):
-        linear_sm90.launch(x, weight, bias, heads, False)
+    if on_hopper(x, weight, D):
+        launch_sm90(x, weight, bias, heads, False)
         return heads.q
     (N, K), pairs = x.shape, len(weight) // 2
     data, weight_scales, groups = stored(weight)
@@ -115,12 +115,11 @@ def _tile(N: int, pairs: int, K: int, sms: int, run: int) -> dict[str, int]:
 def fuses(x: torch.Tensor, weight: Matrix, D: int) -> bool:
     if not dispatch.on_gpu(x) or 0 in weight.shape or D % 2:
         return False
-    if isinstance(weight, ScaledMatrix):
-        return x.stride(1) == 1 and 0 < len(x) <= MAX_ROWS
-    plain = x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
-    return plain and (0 < len(x) <= MAX_ROWS or on_hopper(x, weight, D))
+    if isinstance(weight, torch.Tensor) and not (weight.is_contiguous() and x.dtype == weight.dtype):
+        return False
+    return x.stride(1) == 1 and (0 < len(x) <= MAX_ROWS or on_hopper(x, weight, D))
 
 
-def on_hopper(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
-    """Returns whether `linear_sm90` supports the tensors and each of its tiles lies in one half of a head."""
-    return x.is_cuda and D % (2 * linear_sm90.ROWS.value) == 0 and linear_sm90.fits(x, weight)
+def on_hopper(x: torch.Tensor, weight: Matrix, D: int) -> bool:
+    """Returns whether Hopper's kernels support the tensors and each of their tiles lies in one half of a head."""
+    return x.is_cuda and D % (2 * linear_sm90.ROWS.value) == 0 and fits_sm90(x, weight, D // 2)

@@ -232,7 +232,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         else:
             yield "linear-sm90-send", bf16, _linear_sm90_kernel, tile | world | none, {"num_warps": 4}
     for gated, split, most, parts, stages in (
-        (False, 4, 8, 2, 5), (False, 16, 16, 2, 4), (False, 1, 32, 1, 6), (True, 3, 8, 2, 5), (True, 1, 32, 1, 6)
+        (False, 4, 8, 2, 5), (False, 16, 16, 2, 4), (False, 1, 32, 1, 6), (True, 3, 8, 2, 5), (True, 1, 32, 1, 6),
+        (False, 2, 64, 1, 4), (True, 1, 64, 1, 4),
     ):  # fmt: skip
         tile = {"SPLIT": split, "N_MAX": most, "PARTS": parts, "STAGES": stages, "GROUP": 128, "BEGIN": 64}
         tile |= {"BIAS": True, "GATED": gated}

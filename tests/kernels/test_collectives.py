@@ -19,6 +19,7 @@ from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
 from kernels.peers.mailbox import SumTarget
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
+from kernels.scaled import Matrix, quantised
 
 PIECES = 64
 # Triton's interpreter cuts bf16 off where it should round: bf16 is for GPUs.
@@ -231,10 +232,15 @@ def random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., Te
 
 
 def projections(
-    W: int, N: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device
+    W: int, N: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device, few: bool = False
 ) -> list[PendingSum]:
+    """Of weights in e4m3 if `few`."""
     random = random_tensors(dtype, device)
-    return [PendingProjection(random(N, K), random(H, K), random(H) if biased else None) for _ in range(W)]
+
+    def weight() -> Matrix:
+        return quantised(random(H, K)) if few else random(H, K)
+
+    return [PendingProjection(random(N, K), weight(), random(H) if biased else None) for _ in range(W)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,14 +254,15 @@ def test_what_a_projection_of_one_row_sends(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
     "W, N, H, K, biased",
     [(8, 2, 66, 64, True), (3, 5, 510, 528, False), (8, 8, 3584, 448, True), (2, 31, 130, 2368, False)],
 )
 def test_what_projections_on_hopper_send(
-    W: int, N: int, H: int, K: int, biased: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
+    W: int, N: int, H: int, K: int, biased: bool, few: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    check_what_is_sent(projections(W, N, H, K, biased, dtype, device), two_shot, device)
+    check_what_is_sent(projections(W, N, H, K, biased, dtype, device, few), two_shot, device)
 
 
 def experts(

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks.kernels.linear import MATRICES
-from kernels.dense import linear_sm90
+from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.linear import linear
 from kernels.reference.linear import linear as reference
+from kernels.scaled import quantised
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
 CASES = [
@@ -108,21 +109,24 @@ def test_any_number_shares_k(N: int, R: int, K: int, split: int, gated: bool, de
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [linear_sm90, linear_fp8_sm90])
 @pytest.mark.parametrize("split", [3, 4])
-def test_layers_in_a_graph(split: int, device: torch.device) -> None:
+def test_layers_in_a_graph(split: int, kernel: Any, device: torch.device) -> None:
     """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
     generator = torch.Generator().manual_seed(0)
     K = 2048
     gate, down = (
         torch.randn(rows, K, generator=generator).div(K**0.5).to(device, torch.bfloat16) for rows in (2 * K, K)
     )
+    if kernel is linear_fp8_sm90:
+        gate, down = quantised(gate), quantised(down)
     x = torch.randn(8, K, generator=generator).to(device, torch.bfloat16)
     ys = [torch.empty_like(x) for _ in range(20)]
 
     def layers(between: Any) -> None:
         for i, y in enumerate(ys):
             weight, gated = (gate, True) if i % 2 else (down, False)
-            linear_sm90.launch(ys[i - 1] if i else x, weight, None, y, gated, split)
+            kernel.launch(ys[i - 1] if i else x, weight, None, y, gated, split)
             between()
 
     layers(torch.cuda.synchronize)

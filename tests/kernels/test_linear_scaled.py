@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.attention.kv_append import kv_append
+from kernels.dense import linear_fp8_sm90
 from kernels.dense.linear import linear
 from kernels.dense.qkv_append import qkv_append
 from kernels.reference.linear import linear as reference
@@ -131,6 +132,45 @@ def test_many_rows_unpack_the_matrix(
         (wanted, size), y = expected(x, weight, None, gated), linear(x, weight, gated=gated)
         # Weights are rounded too, each by 2^-9.
         assert close(y, wanted, size * 4, 0.0 if dtype is torch.float32 else 2.0**-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    "N, R, K, begin",
+    [(2, 72, 64, 0), (5, 40, 528, 64), (8, 640, 448, 0), (16, 72, 1040, 112), (31, 136, 368, 48),
+     (17, 264, 2368, None), (9, 8, 8192, 16), (33, 200, 400, 96), (64, 136, 1792, 0)],
+)  # fmt: skip
+def test_hopper(N: int, R: int, K: int, begin: int | None, gated: bool, dtype: torch.dtype, device: Any) -> None:
+    """However many programs share K, which leave no sums behind; slots are filled again."""
+    generator = torch.Generator().manual_seed(K)
+    x = torch.randn(N, 2 * K, generator=generator).to(device, dtype)[:, :K]
+    weight = scaled(2 * R if gated else R, K, begin, device)
+    if dtype is torch.float16:
+        weight.scales.clamp_(max=1e-3)  # results are below 65,504
+    bias = torch.randn(len(weight), generator=generator).to(device, dtype)
+    assert linear_fp8_sm90.fits(x, weight, R if gated else None)
+    wanted, size = expected(x, weight, bias, gated)
+    eps = 2.0**-11 if dtype is torch.float16 else 2.0**-8
+    assert close(linear(x, weight, bias, gated=gated), wanted, size, eps)
+    for split in (1, 2, 3, 5, 8, 16):
+        if split <= -(-(K + weight.begin) // (256 if N <= 16 else 128)):
+            outs = [torch.full((N, R), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+            for out in outs:
+                linear_fp8_sm90.launch(x, weight, bias, out, gated, split, 40)
+            assert close(outs[0], wanted, size, eps) and torch.equal(*outs), split
+
+
+@pytest.mark.gpu
+def test_hopper_does_not_take(device: torch.device) -> None:
+    x = torch.randn(4, 512, device=device, dtype=torch.bfloat16)
+    for rows, columns, begin in ((40, 512, 8), (40, 504, 0), (40, 512, 0)):
+        weight = scaled(rows, columns, begin, device)
+        assert linear_fp8_sm90.fits(x[:, :columns], weight) == ((columns, begin) == (512, 0))
+    assert not linear_fp8_sm90.fits(x, weight, 20), "pairs are interleaved by eights"
+    assert not linear_fp8_sm90.fits(x, weight.rows(8, 40)), "its scales are apart"
+    assert not linear_fp8_sm90.fits(x[:1], weight) and not linear_fp8_sm90.fits(x.float(), weight)
 
 
 @pytest.mark.gpu

@@ -9,22 +9,33 @@ import torch
 from torch import Tensor
 
 from kernels.attention.kv_append import HeadSlots
-from kernels.dense import linear_sm90
+from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.qkv_append import fuses, on_hopper, qkv_append
+from kernels.scaled import Matrix, as_tensor, quantised
 from tests.kernels.test_kv_append import expected
 
 
 class Case:
-    """Arguments of `qkv_append`, the cache around the slots NaN."""
+    """Arguments of `qkv_append`, the cache around the slots NaN; `few`: weights in e4m3."""
 
     def __init__(
-        self, N: int, q_heads: int, kv_heads: int, D: int, K: int, biased: bool, dtype: torch.dtype, device: Any
+        self,
+        N: int,
+        q_heads: int,
+        kv_heads: int,
+        D: int,
+        K: int,
+        biased: bool,
+        dtype: torch.dtype,
+        device: Any,
+        few: bool = False,
     ) -> None:
         gen = torch.Generator().manual_seed(N + K)
         heads, pages, page = q_heads + 2 * kv_heads, 5, 16
         self.q_heads, self.kv_heads, self.D = q_heads, kv_heads, D
         self.x = torch.randn(N, 2 * K, generator=gen).to(device, dtype)[:, :K]
-        self.weight = torch.randn(heads * D, K, generator=gen).div(K**0.5).to(device, dtype)
+        weight = torch.randn(heads * D, K, generator=gen).div(K**0.5).to(device, dtype)
+        self.weight: Matrix = quantised(weight) if few else weight
         self.bias = torch.randn(heads * D, generator=gen).to(device, dtype) if biased else None
         angle = torch.randn(N, D // 2, generator=gen) * 100
         self.cos, self.sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
@@ -41,7 +52,9 @@ class Case:
         return self.x, self.weight, self.bias, self.cos, self.sin, *caches, self.slots
 
     def check(self, q: Tensor, eps: float) -> None:
-        y = self.x.double() @ self.weight.double().T + (0 if self.bias is None else self.bias.double())
+        y = self.x.double() @ as_tensor(self.weight, torch.float64).double().T + (
+            0 if self.bias is None else self.bias.double()
+        )
         # Rounded as a projection's output, so that what is left are sums of another order and the rotation's rounding.
         y = y.to(q.dtype).view(len(q), -1, self.D)
         first_value = self.q_heads + self.kv_heads
@@ -90,23 +103,24 @@ def test_few_rows_take_one_launch(device: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(
     "N, q_heads, kv_heads, D, K",
     [(2, 7, 1, 128, 3584), (8, 16, 2, 128, 8192), (5, 16, 2, 64, 2880), (17, 3, 1, 256, 1040), (32, 1, 1, 64, 64)],
 )
 def test_hopper(
-    N: int, q_heads: int, kv_heads: int, D: int, K: int, biased: bool, dtype: torch.dtype, device: Any
+    N: int, q_heads: int, kv_heads: int, D: int, K: int, few: bool, biased: bool, dtype: torch.dtype, device: Any
 ) -> None:
-    eps = torch.finfo(dtype).eps
-    case = Case(N, q_heads, kv_heads, D, K, biased, dtype, device)
+    eps, kernel = torch.finfo(dtype).eps, linear_fp8_sm90 if few else linear_sm90
+    case = Case(N, q_heads, kv_heads, D, K, biased, dtype, device, few)
     assert on_hopper(case.x, case.weight, D)
     case.check(qkv_append(*case.arguments), eps)
     for split in (1, 2, 3, 4, 8):
-        if split <= -(-K // 128):
-            case = Case(N, q_heads, kv_heads, D, K, biased, dtype, device)
+        if split <= -(-K // (256 if few and N <= 16 else 128)):
+            case = Case(N, q_heads, kv_heads, D, K, biased, dtype, device, few)
             to = HeadSlots.of(case.x, q_heads + 2 * kv_heads, *case.arguments[3:])
             # So little shared memory that slots are filled again.
-            linear_sm90.launch(case.x, case.weight, case.bias, to, False, split, 60)
+            kernel.launch(case.x, case.weight, case.bias, to, False, split, 60)
             case.check(to.q, eps)
 
 
