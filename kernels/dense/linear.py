@@ -2,7 +2,8 @@
 
 A library's matrix product reaches a third of the read rate on the small matrices that a rank holds. Here every program
 streams some rows of the weight through registers and multiplies them with all rows of x, which costs nothing extra for
-so few rows. On Hopper that serves one row; more use `kernels.dense.linear_sm90`.
+so few rows. On Hopper that serves one row of bf16; more use `kernels.dense.linear_sm90`, and weights in e4m3
+`kernels.dense.linear_fp8_sm90`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_wo
 from kernels.reference.linear import linear as reference
 from kernels.scaled import Matrix, ScaledMatrix
 
-MAX_ROWS = 4  # of x; more rows go to `linear_sm90` or a library
+MAX_ROWS = 4  # of x; more rows go to Hopper's kernels or a library
 RUN = 8  # neighbouring weights that a thread loads at once (16 bytes of bf16) and reduces itself
 
 

@@ -1,4 +1,4 @@
-"""Variant of `kernels.dense.linear` for 2 to 64 rows of x on Hopper, with weights in e4m3, converted in registers.
+"""Variant of `kernels.dense.linear` for 1 to 64 rows of x on Hopper, with weights in e4m3, converted in registers.
 
 A program owns 64 rows of the weight; if results take pairs of rows, 32 of each kind, interleaved by eights, so that one
 thread has both. It loads blocks of 128 columns, each within one group, by TMA, converts them in registers, and adds
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from kernels.attention.kv_append import HeadSlots
 from kernels.attention.paged_tiles import ROOMY
 from kernels.dense.linear_ends_sm90 import deliver, look_up
-from kernels.dense.linear_sm90 import MIN_ROWS, SHARED_KB
+from kernels.dense.linear_sm90 import SHARED_KB
 from kernels.dense.tree_sum_sm90 import pairs, sum_parts, workspace
 from kernels.overlap import sm_count
 from kernels.peers.mailbox import SumTarget, sum_shape
@@ -36,6 +36,7 @@ SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ROWS, HALF, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(128)
 MAX_ROWS = 64  # of x
+ONE_ROW = 64e6  # bytes of a weight up to which one row is faster here, by H100 timings
 MOST_SPLIT = 16  # leaves of the tree
 # Bytes/ns of an SM that has one program or more, and of the GPU for each SM; ns of a level of the tree. Estimates.
 ALONE, TOGETHER, EACH_SM, LEVEL = 35, 60, 35, 700
@@ -194,7 +195,8 @@ def fits(x: torch.Tensor, weight: ScaledMatrix, half: int | None = None) -> bool
     """Returns whether `launch` supports these tensors of `kernels.dense.linear.linear`, rows in pairs `half` apart."""
     N, K = x.shape
     return (
-        MIN_ROWS <= N <= MAX_ROWS
+        0 < N <= MAX_ROWS
+        and (N > 1 or weight.data.numel() <= ONE_ROW)
         and 0 not in weight.shape
         and not weight.packed
         and (half is None or half % 8 == 0)

@@ -139,7 +139,7 @@ def test_many_rows_unpack_the_matrix(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     "N, R, K, begin",
-    [(2, 72, 64, 0), (5, 40, 528, 64), (8, 640, 448, 0), (16, 72, 1040, 112), (31, 136, 368, 48),
+    [(1, 72, 528, 64), (2, 72, 64, 0), (5, 40, 528, 64), (8, 640, 448, 0), (16, 72, 1040, 112), (31, 136, 368, 48),
      (17, 264, 2368, None), (9, 8, 8192, 16), (33, 200, 400, 96), (64, 136, 1792, 0)],
 )  # fmt: skip
 def test_hopper(N: int, R: int, K: int, begin: int | None, gated: bool, dtype: torch.dtype, device: Any) -> None:
@@ -170,7 +170,7 @@ def test_hopper_does_not_take(device: torch.device) -> None:
         assert linear_fp8_sm90.fits(x[:, :columns], weight) == ((columns, begin) == (512, 0))
     assert not linear_fp8_sm90.fits(x, weight, 20), "pairs are interleaved by eights"
     assert not linear_fp8_sm90.fits(x, weight.rows(8, 40)), "its scales are apart"
-    assert not linear_fp8_sm90.fits(x[:1], weight) and not linear_fp8_sm90.fits(x.float(), weight)
+    assert not linear_fp8_sm90.fits(x.float(), weight)
 
 
 @pytest.mark.gpu
