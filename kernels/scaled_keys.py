@@ -26,13 +26,18 @@ def reciprocal(bits):
 
 
 @triton.jit
-def scale_at(scales, page, slot, head, PAGE: tl.constexpr, HEADS: tl.constexpr, SCALE_PAGE: tl.constexpr):
-    """Locates the scales of slots of pages, int64, in pages [HEADS, SCALE_PAGE] of as many slots or more."""
-    if PAGE == SCALE_PAGE:
-        return scales + (page * HEADS + head) * PAGE + slot
-    else:
+def scale_at(
+    scales, page, slot, head,
+    PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Locates the scales of slots of pages, int64, in pages of SCALE_PAGE slots, as many or more.
+
+    SCALE_NEXT is the stride of these pages and SCALE_HEAD that of their heads.
+    """
+    if PAGE != SCALE_PAGE:
         token = page * PAGE + slot
-        return scales + (token // SCALE_PAGE * HEADS + head) * SCALE_PAGE + token % SCALE_PAGE
+        page, slot = token // SCALE_PAGE, token % SCALE_PAGE
+    return scales + page * SCALE_NEXT + head * SCALE_HEAD + slot
 
 
 def scales_of(x: torch.Tensor) -> torch.Tensor:

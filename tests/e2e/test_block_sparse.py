@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,13 +113,15 @@ def tokens(
     drafts: int = 0,
     sampling: SamplingParams = GREEDY,
     device: str = "cpu",
+    **options: Any,
 ) -> Tokens:
     def body(world: LoopbackWorld, rank: int) -> Tokens:
         comm = world.communicator(rank, layout.kvp_group(rank))
         drafter = NgramDrafter(drafts, 1) if drafts else None
         engine = build_engine(
-            checkpoint(family), layout, comm, block, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False
-        )
+            checkpoint(family), layout, comm, block, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False,
+            **options,
+        )  # fmt: skip
         tamper(engine)
         with closing(engine):
             return generate(engine, sampling)

@@ -295,7 +295,7 @@ def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int) -> None:
     layout = HelixLayout.create("helix", kvp)
     placement = Placement(layout, 0, 128, 128)
     keeps = spec.keeps(layout, 0, torch.bfloat16)
-    runtime = tiered_bytes(keeps, placement, StepSizes(1, 1, CHUNK_TOKENS))
+    runtime = tiered_bytes(with_bounds(keeps, torch.bfloat16), placement, StepSizes(1, 1, CHUNK_TOKENS))
     pages = placement.stripes.pages_for(length + 1)
     budget = BlockBudget(1, 4, 32 // kvp, 0)
     taken = runtime.fixed + pages * runtime.page + placement.most_blocks(budget, length) * runtime.place

@@ -17,7 +17,7 @@ from helix.config import AttentionConfig, Config, KVConfig, check
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
-from helix.memory.kv_cache import StepSizes
+from helix.memory.kv_cache import StepSizes, with_bounds
 from helix.memory.tiered_cache import TieredCache
 from helix.models import spec_from_config
 from helix.models.loading import read_config
@@ -54,7 +54,7 @@ def of_page() -> int:
 
 def size_of() -> TieredBytes:
     where = Placement(LAYOUT, 0, 16, 16)
-    return tiered_bytes(SPEC.keeps(LAYOUT, 0, torch.float32), where, SIZES)
+    return tiered_bytes(with_bounds(SPEC.keeps(LAYOUT, 0, torch.float32), torch.float32), where, SIZES)
 
 
 def test_the_host_says_how_many_pages_there_are() -> None:
@@ -103,7 +103,8 @@ def test_what_more_would_take_is_said_of_both_memories() -> None:
 def test_cards_hold_what_the_documentation_says() -> None:
     """One rank of Qwen2.5-7B with a sequence of 1M tokens, and with as many as its GPU allows."""
     spec, placement = load_spec("qwen2.5-7b"), Placement(HelixLayout.create(), 0, 128, 128)
-    size = tiered_bytes(spec.keeps(placement.layout, 0, torch.bfloat16), placement, StepSizes(1, 1, 8192))
+    keeps = with_bounds(spec.keeps(placement.layout, 0, torch.bfloat16), torch.bfloat16)
+    size = tiered_bytes(keeps, placement, StepSizes(1, 1, 8192))
     pages, least = placement.stripes.pages_for((1 << 20) + 1), placement.most_blocks(BlockBudget(1, 4, 32, 0), 1 << 20)
     text = (ROOT / "docs" / "tiering.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ GB \| (\S+) \| (\d+) \| (\S+) \| (\d+)% \|$", text, re.MULTILINE)
