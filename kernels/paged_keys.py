@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.scaled_keys import scale_strides
+
 
 @dataclass(frozen=True)
 class PagedKeys:
@@ -52,9 +54,8 @@ class PagedKeys:
     @property
     def shape(self) -> dict[str, int]:
         """Compile-time arguments of the kernels: the shape of scales, and how much farther apart values are."""
-        page, head = (0, 0) if self.v_scale is None else self.v_scale.stride()[:2]
-        apart = self.v.stride(0) // self.k.stride(0)
-        return dict(V_APART=apart, SCALE_PAGE=self.scale_page, SCALE_NEXT=page, SCALE_HEAD=head)
+        strides = scale_strides(self.k_scale, self.v_scale)
+        return dict(V_APART=self.v.stride(0) // self.k.stride(0), SCALE_PAGE=self.scale_page, **strides)
 
     def check_cache(self, dtype: torch.dtype) -> None:
         """Checks strides, and that numbers not of `dtype` are e4m3 with scales, and keys only if values are."""
@@ -62,8 +63,6 @@ class PagedKeys:
         assert self.v.stride() == (page * apart, within[0], within[1] * apart, 1) and within[2] == 1
         for kept, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
             assert kept.dtype == (dtype if scales is None else torch.float8_e4m3fn)
-            if scales is not None:
-                assert self.v_scale is not None and scales.stride() == (*self.v_scale.stride()[:2], 1)
 
     def unpacked(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
         """Returns the same keys and values, those in e4m3 as numbers of `dtype`: exact in bf16 and fp32."""

@@ -32,12 +32,27 @@ def scale_at(
 ):  # fmt: skip
     """Locates the scales of slots of pages, int64, in pages of SCALE_PAGE slots, as many or more.
 
-    SCALE_NEXT is the stride of these pages and SCALE_HEAD that of their heads.
+    SCALE_NEXT is the stride of these pages and SCALE_HEAD that of their heads, by which it is divisible; 0: all heads
+    share one.
     """
     if PAGE != SCALE_PAGE:
         token = page * PAGE + slot
         page, slot = token // SCALE_PAGE, token % SCALE_PAGE
-    return scales + page * SCALE_NEXT + head * SCALE_HEAD + slot
+    if SCALE_HEAD == 0:
+        return scales + page * SCALE_NEXT + slot
+    else:  # takes fewer registers than two products
+        return scales + (page * (SCALE_NEXT // SCALE_HEAD) + head) * SCALE_HEAD + slot
+
+
+def scale_strides(of_keys: torch.Tensor | None, of_values: torch.Tensor | None) -> dict[str, int]:
+    """Returns the strides that `scale_at` takes, shared by scales [pages, Hkv, page_size] of keys and of values."""
+    if of_values is None:
+        assert of_keys is None
+        return dict(SCALE_NEXT=0, SCALE_HEAD=0)
+    page, head, slot = of_values.stride()
+    assert slot == 1 and (head == 0 or page % head == 0)
+    assert of_keys is None or of_keys.stride() == of_values.stride()
+    return dict(SCALE_NEXT=page, SCALE_HEAD=head)
 
 
 def scales_of(x: torch.Tensor) -> torch.Tensor:

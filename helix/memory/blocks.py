@@ -45,23 +45,33 @@ class BlockShape:
     def bytes(self) -> int:
         return self.words * WORD
 
-    def views(self, blocks: Tensor, heads: int) -> dict[str, Tensor]:
-        """Views blocks as pages of `heads` KV heads each.
-
-        Args:
-            blocks: [..., n * heads, words] int32, last dim contiguous.
+    def pages(self, blocks: Tensor) -> dict[str, Tensor]:
+        """Views blocks [..., n * heads, words] int32 as pages.
 
         Returns:
             By name, keys and values [..., n, page_size, heads, D], and scales [..., n, heads, page_size].
         """
+        return self._views(blocks, self.heads, 1)
+
+    def under_every_head(self, blocks: Tensor) -> dict[str, Tensor]:
+        """Views blocks [..., n, words] as pages like `pages`, in which all heads share a block."""
+        return self._views(blocks, 1, 0)
+
+    def _views(self, blocks: Tensor, page: int, head: int) -> dict[str, Tensor]:
+        """Views blocks as pages, `page` blocks apart, and their heads `head` blocks apart."""
         found, begin = {}, 0
         for part in self.parts:
-            end = begin + self._words(part)
-            numbers = blocks[..., begin:end].view(part.dtype).unflatten(-2, (blocks.shape[-2] // heads, heads))
-            numbers = numbers[..., : self.page_size * self._width(part)]
-            if not part.by_head:
-                numbers = numbers.unflatten(-1, (self.page_size, -1)).transpose(-3, -2)
-            found[part.name], begin = numbers, end
+            end, width = begin + self._words(part), self._width(part)
+            numbers = blocks[..., begin:end].view(part.dtype)
+            *outer, block, _ = numbers.stride()
+            # Explicit strides: torch would choose others for a single head, and kernels compute with them.
+            shape, strides = [self.page_size, self.heads, width], [width, head * block, 1]
+            if part.by_head:
+                shape, strides = [self.heads, self.page_size], [head * block, 1]
+            count = numbers.shape[-2] // page
+            strides = [*outer, page * block, *strides]
+            found[part.name] = numbers.as_strided((*numbers.shape[:-2], count, *shape), strides)
+            begin = end
         return found
 
     def _width(self, part: Keeps) -> int:

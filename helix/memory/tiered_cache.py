@@ -55,14 +55,13 @@ class TieredLayer(LayerCache):
 
     @property
     def every_place(self) -> LayerCache:
-        """The layer's places as pages, in which each place's block appears under every head."""
-        found = self.block.views(self.places[0], 1)
-        return self._of({name: x.expand(*x.shape[:-2], self.block.heads, -1) for name, x in found.items()})
+        """The layer's places as pages, in which all heads share the place's block."""
+        return self._of(self.block.under_every_head(self.places[0]))
 
     @property
     def fetched(self) -> LayerCache:
         """The pages of `pieces`."""
-        return self._of(self.block.views(self.pieces[0], self.block.heads))
+        return self._of(self.block.pages(self.pieces[0]))
 
     def _of(self, kept: dict[str, Tensor]) -> LayerCache:
         return LayerCache(self.index, kept, self.accepted)
@@ -83,7 +82,7 @@ class TieredLayer(LayerCache):
         page_size, heads = self.block.page_size, self.block.heads
         if known := part.begin % page_size:
             ring = self._ring(part.row, part.begin // page_size)
-            of_ring = self.block.views(self.places[0, ring : ring + heads], heads)
+            of_ring = self.block.pages(self.places[0, ring : ring + heads])
             for kept in self.block.parts:
                 tokens = -1 if kept.by_head else 0  # dim
                 to, of = self.kept[kept.name][part.page], of_ring[kept.name][0]
@@ -162,7 +161,7 @@ class TieredCache(KVCache):
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
         if not kept.is_paged or kept.per != "token":
             return super()._allocate(kept, layers)
-        return self.block.views(self.host, self._heads)[kept.name]
+        return self.block.pages(self.host)[kept.name]
 
     @property
     def on_gpu(self) -> list[Tensor]:
@@ -173,7 +172,7 @@ class TieredCache(KVCache):
         group, place = self._places[index]
         if not group.keeps[0].is_paged:
             return super().layer(index, prefill)
-        kept = self.block.views(self._chunk[0] if prefill else self.places[place, : self._rings], self._heads)
+        kept = self.block.pages(self._chunk[0] if prefill else self.places[place, : self._rings])
         at = slice(place, place + 1)
         return TieredLayer(
             index, kept | {"bounds": group.tensors["bounds"][place]}, self.accepted, block=self.block,

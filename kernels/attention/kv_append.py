@@ -12,7 +12,7 @@ from kernels import dispatch
 from kernels.attention.paged_tiles import ROOMY
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.kv_append import kv_append as reference
-from kernels.scaled_keys import reciprocal, scale_at, scale_bits
+from kernels.scaled_keys import reciprocal, scale_at, scale_bits, scale_strides
 
 MANY = 1024  # tokens x heads; below, each is one program; a GPU starts about one program per nanosecond
 TOKENS = 16  # tokens of a head per program from MANY on
@@ -208,15 +208,11 @@ def kv_append(
     assert qkv.stride(2) == 1
     to = HeadSlots.of(qkv, heads, cos, sin, k_cache, v_cache, slots)
     assert all((s is None) == (c.dtype == qkv.dtype) for s, c in zip(scales, (k_cache, v_cache), strict=True))
-    of_keys, of_values = scales
-    next_page, next_head, _ = (0, 0, 1) if of_values is None else of_values.stride()
-    assert all(s is None or s.stride() == (next_page, next_head, 1) for s in scales)
-    assert of_keys is None or of_values is not None
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
     tokens = 1 if N * heads < MANY else TOKENS
     _kv_append_kernel[triton.cdiv(N, tokens), heads](
         qkv, *to.tensors, *scales, q_norm, k_norm, qkv.stride(0), qkv.stride(1), *to.strides, eps, N, **to.shape,
-        V_HEAD=v_cache.stride(2), SCALE_NEXT=next_page, SCALE_HEAD=next_head, TOKENS=tokens,
-        BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None, num_warps=min(tokens, 4), **overlapped(qkv),
+        V_HEAD=v_cache.stride(2), TOKENS=tokens, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None,
+        num_warps=min(tokens, 4), **scale_strides(*scales), **overlapped(qkv),
     )  # fmt: skip
     return to.q
