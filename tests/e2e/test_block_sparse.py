@@ -290,13 +290,14 @@ def captured_rank(
     sparse: Sparse,
     drafts: int,
     dtype: torch.dtype,
+    kv: str = "auto",
 ) -> list[Tokens]:
     """Tokens of a run whose steps are captured as they come, and of two that replay them."""
     layout = HelixLayout.create("helix", world_size)
     comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
     drafter = NgramDrafter(drafts, 1) if drafts else None
     engine = build_engine(
-        path, layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False, dtype=dtype
+        path, layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False, dtype=dtype, kv=kv
     )  # fmt: skip
     assert engine.runner.graphs is not None
     found = [generate(engine) for _ in range(3)]
