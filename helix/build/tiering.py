@@ -14,9 +14,10 @@ from helix.attention.tiered import TieredAttention
 from helix.build.buffers import CacheNeeds
 from helix.config import Config
 from helix.errors import ConfigError
+from helix.layers.attention import AttentionSpec
 from helix.memory.blocks import BlockShape
 from helix.memory.host_store import host_store
-from helix.memory.keeps import Keeps
+from helix.memory.keeps import Keeps, keys_and_values, token_bytes
 from helix.memory.kv_cache import StepSizes, slot_bytes, with_bounds
 from helix.memory.tiered_cache import LISTS, TieredCache, ring_pages
 from helix.models import DecoderSpec
@@ -129,15 +130,18 @@ def make_tiered(
     return cache
 
 
-def least_chunk(spec: DecoderSpec, dtype: torch.dtype) -> int:
+def least_chunk(spec: DecoderSpec, dtype: torch.dtype, kv: str) -> int:
     """Computes the tokens of a prompt chunk whose attention takes as long as fetching the tokens before it."""
-    group = spec.attention.q_heads / spec.attention.kv_heads
-    return math.ceil(FLOPS_A_BYTE * dtype.itemsize / (2 * group))
+    mixer = spec.attention
+    assert isinstance(mixer, AttentionSpec), "latents are not kept in host memory"
+    group, width = mixer.q_heads / mixer.kv_heads, mixer.head_dim
+    number = token_bytes(keys_and_values(1, width, dtype, kv, None)) / (2 * width)  # bytes
+    return math.ceil(FLOPS_A_BYTE * number / (2 * group))
 
 
-def of_short_chunks(spec: DecoderSpec, dtype: torch.dtype, chunk: int) -> str | None:
-    """Returns a warning if chunks are so short that prompts wait for the link; else None."""
-    if chunk >= (least := least_chunk(spec, dtype)):
+def of_short_chunks(spec: DecoderSpec, dtype: torch.dtype, kv: str, chunk: int) -> str | None:
+    """Returns a warning if chunks are so short that prompts wait for the link with this kv.dtype; else None."""
+    if chunk >= (least := least_chunk(spec, dtype, kv)):
         return None
     return (
         f"warning: prompts in chunks of {chunk:,} tokens wait for what lies before them to come from host memory: with "
