@@ -156,7 +156,7 @@ FEW_BITS = pytest.mark.parametrize("kv", ["fp8", "k16v8"])
 @FEW_BITS
 @pytest.mark.parametrize("kvp, tpa", GRIDS)
 def test_every_grid_in_few_bits(kvp: int, tpa: int, kv: str) -> None:
-    """As over a cache on the GPU that keeps as few."""
+    """Tokens are those over a cache on the GPU that keeps as few."""
     layout = HelixLayout.create("helix", kvp, tpa)
     on_gpu = tokens("qwen2", layout, Sparse(SHORT_WINDOW), kv=kv)
     assert tokens("qwen2", layout, in_host_memory(kvp), kv=kv) == on_gpu

@@ -89,7 +89,7 @@ def test_parts_lie_in_order(kv: str) -> None:
 @pytest.mark.parametrize("op", [flash_decode, decode_reference], ids=["kernel", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_decode(name: str, op: Any, kv: str, dtype: torch.dtype, device: torch.device) -> None:
-    """As pages of all heads, and as places of which each head reads its own."""
+    """Blocks are pages of all heads, or places of which each head reads its own."""
     case, keys, block = made(name, kv, dtype, device)
     memory, paged = in_blocks(with_queries(keys, len(case.counts)), block)
     for found in (paged, at_places(memory, paged, block)):
