@@ -1,8 +1,8 @@
 """Blocks of a cache in host memory, and the GPU places that hold some of them.
 
-A block is a page of one KV head in one layer: its keys, then its values, [2, page_size, D], contiguous. On the host
-it is block `page * Hkv + head` of its layer. Places are numbered within a layer: first those of pages that are being
-written (a ring of pages for each sequence of the batch), then those of hot blocks, KV head by KV head.
+A block is all that is kept of a page of one KV head in one layer, contiguous: to these kernels, 32-bit words. On the
+host it is block `page * Hkv + head` of its layer. Places are numbered within a layer: first those of pages that are
+being written (a ring of pages for each sequence of the batch), then those of hot blocks, KV head by KV head.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.scaled_keys import scale_strides
+
 
 @dataclass(frozen=True)
 class PagedKeys:
@@ -17,15 +19,17 @@ class PagedKeys:
 
     Attributes:
         k: [pages, page_size, Hkv, D], last dim contiguous. Latents: [pages, page_size, R + P], contiguous in a page.
-        v: like `k`, with the same strides. Latents: the first R of the numbers in `k`.
+        v: like `k`, with the same strides; where blocks of bytes hold both, pages and heads of numbers with half as
+            many bytes are twice as far apart. Latents: the first R of the numbers in `k`.
         table: [B, max_pages] int32, rows contiguous. If each KV head reads its own pages: [B, Hkv, max_pages]; a
             negative entry is a page without keys.
         lo: [B, T] int32, first local key of each query, at least 0; in prefill [N].
         hi: like `lo`: one past the last; `lo >= hi` reads nothing.
         scale: factor on the scores, above 0.
         sinks: [Hq] fp32, contiguous, or None: each head's score of an additional key of value 0 that all queries read.
-        k_scale, v_scale: [pages, Hkv, page_size] fp32, contiguous, or None: factors of keys and of values in e4m3.
-            Their pages may be longer than those of keys: slot i of all pages in a row is in page `i // page_size`.
+        k_scale, v_scale: [pages, Hkv, page_size] fp32, of the same strides, last dim contiguous, or None: factors of
+            keys and of values in e4m3. Their pages may be longer than those of keys: slot i of all pages in a row is in
+            page `i // page_size`.
     """
 
     k: torch.Tensor
@@ -47,11 +51,18 @@ class PagedKeys:
         """Number of tokens in a page of scales; 1 without scales."""
         return 1 if self.v_scale is None else self.v_scale.shape[2]
 
-    def check_scales(self, dtype: torch.dtype) -> None:
-        """Checks that numbers which are not of `dtype` are e4m3 with scales, and keys only if values are."""
+    @property
+    def shape(self) -> dict[str, int]:
+        """Compile-time arguments of the kernels: the shape of scales, and how much farther apart values are."""
+        strides = scale_strides(self.k_scale, self.v_scale)
+        return dict(V_APART=self.v.stride(0) // self.k.stride(0), SCALE_PAGE=self.scale_page, **strides)
+
+    def check_cache(self, dtype: torch.dtype) -> None:
+        """Checks strides, and that numbers not of `dtype` are e4m3 with scales, and keys only if values are."""
+        (page, *within), apart = self.k.stride(), self.shape["V_APART"]
+        assert self.v.stride() == (page * apart, within[0], within[1] * apart, 1) and within[2] == 1
         for kept, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
             assert kept.dtype == (dtype if scales is None else torch.float8_e4m3fn)
-            assert scales is None or (scales.is_contiguous() and self.v_scale is not None)
 
     def unpacked(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
         """Returns the same keys and values, those in e4m3 as numbers of `dtype`: exact in bf16 and fp32."""

@@ -26,13 +26,33 @@ def reciprocal(bits):
 
 
 @triton.jit
-def scale_at(scales, page, slot, head, PAGE: tl.constexpr, HEADS: tl.constexpr, SCALE_PAGE: tl.constexpr):
-    """Locates the scales of slots of pages, int64, in pages [HEADS, SCALE_PAGE] of as many slots or more."""
-    if PAGE == SCALE_PAGE:
-        return scales + (page * HEADS + head) * PAGE + slot
-    else:
+def scale_at(
+    scales, page, slot, head,
+    PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Locates the scales of slots of pages, int64, in pages of SCALE_PAGE slots, as many or more.
+
+    SCALE_NEXT is the stride of these pages and SCALE_HEAD that of their heads, by which it is divisible; 0: all heads
+    share one.
+    """
+    if PAGE != SCALE_PAGE:
         token = page * PAGE + slot
-        return scales + (token // SCALE_PAGE * HEADS + head) * SCALE_PAGE + token % SCALE_PAGE
+        page, slot = token // SCALE_PAGE, token % SCALE_PAGE
+    if SCALE_HEAD == 0:
+        return scales + page * SCALE_NEXT + slot
+    else:  # takes fewer registers than two products
+        return scales + (page * (SCALE_NEXT // SCALE_HEAD) + head) * SCALE_HEAD + slot
+
+
+def scale_strides(of_keys: torch.Tensor | None, of_values: torch.Tensor | None) -> dict[str, int]:
+    """Returns the strides that `scale_at` takes, shared by scales [pages, Hkv, page_size] of keys and of values."""
+    if of_values is None:
+        assert of_keys is None
+        return dict(SCALE_NEXT=0, SCALE_HEAD=0)
+    page, head, slot = of_values.stride()
+    assert slot == 1 and (head == 0 or page % head == 0)
+    assert of_keys is None or of_keys.stride() == of_values.stride()
+    return dict(SCALE_NEXT=page, SCALE_HEAD=head)
 
 
 def scales_of(x: torch.Tensor) -> torch.Tensor:

@@ -185,7 +185,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
     storage = [f"{key}={given[name]}" for name, key in STORAGE.items() if name in given]
     config, spec, model = load_model(given["model"], attention, storage)
     check_config(config)
-    check_cache(replace(config, kv=replace(config.kv, tier=given.get("tier", "gpu"))), spec)
+    check_cache(config, spec)
     config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
     if given["context"] > spec.max_positions:
         raise ValueError(f"context={given['context']} exceeds {given['model']}'s {spec.context}")

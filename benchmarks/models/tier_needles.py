@@ -23,7 +23,7 @@ from helix.build.tiering import tiered_bytes
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, ModelConfig
 from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import StepSizes
+from helix.memory.kv_cache import StepSizes, with_bounds
 from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder
 from helix.models.loading import Checkpoint
@@ -57,7 +57,8 @@ def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Co
     if share is None:
         return found
     spec, placement = make_spec(found), Placement(HelixLayout.create("helix", kvp), 0, PAGE, PAGE)
-    size = tiered_bytes(spec.keeps(placement.layout, 0, dtype), placement, StepSizes(BATCH, 1, CHUNK))
+    keeps = with_bounds(spec.keeps(placement.layout, 0, dtype), dtype)
+    size = tiered_bytes(keeps, placement, StepSizes(BATCH, 1, CHUNK))
     found.kv.tier, found.kv.host_bytes = "host", 8e9
     world = LoopbackWorld(1)
     policy = make_policy(found.attention, placement, length, world.communicator(0, [0]), found.kv)

@@ -7,9 +7,10 @@ come over the link. With `ahead` blocks of a layer come
 while the one before it computes (`kv.ahead`), and each guess is right, since the pattern is known. One rank pins 62 GB,
 which takes about half a minute, and the GPU has to have 76 GB for the second job.
 
-The third job has four sequences of 128K tokens.
+The third job has four sequences of 128K tokens, the fourth the first one's with keys and values in FP8
+(`kv.dtype=fp8`).
 
-Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 160 s.
+Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 200 s.
 
 `over_dense`: how much longer the only other way takes, to read the whole cache over the link at 55.5 GB/s, as measured.
 `predicted_ms`: what the planner says, by `conf/hardware/`. `hot`: the share
@@ -34,7 +35,7 @@ from helix.models import DecoderSpec
 from helix.simulate.points import Options, Points, Sparse, Tier
 from helix.simulate.step import predict
 from kernels.tier.copy_blocks import PROGRAMS
-from launch.inputs.auto_layout import budget
+from launch.inputs.auto_layout import KV_DTYPES, budget
 from launch.inputs.hardware import hardware_of
 
 MODEL = "qwen2.5-7b"
@@ -50,14 +51,14 @@ HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memo
 
 
 def overrides(
-    given: Given, layout: HelixLayout, batch: int, length: int, cells: list[Choices], host: bool
+    given: Given, layout: HelixLayout, batch: int, length: int, cells: list[Choices], host: bool, kv: str
 ) -> list[str]:
     """A job's, in which all cells are timed over one cache."""
     texts = (f"attention.topk={topk} bench.repeat={repeat} {more}".strip() for topk, repeat, more in cells)
     steps = ",".join(f'"{text}"' for text in texts)
     shared = [
         *named(MODEL if given.gpu else "demo"), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
-        "attention=block_sparse", f"attention.topk={max(cells)[0]}",
+        "attention=block_sparse", f"attention.topk={max(cells)[0]}", f"kv.dtype={kv}",
         "attention.from_tokens=0", "hopb.chunks=none", "decode.prefill_chunk=4096", "bench=decode",
         f"bench.points=[{batch}x{length}]", f"bench.variants=[{steps}]", f"bench.steps={32 if given.gpu else 6}",
     ]  # fmt: skip
@@ -67,19 +68,20 @@ def overrides(
     return [*shared, "kv.tier=host", f"kv.host_bytes={bytes_of[0]:.0f}", f"kv.gpu_bytes={bytes_of[1]:.0f}"]
 
 
-def cases(given: Given) -> list[tuple[bool, int]]:
-    return [(True, 1), (False, 1), (True, 4)]
+def cases(given: Given) -> list[tuple[bool, int, str]]:
+    return [(True, 1, "auto"), (False, 1, "auto"), (True, 4, "auto"), (True, 1, "fp8")]
 
 
-def measure(given: Given, host: bool, batch: int) -> Iterator[Row]:
+def measure(given: Given, host: bool, batch: int, kv: str) -> Iterator[Row]:
     """A row for each cell, of one job."""
     spec, _ = fitting_spec(MODEL if given.gpu else "demo", given.ranks)
     layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
     length = (M if given.gpu else 16 * K) // (8 if batch > 1 else 1)
     cells = ON_GPU if not host else SEVERAL if batch > 1 else ON_HOST
-    given_to = overrides(given, layout, batch, length, cells, host)
+    given_to = overrides(given, layout, batch, length, cells, host, kv)
     about: Row = {"kind": "tier-steps", "model": MODEL if given.gpu else "demo", "layers": len(spec.layers)}
     about |= {"layout": str(layout), "batch": batch, "length": length, "tier": "host" if host else "gpu"}
+    about["kv"] = kv
     try:
         points = jobs.measure(layout.world_size, given_to)["points"]
     except jobs.JobError as error:
@@ -87,7 +89,7 @@ def measure(given: Given, host: bool, batch: int) -> Iterator[Row]:
     whole = (
         batch
         * length
-        * sum(token_bytes(kept) for kept in spec.keeps(HelixLayout.create(), 0, torch.bfloat16))
+        * sum(token_bytes(kept) for kept in spec.keeps(HelixLayout.create(), 0, torch.bfloat16, kv))
         / layout.world_size
     )
     for (topk, repeat, more), point in zip(cells, points, strict=True):
@@ -95,8 +97,9 @@ def measure(given: Given, host: bool, batch: int) -> Iterator[Row]:
         if "failed" not in point:
             read, tier = _read(given_to, topk), Tier(repeat, ahead=1.0 if more == AHEAD else None)
             row |= {"sparse": asdict(read), **figures(point, whole)}
-            row["predicted_ms"] = predicted_ms(spec, layout, batch, length, read, tier if host else None)
-            row["target_ms"] = TARGETS.get((topk, repeat)) if host and layout.world_size == batch == 1 else None
+            row["predicted_ms"] = predicted_ms(spec, layout, batch, length, read, tier if host else None, kv)
+            usual = host and kv == "auto" and layout.world_size == batch == 1
+            row["target_ms"] = TARGETS.get((topk, repeat)) if usual else None
         yield row
 
 
@@ -107,7 +110,7 @@ def _read(given_to: list[str], topk: int) -> Sparse:
 
 
 def predicted_ms(
-    spec: DecoderSpec, layout: HelixLayout, batch: int, length: int, read: Sparse, tier: Tier | None
+    spec: DecoderSpec, layout: HelixLayout, batch: int, length: int, read: Sparse, tier: Tier | None, kv: str
 ) -> float | None:
     """What the planner says of such a step on this GPU; None where it does not know the GPU."""
     if not torch.cuda.is_available():
@@ -116,7 +119,7 @@ def predicted_ms(
         hardware = hardware_of(torch.cuda.get_device_name(0))
         points = Points.of(layout.mode, batch, kvp=layout.kvp, tpa=layout.tpa)
         step = predict(
-            spec, hardware, points, length, Options("bf16", "bf16", "bf16", hopb=False, sparse=read, tier=tier)
+            spec, hardware, points, length, Options("bf16", KV_DTYPES[kv], "bf16", hopb=False, sparse=read, tier=tier)
         )
     except ValueError as error:
         print(f"not predicted: {error}")
@@ -146,7 +149,7 @@ def figures(point: Row, whole: float) -> Row:
 
 def compared(rows: list[Row]) -> Row:
     """Steps with everything hot over those of a cache on the GPU."""
-    plain = [row for row in rows if "ms" in row and row["batch"] == 1 and not row["ahead"]]
+    plain = [row for row in rows if "ms" in row and row["batch"] == 1 and row["kv"] == "auto" and not row["ahead"]]
     ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in plain}
     hot, untiered = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
     return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
@@ -159,7 +162,7 @@ BENCHMARK = Benchmark(
         Part(
             cases,
             measure,
-            "tier batch topk repeat ahead ms target_ms predicted_ms over_dense hot link_mb "
+            "tier kv batch topk repeat ahead ms target_ms predicted_ms over_dense hot link_mb "
             "link_gbs resolve_us copy_blocks_us flash_decode_us used_gb",
         ),
         Part(

@@ -9,7 +9,8 @@ from benchmarks.records.rows import Row, kv, results
 
 
 def _set_beside(r: Row) -> str:
-    return "kv.ahead" if r["ahead"] else "-"
+    kv = r.get("kv", "auto")
+    return ", ".join([*["kv.ahead"] * r["ahead"], *[f"kv.dtype={kv}"] * (kv != "auto")]) or "-"
 
 
 def tiers() -> list[str]:
@@ -27,11 +28,15 @@ def tiers() -> list[str]:
         "at": lambda r: f"{r['link_gbs']:.1f} GB/s" if r["link_gbs"] else "-",
         "GPU in use": of("used_gb", "GB"),
     }
-    key = "kind", "batch", "length", "topk", "repeat", "ahead", "pieces"
+    key = "kind", "kv", "tier", "batch", "length", "topk", "repeat", "ahead", "pieces"
     # Older records have two ways more, `overlap` and `hopb_chunks`, which are gone: benchmarks/LOG.md says that they
     # gained nothing.
     every = results("tier-steps", *key, "overlap", "hopb_chunks")
-    found = {tuple(map(r.get, key)): r for r in every if not r.get("overlap") and r.get("hopb_chunks", 1) == 1}
+    found = {
+        (r.get("kv", "auto"), *map(r.get, key[2:])): r
+        for r in every
+        if not r.get("overlap") and r.get("hopb_chunks", 1) == 1
+    }
     return lines(
         columns, [r for r in found.values() if r["kind"] == "tier-steps" and "ms" in r and r["tier"] == "host"]
     )

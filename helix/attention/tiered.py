@@ -18,7 +18,7 @@ from comm.base import Communicator
 from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.memory.kv_cache import LayerCache
-from helix.memory.tiered_cache import TieredLayer, pages_of
+from helix.memory.tiered_cache import TieredLayer
 from helix.memory.transfers import to_device
 from helix.placement import BlockBudget, ChunkPart, Placement
 from helix.steps.step import Step
@@ -27,7 +27,6 @@ from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.lse_combine import lse_combine
 from kernels.attention.split_kv import PartialAttention
 from kernels.hot_blocks import FetchList, Readers
-from kernels.paged_keys import PagedKeys
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.resolve import resolve
 
@@ -90,7 +89,7 @@ class TieredAttention(BlockSparseAttention):
         if self._guessed.pop(cache.index, None):
             self._join(self._ahead[cache.lane])
         self._fetch(table, cache, step, self.budget, cache.misses)
-        keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
+        keys = cache.every_place.paged(table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
         return decode_parts(q[:, None], keys, sms=sms, early=True)
 
     def _fetch(self, table: Tensor, cache: TieredLayer, step: Step, budget: BlockBudget, misses: FetchList) -> None:
@@ -118,11 +117,11 @@ class TieredAttention(BlockSparseAttention):
         lo, hi = step.bounds(None)
         for part in step.staged.parts:
             cache.begin(part)
-        most = cache.pieces.shape[1] // cache.keys.shape[2] // 2  # pages: one piece is fetched while another is read
+        most = cache.pieces.shape[1] // cache.block.heads // 2  # pages: one piece is fetched while another is read
         pieces = [
             piece
             for part, table in zip(step.staged.parts, step.block_tables, strict=True)
-            for piece in _before(part, table, cache.keys.shape[1], most)
+            for piece in _before(part, table, cache.block.page_size, most)
         ]
 
         def bring(i: int) -> None:
@@ -137,16 +136,16 @@ class TieredAttention(BlockSparseAttention):
             bring(0)
         out, lse = q.new_empty(2, *q.shape), q.new_empty(2, *q.shape[:2], dtype=torch.float32)
         newest = torch.maximum(lo, step.staged.edges)
-        own = PagedKeys(cache.keys, cache.values, step.staged.tables, newest, hi, layer.scale, layer.sinks)
+        own = cache.paged(step.staged.tables, newest, hi, layer.scale, layer.sinks)
         flash_prefill(q, own, step.cu_q, step.max_q, step.max_q, out=out[0], lse=lse[0])
         for i, piece in enumerate(pieces):
             self._join(self._side)
             if i + 1 < len(pieces):
                 bring(i + 1)
-            at, tokens = piece.queries, len(piece.pages) * cache.keys.shape[1]
+            at, tokens = piece.queries, len(piece.pages) * cache.block.page_size
             first = (lo[at] - piece.first).clamp(0, tokens)
             last = (hi[at] - piece.first).clamp(0, tokens)  # fewer for recomputed queries before the piece's end
-            keys = PagedKeys(*pages_of(cache.pieces[0], cache.keys.shape[2]), here(i)[None], first, last, layer.scale)
+            keys = cache.fetched.paged(here(i)[None], first, last, layer.scale, None)
             cu_q = to_device(torch.tensor([0, len(first)], dtype=torch.int32), q.device)
             flash_prefill(q[at], keys, cu_q, len(first), tokens, out=out[1, at], lse=lse[1, at])
             lse_combine(out[:, at], lse[:, at], out=out[0, at], out_lse=lse[0, at], return_lse=True)

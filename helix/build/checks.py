@@ -81,8 +81,6 @@ def check_cache(config: Config, spec: DecoderSpec) -> None:
         return
     if spec.attention.latent is not None:
         raise ValueError(f"{what} keeps keys and values, and the model has latents (MLA): set kv.dtype=auto")
-    if config.kv.tier == "host":
-        raise ValueError(f"{what} lies on the GPU alone: set kv.tier=gpu, or kv.dtype=auto")
     if not spec.full:
         raise ValueError(f"{what}: all layers of the model have windows, which stay as they are: set auto")
 

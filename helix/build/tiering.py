@@ -14,8 +14,10 @@ from helix.attention.tiered import TieredAttention
 from helix.build.buffers import CacheNeeds
 from helix.config import Config
 from helix.errors import ConfigError
+from helix.layers.attention import AttentionSpec
+from helix.memory.blocks import BlockShape
 from helix.memory.host_store import host_store
-from helix.memory.keeps import Keeps, page_bytes
+from helix.memory.keeps import Keeps, keys_and_values, token_bytes
 from helix.memory.kv_cache import StepSizes, slot_bytes, with_bounds
 from helix.memory.tiered_cache import LISTS, TieredCache, ring_pages
 from helix.models import DecoderSpec
@@ -43,17 +45,17 @@ class TieredBytes:
 
 
 def tiered_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> TieredBytes:
-    """Counts the bytes on the GPU."""
-    paged = [kept[0] for kept in keeps if kept[0].is_paged]
-    (heads, dim), dtype, page, layers = paged[0].entry, paged[0].dtype, placement.page_size, len(paged)
-    block = 2 * page * dim * dtype.itemsize
+    """Counts the bytes on the GPU, for layers that keep key bounds beside keys and values (`with_bounds`)."""
+    block, page = BlockShape.of(keeps, placement.page_size), placement.page_size
+    of_pages = [k for kept in keeps for k in kept if k.per == "page"]
+    heads, layers = block.heads, len(of_pages)
     prompts = placement.chunk_pages(sizes.chunk, sizes.slots) + piece_pages(page)
     rings = layers * sizes.slots * ring_pages(page, sizes.rows)
     number = torch.int32.itemsize
     return TieredBytes(
-        (rings + prompts) * heads * block + slot_bytes(keeps, placement, sizes),
-        layers * heads * (2 * dim * dtype.itemsize + number),
-        heads * (layers * (block + 4 * number) + LISTS * 2 * number),
+        (rings + prompts) * heads * block.bytes + slot_bytes(keeps, placement, sizes),
+        sum(k.bytes for k in of_pages) + layers * heads * number,
+        heads * (layers * (block.bytes + 4 * number) + LISTS * 2 * number),
     )
 
 
@@ -74,9 +76,10 @@ def make_tiered(
         ConfigError: either memory is too small, or the host cannot pin it.
     """
     kv, sizes = config.kv, needs.sizes
-    keeps = spec.keeps(placement.layout, comm.rank, dtype)
+    keeps = with_bounds(spec.keeps(placement.layout, comm.rank, dtype, kv.dtype), dtype)
     assert kv.host_bytes is not None
-    of_page = sum(page_bytes(kept, placement.page_size) for kept in keeps)
+    block = BlockShape.of(keeps, placement.page_size)
+    of_page = len(spec.full) * block.heads * block.bytes
     stripes = placement.stripes
     needed = stripes.pages_for_all(needs.tokens, sizes.slots)
     on_host = min(comm.all_gather_object(min(int(kv.host_bytes) // of_page, needed)))
@@ -107,15 +110,14 @@ def make_tiered(
             "that, or decode.max_batch, attention.topk or attention.from_tokens lower"
         )
     hot = (room - size.fixed - pages * of_gpu) // size.place
-    heads, dim = keeps[spec.full[0]][0].entry
     cache = TieredCache(
-        with_bounds(keeps, dtype),
+        keeps,
         pages,
         placement,
         comm.device,
         sizes,
         score=config.attention.score,
-        store=host_store((len(spec.full), pages * heads, 2, placement.page_size, dim), dtype, comm),
+        store=host_store((len(spec.full), pages * block.heads, block.words), torch.int32, comm),
         hot=min(hot, max(pages, least)),
         piece_pages=piece_pages(placement.page_size),
     )
@@ -128,15 +130,18 @@ def make_tiered(
     return cache
 
 
-def least_chunk(spec: DecoderSpec, dtype: torch.dtype) -> int:
+def least_chunk(spec: DecoderSpec, dtype: torch.dtype, kv: str) -> int:
     """Computes the tokens of a prompt chunk whose attention takes as long as fetching the tokens before it."""
-    group = spec.attention.q_heads / spec.attention.kv_heads
-    return math.ceil(FLOPS_A_BYTE * dtype.itemsize / (2 * group))
+    mixer = spec.attention
+    assert isinstance(mixer, AttentionSpec), "latents are not kept in host memory"
+    group, width = mixer.q_heads / mixer.kv_heads, mixer.head_dim
+    number = token_bytes(keys_and_values(1, width, dtype, kv, None)) / (2 * width)  # bytes
+    return math.ceil(FLOPS_A_BYTE * number / (2 * group))
 
 
-def of_short_chunks(spec: DecoderSpec, dtype: torch.dtype, chunk: int) -> str | None:
-    """Returns a warning if chunks are so short that prompts wait for the link; else None."""
-    if chunk >= (least := least_chunk(spec, dtype)):
+def of_short_chunks(spec: DecoderSpec, dtype: torch.dtype, kv: str, chunk: int) -> str | None:
+    """Returns a warning if chunks are so short that prompts wait for the link with this kv.dtype; else None."""
+    if chunk >= (least := least_chunk(spec, dtype, kv)):
         return None
     return (
         f"warning: prompts in chunks of {chunk:,} tokens wait for what lies before them to come from host memory: with "

@@ -215,7 +215,8 @@ class Attention(ShardedAttention):
         weight = as_tensor(matrix_rows(self.qkv.weight, 0, rows), x.dtype)
         heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
-        return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms)
+        of_keys, of_values = (s if s is None else s[:, :0] for s in mine.scales)
+        return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""

@@ -1,8 +1,8 @@
 """A KV cache in host memory, with the newest tokens and the last chosen blocks on the GPU.
 
-A page moves to the host once it is full of committed tokens, in blocks: the keys of one KV head in a page, then its
-values, contiguous. Until then it lies on the GPU in its sequence's ring of pages: local page i is page `i % ring_pages`
-of the ring. `kernels.hot_blocks` assigns GPU places to chosen blocks, layer by layer.
+A page moves to the host once it is full of committed tokens, in blocks: all of one KV head in a page, contiguous
+(`helix.memory.blocks`). Until then it lies on the GPU in its sequence's ring of pages: local page i is page
+`i % ring_pages` of the ring. `kernels.hot_blocks` assigns GPU places to chosen blocks, layer by layer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from helix.events.decision import Admission
 from helix.events.follower import Retired, Taken
+from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache, LayerCache, StepSizes
@@ -28,19 +29,21 @@ LISTS = 3  # lists of blocks to fetch: for the choice, and for the guesses of tw
 
 @dataclass(frozen=True, kw_only=True)
 class TieredLayer(LayerCache):
-    """One layer's part on this rank. New tokens go to `keys` and `values`: rings, or pages of a prompt chunk.
+    """One layer's part on this rank. New tokens go to what it keeps: rings, or pages of a prompt chunk.
 
     Attributes:
-        host: [1, pages * Hkv, 2, page_size, D], the layer's blocks in host memory.
-        places: [1, places, 2, page_size, D]: rings, then hot places.
+        block: order of a block's bytes.
+        host: [1, pages * Hkv, words] int32, the layer's blocks in host memory.
+        places: [1, places, words] int32: rings, then hot places.
         hot: assignment of hot places to blocks.
-        chunk: [1, n * Hkv, 2, page_size, D], pages of a prompt chunk, used by all layers in turn.
+        chunk: [1, n * Hkv, words] int32, pages of a prompt chunk, used by all layers in turn.
         pieces: like `chunk`: pages of the tokens before it.
         misses: blocks to fetch for the choice, used by all layers in turn.
         ahead: blocks to fetch for a guess, used by every other layer in turn.
         lane: index of `ahead` among its two lists.
     """
 
+    block: BlockShape
     host: Tensor
     places: Tensor
     hot: HotBlocks
@@ -51,14 +54,21 @@ class TieredLayer(LayerCache):
     lane: int
 
     @property
-    def every_place(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [places, page_size, Hkv, D], in which each place's block appears under every head."""
-        keys, values = (self.places[0, :, i, :, None].expand(-1, -1, self.keys.shape[2], -1) for i in range(2))
-        return keys, values
+    def every_place(self) -> LayerCache:
+        """The layer's places as pages, in which all heads share the place's block."""
+        return self._of(self.block.under_every_head(self.places[0]))
+
+    @property
+    def fetched(self) -> LayerCache:
+        """The pages of `pieces`."""
+        return self._of(self.block.pages(self.pieces[0]))
+
+    def _of(self, kept: dict[str, Tensor]) -> LayerCache:
+        return LayerCache(self.index, kept, self.accepted)
 
     def blocks(self, source: Tensor, target: Tensor) -> BlockList:
         """Lists the copies of all blocks of pages `source` [n] to pages `target` [n]; both int, on the device."""
-        heads = torch.arange(self.keys.shape[2], dtype=torch.int32, device=source.device)
+        heads = torch.arange(self.block.heads, dtype=torch.int32, device=source.device)
         count = torch.full((1,), len(source) * len(heads), dtype=torch.int32, device=source.device)
         source, target = ((pages.int()[:, None] * len(heads) + heads).view(1, -1) for pages in (source, target))
         return BlockList(source, target, count)
@@ -69,15 +79,18 @@ class TieredLayer(LayerCache):
         Args:
             part: part of a step whose tokens were appended.
         """
-        page_size, heads = self.keys.shape[1:3]
+        page_size, heads = self.block.page_size, self.block.heads
         if known := part.begin % page_size:
-            here, ring = part.page * heads, self._ring(part.row, part.begin // page_size)
-            of_chunk, of_ring = self.chunk[0, here : here + heads], self.places[0, ring : ring + heads]
-            of_chunk[:, :, :known] = of_ring[:, :, :known]
+            ring = self._ring(part.row, part.begin // page_size)
+            of_ring = self.block.pages(self.places[0, ring : ring + heads])
+            for kept in self.block.parts:
+                tokens = -1 if kept.by_head else 0  # dim
+                to, of = self.kept[kept.name][part.page], of_ring[kept.name][0]
+                to.narrow(tokens, 0, known).copy_(of.narrow(tokens, 0, known))
 
     def end(self, part: ChunkPart, table: Tensor) -> None:
         """Writes a chunk's full pages to the host pages of `table` [P], and the unfinished one to its ring."""
-        page_size, heads = self.keys.shape[1:3]
+        page_size, heads = self.block.page_size, self.block.heads
         first, last = part.begin // page_size, part.end // page_size
         if last > first:
             at = torch.arange(part.page, part.page + last - first, device=table.device)
@@ -90,7 +103,7 @@ class TieredLayer(LayerCache):
 
     def _ring(self, row: int, column: int) -> int:
         """Returns the first place of a local page in its sequence's ring."""
-        return (row * self.hot.ring_pages + column % self.hot.ring_pages) * self.keys.shape[2]
+        return (row * self.hot.ring_pages + column % self.hot.ring_pages) * self.block.heads
 
 
 class TieredCache(KVCache):
@@ -99,13 +112,14 @@ class TieredCache(KVCache):
     Other arguments are as in `KVCache`.
 
     Args:
-        store: host memory, [layers, pages * Hkv, 2, page_size, D], of these layers.
+        store: host memory, [layers, pages * Hkv, words] int32, of these layers.
         hot: hot places of each KV head in each layer, at least as many as the blocks that a step can choose.
         piece_pages: pages of the tokens before a chunk that are on the GPU at once, in two halves.
 
     Attributes:
         hot: assignment of hot places to blocks, in all these layers.
-        places: [layers, places, 2, page_size, D].
+        block: order of a block's bytes.
+        places: [layers, places, words] int32.
         counted: [2] int64, on the device: chosen blocks that had a place, and blocks fetched for choices.
         counted_ahead: like `counted`, for guesses; a block fetched for a guess has a place when it is chosen.
     """
@@ -126,20 +140,20 @@ class TieredCache(KVCache):
         piece_pages: int,
     ) -> None:
         assert store.tensor is not None
-        paged = [kept[0] for kept in keeps if kept[0].is_paged]
-        (heads, dim), dtype, layers = paged[0].entry, paged[0].dtype, len(paged)
-        self._heads = heads
+        self.block = BlockShape.of(keeps, placement.page_size)
         self.store, self.host = store, store.tensor
+        self._heads, layers = self.block.heads, len(self.host)
         super().__init__(keeps, pages, placement, device, sizes, score)
         self.ring_pages = self.rings[None] = ring_pages(placement.page_size, sizes.rows)
-        self._rings, block = sizes.slots * self.ring_pages * heads, (2, placement.page_size, dim)
+        heads, words = self._heads, self.block.words
+        self._rings = sizes.slots * self.ring_pages * heads
         chunk_pages = placement.chunk_pages(sizes.chunk, sizes.slots)
         # Zeros, since benchmarks read sequences that were never written.
-        self.places = torch.zeros(layers, self._rings + heads * hot, *block, dtype=dtype, device=device)
+        self.places = torch.zeros(layers, self._rings + heads * hot, words, dtype=torch.int32, device=device)
         self.hot = HotBlocks.create(layers, heads, pages, hot, self._rings, self.ring_pages, device)
         self.counted, self.counted_ahead = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._chunk, self._pieces = (
-            torch.empty(1, n * heads, *block, dtype=dtype, device=device) for n in (chunk_pages, piece_pages)
+            torch.empty(1, n * heads, words, dtype=torch.int32, device=device) for n in (chunk_pages, piece_pages)
         )
         self._misses = FetchList.create(heads, hot, device, self.counted)
         self._ahead = [FetchList.create(heads, hot, device, self.counted_ahead, True) for _ in range(LISTS - 1)]
@@ -147,8 +161,7 @@ class TieredCache(KVCache):
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
         if not kept.is_paged or kept.per != "token":
             return super()._allocate(kept, layers)
-        keys, values = pages_of(self.host, self._heads)
-        return keys if kept.name == "keys" else values
+        return self.block.pages(self.host)[kept.name]
 
     @property
     def on_gpu(self) -> list[Tensor]:
@@ -159,10 +172,10 @@ class TieredCache(KVCache):
         group, place = self._places[index]
         if not group.keeps[0].is_paged:
             return super().layer(index, prefill)
-        keys, values = pages_of(self._chunk[0] if prefill else self.places[place, : self._rings], self._heads)
+        kept = self.block.pages(self._chunk[0] if prefill else self.places[place, : self._rings])
         at = slice(place, place + 1)
         return TieredLayer(
-            index, {"keys": keys, "values": values, "bounds": group.tensors["bounds"][place]}, self.accepted,
+            index, kept | {"bounds": group.tensors["bounds"][place]}, self.accepted, block=self.block,
             host=self.host[at], places=self.places[at], hot=self.hot.layer(place), chunk=self._chunk,
             pieces=self._pieces, misses=self._misses, ahead=self._ahead[place % 2], lane=place % 2,
         )  # fmt: skip
@@ -210,9 +223,3 @@ class TieredCache(KVCache):
 def ring_pages(page_size: int, queries: int) -> int:
     """Computes the most pages on a rank that can hold uncommitted tokens, at most `queries` of a sequence."""
     return (page_size + queries - 2) // page_size + 1
-
-
-def pages_of(blocks: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Returns keys and values [..., n, page_size, heads, D], views of blocks [..., n * heads, 2, page_size, D]."""
-    keys, values = (x.transpose(-3, -2) for x in blocks.unflatten(-4, (-1, heads)).unbind(-3))
-    return keys, values

@@ -187,10 +187,10 @@ def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
 
     The formula is that of `helix.build.tiering.tiered_bytes`.
     """
-    layers, sparse, item = len(layer.spec.full), layer.options.sparse, layer.item["kv"]
+    layers, sparse, item = len(layer.spec.full), layer.options.sparse, layer.item
     assert sparse is not None
-    block = 2 * sparse.block * layer.head_dim * item  # a page of one head
-    page = layers * layer.kv * (2 * layer.head_dim * item + NUMBER_BYTES)
+    block = 2 * sparse.block * layer.head_dim * item["kv"]  # a page of one head
+    page = layers * layer.kv * (2 * layer.head_dim * item["plain_kv"] + NUMBER_BYTES)
     place = layer.kv * (layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
     drafts = layer.options.step_tokens - 1
     places = sparse.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.topk // layer.points.kvp)

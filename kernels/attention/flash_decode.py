@@ -45,7 +45,8 @@ def _flash_decode_kernel(
     out_b, out_t, out_h, lse_b, lse_t, lse_h, kept_plane, kept_page, kept_b,
     scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, SCALE_PAGE: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, V_APART: tl.constexpr,
+    SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
@@ -64,7 +65,8 @@ def _flash_decode_kernel(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
     )
     if EARLY:
-        if PDL and PAGE % BLOCK_N == 0 and not HOLES:  # a table of chosen pages is younger than the bounds
+        # A table of chosen pages is younger than the bounds.
+        if PDL and PAGE % BLOCK_N == 0 and not HOLES and V_APART == 1:
             if (begin < end) & (start < stop):
                 # One tile: more would slow the predecessor down (benchmarks/LOG.md).
                 _prefetch_tile(
@@ -131,7 +133,8 @@ def _flash_decode_kernel(
             PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, mean=mean, counts=counts,
             share=scale_log2 / M, kept=to, kept_pages=to_pages, kept_page=kept_page,
             COLLECT=COLLECT, SEVERAL=T * GROUP > BLOCK_M,
-            k_scales=k_scales, v_scales=v_scales, HEADS=HEADS, SCALE_PAGE=SCALE_PAGE,
+            k_scales=k_scales, v_scales=v_scales, V_APART=V_APART,
+            SCALE_PAGE=SCALE_PAGE, SCALE_NEXT=SCALE_NEXT, SCALE_HEAD=SCALE_HEAD,
         )  # fmt: skip
         # Discards what rows that read no key accumulated from tiles without masks.
         reads = row_lo < row_hi
@@ -214,8 +217,8 @@ def decode_parts(
     Hkv = k.shape[2]
     group = Hq // Hkv
     assert keys.scale > 0 and Hq % Hkv == 0
-    keys.check_scales(q.dtype)
-    assert k.stride() == v.stride() and q.stride(3) == k.stride(3) == table.stride(-1) == 1
+    keys.check_cache(q.dtype)
+    assert q.stride(3) == table.stride(-1) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
@@ -237,6 +240,6 @@ def decode_parts(
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides,
         keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None,
-        HOLES=table.dim() == 3, COLLECT=collect, SCALE_PAGE=keys.scale_page, EARLY=early, **overlapped(q), **tile,
+        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, **keys.shape, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

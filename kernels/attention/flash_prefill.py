@@ -20,8 +20,9 @@ from kernels.reference.flash_prefill import flash_prefill as reference
 def _flash_prefill_kernel(
     q, k_cache, v_cache, k_scales, v_scales, block_table, cu_q, lo, hi, sinks, out, lse,
     q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
-    splits, scale_log2, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
+    splits, scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, V_APART: tl.constexpr,
+    SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -56,7 +57,8 @@ def _flash_prefill_kernel(
             acc, total, peak, query, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
             PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
-            k_scales=k_scales, v_scales=v_scales, HEADS=HEADS, SCALE_PAGE=PAGE,
+            k_scales=k_scales, v_scales=v_scales, V_APART=V_APART,
+            SCALE_PAGE=SCALE_PAGE, SCALE_NEXT=SCALE_NEXT, SCALE_HEAD=SCALE_HEAD,
         )  # fmt: skip
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]
@@ -107,8 +109,8 @@ def flash_prefill(
     Hkv = k.shape[2]
     group = Hq // Hkv
     assert Hq == group * Hkv and table.dim() == 2 and keys.scale_page in (1, keys.page_size)
-    keys.check_scales(q.dtype)
-    assert k.stride() == v.stride() and q.stride(2) == k.stride(3) == table.stride(1) == 1
+    keys.check_cache(q.dtype)
+    assert q.stride(2) == table.stride(1) == 1
     assert keys.scale > 0 and cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
@@ -124,8 +126,8 @@ def flash_prefill(
         _flash_prefill_kernel[grid](
             q, k, v, keys.k_scale, keys.v_scale, table, cu_q, lo, hi, sinks, part, part_lse,
             *q.stride()[:2], *k.stride()[:3], table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
-            keys.scale * math.log2(math.e), GROUP=group, HEADS=Hkv, D=D, PAGE=keys.page_size,
-            SINKS=sinks is not None, **tile,
+            keys.scale * math.log2(math.e), GROUP=group, D=D, PAGE=keys.page_size, SINKS=sinks is not None,
+            **keys.shape, **tile,
         )  # fmt: skip
 
     attend_split(out, lse, tile, Hkv, len(cu_q) - 1, max_k, attend)

@@ -12,7 +12,7 @@ from kernels import dispatch
 from kernels.attention.paged_tiles import ROOMY
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.kv_append import kv_append as reference
-from kernels.scaled_keys import reciprocal, scale_at, scale_bits
+from kernels.scaled_keys import reciprocal, scale_at, scale_bits, scale_strides
 
 MANY = 1024  # tokens x heads; below, each is one program; a GPU starts about one program per nanosecond
 TOKENS = 16  # tokens of a head per program from MANY on
@@ -36,7 +36,8 @@ class HeadSlots:
     ) -> HeadSlots:  # fmt: skip
         """Creates the destinations of all `heads` of N rows, x [N, ...], in its dtype."""
         kv_heads, D = k_cache.shape[2:]
-        assert k_cache.stride()[1:] == v_cache.stride()[1:] and k_cache.stride(3) == 1
+        assert k_cache.stride(1) == v_cache.stride(1) and k_cache.stride(3) == v_cache.stride(3) == 1
+        assert k_cache.stride(2) == v_cache.stride(2) or k_cache.dtype != v_cache.dtype
         assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
         q = torch.empty(len(x), heads - 2 * kv_heads, D, dtype=x.dtype, device=x.device)
         return cls(cos, sin, slots, k_cache, v_cache, q)
@@ -93,8 +94,8 @@ def store_heads(
 
 @triton.jit
 def _store_few(
-    first, second, d, slot, live, cache, scales, head, page_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HEAD: tl.constexpr,
+    first, second, d, slot, live, cache, scales, head, page_stride, D: tl.constexpr, PAGE: tl.constexpr,
+    SLOT: tl.constexpr, HEAD: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Stores both halves [TOKENS, BLOCK] of a head of tokens, fp32, in e4m3 with their scale."""
     wanted = live & (slot >= 0)
@@ -104,7 +105,7 @@ def _store_few(
     target = cache + slot // PAGE * page_stride + slot % PAGE * SLOT + head * HEAD + d
     tl.store(target, (first * factor).to(cache.dtype.element_ty), mask=wanted)
     tl.store(target + D // 2, (second * factor).to(cache.dtype.element_ty), mask=wanted)
-    at = scale_at(scales, slot // PAGE, slot % PAGE, head, PAGE, HEADS, PAGE)
+    at = scale_at(scales, slot // PAGE, slot % PAGE, head, PAGE, PAGE, SCALE_NEXT, SCALE_HEAD)
     tl.store(at, bits.to(tl.float32, bitcast=True), mask=slot >= 0)
 
 
@@ -112,7 +113,8 @@ def _store_few(
 def _kv_append_kernel(
     qkv, cos, sin, slots, k_cache, v_cache, q, k_scales, v_scales, q_norm, k_norm, x_n, x_h, k_page, v_page, eps, N,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
-    HEAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
+    HEAD: tl.constexpr, V_HEAD: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     if D > ROOMY:  # smaller heads: attention must find the whole GPU empty, or its programs crowd on some SMs
@@ -145,7 +147,8 @@ def _kv_append_kernel(
         if head >= Q_HEADS + KV_HEADS:
             kv_head = head - Q_HEADS - KV_HEADS
             _store_few(
-                first, second, d, slot, inside, v_cache, v_scales, kv_head, v_page, KV_HEADS, D, PAGE, SLOT, HEAD
+                first, second, d, slot, inside, v_cache, v_scales, kv_head, v_page, D, PAGE, SLOT, V_HEAD,
+                SCALE_NEXT, SCALE_HEAD,
             )  # fmt: skip
         else:
             turned = (first * c - second * s).to(rounded)
@@ -157,7 +160,7 @@ def _kv_append_kernel(
             elif k_scales is not None:
                 _store_few(
                     turned.to(tl.float32), other.to(tl.float32), d, slot, inside, k_cache, k_scales, head - Q_HEADS,
-                    k_page, KV_HEADS, D, PAGE, SLOT, HEAD,
+                    k_page, D, PAGE, SLOT, HEAD, SCALE_NEXT, SCALE_HEAD,
                 )  # fmt: skip
             else:
                 target = k_cache + slot // PAGE * k_page + slot % PAGE * SLOT + (head - Q_HEADS) * HEAD + d
@@ -187,11 +190,11 @@ def kv_append(
         cos: [N, D / 2], contiguous; cosines of the angles by which the halves of a head are rotated.
         sin: like `cos`.
         k_cache: [pages, page_size, Hkv, D] in qkv's dtype or e4m3, last dim contiguous.
-        v_cache: like `k_cache`; with the same strides within a page.
+        v_cache: like `k_cache`, with the same stride between tokens; in its dtype, between heads too.
         slots: [N] int64, `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
         norms: RMSNorm of each head before the rotation: weights of queries and of keys [D], and eps.
-        scales: of a cache in e4m3, [pages, Hkv, page_size] fp32, contiguous (see `kernels.scaled_keys`): None, or of
-            values, or of keys and of values.
+        scales: of a cache in e4m3, [pages, Hkv, page_size] fp32, of the same strides, last dim contiguous (see
+            `kernels.scaled_keys`): None, or of values, or of keys and of values.
 
     Returns:
         Queries [N, Hq, D] in qkv's dtype.
@@ -205,12 +208,11 @@ def kv_append(
     assert qkv.stride(2) == 1
     to = HeadSlots.of(qkv, heads, cos, sin, k_cache, v_cache, slots)
     assert all((s is None) == (c.dtype == qkv.dtype) for s, c in zip(scales, (k_cache, v_cache), strict=True))
-    assert scales[0] is None or scales[1] is not None
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
     tokens = 1 if N * heads < MANY else TOKENS
     _kv_append_kernel[triton.cdiv(N, tokens), heads](
         qkv, *to.tensors, *scales, q_norm, k_norm, qkv.stride(0), qkv.stride(1), *to.strides, eps, N, **to.shape,
-        TOKENS=tokens, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None, num_warps=min(tokens, 4),
-        **overlapped(qkv),
+        V_HEAD=v_cache.stride(2), TOKENS=tokens, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None,
+        num_warps=min(tokens, 4), **scale_strides(*scales), **overlapped(qkv),
     )  # fmt: skip
     return to.q

@@ -71,7 +71,8 @@ def attend_tiles(
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HOLES: tl.constexpr = False,
     mean=None, counts=None, share=0.0, kept=None, kept_pages=None, kept_page=0,
     COLLECT: tl.constexpr = None, SEVERAL: tl.constexpr = False,
-    k_scales=None, v_scales=None, HEADS: tl.constexpr = 1, SCALE_PAGE: tl.constexpr = 1,
+    k_scales=None, v_scales=None, V_APART: tl.constexpr = 1,
+    SCALE_PAGE: tl.constexpr = 1, SCALE_NEXT: tl.constexpr = 0, SCALE_HEAD: tl.constexpr = 0,
 ):  # fmt: skip
     """Folds the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
@@ -80,6 +81,7 @@ def attend_tiles(
     `scale_log2` is the scale times log2(e), above 0. With `kept`, a score of each key of page j is stored in page
     `kept_pages[j]` of a score plane: the maximum over the rows that count (COLLECT is any), or their sum, computed from
     the `mean` query if given; times `share`. With scales, keys and values are e4m3 (see `kernels.scaled_keys`).
+    Pages and heads of values are V_APART times as far apart as those of keys.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -110,7 +112,8 @@ def attend_tiles(
             ]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
         if k_scales is not None:
-            of_keys = scale_at(k_scales, page, (key % PAGE).to(tl.int64), head, PAGE, HEADS, SCALE_PAGE)
+            slot = (key % PAGE).to(tl.int64)
+            of_keys = scale_at(k_scales, page, slot, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
             k_scale = tl.load(of_keys, mask=live, other=0.0)
             k = k.to(tl.float32).to(q.dtype)  # to bf16 at once goes by way of fp16, which is slow
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -140,9 +143,13 @@ def attend_tiles(
         rescale = tl.exp2(peak - new_peak)
         total = total * rescale + tl.sum(weights, 1)
         # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
+        if V_APART > 1:
+            farther = (page * page_stride + head * head_stride) * (V_APART - 1)
+            at += farther if PAGE % BLOCK_N == 0 else farther[:, None]
         v = tl.load(v_cache + at, mask=mask, other=0.0)
         if v_scales is not None:
-            of_values = scale_at(v_scales, page, (key % PAGE).to(tl.int64), head, PAGE, HEADS, SCALE_PAGE)
+            slot = (key % PAGE).to(tl.int64)
+            of_values = scale_at(v_scales, page, slot, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
             weights *= tl.load(of_values, mask=live, other=0.0)[None, :]
             v = v.to(tl.float32).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")

@@ -17,7 +17,7 @@ SLOTS = 32  # slots of a page per iteration
 @triton.jit
 def _fold_blocks_kernel(
     k_cache, k_scales, block_bounds, tables, starts, before, after, tables_n,
-    k_layer, k_page, k_slot, k_head, s_layer, s_page, b_layer, b_page, b_head, b_kind, MOST,
+    k_layer, k_page, k_slot, k_head, s_layer, s_page, s_head, b_layer, b_page, b_head, b_kind, MOST,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def _fold_blocks_kernel(
             inside = (begin + slot < PAGE)[:, None] & (d < D)[None, :]
             k = tl.load(row + (begin + slot)[:, None] * k_slot + d[None, :], mask=inside, other=0.0).to(tl.float32)
             if k_scales is not None:
-                at_scales = k_scales + layer * s_layer + page * s_page + head * PAGE + begin + slot
+                at_scales = k_scales + layer * s_layer + page * s_page + head * s_head + begin + slot
                 k *= tl.load(at_scales, mask=begin + slot < PAGE, other=0.0)[:, None]
             if MEAN:
                 one += tl.sum(k, 0)
@@ -78,7 +78,7 @@ def fold_blocks(
 
     Args:
         keys: [layers, pages, page_size, Hkv, D], last dim contiguous.
-        scales: [layers, pages, Hkv, page_size] fp32, contiguous in a page: those of keys in e4m3; else None.
+        scales: [layers, pages, Hkv, page_size] fp32, last dim contiguous: those of keys in e4m3; else None.
         bounds: [layers, pages, Hkv, 2, D] in the dtype of `keys`, or of the model if these are e4m3, last dim
             contiguous; overwritten for these pages: the largest and the smallest of its keys in each channel (exact),
             or twice their mean.
@@ -97,11 +97,11 @@ def fold_blocks(
         reference(keys, scales, bounds, tables, starts, before, after, score, **grid)
         return
     layers, _, page_size, heads, D = keys.shape
-    assert keys.stride(4) == bounds.stride(4) == tables.stride(1) == 1
+    assert keys.stride(4) == bounds.stride(4) == tables.stride(1) == 1 and (scales is None or scales.stride(3) == 1)
     assert all(t.is_contiguous() for t in (starts, before, after))
     _fold_blocks_kernel[len(tables) * most, heads, layers](
         keys, scales, bounds, tables, starts, before, after, tables.stride(0),
-        *keys.stride()[:4], *(scales.stride()[:2] if scales is not None else (0, 0)), *bounds.stride()[:4], most,
+        *keys.stride()[:4], *(scales.stride()[:3] if scales is not None else (0, 0, 0)), *bounds.stride()[:4], most,
         KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, D=D,
         BLOCK_D=triton.next_power_of_2(D), SLOTS=SLOTS, MEAN=score == "mean",
     )  # fmt: skip

@@ -12,6 +12,7 @@ from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.copy_blocks import copy_blocks as reference
 
 PIECE = 8192  # most words of a block that a program copies at once: 32 KB in flight
+LINE = 32  # words of 128 bytes
 PROGRAMS = 16  # PCIe at 50 GB/s needs some 200 KB in flight
 
 
@@ -25,7 +26,8 @@ def fence_system(FENCE: tl.constexpr):
 @triton.jit
 def _copy_blocks_kernel(
     copied_from, copied_to, listed_from, listed_to, block_counts, most, from_layer, to_layer,
-    LISTS: tl.constexpr, BLOCK_L: tl.constexpr, WORDS: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
+    LISTS: tl.constexpr, BLOCK_L: tl.constexpr, WORDS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -35,17 +37,20 @@ def _copy_blocks_kernel(
     ends = tl.cumsum(counts, 0)
     copied_from += tl.program_id(1).to(tl.int64) * from_layer
     copied_to += tl.program_id(1).to(tl.int64) * to_layer
-    w = tl.arange(0, PIECE)
+    w = tl.arange(0, BLOCK)
     for at in range(tl.program_id(0), tl.max(ends, 0) * pieces, tl.num_programs(0)):
         block = at // pieces
         one = tl.sum((ends <= block).to(tl.int32), 0)
         entry = one * most + block - tl.sum(tl.where(lane < one, counts, 0), 0)
         word = at % pieces * PIECE + w
+        inside = word < WORDS
+        if PIECE < BLOCK:
+            inside = inside & (w < PIECE)
         source = tl.load(listed_from + entry).to(tl.int64) * WORDS + word
         target = tl.load(listed_to + entry).to(tl.int64) * WORDS + word
         # Bypasses the L1, which may hold stale host memory from an earlier kernel.
-        words = tl.load(copied_from + source, mask=word < WORDS, other=0, cache_modifier=".cg")
-        tl.store(copied_to + target, words, mask=word < WORDS)
+        words = tl.load(copied_from + source, mask=inside, other=0, cache_modifier=".cg")
+        tl.store(copied_to + target, words, mask=inside)
     if PDL:
         fence_system(PDL)
 
@@ -71,6 +76,12 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList, p
     assert from_words.stride()[1:] == to_words.stride()[1:] == (words, 1) and words % 4 == 0
     _copy_blocks_kernel[programs, layers](
         from_words, to_words, blocks.source, blocks.target, blocks.counts, blocks.source.stride(0),
-        from_words.stride(0), to_words.stride(0), LISTS=lists, BLOCK_L=triton.next_power_of_2(lists), WORDS=words,
-        PIECE=min(PIECE, triton.next_power_of_2(words)), num_warps=8, **overlapped(blocks.source),
+        from_words.stride(0), to_words.stride(0), LISTS=lists, BLOCK_L=triton.next_power_of_2(lists),
+        **piece_shape(words), num_warps=8, **overlapped(blocks.source),
     )  # fmt: skip
+
+
+def piece_shape(words: int) -> dict[str, int]:
+    """Returns the compile-time arguments for blocks of so many words: equal pieces, for equal work."""
+    each = triton.cdiv(triton.cdiv(words, triton.cdiv(words, PIECE)), LINE) * LINE
+    return dict(WORDS=words, PIECE=each, BLOCK=triton.next_power_of_2(each))

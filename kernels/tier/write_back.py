@@ -67,8 +67,8 @@ def write_back(
     A hot place that holds an older copy of such a page is forgotten.
 
     Args:
-        places: [layers, places, 2, page_size, D], each layer contiguous; rings come first.
-        host: [layers, pages * Hkv, 2, page_size, D], mapped; each layer contiguous.
+        places: [layers, places, ...], each layer contiguous; rings come first.
+        host: [layers, pages * Hkv, ...], mapped; each layer contiguous.
         place_of: [layers, Hkv, pages] int32, contiguous, see `HotBlocks`.
         tables: [n, max_pages] int32, rows contiguous: pages on the host.
         starts: [n] int64, contiguous, the kvp rank of each sequence's first block.

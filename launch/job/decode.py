@@ -32,8 +32,10 @@ def run(task: Task) -> Done:
     engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
     if config.decode.prefill_chunk == "auto":
         console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
-    if config.kv.tier == "host" and (warning := of_short_chunks(model.spec, model.weights.dtype, engine.prefill_chunk)):
-        console.note(warning)
+    if config.kv.tier == "host":
+        stored = model.weights.dtype, config.kv.dtype
+        if warning := of_short_chunks(model.spec, *stored, engine.prefill_chunk):
+            console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
         engine.warm_up(variants, mark=task.phases.mark)

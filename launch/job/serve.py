@@ -62,9 +62,10 @@ def run(task: Task) -> Done:
     max_batch = plan.config.decode.max_batch
     most = max_batch * model.spec.max_positions  # if memory allows
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
-    chunk = engine.prefill_chunk
-    if plan.config.kv.tier == "host" and (warning := of_short_chunks(model.spec, model.weights.dtype, chunk)):
-        task.console.note(warning)
+    if plan.config.kv.tier == "host":
+        stored = model.weights.dtype, plan.config.kv.dtype
+        if warning := of_short_chunks(model.spec, *stored, engine.prefill_chunk):
+            task.console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
         engine.warm_up(PLAIN, SHAPED, task.phases.mark)

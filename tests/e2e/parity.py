@@ -21,6 +21,7 @@ from helix.control.engine import Engine
 from helix.events.request import Request
 from helix.layers.weights import Formats, unpacked
 from helix.layout import HelixLayout
+from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
 from helix.memory.kv_cache import KVCache, StepSizes, with_bounds
 from helix.memory.tiered_cache import TieredCache
@@ -156,14 +157,14 @@ def build_engine(
         policy = TieredAttention(*given, **more) if tiered else BlockSparseAttention(*given)
     if isinstance(policy, TieredAttention):
         assert score is not None and sparse is not None and sparse.hot is not None
-        heads, dim = keeps[spec.full[0]][0].entry
+        block = BlockShape.of(keeps, page_size)
         cache: KVCache = TieredCache(
             with_bounds(keeps, dtype), pages, placement, device, sizes, score=score,
-            store=HostStore((len(spec.full), pages * heads, 2, page_size, dim), dtype, device),
+            store=HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device),
             hot=sparse.hot, piece_pages=4,
         )  # fmt: skip
         for tensor in cache.on_gpu:
-            tensor.fill_(torch.nan)
+            tensor.fill_(-1)  # NaN in every dtype
     else:
         keeps = keeps if score is None else with_bounds(keeps, dtype)
         cache = KVCache(keeps, pages, placement, device, sizes, score)

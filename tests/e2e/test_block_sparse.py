@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,13 +113,15 @@ def tokens(
     drafts: int = 0,
     sampling: SamplingParams = GREEDY,
     device: str = "cpu",
+    **options: Any,
 ) -> Tokens:
     def body(world: LoopbackWorld, rank: int) -> Tokens:
         comm = world.communicator(rank, layout.kvp_group(rank))
         drafter = NgramDrafter(drafts, 1) if drafts else None
         engine = build_engine(
-            checkpoint(family), layout, comm, block, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False
-        )
+            checkpoint(family), layout, comm, block, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False,
+            **options,
+        )  # fmt: skip
         tamper(engine)
         with closing(engine):
             return generate(engine, sampling)
@@ -287,13 +290,14 @@ def captured_rank(
     sparse: Sparse,
     drafts: int,
     dtype: torch.dtype,
+    kv: str = "auto",
 ) -> list[Tokens]:
     """Tokens of a run whose steps are captured as they come, and of two that replay them."""
     layout = HelixLayout.create("helix", world_size)
     comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
     drafter = NgramDrafter(drafts, 1) if drafts else None
     engine = build_engine(
-        path, layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False, dtype=dtype
+        path, layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False, dtype=dtype, kv=kv
     )  # fmt: skip
     assert engine.runner.graphs is not None
     found = [generate(engine) for _ in range(3)]

@@ -23,6 +23,8 @@ from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.memory.tiered_cache import TieredCache
+from kernels.hot_blocks import BlockList
+from kernels.tier.copy_blocks import copy_blocks
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine
 from tests.e2e.test_block_sparse import (
@@ -148,6 +150,46 @@ def test_every_grid(kvp: int, tpa: int) -> None:
     assert len(counted) == kvp * tpa and all(misses > 0 for _, misses in counted), "every rank fetches"
 
 
+FEW_BITS = pytest.mark.parametrize("kv", ["fp8", "k16v8"])
+
+
+@FEW_BITS
+@pytest.mark.parametrize("kvp, tpa", GRIDS)
+def test_every_grid_in_few_bits(kvp: int, tpa: int, kv: str) -> None:
+    """Tokens are those over a cache on the GPU that keeps as few."""
+    layout = HelixLayout.create("helix", kvp, tpa)
+    on_gpu = tokens("qwen2", layout, Sparse(SHORT_WINDOW), kv=kv)
+    assert tokens("qwen2", layout, in_host_memory(kvp), kv=kv) == on_gpu
+
+
+@FEW_BITS
+@pytest.mark.parametrize("family", ["gpt-oss", pytest.param("qwen3", marks=SLOW)])
+@pytest.mark.parametrize("drafts, ahead", [(0, True), (3, False), (3, True)])
+def test_few_bits(family: str, drafts: int, ahead: bool, kv: str) -> None:
+    """With rejected drafts, and guesses; chunks of prompts end within pages."""
+    layout, budget = HelixLayout.create("helix", 2), replace(BUDGET, local_blocks=2) if drafts else SHORT_WINDOW
+    on_gpu = tokens(family, layout, Sparse(budget), drafts=drafts, kv=kv)
+    few = Sparse(budget, hot=19 if drafts else FEW[2], ahead=ahead)
+    for chunk in (24, 64):
+        assert tokens(family, layout, few, drafts=drafts, kv=kv, prefill_chunk=chunk) == on_gpu
+
+
+@FEW_BITS
+def test_scales_that_do_not_come_along_are_missed(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, few = HelixLayout.create(), in_host_memory(1)
+    on_gpu = tokens("qwen2", layout, Sparse(SHORT_WINDOW), kv=kv)
+
+    def numbers_alone(source: torch.Tensor, target: torch.Tensor, blocks: BlockList) -> None:
+        scales = 2 * PAGE if kv == "fp8" else PAGE  # words at the end of a block
+        copy_blocks(source[..., :-scales], target[..., :-scales], blocks)
+
+    found = None
+    monkeypatch.setattr(tiered, "copy_blocks", numbers_alone)
+    with suppress(RuntimeError):
+        found = tokens("qwen2", layout, few, kv=kv)
+    assert found != on_gpu
+
+
 def test_with_places_for_everything_a_block_comes_once() -> None:
     caches: list[TieredCache] = []
 
@@ -228,7 +270,8 @@ def test_sampled() -> None:
     assert found == wanted("qwen2", SHORT_WINDOW, sampling=sampling)
 
 
-def test_what_is_found_in_pages() -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8", "k16v8"])
+def test_what_is_found_in_pages(kv: str) -> None:
     """What was in a sequence's unfinished page as it ended goes on in another sequence, to the token."""
     found: list[Tokens] = []
     known: list[int] = []
@@ -247,8 +290,11 @@ def test_what_is_found_in_pages() -> None:
         if engine.comm.rank == 0:
             found.append(outputs)
 
-    for sparse in (Sparse(SHORT_WINDOW), in_host_memory(2)):
-        assert tokens("qwen2", HelixLayout.create("helix", 2), sparse, follow_up) == wanted("qwen2", SHORT_WINDOW)
+    again = [
+        tokens("qwen2", HelixLayout.create("helix", 2), sparse, follow_up, kv=kv)
+        for sparse in (Sparse(SHORT_WINDOW), in_host_memory(2))
+    ]
+    assert again[0] == again[1] and (kv != "auto" or again[0] == wanted("qwen2", SHORT_WINDOW))
     assert found[0] == found[1] and any(n % PAGE for n in known)
 
 
@@ -290,6 +336,34 @@ def test_captured_steps(drafts: int, ahead: bool, kind: type[TorchDistCommunicat
     task = captured_rank, checkpoint("qwen2"), kind, sparse, drafts, torch.float32
     found = pool(world, "nccl").run(*task, timeout_s=120.0)[0]
     assert found == [wanted("qwen2", budget)] * 3
+
+
+@pytest.mark.parametrize("kind, world", KINDS)
+@pytest.mark.parametrize("drafts, ahead", [(0, False), (3, True)])
+@FEW_BITS
+def test_captured_steps_in_few_bits(
+    kv: str, drafts: int, ahead: bool, kind: type[TorchDistCommunicator], world: int
+) -> None:
+    budget = replace(BUDGET, local_blocks=2)
+    found = [
+        pool(world, "nccl").run(
+            captured_rank, checkpoint("qwen2"), kind, sparse, drafts, torch.float32, kv, timeout_s=120.0
+        )[0]
+        for sparse in (Sparse(budget), Sparse(budget, hot=60 if drafts else 30, ahead=ahead))
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@FEW_BITS
+def test_few_bits_on_one_gpu(kv: str) -> None:
+    """Eager steps and prompts, by the kernels."""
+    for family in ("qwen2", "gpt-oss"):
+        layout = HelixLayout.create("helix", 3)
+        on_gpu, found = (
+            tokens(family, layout, Sparse(SHORT_WINDOW, hot=hot), device="cuda", kv=kv) for hot in (None, FEW[3])
+        )
+        assert found == on_gpu
 
 
 @pytest.mark.gpu

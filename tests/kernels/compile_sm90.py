@@ -70,7 +70,7 @@ from kernels.sparse.keep_best import _keep_best_kernel
 from kernels.sparse.select_blocks import LANES, TILE, _choose_kernel, _select_blocks_kernel
 from kernels.sparse.select_tokens import TILE as TOKENS
 from kernels.sparse.select_tokens import _select_tokens_kernel
-from kernels.tier.copy_blocks import _copy_blocks_kernel
+from kernels.tier.copy_blocks import _copy_blocks_kernel, piece_shape
 from kernels.tier.resolve import _resolve_kernel
 from kernels.tier.write_back import _write_back_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
@@ -131,6 +131,9 @@ TENSORS = {
     "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
+# Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
+BLOCKS = {"fp8": (33792, 8448, 1), "k16v8": (24832, 12416, 2)}
+PLAIN_KEYS = {"V_APART": 1, "SCALE_PAGE": 1, "SCALE_NEXT": 0, "SCALE_HEAD": 0}
 UNSCALED = {"auto": {"k_scales": None, "v_scales": None}, "k16v8": {"k_scales": None}, "fp8": {}}
 DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
 
@@ -146,7 +149,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
-        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, "SCALE_PAGE": 1, **UNSCALED["auto"], **tile}
+        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
@@ -154,7 +157,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         for rows in ("ends", "any")[: 1 + (tokens == 8)]:
             collects = {"PAGE": page, "HOLES": False, "COLLECT": rows}
             yield f"decode-collects-{rows}", dtype, _flash_decode_kernel, shared | collects, options
-        for name in ("BLOCK_D", "SCALE_PAGE", "k_scales", "v_scales"):
+        for name in ("BLOCK_D", *PLAIN_KEYS, "k_scales", "v_scales"):
             del shared[name]
         merge = shared | {"PARTS": 64, "SLICE": SLICE}
         yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}
@@ -165,7 +168,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        constants = {"GROUP": group, "HEADS": 8, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
+        constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **PLAIN_KEYS, **tile}
         yield "prefill", dtype, _flash_prefill_kernel, constants | UNSCALED["auto"], options
     for group, page, sinks in ((7, 64, False), (16, 128, True)):
         constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
@@ -196,9 +199,14 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
     for kv, unscaled in UNSCALED.items():
-        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True} | unscaled
+        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128} | unscaled
+        append |= {"SCALE_NEXT": 128, "SCALE_HEAD": 64}
         yield f"append-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
         yield f"append-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
+    for kv, (head, words, apart) in BLOCKS.items():
+        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "PAGE": 128, "SLOT": 128, "HEAD": head, "TOKENS": 1}
+        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words} | UNSCALED[kv]
+        yield f"append-block-{kv}", bf16, _kv_append_kernel, append, {"num_warps": 1}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
         yield "qkv-append", bf16, _qkv_append_kernel, heads | tile | PLAIN, {"num_warps": 4}
@@ -309,8 +317,10 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "PAGE": page}
-        shared |= {"SINKS": False, "EARLY": True, "PDL": True, "SCALE_PAGE": max(page, 64), "HOLES": page == 1}
-        shared |= UNSCALED[kv] | tile
+        shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1}
+        slots = max(page, 64)
+        scales = {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
+        shared |= scales | tile
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         yield f"decode-{kv}", dtype, _flash_decode_kernel, shared | none, options
         if page == 128:
@@ -320,8 +330,20 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         if tokens == 1 and page == 64:
             tile = tile_shape(512 * group, 64, dim, dtype)
             options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-            constants = {"GROUP": group, "HEADS": 8, "D": dim, "PAGE": page, "SINKS": False, **UNSCALED[kv], **tile}
+            constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": False, **scales, **tile}
             yield f"prefill-{kv}", dtype, _flash_prefill_kernel, constants, options
+    for kv, (_, words, apart) in BLOCKS.items():  # over blocks, of which each head reads its own, and of prompts
+        tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        shared = {"T": 1, "HEADS": 4, "GROUP": 7, "D": 128, "BLOCK_B": 8, "ROWS": 8, "PAGE": 128, "SINKS": False}
+        shared |= {"EARLY": True, "PDL": True, "HOLES": True, "kept": None, "kept_table": None, "COLLECT": ""}
+        blocks = {"V_APART": apart, "SCALE_PAGE": 128, "SCALE_NEXT": words, "SCALE_HEAD": 0} | UNSCALED[kv]
+        yield f"decode-blocks-{kv}", bf16, _flash_decode_kernel, shared | blocks | tile, options
+        tile = tile_shape(512 * 7, 64, 128, bf16)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        pages = blocks | {"SCALE_NEXT": 4 * words, "SCALE_HEAD": words}
+        prompt = {"GROUP": 7, "D": 128, "PAGE": 128, "SINKS": False}
+        yield f"prefill-blocks-{kv}", bf16, _flash_prefill_kernel, prompt | pages | tile, options
 
 
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -357,7 +379,9 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess}
         yield "resolve", bf16, _resolve_kernel, found, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
-    yield "copy-blocks", bf16, _copy_blocks_kernel, block | {"LISTS": 4, "BLOCK_L": 4}, {"num_warps": 8}
+    for words in (16384, *(words for _, words, _ in BLOCKS.values())):
+        copied = {"LISTS": 4, "BLOCK_L": 4, "PDL": True, **piece_shape(words)}
+        yield "copy-blocks", bf16, _copy_blocks_kernel, copied, {"num_warps": 8}
     yield "write-back", bf16, _write_back_kernel, shard | block, {"num_warps": 8}
 
 

@@ -31,7 +31,7 @@ DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytes
 def few(x: Tensor) -> tuple[Tensor, Tensor]:
     """Pages [pages, page_size, Hkv, D] in e4m3, and their scales [pages, Hkv, page_size]; NaN stays NaN."""
     scales = torch.where(x.isnan().any(-1), torch.nan, scales_of(x.nan_to_num()))
-    return (x.float() / scales[..., None]).to(E4M3), scales.transpose(1, 2).contiguous()
+    return (x.float() / scales[..., None]).to(E4M3), scales.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -340,7 +340,9 @@ def test_what_came_for_a_guess_alone_goes_first(device: torch.device) -> None:
         assert hot.page_of[0, table[0, 0].long()].tolist() == pages
 
 
-@pytest.mark.parametrize("lists, words, layers, programs", [(1, 16, 1, 1), (3, 20, 2, 4), (5, 9000, 1, 7)])
+@pytest.mark.parametrize(
+    "lists, words, layers, programs", [(1, 16, 1, 1), (3, 20, 2, 4), (5, 9000, 1, 7), (2, 8448, 2, 3)]
+)
 def test_listed_blocks_are_copied(lists: int, words: int, layers: int, programs: int, device: torch.device) -> None:
     """And no others, for whatever number of programs and lists, some of them empty."""
     gen = torch.Generator().manual_seed(words)

@@ -34,7 +34,8 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 # Inside a package, a room (a folder, or a file beside the folders) imports only from levels before its own, or itself.
 LEVELS = {
     "kernels": [
-        {"ahead", "dispatch", "hot_blocks", "overlap", "paged_keys", "scaled", "scaled_keys", "sm90"},
+        {"ahead", "dispatch", "hot_blocks", "overlap", "scaled", "scaled_keys", "sm90"},
+        {"paged_keys"},
         {"reference"},
         {"attention"},
         {"mla", "peers", "sparse", "tier"},

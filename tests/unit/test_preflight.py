@@ -312,6 +312,13 @@ def test_blocks_that_cannot_be_chosen(family: str, overrides: list[str], words: 
     assert all(word in said for word in words), said
 
 
+@pytest.mark.parametrize("kv", ["fp8", "k16v8"])
+def test_few_bits_in_host_memory(kv: str, prompts: Path) -> None:
+    host = ["attention=block_sparse", "kv.tier=host", "kv.host_bytes=1e9", f"kv.dtype={kv}"]
+    assert problem(checkpoint("deepseek-v3-yarn"), prompts, *host, world=2)
+    assert plan(checkpoint("qwen3"), prompts, *host).kv.dtype == kv
+
+
 def test_more_pages_than_a_rank_chooses_among() -> None:
     layout = HelixLayout.create("helix", 2)
     config = AttentionConfig(policy="block_sparse")

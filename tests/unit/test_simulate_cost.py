@@ -289,17 +289,18 @@ def test_what_a_guess_names_comes_while_others_compute(hits: float, ahead: float
     assert (link > in_turn) == (hits == 0), "where nothing is hot, the link decides"
 
 
+@pytest.mark.parametrize("kv, known", [("auto", "bf16"), ("fp8", "e4m3"), ("k16v8", "k16v8")])
 @pytest.mark.parametrize("kvp", [1, 2])
-def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int) -> None:
+def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int, kv: str, known: str) -> None:
     h200, spec, length = load_hardware("h200"), load_spec("qwen2.5-7b"), 128 * 1024
     layout = HelixLayout.create("helix", kvp)
     placement = Placement(layout, 0, 128, 128)
-    keeps = spec.keeps(layout, 0, torch.bfloat16)
-    runtime = tiered_bytes(keeps, placement, StepSizes(1, 1, CHUNK_TOKENS))
+    keeps = spec.keeps(layout, 0, torch.bfloat16, kv)
+    runtime = tiered_bytes(with_bounds(keeps, torch.bfloat16), placement, StepSizes(1, 1, CHUNK_TOKENS))
     pages = placement.stripes.pages_for(length + 1)
     budget = BlockBudget(1, 4, 32 // kvp, 0)
     taken = runtime.fixed + pages * runtime.page + placement.most_blocks(budget, length) * runtime.place
-    options = Options("bf16", "bf16", "bf16", sparse=Sparse(32), append_block=128, page_size=128)
+    options = Options("bf16", known, "bf16", sparse=Sparse(32), append_block=128, page_size=128)
 
     def found(tier: Tier, batch: int = 1) -> Memory:
         tiered = replace(options, tier=tier)

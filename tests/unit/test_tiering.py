@@ -17,7 +17,7 @@ from helix.config import AttentionConfig, Config, KVConfig, check
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
-from helix.memory.kv_cache import StepSizes
+from helix.memory.kv_cache import StepSizes, with_bounds
 from helix.memory.tiered_cache import TieredCache
 from helix.models import spec_from_config
 from helix.models.loading import read_config
@@ -31,9 +31,11 @@ TOKENS, SIZES = 40_000, StepSizes(2, 1, 256)
 GPU = 120e6  # bytes for the cache
 
 
-def config(host: float | None, gpu: float | None, tokens: int | None = None) -> Config:
+def config(host: float | None, gpu: float | None, tokens: int | None = None, kv: str = "auto") -> Config:
     return Config(
-        kv=KVConfig(append_block=16, page_size=16, tokens=tokens, tier="host", host_bytes=host, gpu_bytes=gpu),
+        kv=KVConfig(
+            append_block=16, page_size=16, dtype=kv, tokens=tokens, tier="host", host_bytes=host, gpu_bytes=gpu
+        ),
         attention=AttentionConfig("block_sparse", 16, topk=4, from_tokens=0),
     )
 
@@ -48,25 +50,26 @@ def made(given: Config) -> list[TieredCache]:
     return run_ranks(2, body, timeout_s=60.0)
 
 
-def of_page() -> int:
-    return sum(page_bytes(kept, 16) for kept in SPEC.keeps(LAYOUT, 0, torch.float32))
+def of_page(kv: str = "auto") -> int:
+    return sum(page_bytes(kept, 16) for kept in SPEC.keeps(LAYOUT, 0, torch.float32, kv))
 
 
-def size_of() -> TieredBytes:
+def size_of(kv: str = "auto") -> TieredBytes:
     where = Placement(LAYOUT, 0, 16, 16)
-    return tiered_bytes(SPEC.keeps(LAYOUT, 0, torch.float32), where, SIZES)
+    return tiered_bytes(with_bounds(SPEC.keeps(LAYOUT, 0, torch.float32, kv), torch.float32), where, SIZES)
 
 
-def test_the_host_says_how_many_pages_there_are() -> None:
+@pytest.mark.parametrize("kv, gpu", [("auto", GPU), ("fp8", GPU / 2), ("k16v8", GPU)])
+def test_the_host_says_how_many_pages_there_are(kv: str, gpu: float) -> None:
     """And the GPU's share how many blocks are hot: all of it is used, none beyond it."""
-    caches = made(config(300.5 * of_page(), GPU))
+    caches = made(config(300.5 * of_page(kv), gpu, kv=kv))
     assert [cache.pages for cache in caches] == [300, 300]
     for cache in caches:
-        assert cache.host.numel() * 4 == 300 * of_page()
+        assert cache.host.numel() * 4 == 300 * of_page(kv)
         held = [*cache.on_gpu, cache.bounds, *vars(cache.hot).values()]
         size = sum(x.numel() * x.itemsize for x in held if isinstance(x, torch.Tensor))
-        of_place = size_of().place
-        assert GPU - of_place <= size <= GPU or cache.hot.places == cache.pages
+        of_place = size_of(kv).place
+        assert gpu - of_place <= size <= gpu or cache.hot.places == cache.pages
 
 
 def test_the_gpu_can_be_what_limits_it() -> None:
@@ -103,7 +106,8 @@ def test_what_more_would_take_is_said_of_both_memories() -> None:
 def test_cards_hold_what_the_documentation_says() -> None:
     """One rank of Qwen2.5-7B with a sequence of 1M tokens, and with as many as its GPU allows."""
     spec, placement = load_spec("qwen2.5-7b"), Placement(HelixLayout.create(), 0, 128, 128)
-    size = tiered_bytes(spec.keeps(placement.layout, 0, torch.bfloat16), placement, StepSizes(1, 1, 8192))
+    keeps = with_bounds(spec.keeps(placement.layout, 0, torch.bfloat16), torch.bfloat16)
+    size = tiered_bytes(keeps, placement, StepSizes(1, 1, 8192))
     pages, least = placement.stripes.pages_for((1 << 20) + 1), placement.most_blocks(BlockBudget(1, 4, 32, 0), 1 << 20)
     text = (ROOT / "docs" / "tiering.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ GB \| (\S+) \| (\d+) \| (\S+) \| (\d+)% \|$", text, re.MULTILINE)
@@ -123,18 +127,18 @@ def test_tokens_from_which_steps_are_sparse_need_places_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "chunk, dtype, waits", [(4096, "bfloat16", False), (1024, "bfloat16", True), (2048, "float32", True)]
-)
-def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, waits: bool) -> None:
+    "chunk, dtype, kv, least",
+    [
+        (4096, "bfloat16", "auto", 0), (1024, "bfloat16", "auto", 1715), (2048, "float32", "auto", 3429),
+        (1024, "bfloat16", "fp8", 0), (512, "bfloat16", "fp8", 884), (1024, "bfloat16", "k16v8", 1300),
+    ],
+)  # fmt: skip
+def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, kv: str, least: int) -> None:
     """Seven query heads read each KV head: 1,715 tokens are computed in the time that their prefix takes in bf16."""
-    spec = load_spec("qwen2.5-7b")
-    said = of_short_chunks(spec, getattr(torch, dtype), chunk)
-    assert (said is not None) == waits
+    said = of_short_chunks(load_spec("qwen2.5-7b"), getattr(torch, dtype), kv, chunk)
+    assert (said is not None) == (least > 0)
     if said is not None:
-        assert (
-            f"chunks of {chunk:,} tokens" in said
-            and f"decode.prefill_chunk={1715 if dtype == 'bfloat16' else 3429}" in said
-        )
+        assert f"chunks of {chunk:,} tokens" in said and f"decode.prefill_chunk={least}" in said
 
 
 @pytest.mark.parametrize(
