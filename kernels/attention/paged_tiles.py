@@ -64,6 +64,12 @@ def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.conste
     return full, tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
 
 
+@triton.constexpr_function
+def lift(dtype):
+    """Returns a factor of weights that are scaled for values in e4m3: it keeps small ones in the range of fp16."""
+    return 2.0**7 if dtype == tl.float16 else 1.0
+
+
 @triton.jit
 def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
@@ -83,6 +89,9 @@ def attend_tiles(
     the `mean` query if given; times `share`. With scales, keys and values are e4m3 (see `kernels.scaled_keys`).
     Pages and heads of values are V_APART times as far apart as those of keys.
     """
+    LIFT: tl.constexpr = lift(q.dtype) if v_scales is not None else 1.0
+    if LIFT != 1.0:
+        acc *= LIFT
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     # A page that holds whole tiles is looked up once per tile, any other page once per key.
@@ -150,12 +159,14 @@ def attend_tiles(
         if v_scales is not None:
             slot = (key % PAGE).to(tl.int64)
             of_values = scale_at(v_scales, page, slot, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
-            weights *= tl.load(of_values, mask=live, other=0.0)[None, :]
+            weights *= (tl.load(of_values, mask=live, other=0.0) * LIFT)[None, :]
             v = v.to(tl.float32).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
         if kept is not None:  # after the product, which runs meanwhile
             tl.store(to, found.to(to.dtype.element_ty), mask=live)
+    if LIFT != 1.0:
+        acc *= 1.0 / LIFT
     return acc, total, peak
 
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from benchmarks.papers.verification_kernels import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_kernel
 from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel, _replay_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
+from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.attention.kv_append import _kv_append_kernel
@@ -332,6 +333,12 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
             constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": False, **scales, **tile}
             yield f"prefill-{kv}", dtype, _flash_prefill_kernel, constants, options
+    for tokens, group, dim, page, kv in ((1, 7, 128, 64, "fp8"), (2, 8, 64, 128, "fp8"), (1, 4, 128, 1, "k16v8")):
+        slots = max(page, 64)
+        given = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 32, "ROWS": 16, "PAGE": page}
+        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1, "STAGES": 3 if kv == "fp8" else 2}
+        given |= {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
+        yield f"decode-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given, {"num_warps": 4}
     for kv, (_, words, apart) in BLOCKS.items():  # over blocks, of which each head reads its own, and of prompts
         tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}

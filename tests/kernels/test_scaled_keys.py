@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention import flash_decode_fp8_sm90
 from kernels.attention.flash_decode import flash_decode
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.kv_append import kv_append
@@ -116,9 +117,65 @@ def test_a_wrong_scale_is_caught(wrong: str, dim: int, device: torch.device) -> 
     assert not torch.allclose(out.flatten(0, 1).double().cpu() / 400, want / 400, atol=1e-5, rtol=0)
 
 
-def test_pages_of_one_token(device: torch.device) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv", ["fp8", "k16v8"])
+@pytest.mark.parametrize("sms", [None, 1, 3])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(counts=[1, 1, 1], lengths=[700, 1, 129], heads=(28, 4), dim=128, page_size=64),
+        dict(counts=[2, 2], lengths=[1500, 300], heads=(14, 2), dim=128, page_size=128),
+        dict(counts=[1] * 40, lengths=[*range(0, 400, 10)], heads=(8, 1), dim=64, page_size=16),
+        dict(counts=[4, 4], lengths=[600, 3], heads=(4, 1), dim=128, page_size=48, window=200, sinks=True),
+        dict(counts=[1], lengths=[2000], heads=(16, 1), dim=128, page_size=100, window=900),
+        dict(counts=[3, 3], lengths=[260, 1], heads=(2, 2), dim=64, page_size=64, sinks=True),
+    ],
+    ids=str,
+)
+def test_decode_on_hopper(
+    shape: dict[str, Any], sms: int | None, kv: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    case, keys = stored(make_case(**shape, dtype=dtype, device=device), kv)
+    B = len(case.counts)
+    q, keys = case.q.unflatten(0, (B, -1)), with_queries(keys, B)
+    assert flash_decode_fp8_sm90.fits(q, keys)
+    found = [flash_decode(q, keys, sms=sms) for _ in range(2)]
+    check(found[0][0].flatten(0, 1), found[0][1].flatten(0, 1), case)
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_values_in_fp16(dtype: torch.dtype, device: torch.device) -> None:
+    """Weights far below the largest, of values of 0.01, are in fp16's range: many of them make the output."""
+    case = make_case([1], [2000], heads=(4, 1), dim=128, page_size=64, dtype=dtype, device=device)
+    case.q.zero_()
+    case.q[..., 0] = 1.0
+    factor = torch.where(torch.arange(2000) == 700, 70.0, 0.0)
+    case.k_cache.zero_()
+    case.v_cache.mul_(0.01)
+    for i, (k, v) in enumerate(zip(case.keys, case.values, strict=True)):
+        k.zero_()
+        k[:, :, 0] = factor[:, None]
+        v.mul_(0.01)
+        at = torch.arange(2000)
+        case.k_cache[case.block_table[i].cpu()[at // 64].long(), at % 64] = k.to(device)
+    made, keys = stored(case, "fp8")
+    out, lse = flash_decode(made.q[:, None], with_queries(keys, 1))
+    check(
+        out.flatten(0, 1) * 100,
+        lse.flatten(0, 1),
+        made,
+        tuple(x * s for x, s in zip(made.expected(), (100, 1), strict=True)),
+    )
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_pages_of_one_token(dim: int, device: torch.device) -> None:
     """Tables of slots, one a KV head, over the same scales."""
-    case, keys = stored(make_case([1, 1], [50, 21], heads=(4, 2), page_size=16, device=device), "fp8")
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    made = make_case([1, 1], [50, 21], heads=(4, 2), dim=dim, page_size=16, dtype=dtype, device=device)
+    case, keys = stored(made, "fp8")
     slots = torch.arange(52, device=device)
     table = keys.table.clamp(0, len(keys.k) - 1).long()[:, slots // 16] * 16 + slots % 16
     single = replace(

@@ -1,0 +1,361 @@
+"""Variant of `kernels.attention.flash_decode` on Hopper for keys and values in e4m3, or values alone.
+
+Reading fewer bytes, a program is bound by its instructions. So every warp has keys of its own, of which it keeps a
+running softmax: no warp waits for another but for the copies into shared memory, and the four are merged when an item
+ends. Numbers go from shared memory to the registers where the tensor cores want them, sixteen bytes at once: a product
+may add up its terms in any order, and columns of the output may lie anywhere, so that neighbouring bytes become terms,
+or columns, of one thread.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.attention.paged_tiles import lift, with_sink
+from kernels.attention.split_kv import UnmergedAttention, first_slot, workspace
+from kernels.overlap import sm_count
+from kernels.paged_keys import PagedKeys
+from kernels.scaled_keys import scale_at
+
+WARPS, QUERIES, OF_WARP = gl.constexpr(4), gl.constexpr(16), gl.constexpr(32)  # rows of queries, keys of a warp's tile
+TILE = gl.constexpr(128)  # keys
+STAGES = 3  # of tiles of e4m3: two programs fit an SM
+EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key a thread
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
+LEFT, RIGHT = (gl.constexpr(gl.DotOperandLayout(i, PRODUCT.value, 2)) for i in range(2))
+OF_ROWS, OF_KEYS = (gl.constexpr(gl.SliceLayout(axis, PRODUCT.value)) for axis in (2, 1))
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+MERGED = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+
+
+@gluon.constexpr_function
+def _bits(D):
+    return D.bit_length() - 1
+
+
+@gluon.constexpr_function
+def keys_layout(D):
+    """Returns the layout of keys [TILE, D] whose registers are those of the right operand of the scores.
+
+    A thread has D / 4 neighbouring numbers of four keys.
+    """
+    registers = [[0, 1 << bit] for bit in range(_bits(D) - 2)] + [[8, 0], [16, 0]]
+    lanes = [[0, D // 4], [0, D // 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[32, 0], [64, 0]], [], [128, D])
+
+
+@gluon.constexpr_function
+def values_layout(D):
+    """Returns the layout of values [TILE, D] whose registers are those of the right operand of the output.
+
+    A thread has D / 8 neighbouring numbers of eight keys.
+    """
+    registers = [[0, 1 << bit] for bit in range(_bits(D) - 3)] + [[1, 0], [8, 0], [16, 0]]
+    lanes = [[2, 0], [4, 0], [0, D // 8], [0, D // 4], [0, D // 2]]
+    return gl.DistributedLinearLayout(registers, lanes, [[32, 0], [64, 0]], [], [128, D])
+
+
+@gluon.constexpr_function
+def copied_layout(D, bytes):
+    """Returns the layout of a copy of [TILE, D] numbers, sixteen bytes a thread."""
+    across = min(32, D * bytes // 16)
+    return gl.BlockedLayout([1, 16 // bytes], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def swizzled(D, bytes):
+    """Returns the shared layout of tiles in which sixteen bytes of rows below each other lie in different banks."""
+    chunks = min(8, D * bytes // 16)
+    return gl.SwizzledSharedLayout(16 // bytes, 8 // chunks, chunks, [1, 0])
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T: gl.constexpr, HEADS: gl.constexpr, BLOCK_B: gl.constexpr):
+    """Computes `kernels.attention.split_kv.schedule` with HEADS items a sequence."""
+    seq = gl.arange(0, BLOCK_B, layout=gl.BlockedLayout([BLOCK_B // 32], [32], [gl.num_warps()], [0]))
+    none = gl.full_like(seq, 0x7FFFFFFF)
+    starts, stops = none, gl.zeros_like(seq)
+    full_from, full_to = gl.zeros_like(seq), none
+    for token in gl.static_range(T):
+        first = gl.load(lo + seq * lo_b + token * lo_t, mask=seq < B, other=0)
+        last = gl.load(hi + seq * hi_b + token * hi_t, mask=seq < B, other=0)
+        stops = gl.maximum(stops, gl.where(first < last, last, 0))
+        starts = gl.minimum(starts, gl.where(first < last, first, none))
+        full_from = gl.maximum(full_from, first)
+        full_to = gl.minimum(full_to, last)
+    starts = gl.minimum(starts, stops)
+    # At least one tile, so that a sequence without keys is written as well.
+    tiles = gl.where(seq < B, gl.maximum((stops + TILE - 1) // TILE - starts // TILE, 1), 0)
+    return seq, starts, stops, full_from, full_to, tiles, gl.associative_scan(tiles, 0, _sum) * HEADS
+
+
+@gluon.jit
+def _of(values, seq, i):
+    return gl.sum(gl.where(seq == i, values, 0), 0)
+
+
+@gluon.jit
+def _place(tile, pages, start, stop, LAYOUT: gl.constexpr, PAGE: gl.constexpr, HOLES: gl.constexpr):
+    """Finds a tile's keys: their pages and slots, int64, and which are live."""
+    key = tile * TILE + gl.arange(0, TILE, layout=LAYOUT)
+    live = (key >= start) & (key < stop)
+    page = gl.load(pages + key // PAGE, mask=live, other=0).to(gl.int64)
+    if HOLES:
+        live = live & (page >= 0)
+    return page, (key % PAGE).to(gl.int64), live
+
+
+@gluon.jit
+def _copy_rows(
+    tile, to, cache, pages, start, stop, head, page_stride, slot_stride, head_stride,
+    PAGE: gl.constexpr, HOLES: gl.constexpr, APART: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = to.shape[1]
+    L: gl.constexpr = copied_layout(D, cache.dtype.element_ty.primitive_bitwidth // 8)
+    page, slot, live = _place(tile, pages, start, stop, gl.SliceLayout(1, L), PAGE, HOLES)
+    at = (page * page_stride + head * head_stride) * APART + slot * slot_stride
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    async_copy.async_copy_global_to_shared(to, cache + (at[:, None] + d[None, :]), mask=live[:, None])
+
+
+@gluon.jit
+def _copy(
+    tile, slot, k_shared, v_shared, k_scales_shared, v_scales_shared,
+    k_cache, v_cache, k_scales, v_scales, pages, start, stop, head, page_stride, slot_stride, head_stride,
+    PAGE: gl.constexpr, HOLES: gl.constexpr, V_APART: gl.constexpr,
+    SCALE_PAGE: gl.constexpr, SCALE_NEXT: gl.constexpr, SCALE_HEAD: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of a tile's keys, values and scales into a slot; those that are not live become zero."""
+    strides = (page_stride, slot_stride, head_stride)
+    _copy_rows(tile, k_shared.index(slot), k_cache, pages, start, stop, head, *strides, PAGE, HOLES, 1)
+    _copy_rows(tile, v_shared.index(slot), v_cache, pages, start, stop, head, *strides, PAGE, HOLES, V_APART)
+    page, within, live = _place(tile, pages, start, stop, EACH, PAGE, HOLES)
+    at = scale_at(v_scales, page, within, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
+    async_copy.async_copy_global_to_shared(v_scales_shared.index(slot), at, mask=live)
+    if k_scales is not None:
+        at = scale_at(k_scales, page, within, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
+        async_copy.async_copy_global_to_shared(k_scales_shared.index(slot), at, mask=live)
+
+
+@gluon.jit
+def _numbers(x, dtype: gl.constexpr):
+    """Converts e4m3 to 16 bits; not to bf16 at once, which goes by way of fp16 and is slow."""
+    return x if x.dtype == dtype else x.to(gl.float32).to(dtype)
+
+
+@gluon.jit
+def _flash_decode_fp8_sm90_kernel(
+    q, k_cache, v_cache, k_scales, v_scales, block_table, lo, hi, sinks, out, lse, part, part_lse,
+    q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, table_h, lo_b, lo_t, hi_b, hi_t,
+    out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    scale_log2, B, T: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+    BLOCK_B: gl.constexpr, ROWS: gl.constexpr, SINKS: gl.constexpr, HOLES: gl.constexpr, V_APART: gl.constexpr,
+    SCALE_PAGE: gl.constexpr, SCALE_NEXT: gl.constexpr, SCALE_HEAD: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q.dtype.element_ty
+    K_BYTES: gl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
+    KEYS: gl.constexpr = keys_layout(D)
+    VALUES: gl.constexpr = values_layout(D)
+    LIFT: gl.constexpr = lift(dtype)
+    k_shared = gl.allocate_shared_memory(k_cache.dtype.element_ty, [STAGES, TILE, D], swizzled(D, K_BYTES))
+    v_shared = gl.allocate_shared_memory(v_cache.dtype.element_ty, [STAGES, TILE, D], swizzled(D, 1))
+    v_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], SCALES)
+    k_scales_shared = v_scales_shared
+    if k_scales is not None:
+        k_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], SCALES)
+    shared = (k_shared, v_shared, k_scales_shared, v_scales_shared)
+    caches = (k_cache, v_cache, k_scales, v_scales)
+    if not EARLY:
+        gdc_wait()
+    seq, starts, stops, fulls_from, fulls_to, tiles, ends = _schedule(
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS, BLOCK_B
+    )
+    total_tiles = gl.max(ends, 0)
+    run = gl.maximum((total_tiles + gl.num_programs(0) - 1) // gl.num_programs(0), 1)
+    begin = gl.program_id(0) * run
+    end = gl.minimum(begin + run, total_tiles)
+    if total_tiles >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
+        if EARLY:
+            gdc_wait()
+    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them.
+    gdc_launch_dependents()
+
+    r = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, OF_ROWS))  # as rows of the running softmax
+    at = begin
+    while at < end:
+        i = gl.sum((ends <= at).to(gl.int32), 0)
+        length, start, stop = _of(tiles, seq, i), _of(starts, seq, i), _of(stops, seq, i)
+        full_from, full_to = _of(fulls_from, seq, i), _of(fulls_to, seq, i)
+        offset = at - (_of(ends, seq, i) - length * HEADS)
+        head = (offset // length).to(gl.int64)
+        item_begin = at - offset % length
+        item_end = item_begin + length
+        first = start // TILE + at - item_begin
+        last = first + gl.minimum(end, item_end) - at
+        b = i.to(gl.int64)
+        pages = block_table + b * table_b + head * table_h
+
+        # One row per query token and head of the group: the group's heads read the same keys.
+        m = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))
+        c = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))
+        # Terms in the order of `keys_layout`.
+        d = c % 8 // 2 * (D // 4) + c // 16 * 4 + c % 16 // 8 * 2 + c % 2
+        w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
+        rows = b * q_b + (m // GROUP) * q_t + (head * GROUP + m % GROUP) * q_h
+        rows = rows[None, :, None] + d[None, None, :] + (w * 0)[:, None, None]  # every warp has them
+        query = gl.load(q + rows, mask=(m < T * GROUP)[None, :, None], other=0.0)
+        t = r // GROUP
+        row_lo = gl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
+        row_hi = gl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
+
+        acc = gl.zeros([WARPS, QUERIES, D], gl.float32, layout=PRODUCT)
+        totals = gl.zeros([WARPS, QUERIES, OF_WARP], gl.float32, layout=PRODUCT)
+        # A finite floor: -inf minus -inf would be NaN.
+        peak = gl.full([WARPS, QUERIES], -1.0e38, gl.float32, layout=OF_ROWS)
+        tl.debug_barrier()  # the memory below held the sums of the item before
+        for s in gl.static_range(STAGES - 1):
+            if first + s < last:
+                _copy(
+                    first + s, s, *shared, *caches, pages, start, stop, head, page_stride, slot_stride, head_stride,
+                    PAGE, HOLES, V_APART, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD,
+                )  # fmt: skip
+            async_copy.commit_group()
+        for tile in range(first, last):
+            slot = (tile - first) % STAGES
+            async_copy.wait_group(STAGES - 2)
+            tl.debug_barrier()  # all copies of the tile have arrived, and all warps are done with the one before
+            ahead = tile + STAGES - 1
+            if ahead < last:
+                _copy(
+                    ahead, (ahead - first) % STAGES, *shared, *caches, pages, start, stop, head,
+                    page_stride, slot_stride, head_stride,
+                    PAGE, HOLES, V_APART, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD,
+                )  # fmt: skip
+            async_copy.commit_group()
+
+            k = _numbers(k_shared.index(slot).load(KEYS), dtype)
+            k = gl.permute(gl.reshape(k, [WARPS, OF_WARP, 4, D // 16, 2, 2]), (0, 3, 4, 2, 5, 1))
+            k = gl.convert_layout(gl.reshape(k, [WARPS, D, OF_WARP]), RIGHT, assert_trivial=True)
+            scores = mma_v2(query, k, gl.zeros([WARPS, QUERIES, OF_WARP], gl.float32, layout=PRODUCT))
+            if k_scales is not None:
+                k_scale = k_scales_shared.index(slot).reshape([WARPS, OF_WARP]).load(OF_KEYS)
+                scores = scores * k_scale[:, None, :]
+            scores = scores * scale_log2
+            key = tile * TILE
+            if HOLES or ((key < full_from) | (key + TILE > full_to)):
+                of_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, OF_KEYS)) * OF_WARP
+                n = key + of_warp[:, None] + gl.arange(0, OF_WARP, layout=gl.SliceLayout(0, OF_KEYS))[None, :]
+                if HOLES:
+                    page = gl.load(pages + n // PAGE, mask=(n >= start) & (n < stop), other=-1)
+                    n = gl.where(page >= 0, n, -1)
+                n = n[:, None, :]
+                reads = (n >= row_lo[None, :, None]) & (n < row_hi[None, :, None])
+                scores = gl.where(reads, scores, float("-inf"))
+            new_peak = gl.maximum(peak, gl.max(scores, 2))
+            rescale = gl.exp2(peak - new_peak)
+            weights = gl.exp2(scores - new_peak[:, :, None])
+            totals = totals * rescale[:, :, None] + weights
+            peak = new_peak
+            v_scale = v_scales_shared.index(slot).reshape([WARPS, OF_WARP]).load(OF_KEYS)
+            weights = gl.convert_layout((weights * (v_scale * LIFT)[:, None, :]).to(dtype), LEFT)
+            v = _numbers(v_shared.index(slot).load(VALUES), dtype)
+            v = gl.permute(gl.reshape(v, [WARPS, OF_WARP, 8, D // 8]), (0, 1, 3, 2))
+            v = gl.convert_layout(gl.reshape(v, [WARPS, OF_WARP, D]), RIGHT, assert_trivial=True)
+            acc = mma_v2(weights, v, acc * rescale[:, :, None])
+
+        # The warps' sums become the program's; the memory of the tiles holds them, where rows are read by one warp.
+        best = gl.max(peak, 0)
+        factor = gl.exp2(peak - best[None, :])
+        total = gl.sum(gl.sum(totals, 2) * factor, 0)
+        acc = acc * factor[:, :, None]
+        acc = gl.permute(gl.reshape(acc, [WARPS, QUERIES, D // 8, 8]), (0, 1, 3, 2))  # columns in the order of values
+        async_copy.wait_group(0)
+        tl.debug_barrier()  # all warps are done with the last tile
+        sums = k_shared._reinterpret(gl.float32, [WARPS * QUERIES, D], SUMS)
+        sums.store(gl.reshape(acc, [WARPS * QUERIES, D]))
+        tl.debug_barrier()
+        acc = sums.slice(0, QUERIES).load(MERGED)
+        for other in gl.static_range(1, WARPS):
+            acc += sums.slice(other * QUERIES, QUERIES).load(MERGED)
+        OF_MERGED: gl.constexpr = gl.SliceLayout(1, MERGED)
+        total = gl.convert_layout(total, OF_MERGED)
+        best = gl.convert_layout(best, OF_MERGED)
+        m = gl.arange(0, QUERIES, layout=OF_MERGED)
+        column = gl.arange(0, D, layout=gl.SliceLayout(0, MERGED))
+        t = m // GROUP
+        q_head = head * GROUP + m % GROUP
+        # Discards what rows that read no key accumulated from tiles without masks.
+        reads = gl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0) < gl.load(
+            hi + b * hi_b + t * hi_t, mask=t < T, other=0
+        )
+        total = gl.where(reads, total, 0.0)
+        empty = total == 0.0
+        acc = gl.where(reads[:, None], acc, 0.0) * (1.0 / gl.where(empty, 1.0, total * LIFT))[:, None]
+        log2 = gl.where(empty, float("-inf"), best + gl.log2(total))
+        if (item_begin >= begin) & (item_end <= end):
+            if SINKS:
+                log2, share = with_sink(log2, gl.load(sinks + q_head, mask=t < T, other=0.0))
+                acc *= share[:, None]
+            to = out + b * out_b + (t * out_t + q_head * out_h)[:, None] + column[None, :]
+            gl.store(to, acc.to(dtype), mask=(t < T)[:, None])
+            gl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, log2 * 0.6931471805599453, mask=t < T)
+        else:
+            place = gl.where(item_begin >= begin, first_slot(item_begin, run), 2 * gl.program_id(0))
+            here = place.to(gl.int64) * ROWS + m
+            parts = part + here[:, None] * D + column[None, :]
+            gl.store(parts, acc.to(part.dtype.element_ty), mask=(m < ROWS)[:, None])
+            gl.store(part_lse + here, log2, mask=m < ROWS)
+        at = gl.minimum(end, item_end)
+
+
+def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
+    """Returns whether this kernel supports these tensors of `kernels.attention.flash_decode.flash_decode`."""
+    T, Hq, D = q.shape[1:]
+    return (
+        keys.v_scale is not None
+        and D in (64, 128)
+        and T * (Hq // keys.k.shape[2]) <= QUERIES.value
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        # Copies of sixteen bytes.
+        and all(stride * kept.itemsize % 16 == 0 for kept in (keys.k, keys.v) for stride in kept.stride()[:3])
+        and keys.k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
+    )
+
+
+def launch(
+    q: torch.Tensor, keys: PagedKeys, out: torch.Tensor, lse: torch.Tensor, sms: int | None, early: bool
+) -> UnmergedAttention:
+    """Runs `kernels.attention.flash_decode.flash_decode` up to the merge, for tensors that fit."""
+    B, T, Hq, D = q.shape
+    table, lo, hi, heads = keys.table, keys.lo, keys.hi, keys.k.shape[2]
+    group = Hq // heads
+    rows = min(QUERIES.value, triton.next_power_of_2(T * group))
+    programs = 2 * (sms or sm_count(q.device))
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
+    _flash_decode_fp8_sm90_kernel[(programs,)](
+        q, keys.k, keys.v, keys.k_scale, keys.v_scale, table, lo, hi, keys.sinks, out, lse, part, part_lse,
+        *q.stride()[:3], *keys.k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
+        keys.scale * math.log2(math.e), B, T=T, HEADS=heads, GROUP=group, D=D, PAGE=keys.page_size,
+        # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
+        BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, SINKS=keys.sinks is not None,
+        HOLES=table.dim() == 3, STAGES=STAGES if keys.k.itemsize == 1 else STAGES - 1, EARLY=early, **keys.shape,
+        num_warps=WARPS.value, launch_pdl=True,
+    )  # fmt: skip
+    return UnmergedAttention(out, lse, lo, hi, keys.sinks, part, part_lse, programs, heads, QUERIES.value, TILE.value)
