@@ -79,8 +79,8 @@ def check_cache(config: Config, spec: DecoderSpec) -> None:
     what = f"kv.dtype={config.kv.dtype}"
     if config.kv.dtype == "auto":
         return
-    if spec.attention.latent is not None:
-        raise ValueError(f"{what} keeps keys and values, and the model has latents (MLA): set kv.dtype=auto")
+    if spec.attention.latent is not None and config.kv.dtype != "fp8":
+        raise ValueError(f"{what}: the model's latents (MLA) are keys and values at once: set fp8 or auto")
     if config.kv.tier == "host":
         raise ValueError(f"{what} lies on the GPU alone: set kv.tier=gpu, or kv.dtype=auto")
     if not spec.full:

@@ -88,6 +88,7 @@ def fits(q: torch.Tensor, cache: torch.Tensor, latent: int) -> bool:
     return (
         (latent, width) == (512, 576)
         and q.dtype in (torch.bfloat16, torch.float16)
+        and cache.dtype == q.dtype
         and cache.shape[1] % TILE.value == 0
         and cache.stride(0) % width == 0
         and cache.data_ptr() % 16 == 0
