@@ -79,12 +79,16 @@ def check_cache(config: Config, spec: DecoderSpec) -> None:
     what = f"kv.dtype={config.kv.dtype}"
     if config.kv.dtype == "auto":
         return
-    if spec.attention.latent is not None and config.kv.dtype != "fp8":
-        raise ValueError(f"{what}: the model's latents (MLA) are keys and values at once: set fp8 or auto")
+    _check_latents(config, spec)
     if config.kv.tier == "host":
         raise ValueError(f"{what} lies on the GPU alone: set kv.tier=gpu, or kv.dtype=auto")
     if not spec.full:
         raise ValueError(f"{what}: all layers of the model have windows, which stay as they are: set auto")
+
+
+def _check_latents(config: Config, spec: DecoderSpec) -> None:
+    if spec.attention.latent is not None and config.kv.dtype == "k16v8":
+        raise ValueError("kv.dtype=k16v8: the model's latents (MLA) are keys and values at once: set fp8 or auto")
 
 
 def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
@@ -114,6 +118,7 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
             raise ValueError("speculation=model needs speculation.model.path=DIR")
         spec = make_spec(replace(config, model=speculation.model))
         check_weights(speculation.model, "speculation.model")
+        _check_latents(config, spec)
         layout = make_draft_layout(speculation.layout, spec, of_target.world_size)
         stripes = Stripes(of_target, *config.blocks)
         check_draft(target.vocab, spec.vocab, layout, stripes)
