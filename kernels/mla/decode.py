@@ -134,7 +134,7 @@ def decode_parts(
     if q.numel() == 0:
         return PartialAttention(out, lse)
 
-    if q.is_cuda and decode_common_sm90.fits(q, cache, latent):
+    if q.is_cuda and decode_common_sm90.fits(q, keys):
         on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MOST_ROWS else decode_many_rows_sm90
         return on_hopper.launch(q, keys, out, lse, sms or sm_count(q.device), early)
     tile = latent_tile(T * Hq, latent, P, q.dtype)

@@ -232,7 +232,7 @@ def launch(
     """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit and at most MOST_ROWS rows."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
-    page_rows, latents, ropes = pieces(keys.k, latent)
+    page_rows, latents, ropes = pieces(keys)
     rows = max(16, triton.next_power_of_2(T * Hq))  # the fewest that give all threads 16-byte accesses
     part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_few_sm90_kernel[(programs,)](

@@ -179,7 +179,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             yield f"mla-prefill-{rows}{name}", dtype, _mla_prefill_kernel, shape | {"GROUP": heads}, options
     for heads, tokens in ((128, 1), (32, 4)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
-        yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
+        yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid | {"scales": None}, {"num_warps": 4}
+        yield "mla-decode-sm90-fp8", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
     for heads, tokens, rows in ((16, 1, 16), (16, 2, 32)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": rows, "EARLY": True}
         yield "mla-decode-few-sm90", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
@@ -458,7 +459,9 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*fp32"
         if "ropes" in function.arg_names and "ropes" not in constants:
             kind = {"cache": "*fp8e4nv", "scales": "*fp32"}.get(name, kind)
-        if name in DESCRIPTORS and isinstance(function, GluonJITFunction):
+        if name == "latents" and "scales" in function.arg_names and "scales" not in constants:
+            kind = "*i32"  # words of four numbers
+        elif name in DESCRIPTORS and isinstance(function, GluonJITFunction):
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
         if name == "words" and function in (_linear_sm90_kernel, _moe_sm90_kernel):
             kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS", "D")) else "*i32"
