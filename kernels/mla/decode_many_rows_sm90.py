@@ -372,7 +372,7 @@ def _mla_decode_sm90_kernel(
             ),
         ],
         [4, 1 if scales is None else 4],
-        [240 if scales is None else 200, 24 if scales is None else 104],
+        [240 if scales is None else 168, 24 if scales is None else 112],
     )  # fmt: skip
     # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
     gdc_launch_dependents()

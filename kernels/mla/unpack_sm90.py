@@ -19,7 +19,8 @@ from kernels.scaled_keys import GROUP
 # swizzled rows. (As single bytes, each number that waits would take a register.)
 LOADED = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # as SHARED lies
-_UNPACK = gl.constexpr("""{
+# A word $2 of four numbers times a scale $3, fp32 -> words $0, $1 of two numbers each; NaN stays NaN.
+_UNPACK = """{
     .reg .b16 a, b, c, d;
     .reg .b32 low, high;
     .reg .f32 w, x, y, z;
@@ -32,37 +33,35 @@ _UNPACK = gl.constexpr("""{
     cvt.f32.f16 x, b;
     cvt.f32.f16 y, c;
     cvt.f32.f16 z, d;
-    mul.f32 w, w, $3;
-    mul.f32 x, x, $3;
-    mul.f32 y, y, $3;
-    mul.f32 z, z, $3;
-    cvt.rn.DTYPEx2.f32 $0, x, w;
-    cvt.rn.DTYPEx2.f32 $1, z, y;
-}""")
-TO_BF16 = gl.constexpr(_UNPACK.value.replace("DTYPE", "bf16"))
-TO_FP16 = gl.constexpr(_UNPACK.value.replace("DTYPE", "f16"))
+    mul.rn.f32 w, w, $3;
+    mul.rn.f32 x, x, $3;
+    mul.rn.f32 y, y, $3;
+    mul.rn.f32 z, z, $3;
+    cvt.rn.DTYPE.f32 $0, x, w;
+    cvt.rn.DTYPE.f32 $1, z, y;
+}"""
+TO_BF16 = gl.constexpr(_UNPACK.replace("DTYPE", "bf16x2"))
+TO_FP16 = gl.constexpr(_UNPACK.replace("DTYPE", "f16x2"))
 
 
 @gluon.jit
 def _fetch(
-    latents, scales, column: gl.constexpr, page, page_stride, tile, stop, R: gl.constexpr, PAGE: gl.constexpr
+    latents, scales, column: gl.constexpr, page, page_stride, tile, R: gl.constexpr, PAGE: gl.constexpr
 ):  # fmt: skip
     """Starts to load half a tile from `column` on: four pieces [TILE, 16] and the scales of two groups [TILE] each."""
     gl.static_assert(R // 2 == 2 * GROUP)
     n = gl.arange(0, TILE, layout=gl.SliceLayout(1, LOADED))
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, LOADED))
-    live = tile * TILE + n < stop
     slot = tile * TILE % PAGE + n
     rows = latents + page.to(gl.int64) * page_stride + ((slot * (R // 4))[:, None] + (column // 4 + c)[None, :])
     of_group = scales + (page.to(gl.int64) * (R // GROUP) + column // GROUP) * PAGE + slot
-    mask = live[:, None]
     return (
-        gl.load(rows, mask=mask, other=0),
-        gl.load(rows + 16, mask=mask, other=0),
-        gl.load(rows + 32, mask=mask, other=0),
-        gl.load(rows + 48, mask=mask, other=0),
-        gl.load(of_group, mask=live, other=0.0),
-        gl.load(of_group + PAGE, mask=live, other=0.0),
+        gl.load(rows),
+        gl.load(rows + 16),
+        gl.load(rows + 32),
+        gl.load(rows + 48),
+        gl.load(of_group),
+        gl.load(of_group + PAGE),
     )
 
 
@@ -99,16 +98,15 @@ def load_unpacked(
     loaded = 0
     at = begin
     while at < end:
-        i, _, stop, _, item_end, first, last = item_at(at, schedule)
-        stop = gl.minimum(stop, last * TILE)  # nothing is loaded behind this run's last tile
+        i, _, _, _, item_end, first, last = item_at(at, schedule)
         pages = block_table + i.to(gl.int64) * table_b
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
         next_page = gl.load(pages + (first + 1) * TILE // PAGE, mask=first + 1 < last, other=0)
         if EARLY:
             if page >= 0:  # Always true: without it the compiler moves the wait to before the load.
                 gdc_wait()
-        left = _fetch(latents, scales, 0, page, page_stride, first, stop, R, PAGE)
-        right = _fetch(latents, scales, R // 2, page, page_stride, first, stop, R, PAGE)
+        left = _fetch(latents, scales, 0, page, page_stride, first, R, PAGE)
+        right = _fetch(latents, scales, R // 2, page, page_stride, first, R, PAGE)
         for tile in range(first, last):
             slot = loaded % 2
             phase = loaded // 2 % 2
@@ -120,11 +118,13 @@ def load_unpacked(
             mbarrier.arrive(left_ready.index(slot))
             page = next_page
             next_page = gl.load(pages + (tile + 2) * TILE // PAGE, mask=tile + 2 < last, other=0)
-            left = _fetch(latents, scales, 0, page, page_stride, tile + 1, stop, R, PAGE)
+            if tile + 1 < last:
+                left = _fetch(latents, scales, 0, page, page_stride, tile + 1, R, PAGE)
             mbarrier.wait(right_free.index(slot), phase ^ 1)
             _unpack(right, k_right.index(slot))
             mbarrier.arrive(right_ready.index(slot))
-            right = _fetch(latents, scales, R // 2, page, page_stride, tile + 1, stop, R, PAGE)
+            if tile + 1 < last:
+                right = _fetch(latents, scales, R // 2, page, page_stride, tile + 1, R, PAGE)
             loaded += 1
         at = gl.minimum(end, item_end)
     if EARLY:

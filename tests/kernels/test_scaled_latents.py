@@ -149,11 +149,49 @@ def test_appends_the_bytes_of_the_reference(
         assert torch.equal(mine, theirs), name
 
 
-def test_hopper_takes_latents_of_queries_dtype_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+MANY = [
+    name
+    for name, shape in test_mla_decode.ON_HOPPER.items()
+    if shape["counts"][0] * shape["heads"] > decode_common_sm90.MOST_OF_FEW  # type: ignore[index, operator]
+]
+
+
+@pytest.mark.parametrize("shape", test_mla_decode.ON_HOPPER)
+def test_what_fits_hopper(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    case = make_latent_case([1], [3], latent=512, rope=64, heads=128, page_size=64, dtype=torch.bfloat16)
+    settings = dict(page_size=64, dtype=torch.bfloat16) | test_mla_decode.ON_HOPPER[shape]
+    case = FewBitsCase.of(make_latent_case(**settings, latent=512, rope=64))
+    B = len(case.counts)
+    assert decode_common_sm90.fits(case.q.unflatten(0, (B, -1)), case.paged(B)) == (shape in MANY)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", MANY)
+def test_on_hopper(shape: str) -> None:
+    settings = dict(page_size=64, dtype=torch.bfloat16) | test_mla_decode.ON_HOPPER[shape]
+    made = make_latent_case(**settings, latent=512, rope=64, device="cuda")
+    test_mla_decode.check_on_hopper(FewBitsCase.of(made, decades=made.q.dtype == torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_hopper_reads_bytes_as_they_are() -> None:
+    """All 254 numbers of e4m3 in each column, and a key alone: its value comes out as it is stored."""
+    case = make_latent_case(
+        [1] * 4, [300] * 4, heads=64, latent=512, rope=64, page_size=64, dtype=torch.bfloat16, device="cuda"
+    )
     few = FewBitsCase.of(case)
-    assert not decode_common_sm90.fits(case.q[:, None], few.paged(1).k, 512)
+    latents, scales, _ = few.planes
+    codes = torch.arange(latents.shape[0] * 64 * 512, device="cuda").view(-1, 64, 512) % 254
+    codes = (codes + (codes >= 127).int()).to(torch.uint8)  # without the two NaN: 127, and 255 is not reached
+    latents.copy_(codes.view(E4M3))
+    scales.copy_(2.0 ** ((torch.arange(scales.numel(), device="cuda") % 23).view(scales.shape) - 11))
+    stood = latents.float() * scales.mT.repeat_interleave(128, -1)
+    for at in (0, 63, 64, 200, 299):
+        few.lo.fill_(at)
+        few.hi.fill_(at + 1)
+        out, _ = test_mla_decode.run(mla_decode, few)
+        page = few.block_table[:, at // 64].long()
+        assert torch.equal(out, stood[page, at % 64][:, None].expand_as(out).to(out))
 
 
 @pytest.mark.gpu
