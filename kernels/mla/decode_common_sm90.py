@@ -17,7 +17,6 @@ from kernels.paged_keys import PagedKeys
 from kernels.sm90 import SHARED
 
 TILE = gl.constexpr(64)  # keys per tile
-MOST_OF_FEW = 32  # rows of queries from which on the variant for many is taken
 
 
 @gluon.jit
@@ -90,7 +89,6 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
     return (
         (keys.v.shape[-1], q.shape[3]) == (512, 576)
         and q.dtype in (torch.bfloat16, torch.float16)
-        and (keys.rope is None or q.shape[1] * q.shape[2] > MOST_OF_FEW)
         and keys.page_size % TILE.value == 0
         and all(plane.stride(0) % plane.shape[2] == 0 and plane.data_ptr() % 16 == 0 for plane in planes)
         and torch.cuda.get_device_capability(q.device)[0] == 9

@@ -184,7 +184,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "mla-decode-sm90-fp8", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
     for heads, tokens, rows in ((16, 1, 16), (16, 2, 32)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": rows, "EARLY": True}
-        yield "mla-decode-few-sm90", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
+        plain = grid | {"scales": None}
+        yield "mla-decode-few-sm90", bf16, _mla_decode_few_sm90_kernel, latents | plain, {"num_warps": 4}
+        yield "mla-decode-few-sm90-fp8", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
     width = {"HEADS": 32, "NOPE": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
     width |= {"PDL": True, **head_blocks(128, 64, bf16)}
     yield "mla-append", bf16, _mla_append_kernel, width | {"scales": None, "ropes": None}, {"num_warps": 4}
