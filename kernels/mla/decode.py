@@ -137,7 +137,7 @@ def decode_parts(
     if q.is_cuda and decode_common_sm90.fits(q, keys):
         on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MOST_ROWS else decode_many_rows_sm90
         return on_hopper.launch(q, keys, out, lse, sms or sm_count(q.device), early)
-    tile = latent_tile(T * Hq, latent, P, q.dtype)
+    tile = latent_tile(T * Hq, latent, P, q.dtype, keys.k_scale is not None)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
     programs = sms or sm_count(q.device)
     part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)

@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.scaled_keys import GROUP
 
 
-def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]:
+def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype, scaled: bool = False) -> dict[str, int]:
     """Returns launch options for a kernel around `attend_latents`, one program per SM.
 
     Args:
@@ -17,11 +17,14 @@ def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]
         R: latent values per slot.
         P: rotated values per slot.
         dtype: dtype of queries and cache.
+        scaled: whether latents are e4m3 with scales instead.
     """
     if dtype == torch.float32:  # no tensor cores at full precision: for comparisons, not for speed
-        block_m, block_n, warps, stages = 16, 16, 8, 2
-    elif rows > 32:
-        # Three tiles of 36 KiB fit beside 64 rows of queries (72 KiB).
+        # Tiles that are unpacked would spill, were the next one loaded meanwhile.
+        block_m, block_n, warps, stages = 16, 16, 8, 1 if scaled else 2
+    elif rows > 32 or scaled:
+        # Three tiles of 36 KiB fit beside 64 rows of queries (72 KiB). Tiles that are unpacked would not be
+        # loaded ahead with fewer rows: the compiler does so for wgmma alone.
         block_m, block_n, warps, stages = 64, 32, 8, 3
     else:
         # Two tiles of 72 KiB: one is computed with while the other is loaded. At 16 rows 4 warps are 3 to 4% faster

@@ -124,7 +124,7 @@ def mla_prefill(
     lse = torch.empty(N, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1
 
-    tile = latent_tile(max_q * Hq, latent, P, q.dtype)
+    tile = latent_tile(max_q * Hq, latent, P, q.dtype, keys.k_scale is not None)
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
         _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), (cu_q.shape[0] - 1) * splits](

@@ -170,11 +170,11 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
     latents = {"R": 512, "P": 64, "PAGE": 64}
     for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
-        tile = latent_tile(tokens * heads, 512, 64, dtype)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        rows = tile["BLOCK_M"]
-        grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
         for name, plain in (("", {"scales": None, "ropes": None}), ("-fp8", {})):
+            tile = latent_tile(tokens * heads, 512, 64, dtype, not plain)
+            options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
+            rows = tile["BLOCK_M"]
+            grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
             shape = latents | tile | plain
             yield f"mla-decode-{rows}{name}", dtype, _mla_decode_kernel, shape | grid, options
             yield f"mla-prefill-{rows}{name}", dtype, _mla_prefill_kernel, shape | {"GROUP": heads}, options
