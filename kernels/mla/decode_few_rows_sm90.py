@@ -277,6 +277,7 @@ def _mla_decode_few_sm90_kernel(
                 ),
             ],
             [4],
+            [208],
         )  # fmt: skip
     # At the end: starting the merge early, as flash_decode does, gained nothing here (benchmarks/LOG.md).
     gdc_launch_dependents()
