@@ -54,8 +54,9 @@ class KVConfig:
     append_block: consecutive tokens on one kvp rank before the next one's turn; unset: attention.block where blocks are
         chosen, 64 where the model drafts for itself, 16 elsewhere.
     page_size: tokens a page; unset: attention.block where blocks are chosen, 64 elsewhere.
-    dtype: fp8: keys and values in e4m3, with a scale for each token and head; k16v8: values alone, where keys do not
-        bear it; auto: both in model.dtype. Layers with a window keep model.dtype.
+    dtype: fp8: keys and values in e4m3, with a scale for each token and head; latents (MLA) with one for each 128 of
+        their numbers, and their rotated part in model.dtype. k16v8: values alone, where keys do not bear it; not of
+        latents. auto: all in model.dtype. Layers with a window keep model.dtype.
     tokens: capacity in tokens over all ranks; unset: from memory_fraction.
     memory_fraction: share of the memory that is free once the weights are in.
     prefix_cache: whether what was computed is kept for prompts that begin alike.

@@ -30,6 +30,8 @@ class PagedKeys:
         k_scale, v_scale: [pages, Hkv, page_size] fp32, of the same strides, last dim contiguous, or None: factors of
             keys and of values in e4m3. Their pages may be longer than those of keys: slot i of all pages in a row is in
             page `i // page_size`.
+            Latents in e4m3 [pages, page_size, R]: k_scale [pages, R / 128 rounded up, page_size], of each 128 numbers.
+        rope: [pages, page_size, P], contiguous in a page: the rotated values of latents in e4m3; None otherwise.
     """
 
     k: torch.Tensor
@@ -41,6 +43,7 @@ class PagedKeys:
     sinks: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    rope: torch.Tensor | None = None
 
     @property
     def page_size(self) -> int:
@@ -50,6 +53,11 @@ class PagedKeys:
     def scale_page(self) -> int:
         """Number of tokens in a page of scales; 1 without scales."""
         return 1 if self.v_scale is None else self.v_scale.shape[2]
+
+    @property
+    def page_strides(self) -> tuple[int, int]:
+        """Strides of pages of latents, and of their rotated values; 0 where those are no plane of their own."""
+        return self.k.stride(0), 0 if self.rope is None else self.rope.stride(0)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -63,6 +71,16 @@ class PagedKeys:
         assert self.v.stride() == (page * apart, within[0], within[1] * apart, 1) and within[2] == 1
         for kept, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
             assert kept.dtype == (dtype if scales is None else torch.float8_e4m3fn)
+
+    def check_latents(self, dtype: torch.dtype, width: int) -> None:
+        """Checks that entries are `width` numbers of `dtype`, or latents in e4m3 with scales and rotated values."""
+        if self.k_scale is None:
+            assert self.k.dtype == dtype and self.k.shape[2] == width
+        else:
+            assert self.rope is not None and self.rope.dtype == dtype and self.k.dtype == torch.float8_e4m3fn
+            P = self.rope.shape[2]
+            assert self.k.shape[2] + P == width and self.rope.stride()[1:] == (P, 1) and self.k_scale.is_contiguous()
+        assert self.k.stride()[1:] == (self.k.shape[2], 1), f"a page must be contiguous, got strides {self.k.stride()}"
 
     def unpacked(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
         """Returns the same keys and values, those in e4m3 as numbers of `dtype`: exact in bf16 and fp32."""

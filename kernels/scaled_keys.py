@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+GROUP = tl.constexpr(128)  # numbers of a latent that share a scale
+
 
 @triton.jit
 def scale_bits(most):
@@ -67,6 +69,17 @@ def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds x [..., D] to e4m3 with scales [...] fp32."""
     scales = scales_of(x)
     return (x.float() / scales[..., None]).to(torch.float8_e4m3fn), scales
+
+
+def rounded_latents(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds latents [..., R] to e4m3 with a scale for each 128 numbers, [..., R / 128 rounded up] fp32."""
+    parts = [rounded(part) for part in x.split(GROUP.value, -1)]
+    return torch.cat([part for part, _ in parts], -1), torch.stack([scale for _, scale in parts], -1)
+
+
+def unpacked_latents(latents: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns latents [pages, page_size, R] e4m3 with scales [pages, groups, page_size] as numbers in fp32."""
+    return latents.float() * scales.mT.repeat_interleave(GROUP.value, -1)[..., : latents.shape[-1]]
 
 
 def store(x: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor) -> None:

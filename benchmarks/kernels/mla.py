@@ -7,7 +7,7 @@ same pages in random order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import PAGE, READ_CEILING, ROTATED, K, seconds
 from kernels.mla.decode import mla_decode
 from kernels.paged_keys import PagedKeys
+from kernels.scaled_keys import rounded_latents, unpacked_latents
 
 try:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -31,6 +32,12 @@ ROWS = [  # heads, batch, KV length, queries
     *[(heads, 32, 8 * K, 1) for heads in (16, 128)],
     *[(heads, batch, n * K, 1) for heads in (32, 64) for batch, n in ((1, 128), (8, 16))],
     *[(16, 1, 128 * K, queries) for queries in (2, 4, 8)],
+]
+FP8_ROWS = [
+    *[(heads, 1, n * K, 1) for heads in (16, 32, 128) for n in (4, 16, 128)],
+    *[(heads, 8, 128 * K, 1) for heads in (16, 128)],
+    (128, 32, 8 * K, 1),
+    *[(heads, 1, 128 * K, 2) for heads in (16, 128)],
 ]
 
 
@@ -114,9 +121,44 @@ def measure(given: Given, heads: int, batch: int, length: int, queries: int) -> 
     return [row]
 
 
+def measure_fp8(given: Given, heads: int, batch: int, length: int, queries: int) -> list[Row]:
+    """One row: latents in bf16 and in e4m3, in microseconds."""
+    s = setting(heads, batch, length, queries, given.device)
+    row: dict[str, Any] = {"kind": "mla-fp8", "heads": heads, "batch": batch, "length": length, "queries": queries}
+    row["us"] = seconds(s.ours, len(s.caches), given.device) * 1e6
+    # Of 0.57 of the bytes: twice as many copies, beyond the L2.
+    few = [_few(s, cache) for cache in s.caches * (2 if len(s.caches) > 1 else 1)]
+    scales, rope = few[0].k_scale, few[0].rope
+    assert scales is not None and rope is not None
+    whole = torch.cat((unpacked_latents(few[0].k, scales), rope), -1).to(s.q.dtype)
+    wanted = replace(s, caches=[whole]).ours(0).float()
+    error = (mla_decode(s.q, few[0])[0].float() - wanted).norm() / wanted.norm()
+    assert error < 1e-2, f"mla_decode is off by {float(error):.1e} of its norm in fp8 at {row}"  # as above
+    row["fp8_us"] = seconds(lambda copy: mla_decode(s.q, few[copy])[0], len(few), given.device) * 1e6
+    # The bytes that it saves, at the rate of the others; where products bind, nothing.
+    row["bar_us"] = row["us"] * (0.7 if heads * queries <= 32 else 1.0)
+    return [row]
+
+
+def _few(s: MLACase, cache: torch.Tensor) -> PagedKeys:
+    """A cache in e4m3; in pieces, since fp32 takes memory."""
+    parts = [rounded_latents(pages) for pages in cache[..., :LATENT].split(1024)]
+    latents, scales = (torch.cat(planes) for planes in zip(*parts, strict=True))
+    bounds = s.table, s.lo, s.hi, SCALE
+    return PagedKeys(latents, latents, *bounds, k_scale=scales.mT.contiguous(), rope=cache[..., LATENT:].contiguous())
+
+
 COLUMNS = "heads batch length queries us tb_per_s tflops flashinfer_us peer_over_ours bar_us"
 BENCHMARK = Benchmark(
     "DeepSeek's decode attention beside FlashInfer's, on one GPU",
     __doc__,
-    (Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),),
+    (
+        Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),
+        Part(
+            lambda given: FP8_ROWS if given.gpu else FP8_ROWS[:1],
+            measure_fp8,
+            "heads batch length queries us fp8_us fp8_us/us bar_us",
+            "latents in e4m3",
+        ),
+    ),
 )

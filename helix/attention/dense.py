@@ -28,10 +28,9 @@ class DenseAttention(AttentionPolicy):
         latents = layer.latent is not None
 
         def paged(lo: Tensor, hi: Tensor) -> PagedKeys:
-            if not latents:
+            if layer.latent is None:
                 return cache.paged(tables, lo, hi, layer.scale, layer.sinks)
-            kept = cache.kept["latents"]
-            return PagedKeys(kept, kept[..., : layer.latent], tables, lo, hi, layer.scale, layer.sinks)
+            return cache.paged_latents(layer.latent, tables, lo, hi, layer.scale)
 
         if step.cu_q is not None:
             prefill = mla_prefill if latents else flash_prefill

@@ -79,10 +79,14 @@ def check_cache(config: Config, spec: DecoderSpec) -> None:
     what = f"kv.dtype={config.kv.dtype}"
     if config.kv.dtype == "auto":
         return
-    if spec.attention.latent is not None:
-        raise ValueError(f"{what} keeps keys and values, and the model has latents (MLA): set kv.dtype=auto")
+    _check_latents(config, spec)
     if not spec.full:
         raise ValueError(f"{what}: all layers of the model have windows, which stay as they are: set auto")
+
+
+def _check_latents(config: Config, spec: DecoderSpec) -> None:
+    if spec.attention.latent is not None and config.kv.dtype == "k16v8":
+        raise ValueError("kv.dtype=k16v8: the model's latents (MLA) are keys and values at once: set fp8 or auto")
 
 
 def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
@@ -112,6 +116,7 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
             raise ValueError("speculation=model needs speculation.model.path=DIR")
         spec = make_spec(replace(config, model=speculation.model))
         check_weights(speculation.model, "speculation.model")
+        _check_latents(config, spec)
         layout = make_draft_layout(speculation.layout, spec, of_target.world_size)
         stripes = Stripes(of_target, *config.blocks)
         check_draft(target.vocab, spec.vocab, layout, stripes)

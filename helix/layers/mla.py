@@ -32,7 +32,7 @@ from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.memory.keeps import Keeps
+from helix.memory.keeps import Keeps, latents
 from helix.memory.kv_cache import KVCache
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
@@ -110,8 +110,7 @@ class MLASpec:
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
-        assert kv == "auto", f"latents are kept in the model's dtype, not as kv.dtype={kv} has it"
-        return (Keeps("latents", (self.entry,), dtype),)
+        return latents(self.latent, self.rope, dtype, kv)
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
         """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.buffers`."""
@@ -208,12 +207,15 @@ class MLA(ShardedAttention):
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents."""
         spec = self.spec
-        latents, slots = cache.layer(self.index).kept["latents"], step.new_slots(None)
+        kept, slots = cache.layer(self.index).kept, step.new_slots(None)
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
             q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
-        absorbed = mla_append(q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, latents, slots)
+        absorbed = mla_append(
+            q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, kept["latents"], slots,
+            kept.get("latent_scales"), kept.get("ropes"),
+        )  # fmt: skip
         if not self.gathered:
             return absorbed
         return self._gather(absorbed, self.comm.gather_in_group if step.overlapped else self.comm.all_gather)

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from kernels.scaled_keys import GROUP
+
 
 @dataclass(frozen=True)
 class Keeps:
@@ -53,6 +55,21 @@ def keys_and_values(heads: int, width: int, dtype: torch.dtype, kv: str, reach: 
         if few:
             kept.append(Keeps(f"{name[:-1]}_scales", (heads,), torch.float32, by_head=True))
     return tuple(kept)
+
+
+def latents(latent: int, rope: int, dtype: torch.dtype, kv: str) -> tuple[Keeps, ...]:
+    """Lists what a layer keeps of latents: all numbers of an entry in `dtype`, or as kv.dtype=fp8 has it.
+
+    Then latents are e4m3, with a scale for each 128 numbers of a token, and rotated values lie apart in `dtype`.
+    """
+    if kv == "auto":
+        return (Keeps("latents", (latent + rope,), dtype),)
+    assert kv == "fp8", f"latents are keys and values at once: kv.dtype={kv}"
+    return (
+        Keeps("latents", (latent,), torch.float8_e4m3fn),
+        Keeps("latent_scales", (-(-latent // GROUP.value),), torch.float32, by_head=True),
+        Keeps("ropes", (rope,), dtype),
+    )
 
 
 def token_bytes(keeps: Iterable[Keeps]) -> int:

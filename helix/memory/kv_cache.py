@@ -82,6 +82,11 @@ class LayerCache:
         """Returns its keys and values for attention; arguments as in `kernels.paged_keys.PagedKeys`."""
         return PagedKeys(self.keys, self.values, table, lo, hi, scale, sinks, *self.scales)
 
+    def paged_latents(self, latent: int, table: Tensor, lo: Tensor, hi: Tensor, scale: float) -> PagedKeys:
+        """Returns its latents, of width `latent`, for attention; other arguments as in `paged`."""
+        kept, scales, rope = self.kept["latents"], self.kept.get("latent_scales"), self.kept.get("ropes")
+        return PagedKeys(kept, kept[..., :latent], table, lo, hi, scale, k_scale=scales, rope=rope)
+
 
 @dataclass(frozen=True)
 class Group:

@@ -22,6 +22,7 @@ from helix.simulate.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Consta
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
+from kernels.scaled_keys import GROUP
 
 SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
@@ -454,6 +455,9 @@ def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:
     """Counts the bytes of a stored number, with its scales; `plain_kv`: of those in windows, and of key bounds."""
     if kv not in FEW_BITS:
         return {"kv": BYTES[kv], "plain_kv": BYTES[kv]}
-    assert isinstance(mixer, AttentionSpec), "latents are kept as they are"
     few, plain = FEW_BITS[kv], BYTES["bf16"]
+    if isinstance(mixer, MLASpec):
+        assert kv == "e4m3", "latents are keys and values at once"
+        groups = -(-mixer.latent // GROUP.value)
+        return {"kv": (mixer.latent + 4 * groups + plain * mixer.rope) / mixer.entry, "plain_kv": plain}
     return {"kv": (few * (1 + 4 / mixer.head_dim) + (2 - few) * plain) / 2, "plain_kv": plain}

@@ -16,12 +16,26 @@ from kernels.mla.per_head_linear import MAX_ROWS, head_blocks, head_product, hea
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.mla_append import mla_append as reference
 from kernels.reference.per_head_linear import per_head_linear
+from kernels.scaled_keys import GROUP, reciprocal, scale_at, scale_bits
+
+
+@triton.jit
+def _store_few(latent, target, scales, slot, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Stores a latent [BLOCK_R] in e4m3 with its scales."""
+    width: tl.constexpr = GROUP if BLOCK_R > GROUP else BLOCK_R
+    x = tl.reshape(latent.to(tl.float32), [BLOCK_R // width, width])
+    group = tl.arange(0, BLOCK_R // width)
+    bits = scale_bits(tl.max(tl.abs(x), 1))
+    r = group[:, None] * width + tl.arange(0, width)[None, :]
+    tl.store(target + r, (x * reciprocal(bits)[:, None]).to(target.dtype.element_ty), mask=r < R)
+    at = scale_at(scales, slot // PAGE, slot % PAGE, group, PAGE, (R + width - 1) // width, PAGE)
+    tl.store(at, bits.to(tl.float32, bitcast=True), mask=group * width < R)
 
 
 @triton.jit
 def _mla_append_kernel(
-    q, kv, cos, sin, gain, weight, cache, slots, out,
-    q_n, q_h, kv_n, w_h, w_a, page_stride, out_n, out_h, N, absorbs, eps,
+    q, kv, cos, sin, gain, weight, cache, scales, ropes, slots, out,
+    q_n, q_h, kv_n, w_h, w_a, page_stride, rope_stride, out_n, out_h, N, absorbs, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -46,18 +60,25 @@ def _mla_append_kernel(
         if part == 0:
             slot = tl.load(slots + token)
             if slot >= 0:
-                target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * (R + P)
+                width: tl.constexpr = R + P if scales is None else R
+                target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * width
                 row = kv + token * kv_n
                 r = tl.arange(0, BLOCK_R)
                 x = tl.load(row + r, mask=r < R, other=0.0).to(tl.float32)
                 scaled = x * tl.rsqrt(tl.sum(x * x, 0) / R + eps)
                 # Rounded before the gain is applied, as the models were trained.
-                rounded = scaled.to(cache.dtype.element_ty).to(tl.float32)
-                tl.store(target + r, rounded * tl.load(gain + r, mask=r < R, other=0.0).to(tl.float32), mask=r < R)
+                rounded = scaled.to(kv.dtype.element_ty).to(tl.float32)
+                latent = rounded * tl.load(gain + r, mask=r < R, other=0.0).to(tl.float32)
+                if scales is None:
+                    tl.store(target + r, latent, mask=r < R)
+                    target += R
+                else:
+                    _store_few(latent.to(kv.dtype.element_ty), target, scales, slot, R, PAGE, BLOCK_R)
+                    target = ropes + (slot // PAGE) * rope_stride + (slot % PAGE) * P
                 first = tl.load(row + R + d, mask=inside, other=0.0).to(tl.float32)
                 second = tl.load(row + R + half + d, mask=inside, other=0.0).to(tl.float32)
-                tl.store(target + R + d, first * c - second * s, mask=inside)
-                tl.store(target + R + half + d, second * c + first * s, mask=inside)
+                tl.store(target + d, first * c - second * s, mask=inside)
+                tl.store(target + half + d, second * c + first * s, mask=inside)
         else:
             heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
             mask = (heads < HEADS)[:, None] & inside[None, :]
@@ -79,6 +100,8 @@ def mla_append(
     w_uk: torch.Tensor,
     cache: torch.Tensor,
     slots: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    ropes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Writes this rank's latents and rotated keys to their cache slots; returns queries, absorbed and rotated.
 
@@ -90,8 +113,11 @@ def mla_append(
         gain: [R], contiguous; weight of the latent's RMSNorm.
         eps: added to that norm's mean square.
         w_uk: [Hq, nope, R], each head's up-projection of keys; last dim contiguous.
-        cache: [pages, page_size, R + P] in kv's dtype, contiguous within a page; pages may be strided.
+        cache: [pages, page_size, R + P] in kv's dtype, contiguous within a page; pages may be strided. With scales:
+            [pages, page_size, R] e4m3.
         slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
+        scales: of latents in e4m3, [pages, R / 128 rounded up, page_size] fp32, contiguous.
+        ropes: of latents in e4m3, their rotated keys [pages, page_size, P] in kv's dtype, contiguous within a page.
 
     Returns:
         Absorbed queries [N, Hq, R + P] in q's dtype: W_UK^T times the first `nope` values, then the rotated others.
@@ -100,12 +126,15 @@ def mla_append(
         DeepSeek-V2 (arXiv:2405.04434), section 2.1; RoPE in the half-split form of kv_append.
     """
     if not dispatch.on_gpu(q):
-        return reference(q, kv, cos, sin, gain, eps, w_uk, cache, slots)
+        return reference(q, kv, cos, sin, gain, eps, w_uk, cache, slots, scales, ropes)
     N, heads, _ = q.shape
     _, nope, R = w_uk.shape
     P = kv.shape[1] - R
-    assert q.shape[2] == nope + P and cache.stride()[1:] == (R + P, 1), f"a page must be contiguous: {cache.stride()}"
-    assert cache.dtype == kv.dtype == q.dtype == w_uk.dtype and gain.shape == (R,) and len(w_uk) == heads
+    width, dtype = (R + P, kv.dtype) if scales is None else (R, torch.float8_e4m3fn)
+    assert q.shape[2] == nope + P and cache.stride()[1:] == (width, 1), f"a page must be contiguous: {cache.stride()}"
+    assert kv.dtype == q.dtype == w_uk.dtype and cache.dtype == dtype and gain.shape == (R,) and len(w_uk) == heads
+    assert (scales is None) == (ropes is None) and (scales is None or scales.is_contiguous())
+    assert ropes is None or (ropes.dtype == kv.dtype and ropes.stride()[1:] == (P, 1))
     assert q.stride(2) == kv.stride(1) == w_uk.stride(2) == gain.stride(0) == 1
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
     out = torch.empty(N, heads, R + P, dtype=q.dtype, device=q.device)
@@ -119,8 +148,9 @@ def mla_append(
         per_head_linear(q[..., :nope], w_uk, out[..., :R])
     block_h = min(8, triton.next_power_of_2(max(heads, 1)))
     _mla_append_kernel[(absorbs + N * (1 + triton.cdiv(heads, block_h)),)](
-        q, kv, cos, sin, gain, w_uk, cache, slots, out,
-        *q.stride()[:2], kv.stride(0), *w_uk.stride()[:2], cache.stride(0), *out.stride()[:2], N, absorbs, eps,
+        q, kv, cos, sin, gain, w_uk, cache, scales, ropes, slots, out,
+        *q.stride()[:2], kv.stride(0), *w_uk.stride()[:2], cache.stride(0),
+        0 if ropes is None else ropes.stride(0), *out.stride()[:2], N, absorbs, eps,
         HEADS=heads, NOPE=nope, R=R, P=P, PAGE=cache.shape[1], **blocks,
         BLOCK_R=triton.next_power_of_2(R), BLOCK_H=block_h, BLOCK=triton.next_power_of_2(P // 2),
         num_warps=4 if absorbs else 1, **overlapped(q),

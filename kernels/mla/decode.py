@@ -19,8 +19,8 @@ from kernels.reference.mla_decode import mla_decode as reference
 
 @triton.jit
 def _mla_decode_kernel(
-    q, cache, block_table, lo, hi, out, lse, part, part_lse,
-    q_b, q_t, q_h, page_stride, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    q, cache, scales, ropes, block_table, lo, hi, out, lse, part, part_lse,
+    q_b, q_t, q_h, page_stride, rope_stride, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
     scale_log2, B, T: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     ROWS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -62,8 +62,8 @@ def _mla_decode_kernel(
             tl.zeros([BLOCK_M, BLOCK_R], tl.float32),
             tl.zeros([BLOCK_M], tl.float32),
             tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
-            q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, block_table + b * table_b,
-            page_stride, scale_log2,
+            q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, scales, ropes,
+            block_table + b * table_b, page_stride, rope_stride, scale_log2,
             MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         store_item(
@@ -93,7 +93,7 @@ def mla_decode(
 
     Args:
         q: [B, T, Hq, R + P] bf16, fp16 or fp32; last dim contiguous.
-        keys: latents in q's dtype.
+        keys: latents in q's dtype, or in e4m3 with scales and rotated values in q's dtype.
         out: [B, T, Hq, R] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
         sms: number of streaming multiprocessors to fill; all if None.
@@ -126,24 +126,24 @@ def decode_parts(
     B, T, Hq, width = q.shape
     cache, table, lo, hi, latent = keys.k, keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     P = width - latent
-    assert cache.stride()[1:] == (width, 1), f"a page must be contiguous, got strides {cache.stride()}"
-    assert cache.dtype == q.dtype and q.stride(3) == table.stride(1) == 1
+    keys.check_latents(q.dtype, width)
+    assert q.stride(3) == table.stride(1) == 1
     out = torch.empty(B, T, Hq, latent, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(B, T, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1
     if q.numel() == 0:
         return PartialAttention(out, lse)
 
-    if q.is_cuda and decode_common_sm90.fits(q, cache, latent):
+    if q.is_cuda and decode_common_sm90.fits(q, keys):
         on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MOST_ROWS else decode_many_rows_sm90
         return on_hopper.launch(q, keys, out, lse, sms or sm_count(q.device), early)
-    tile = latent_tile(T * Hq, latent, P, q.dtype)
+    tile = latent_tile(T * Hq, latent, P, q.dtype, keys.k_scale is not None)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
     programs = sms or sm_count(q.device)
     part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_kernel[(programs,)](
-        q, cache, table, lo, hi, out, lse, part, part_lse,
-        *q.stride()[:3], cache.stride(0), table.stride(0),
+        q, cache, keys.k_scale, keys.rope, table, lo, hi, out, lse, part, part_lse,
+        *q.stride()[:3], *keys.page_strides, table.stride(0),
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         keys.scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early, **overlapped(q), **tile,

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.attention.split_kv import first_slot
+from kernels.paged_keys import PagedKeys
 from kernels.sm90 import SHARED
 
 TILE = gl.constexpr(64)  # keys per tile
@@ -82,27 +83,37 @@ def slot_of(begin, item_begin, run, TILES_M: gl.constexpr):
     return gl.where(item_begin >= begin, first_slot(item_begin, run), gl.program_id(0) // TILES_M * 2).to(gl.int64)
 
 
-def fits(q: torch.Tensor, cache: torch.Tensor, latent: int) -> bool:
+def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
     """Returns whether these kernels support these tensors of `kernels.mla.decode.mla_decode`."""
-    width = q.shape[3]
+    planes = (keys.k,) if keys.rope is None else (keys.k, keys.rope)
     return (
-        (latent, width) == (512, 576)
+        (keys.v.shape[-1], q.shape[3]) == (512, 576)
         and q.dtype in (torch.bfloat16, torch.float16)
-        and cache.shape[1] % TILE.value == 0
-        and cache.stride(0) % width == 0
-        and cache.data_ptr() % 16 == 0
+        and keys.page_size % TILE.value == 0
+        and all(plane.stride(0) % plane.shape[2] == 0 and plane.data_ptr() % 16 == 0 for plane in planes)
         and torch.cuda.get_device_capability(q.device)[0] == 9
     )
 
 
-def pieces(cache: torch.Tensor, latent: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
-    """Returns a page's stride in slots, and descriptors that load half of a tile's latents and its rotated values."""
-    width = cache.shape[2]
-    page_rows = cache.stride(0) // width
-    # The slots as rows of one matrix, including the gaps between pages.
-    slots = cache.as_strided(((cache.shape[0] - 1) * page_rows + cache.shape[1], width), (width, 1))
-    latents, ropes = (
-        TensorDescriptor(slots, list(slots.shape), [width, 1], [TILE.value, columns], SHARED.value)
-        for columns in (latent // 2, width - latent)
-    )
-    return page_rows, latents, ropes
+def pieces(keys: PagedKeys) -> tuple[int, torch.Tensor | TensorDescriptor, TensorDescriptor]:
+    """Returns a page's stride in slots, and what half of a tile's latents and its rotated values are loaded from.
+
+    Descriptors, of the same slots; latents in e4m3: their words, and a descriptor of the plane of rotated values.
+    """
+    if keys.rope is not None:
+        page_rows, slots = _rows(keys.rope)
+        return page_rows, keys.k.view(torch.int32), _tiles(slots, slots.shape[1])
+    page_rows, slots = _rows(keys.k)
+    latent = keys.v.shape[-1]
+    return page_rows, _tiles(slots, latent // 2), _tiles(slots, slots.shape[1] - latent)
+
+
+def _rows(plane: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Returns a page's stride in slots, and the slots as rows of one matrix, including the gaps between pages."""
+    width = plane.shape[2]
+    page_rows = plane.stride(0) // width
+    return page_rows, plane.as_strided(((plane.shape[0] - 1) * page_rows + plane.shape[1], width), (width, 1))
+
+
+def _tiles(slots: torch.Tensor, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(slots, list(slots.shape), [slots.shape[1], 1], [TILE.value, columns], SHARED.value)

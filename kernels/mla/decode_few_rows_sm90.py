@@ -1,7 +1,8 @@
 """Variant of `kernels.mla.decode` for few query rows on Hopper: keys are the rows of wgmma, queries its columns.
 
 Up to 32 rows of queries (tokens x heads), reading the keys takes longest. Two tiles of keys fit: four warps compute
-with one while the other is loaded, and start the next load as soon as they are done.
+with one while the other is loaded, and start the next load as soon as they are done. Latents in e4m3 are loaded and
+unpacked by four others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
+from kernels.mla.unpack_sm90 import load_unpacked
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
@@ -112,46 +114,40 @@ def _store_half(
 
 
 @gluon.jit
-def _mla_decode_few_sm90_kernel(
-    latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
-    q_b, q_t, q_h, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
-    scale_log2, page_rows, B, T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
-    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
+def _attend(
+    latents, scales, ropes, q, block_table, table_b, page_rows, scale_log2, bounds, strides, queries, keys,
+    weights_shared, ready, free, out, lse, part, part_lse,
+    T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
+    BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
+    """Attends in a group of four warps, which ask for tiles; with scales, `load_unpacked` brings those with keys."""
     H: gl.constexpr = R // 2
     dtype: gl.constexpr = q.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    q_left = gl.allocate_shared_memory(dtype, [ROWS, H], SHARED)
-    q_right = gl.allocate_shared_memory(dtype, [ROWS, H], SHARED)
-    q_rope = gl.allocate_shared_memory(dtype, [ROWS, P], SHARED)
-    k_left = gl.allocate_shared_memory(dtype, [2, TILE, H], SHARED)
-    k_right = gl.allocate_shared_memory(dtype, [2, TILE, H], SHARED)
-    k_rope = gl.allocate_shared_memory(dtype, [2, TILE, P], SHARED)
-    weights_shared = gl.allocate_shared_memory(dtype, [ROWS, TILE], SHARED)
-    left_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    right_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2):
-        mbarrier.init(left_ready.index(s), count=1)
-        mbarrier.init(right_ready.index(s), count=1)
-    fence_async_shared()
-    tl.debug_barrier()
-    keys = (k_left, k_right, k_rope)
-    ready = (left_ready, right_ready)
-    schedule = schedule_of((lo, hi, lo_b, lo_t, hi_b, hi_t, B), 1, T, BLOCK_B, EARLY)
+    lo, hi, lo_b, lo_t, hi_b, hi_t, _ = bounds
+    q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h = strides
+    q_left, q_right, q_rope = queries
+    k_left, k_right, k_rope = keys
+    left_ready, right_ready = ready
+    schedule = schedule_of(bounds, 1, T, BLOCK_B, EARLY)
     begin, end, run = schedule[7], schedule[8], schedule[9]
-    asked_item = _seek(begin, schedule, block_table, table_b)
-    page = _page_of(begin, end, asked_item, PAGE)
-    if EARLY:
-        if page >= -1:  # Always true: without it the compiler moves the wait to before the loads.
-            gdc_wait()
-    for n in gl.static_range(2):
-        asked_item, page = _ask(
-            begin + n, asked_item, page, schedule, block_table, table_b, page_rows, latents, ropes, keys, ready,
-            R, P, PAGE,
-        )  # fmt: skip
+    if scales is None:
+        asked_item = _seek(begin, schedule, block_table, table_b)
+        page = _page_of(begin, end, asked_item, PAGE)
+        if EARLY:
+            if page >= -1:  # Always true: without it the compiler moves the wait to before the loads.
+                gdc_wait()
+        for n in gl.static_range(2):
+            asked_item, page = _ask(
+                begin + n, asked_item, page, schedule, block_table, table_b, page_rows, latents, ropes, keys, ready,
+                R, P, PAGE,
+            )  # fmt: skip
+    elif EARLY:
+        gdc_wait()
+    passed = begin  # tiles without keys, which are not brought with scales, count as passed
     at = begin
     while at < end:
-        i, start, stop, item_begin, item_end, first, _ = item_at(at, schedule)
+        i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
         full_from, full_to = of(schedule[3], schedule[0], i), of(schedule[4], schedule[0], i)
         b = i.to(gl.int64)
 
@@ -168,10 +164,12 @@ def _mla_decode_few_sm90_kernel(
         # A finite floor: -inf minus -inf would be NaN.
         peak = gl.full([ROWS], -1.0e38, gl.float32, layout=gl.SliceLayout(0, PRODUCT))
         ahead = first - at
-        for now in range(at, gl.minimum(end, item_end)):
+        item_stop = gl.minimum(end, item_end)
+        until = item_stop if scales is None else at + last - first
+        for now in range(at, until):
             key = (now + ahead) * TILE
-            slot = (now - begin) % 2
-            phase = (now - begin) // 2 % 2
+            slot = (now - passed) % 2
+            phase = (now - passed) // 2 % 2
             mbarrier.wait(left_ready.index(slot), phase)
             scores = warpgroup_mma(k_rope.index(slot), q_rope.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma(k_left.index(slot), q_left.permute((1, 0)), scores, is_async=True)
@@ -197,10 +195,14 @@ def _mla_decode_few_sm90_kernel(
             right = warpgroup_mma(k_right.index(slot).permute((1, 0)), weighed, right * rescale, is_async=True)
             left, right = warpgroup_mma_wait(num_outstanding=0, deps=[left, right])
             tl.debug_barrier()
-            asked_item, page = _ask(
-                now + 2, asked_item, page, schedule, block_table, table_b, page_rows, latents, ropes, keys, ready,
-                R, P, PAGE,
-            )  # fmt: skip
+            if scales is None:
+                asked_item, page = _ask(
+                    now + 2, asked_item, page, schedule, block_table, table_b, page_rows, latents, ropes, keys, ready,
+                    R, P, PAGE,
+                )  # fmt: skip
+            else:
+                mbarrier.arrive(free.index(slot))
+        passed += item_stop - until
 
         total = gl.sum(totals, 0)
         empty = total == 0.0
@@ -216,7 +218,67 @@ def _mla_decode_few_sm90_kernel(
             gl.store(lse + b * lse_b + t * lse_t + (r % GROUP) * lse_h, log2 * 0.6931471805599453, mask=t < T)
         else:
             gl.store(part_lse + slot_of(begin, item_begin, run, 1) * ROWS + r, log2)
-        at = gl.minimum(end, item_end)
+        at = item_stop
+
+
+@gluon.jit
+def _mla_decode_few_sm90_kernel(
+    latents, scales, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
+    page_stride, q_b, q_t, q_h, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    scale_log2, page_rows, B, T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
+    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    H: gl.constexpr = R // 2
+    dtype: gl.constexpr = q.dtype.element_ty
+    q_left = gl.allocate_shared_memory(dtype, [ROWS, H], SHARED)
+    q_right = gl.allocate_shared_memory(dtype, [ROWS, H], SHARED)
+    q_rope = gl.allocate_shared_memory(dtype, [ROWS, P], SHARED)
+    k_left = gl.allocate_shared_memory(dtype, [2, TILE, H], SHARED)
+    k_right = gl.allocate_shared_memory(dtype, [2, TILE, H], SHARED)
+    k_rope = gl.allocate_shared_memory(dtype, [2, TILE, P], SHARED)
+    weights_shared = gl.allocate_shared_memory(dtype, [ROWS, TILE], SHARED)
+    left_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    right_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(left_ready.index(s), count=1 if scales is None else 2)
+        mbarrier.init(right_ready.index(s), count=1)
+        if scales is not None:
+            mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    tl.debug_barrier()
+    queries = (q_left, q_right, q_rope)
+    keys = (k_left, k_right, k_rope)
+    ready = (left_ready, right_ready)
+    bounds = (lo, hi, lo_b, lo_t, hi_b, hi_t, B)
+    strides = (q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h)
+    if scales is None:
+        _attend(
+            latents, scales, ropes, q, block_table, table_b, page_rows, scale_log2, bounds, strides, queries, keys,
+            weights_shared, ready, free, out, lse, part, part_lse, T, GROUP, R, P, PAGE, BLOCK_B, ROWS, EARLY,
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
+                    (
+                        latents, scales, ropes, q, block_table, table_b, page_rows, scale_log2, bounds, strides,
+                        queries, keys, weights_shared, ready, free, out, lse, part, part_lse,
+                        T, GROUP, R, P, PAGE, BLOCK_B, ROWS, EARLY,
+                    ),
+                ),
+                (
+                    load_unpacked,
+                    (
+                        latents, scales, page_stride, ropes, block_table, table_b, page_rows, bounds, keys, ready,
+                        (free, free), R, P, PAGE, 1, T, BLOCK_B, EARLY,
+                    ),
+                ),
+            ],
+            [4],
+            [208],
+        )  # fmt: skip
     # At the end: starting the merge early, as flash_decode does, gained nothing here (benchmarks/LOG.md).
     gdc_launch_dependents()
 
@@ -232,13 +294,14 @@ def launch(
     """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit and at most MOST_ROWS rows."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
-    page_rows, latents, ropes = pieces(keys.k, latent)
+    page_rows, latents, ropes = pieces(keys)
     rows = max(16, triton.next_power_of_2(T * Hq))  # the fewest that give all threads 16-byte accesses
     part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_few_sm90_kernel[(programs,)](
-        latents, ropes, q, table, lo, hi, out, lse, part, part_lse,
-        *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
-        keys.scale * math.log2(math.e), page_rows, B, T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
+        latents, keys.k_scale, ropes, q, table, lo, hi, out, lse, part, part_lse,
+        0 if keys.rope is None else latents.stride(0), *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(),
+        *out.stride()[:3], *lse.stride(), keys.scale * math.log2(math.e), page_rows, B,
+        T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
         # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 From 33 rows on (query tokens x heads), the products take longer than the loads, and the tensor cores must be kept
 busy explicitly. A program is three groups of warps that hand work to each other through barriers in shared memory:
 
-* one warp loads tiles of 64 keys, piece by piece;
+* one warp loads tiles of 64 keys, piece by piece; latents in e4m3 are loaded and unpacked by four;
 * four warps score a tile, compute softmax weights, and accumulate the left half of the output;
 * four warps accumulate the right half, with the weights that the others store in shared memory.
 
@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
+from kernels.mla.unpack_sm90 import load_unpacked
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
@@ -49,11 +50,11 @@ STORED = gl.constexpr(
 
 @gluon.jit
 def _load(
-    latents, ropes, block_table, table_b, page_rows, bounds, keys, ready, free,
+    latents, scales, page_stride, ropes, block_table, table_b, page_rows, bounds, keys, ready, free,
     R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
     TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Fills the two slots piece by piece, in a warp of its own."""
+    """Fills the two slots piece by piece, in a warp of its own; `load_unpacked` does so with scales."""
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
     left_free, right_free = free
@@ -307,8 +308,8 @@ def _right(
 
 @gluon.jit
 def _mla_decode_sm90_kernel(
-    latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
-    q_b, q_t, q_h, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    latents, scales, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
+    page_stride, q_b, q_t, q_h, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
     scale_log2, page_rows, B, T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
     PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -334,7 +335,7 @@ def _mla_decode_sm90_kernel(
     weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for s in gl.static_range(2):
-        mbarrier.init(left_ready.index(s), count=1)
+        mbarrier.init(left_ready.index(s), count=1 if scales is None else 2)
         mbarrier.init(right_ready.index(s), count=1)
         mbarrier.init(left_free.index(s), count=1)
         mbarrier.init(right_free.index(s), count=1)
@@ -363,15 +364,15 @@ def _mla_decode_sm90_kernel(
                 ),
             ),
             (
-                _load,
+                _load if scales is None else load_unpacked,
                 (
-                    latents, ropes, block_table, table_b, page_rows, bounds, keys, ready, (left_free, right_free),
-                    R, P, PAGE, TILES_M, T, BLOCK_B, EARLY,
+                    latents, scales, page_stride, ropes, block_table, table_b, page_rows, bounds, keys, ready,
+                    (left_free, right_free), R, P, PAGE, TILES_M, T, BLOCK_B, EARLY,
                 ),
             ),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1 if scales is None else 4],
+        [240 if scales is None else 168, 24 if scales is None else 112],
     )  # fmt: skip
     # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
     gdc_launch_dependents()
@@ -388,15 +389,16 @@ def launch(
     """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
-    page_rows, latents, ropes = pieces(keys.k, latent)
+    page_rows, latents, ropes = pieces(keys)
     tiles_m = triton.cdiv(T * Hq, TILE.value)
     runs = max(1, programs // tiles_m)
     rows = min(tiles_m * TILE.value, triton.next_power_of_2(T * Hq))
     part, part_lse = workspace(q.device, q.dtype, runs, rows, latent)
     _mla_decode_sm90_kernel[(runs * tiles_m,)](
-        latents, ropes, q, table, lo, hi, out, lse, part, part_lse,
-        *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
-        keys.scale * math.log2(math.e), page_rows, B, T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
+        latents, keys.k_scale, ropes, q, table, lo, hi, out, lse, part, part_lse,
+        0 if keys.rope is None else latents.stride(0), *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(),
+        *out.stride()[:3], *lse.stride(), keys.scale * math.log2(math.e), page_rows, B,
+        T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
         # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.scaled_keys import GROUP
 
-def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]:
+
+def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype, scaled: bool = False) -> dict[str, int]:
     """Returns launch options for a kernel around `attend_latents`, one program per SM.
 
     Args:
@@ -15,11 +17,14 @@ def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]
         R: latent values per slot.
         P: rotated values per slot.
         dtype: dtype of queries and cache.
+        scaled: whether latents are e4m3 with scales instead.
     """
     if dtype == torch.float32:  # no tensor cores at full precision: for comparisons, not for speed
-        block_m, block_n, warps, stages = 16, 16, 8, 2
-    elif rows > 32:
-        # Three tiles of 36 KiB fit beside 64 rows of queries (72 KiB).
+        # Tiles that are unpacked would spill, were the next one loaded meanwhile.
+        block_m, block_n, warps, stages = 16, 16, 8, 1 if scaled else 2
+    elif rows > 32 or scaled:
+        # Three tiles of 36 KiB fit beside 64 rows of queries (72 KiB). Tiles that are unpacked would not be
+        # loaded ahead with fewer rows: the compiler does so for wgmma alone.
         block_m, block_n, warps, stages = 64, 32, 8, 3
     else:
         # Two tiles of 72 KiB: one is computed with while the other is loaded. At 16 rows 4 warps are 3 to 4% faster
@@ -46,8 +51,34 @@ def _weigh(scores, total, peak, dtype: tl.constexpr):
 
 
 @triton.jit
+def _unpacked(
+    latent, scales, page, key, live, MASKED: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr
+):
+    """Multiplies a tile of latents in e4m3 [keys, BLOCK_R] by their scales: exact in `dtype`, as they were written."""
+    width: tl.constexpr = GROUP if latent.shape[1] > GROUP else latent.shape[1]
+    groups: tl.constexpr = (R + width - 1) // width
+    group = tl.arange(0, latent.shape[1] // width)
+    mask = live[:, None] & (group < groups)[None, :] if MASKED else (group < groups)[None, :]
+    at = (page * (groups * PAGE) + key % PAGE)[:, None] + (group * PAGE)[None, :]
+    scale = tl.load(scales + at, mask=mask, other=0.0)
+    parts = tl.reshape(latent.to(tl.float32), [latent.shape[0], latent.shape[1] // width, width])
+    return tl.reshape(parts * scale[:, :, None], latent.shape).to(dtype)
+
+
+@triton.jit
+def _slots(plane, page, stride, tile, key, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Locates a tile's slots of WIDTH numbers: where the tile begins, and offsets of its keys [BLOCK_N, 1]."""
+    if PAGE % BLOCK_N == 0:
+        lane = tl.arange(0, BLOCK_N)
+        return plane + page * stride + tile * BLOCK_N % PAGE * WIDTH, (lane * WIDTH)[:, None]
+    else:
+        return plane, (page * stride + (key % PAGE).to(tl.int64) * WIDTH)[:, None]
+
+
+@triton.jit
 def attend_latents(
-    acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, pages, page_stride, scale_log2,
+    acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, scales, ropes, pages,
+    page_stride, rope_stride, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -55,8 +86,10 @@ def attend_latents(
     whose keys have R + P values and whose values are the first R of them.
 
     Each tile is loaded once. The stride between a page's slots is R + P, a compile-time constant: with a run-time
-    stride, every address of a tile would take a register.
+    stride, every address of a tile would take a register. With scales, the R values are e4m3, and the others are in
+    `ropes`.
     """
+    width: tl.constexpr = R + P if scales is None else R
     lane = tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
     p = tl.arange(0, BLOCK_P)
@@ -74,14 +107,14 @@ def attend_latents(
         # Dead lanes are zero: as values, the NaN of an unused slot would survive a weight of zero.
         mask_r = live[:, None] & (r < R)[None, :] if MASKED else (r < R)[None, :]
         mask_p = live[:, None] & (p < P)[None, :] if MASKED else (p < P)[None, :]
-        if PAGE % BLOCK_N == 0:
-            base = cache + page * page_stride + tile * BLOCK_N % PAGE * (R + P)
-            within = (lane * (R + P))[:, None]
-        else:
-            base = cache
-            within = (page * page_stride + (key % PAGE).to(tl.int64) * (R + P))[:, None]
+        base, within = _slots(cache, page, page_stride, tile, key, width, PAGE, BLOCK_N)
         latent = tl.load(base + (within + r[None, :]), mask=mask_r, other=0.0)
-        rope = tl.load(base + (within + (R + p)[None, :]), mask=mask_p, other=0.0)
+        if scales is None:
+            rope = tl.load(base + (within + (R + p)[None, :]), mask=mask_p, other=0.0)
+        else:
+            latent = _unpacked(latent, scales, page, key, live, MASKED, PAGE, R, q_latent.dtype)
+            base, within = _slots(ropes, page, rope_stride, tile, key, P, PAGE, BLOCK_N)
+            rope = tl.load(base + (within + p[None, :]), mask=mask_p, other=0.0)
         scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
         scores = tl.dot(q_latent, tl.trans(latent), scores, input_precision="ieee") * scale_log2
         if MASKED:

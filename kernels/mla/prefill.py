@@ -17,8 +17,8 @@ from kernels.reference.mla_prefill import mla_prefill as reference
 
 @triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _mla_prefill_kernel(
-    q, cache, block_table, cu_q, lo, hi, out, lse,
-    q_n, q_h, page_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
+    q, cache, scales, ropes, block_table, cu_q, lo, hi, out, lse,
+    q_n, q_h, page_stride, rope_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
     splits, scale_log2, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -58,18 +58,18 @@ def _mla_prefill_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, pages,
-            page_stride, scale_log2,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, scales, ropes,
+            pages, page_stride, rope_stride, scale_log2,
             MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, pages,
-            page_stride, scale_log2,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, scales, ropes,
+            pages, page_stride, rope_stride, scale_log2,
             MASKED=False, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, pages,
-            page_stride, scale_log2,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, scales, ropes,
+            pages, page_stride, rope_stride, scale_log2,
             MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         empty = total == 0.0
@@ -97,7 +97,8 @@ def mla_prefill(
 
     Args:
         q: [N, Hq, R + P] bf16, fp16 or fp32, absorbed, the chunks one after another; last dim contiguous.
-        keys: latents in q's dtype; row i of the table belongs to segment i.
+        keys: latents in q's dtype, or in e4m3 with scales and rotated values in q's dtype; row i of the
+            table belongs to segment i.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
         max_k: keys per query, an upper bound or estimate; only speed depends on it.
@@ -116,19 +117,19 @@ def mla_prefill(
     N, Hq, width = q.shape
     cache, table, lo, hi, latent = keys.k, keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     P = width - latent
-    assert cache.stride()[1:] == (width, 1), f"a page must be contiguous, got strides {cache.stride()}"
-    assert cache.dtype == q.dtype and q.stride(2) == table.stride(1) == 1
+    keys.check_latents(q.dtype, width)
+    assert q.stride(2) == table.stride(1) == 1
     assert cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(N, Hq, latent, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(N, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1
 
-    tile = latent_tile(max_q * Hq, latent, P, q.dtype)
+    tile = latent_tile(max_q * Hq, latent, P, q.dtype, keys.k_scale is not None)
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
         _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), (cu_q.shape[0] - 1) * splits](
-            q, cache, table, cu_q, lo, hi, part, part_lse,
-            *q.stride()[:2], cache.stride(0), table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
+            q, cache, keys.k_scale, keys.rope, table, cu_q, lo, hi, part, part_lse,
+            *q.stride()[:2], *keys.page_strides, table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
             keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
         )  # fmt: skip
 

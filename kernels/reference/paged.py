@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from kernels.paged_keys import PagedKeys
+from kernels.scaled_keys import unpacked_latents
 
 # Scores held at once (8 MiB of fp32): large enough for the matmuls, small enough to stay near the cache.
 SCORES = 1 << 21
@@ -80,6 +81,9 @@ def _lookup(cache: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torc
 
 
 def whole(latents: PagedKeys) -> PagedKeys:
-    """Views latents as one KV head whose values are whole entries; the caller cuts the output."""
-    slots = latents.k.unsqueeze(2)
-    return replace(latents, k=slots, v=slots)
+    """Returns latents as one KV head whose values are whole entries; the caller cuts the output."""
+    entries = latents.k
+    if latents.k_scale is not None and latents.rope is not None:
+        entries = torch.cat((unpacked_latents(entries, latents.k_scale), latents.rope.float()), -1)
+    slots = entries.unsqueeze(2)
+    return replace(latents, k=slots, v=slots, k_scale=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from helix.placement import BlockBudget
 from helix.speculation import DraftBudget, NgramDrafter
 from tests.e2e.checkpoints import checkpoint, continuations
 from tests.e2e.parity import Continuation, Result, SelfDrafts, Sparse, build_engine, check, generate
+from tests.e2e.test_serve import KVP_2, Served, serve, turns
 
 # Sums of other orders, 1e-6 of a number, round one of 1e5 numbers to a neighbour in e4m3, 6% away; a key's or value's
 # counts for less than 1e-2 in logits of size 1 to 20.
@@ -42,8 +44,14 @@ def alone(
     ]
 
 
-@pytest.mark.parametrize("kv", ["fp8", "k16v8"])
-@pytest.mark.parametrize("family", ["llama-llama3", "qwen3", "qwen2-windowed-tied", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family, kv",
+    [
+        *product(("llama-llama3", "qwen3", "qwen2-windowed-tied", "gpt-oss"), ("fp8", "k16v8")),
+        ("deepseek-v3-yarn", "fp8"),
+        ("deepseek-v2-lite", "fp8"),
+    ],
+)
 def test_grids_agree(family: str, kv: str) -> None:
     wanted = alone(family, kv)
     plain = continuations(checkpoint(family), (5, 90), 12)
@@ -53,22 +61,43 @@ def test_grids_agree(family: str, kv: str) -> None:
         check(results(family, HelixLayout.create("helix", kvp, tpa), wanted, kv), wanted, TOLERANCE)
 
 
-def test_chunks_agree() -> None:
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3-yarn"])
+def test_chunks_agree(family: str) -> None:
     """A chunk reads its own keys as they are stored."""
-    wanted = alone("qwen3", "fp8", prefill_chunk=128)
+    wanted = alone(family, "fp8", prefill_chunk=128)
     for chunk in (7, 32):
-        check(results("qwen3", HelixLayout.create("helix", 2), wanted, "fp8", prefill_chunk=chunk), wanted, TOLERANCE)
+        check(results(family, HelixLayout.create("helix", 2), wanted, "fp8", prefill_chunk=chunk), wanted, TOLERANCE)
 
 
-DRAFTERS = [NgramDrafter(3, 4), *(SelfDrafts(2, DraftBudget(policy, 0.2)) for policy in ("any", "quest"))]
+DRAFTERS = [
+    ("qwen3", NgramDrafter(3, 4)),
+    *(("qwen3", SelfDrafts(2, DraftBudget(policy, 0.2))) for policy in ("any", "quest")),
+    ("deepseek-v3-yarn", NgramDrafter(3, 4)),
+]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_drafts_change_no_token(drafter: Any) -> None:
-    wanted = alone("qwen3", "fp8", lengths=(40, 300), new=16)
+@pytest.mark.parametrize("family, drafter", DRAFTERS)
+def test_drafts_change_no_token(family: str, drafter: Any) -> None:
+    wanted = alone(family, "fp8", lengths=(40, 300), new=16)
     for kvp in (1, 2):
-        found = results("qwen3", HelixLayout.create("helix", kvp), wanted, "fp8", drafter=drafter)
+        found = results(family, HelixLayout.create("helix", kvp), wanted, "fp8", drafter=drafter)
         check(found, wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3-yarn"])
+def test_prefix_hits_change_no_token(family: str) -> None:
+    first, second = turns(continuations(checkpoint(family), (40, 90), 12))
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served]:
+        comm, found = world.communicator(rank, KVP_2.kvp_group(rank)), []
+        for caches in (False, True):
+            e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, kv="fp8", prefix_cache=caches)
+            found.append(serve(e, first, second))
+        return found[0], found[1]
+
+    (plain, hits), _ = run_ranks(2, body, timeout_s=120.0)
+    assert hits.tokens == plain.tokens
+    assert hits.cached["next 1"] > 80 and not any(plain.cached.values())
 
 
 def test_block_sparse_reads_all_blocks_or_its_choice() -> None:

@@ -130,6 +130,7 @@ TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
+    "ropes",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
@@ -176,21 +177,28 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
     latents = {"R": 512, "P": 64, "PAGE": 64}
     for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
-        tile = latent_tile(tokens * heads, 512, 64, dtype)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        rows = tile["BLOCK_M"]
-        grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
-        yield f"mla-decode-{rows}", dtype, _mla_decode_kernel, latents | grid | tile, options
-        yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, latents | {"GROUP": heads} | tile, options
+        for name, plain in (("", {"scales": None, "ropes": None}), ("-fp8", {})):
+            tile = latent_tile(tokens * heads, 512, 64, dtype, not plain)
+            options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
+            rows = tile["BLOCK_M"]
+            grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
+            shape = latents | tile | plain
+            yield f"mla-decode-{rows}{name}", dtype, _mla_decode_kernel, shape | grid, options
+            yield f"mla-prefill-{rows}{name}", dtype, _mla_prefill_kernel, shape | {"GROUP": heads}, options
     for heads, tokens in ((128, 1), (32, 4)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
-        yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
+        yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid | {"scales": None}, {"num_warps": 4}
+        yield "mla-decode-sm90-fp8", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
     for heads, tokens, rows in ((16, 1, 16), (16, 2, 32)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": rows, "EARLY": True}
-        yield "mla-decode-few-sm90", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
+        plain = grid | {"scales": None}
+        yield "mla-decode-few-sm90", bf16, _mla_decode_few_sm90_kernel, latents | plain, {"num_warps": 4}
+        yield "mla-decode-few-sm90-fp8", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
     width = {"HEADS": 32, "NOPE": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
     width |= {"PDL": True, **head_blocks(128, 64, bf16)}
-    yield "mla-append", bf16, _mla_append_kernel, width, {"num_warps": 4}
+    yield "mla-append", bf16, _mla_append_kernel, width | {"scales": None, "ropes": None}, {"num_warps": 4}
+    for warps in (1, 4):
+        yield "mla-append-fp8", bf16, _mla_append_kernel, width, {"num_warps": warps}
     for dtype in (bf16, fp32):
         head = {"A": 512, "B": 128, "w_a": 1, "PDL": True, **head_blocks(512, 16, dtype)}
         yield "each-head", dtype, _each_head_kernel, head, {"num_warps": 4}
@@ -507,7 +515,11 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*fp8e4nv"
         if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
             kind = "*fp32"
-        if name in DESCRIPTORS:
+        if "ropes" in function.arg_names and "ropes" not in constants:
+            kind = {"cache": "*fp8e4nv", "scales": "*fp32"}.get(name, kind)
+        if name == "latents" and "scales" in function.arg_names and "scales" not in constants:
+            kind = "*i32"  # words of four numbers
+        elif name in DESCRIPTORS and isinstance(function, GluonJITFunction):
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
         if name == "words" and function in (_linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel):
             kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS", "D")) else "*i32"

@@ -166,10 +166,15 @@ def test_on_hopper(shape: str) -> None:
     """Each schedule of programs, into outputs full of NaN, and bitwise the same when repeated."""
     settings = dict(page_size=64, dtype=torch.bfloat16) | ON_HOPPER[shape]
     case = make_latent_case(**settings, latent=512, rope=64, device="cuda")
-    assert decode_common_sm90.fits(case.q.unflatten(0, (len(case.counts), -1)), case.cache, case.latent)
+    check_on_hopper(case)
+
+
+def check_on_hopper(case: LatentCase) -> None:
+    B = len(case.counts)
+    assert decode_common_sm90.fits(case.q.unflatten(0, (B, -1)), case.paged(B))
     expected = case.expected()
     for options in ({}, {"sms": 7}):
-        shape_of_lse = (len(case.counts), case.counts[0], case.q.shape[1])
+        shape_of_lse = (B, case.counts[0], case.q.shape[1])
         # Strided, as a slice of something wider.
         out = torch.full((*shape_of_lse, 520), torch.nan, dtype=case.q.dtype, device="cuda")[..., :512]
         lse = torch.full(shape_of_lse, torch.nan, device="cuda")
@@ -206,7 +211,7 @@ def test_what_fits_hopper(change: dict[str, Any], fits: bool, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shape = dict(heads=32, latent=512, dtype=torch.bfloat16, page_size=64) | change
     case = make_latent_case([1], [3], rope=576 - shape["latent"], **shape)
-    assert decode_common_sm90.fits(case.q[:, None], case.cache, case.latent) == fits
+    assert decode_common_sm90.fits(case.q[:, None], case.paged(1)) == fits
 
 
 @pytest.mark.gpu

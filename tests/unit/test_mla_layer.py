@@ -64,6 +64,8 @@ def test_a_token_stores_one_latent() -> None:
             keeps = r1.keeps(layout, rank, torch.bfloat16)
             assert {kept for layer in keeps for kept in layer} == {Keeps("latents", (576,), torch.bfloat16)}
             assert sum(token_bytes(layer) for layer in keeps) == 61 * 1152
+    few = r1.keeps(HelixLayout.create("helix", 8), 0, torch.bfloat16, "fp8")
+    assert sum(token_bytes(layer) for layer in few) == 61 * (512 + 4 * 4 + 64 * 2)
 
 
 def test_values_travel_from_nine_rows_on() -> None:

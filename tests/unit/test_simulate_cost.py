@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from helix.build.tiering import tiered_bytes
 from helix.layout import HelixLayout
-from helix.memory.keeps import page_bytes
+from helix.memory.keeps import page_bytes, token_bytes
 from helix.memory.kv_cache import StepSizes, with_bounds
 from helix.placement import BlockBudget, Placement
 from helix.simulate import cost
@@ -391,6 +391,21 @@ def test_capacity_is_counted_as_the_runtime_counts_it(kv: str, known: str) -> No
     options = Options("bf16", known, "bf16", sparse=Sparse(32), append_block=128, page_size=128)
     found = memory_of(spec, load_hardware("h200"), Points.of("helix", 1, kvp=2), length, options)
     assert found.kv_bytes[0] == pytest.approx(pages * sum(page_bytes(kept, 128) for kept in keeps), rel=EXACT)
+
+
+@pytest.mark.parametrize("kv, known, of_token", [("auto", "bf16", 1152), ("fp8", "e4m3", 656)])
+def test_latents_are_counted_as_the_runtime_counts_them(kv: str, known: str, of_token: int) -> None:
+    """In pages, and as attention reads them."""
+    spec, layout, length = load_spec("deepseek-r1"), HelixLayout.create("helix", 8), 128 * 1024
+    pages = Placement(layout, 0, 16, 64).stripes.pages_for(length + 1)
+    keeps = spec.keeps(layout, 0, torch.bfloat16, kv)
+    assert {token_bytes(kept) for kept in keeps} == {of_token}
+    hardware, points = load_hardware("h200"), Points.of("helix", 1, kvp=8)
+    found = memory_of(spec, hardware, points, length, Options("bf16", known, "bf16"))
+    assert found.kv_bytes[0] == pytest.approx(pages * sum(page_bytes(kept, 64) for kept in keeps), rel=EXACT)
+    taken = step("deepseek-r1", hardware, "helix", length=length, kvp=8, weights="bf16", kv=known, messages="bf16")
+    read = next(phase for phase in taken.phases if phase.name == "attention")
+    assert read.bytes[0] == pytest.approx(61 * of_token * length / 8, rel=EXACT)
 
 
 def test_latencies_between_and_beyond_known_widths() -> None:
