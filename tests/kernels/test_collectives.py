@@ -234,7 +234,7 @@ def random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., Te
 def projections(
     W: int, N: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device, few: bool = False
 ) -> list[PendingSum]:
-    """Of weights in e4m3 if `few`."""
+    """Creates projections of W ranks; `few`: of weights in e4m3."""
     random = random_tensors(dtype, device)
 
     def weight() -> Matrix:
