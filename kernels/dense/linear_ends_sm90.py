@@ -1,4 +1,4 @@
-"""Beginning and end of a projection's tile on Hopper, shared by its kernels: what is looked up, and where sums go.
+"""Beginning and end of a projection's tile on Hopper, shared by its kernels: what is looked up, and where sums go."""
 
 from __future__ import annotations
 
