@@ -28,7 +28,8 @@ def _store_few(latent, target, scales, slot, R: tl.constexpr, PAGE: tl.constexpr
     bits = scale_bits(tl.max(tl.abs(x), 1))
     r = group[:, None] * width + tl.arange(0, width)[None, :]
     tl.store(target + r, (x * reciprocal(bits)[:, None]).to(target.dtype.element_ty), mask=r < R)
-    at = scale_at(scales, slot // PAGE, slot % PAGE, group, PAGE, (R + width - 1) // width, PAGE)
+    groups: tl.constexpr = (R + width - 1) // width
+    at = scale_at(scales, slot // PAGE, slot % PAGE, group, PAGE, PAGE, groups * PAGE, PAGE)
     tl.store(at, bits.to(tl.float32, bitcast=True), mask=group * width < R)
 
 
