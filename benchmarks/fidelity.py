@@ -1,10 +1,11 @@
-"""What block-sparse attention changes: the same prompts under several policies, each beside dense attention.
+"""What block-sparse attention and an FP8 cache change: the same prompts under several policies, beside dense attention.
 
   helix fidelity model=demo
   helix fidelity task=needles model=DIR length=8192,32768 haystack=loop,code count=200 output=FILE.jsonl
   helix fidelity task=text model=DIR length=32768 steps=256 kvp=4 choice=global output=fidelity.jsonl
 
-Every prompt is prefilled densely once, and each policy goes on from there. Texts are this repository's sources, of
+Every prompt is prefilled densely once, and each policy goes on from there; with dense-fp8 and dense-k16v8 the prefill
+reads keys and values in FP8, too, as with kv.dtype. Texts are this repository's sources, of
 which the demo model has seen none. Ranges are Wilson's, of 95%. A policy that was to leave blocks out and read them all
 is an error: blocks are counted on the device.
 

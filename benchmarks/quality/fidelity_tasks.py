@@ -31,9 +31,10 @@ def blocks(topk: int, local: int = 4) -> BlockBudget:
 
 
 def policies() -> list[Policy]:
-    """Dense attention and what is compared with it: budgets of blocks, of finer blocks, of a window, by each score."""
+    """Dense attention and what is compared with it: fewer bits; budgets of blocks, of a window, by each score."""
     return [
         Policy("dense"),
+        *(Policy(f"dense-{kv}", kv=kv) for kv in ("fp8", "k16v8")),
         Policy("window-640", blocks(0)),
         Policy("window-4736", blocks(0, 36)),
         *(Policy(f"{score}-{k}", blocks(k), score=score) for score in ("bounds", "mean") for k in (4, 8, 16, 32)),
@@ -67,7 +68,9 @@ class FidelityTask:
 def described(task: FidelityTask, outcome: ForcedOutcome) -> Row:
     policy = outcome.policy
     budget = None if policy.budget is None else asdict(policy.budget)
-    kind = {name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "stored", "layers")}
+    kind = {
+        name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "stored", "layers", "kv")
+    }
     return {"policy": policy.name, **kind, "budget": budget, "blocks_read": outcome.blocks_read}
 
 
@@ -88,7 +91,7 @@ def generated(task: FidelityTask) -> list[Row]:
         raise ValueError(
             f"steps={task.steps} must be more than {LATE}: only then is text behind the prefill outside of the window"
         )
-    chosen = [p for p in task.policies if p.budget is None or p.name in KEPT_UP]
+    chosen = [p for p in task.policies if p.name == "dense" or p.name in KEPT_UP]
     chosen += [replace(p, name=f"{p.name}-frozen", frozen=True) for p in chosen if p.budget is not None]
     found, follows = _on_text(task, texts(task.tokenizer, task.count, task.length), chosen)
     dense, late = found["dense"].logits, (slice(None), slice(LATE, None))

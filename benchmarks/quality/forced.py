@@ -45,6 +45,7 @@ class Policy:
         layers: so many neighbouring layers share one choice.
         attends: a policy made by the caller, for one rank, in place of the budget.
         hot: shares of the texts' blocks for which hits are counted, were so many on the GPU.
+        kv: auto, fp8 or k16v8, how keys and values are kept, from the prefill on.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Policy:
     layers: int = 1
     attends: AttentionPolicy | None = None
     hot: tuple[float, ...] = ()
+    kv: str = "auto"
 
     @property
     def keys(self) -> int | None:
@@ -154,12 +156,12 @@ def _outcomes(
     policies: Sequence[Policy],
     given: Tensor | None,
 ) -> Iterator[tuple[Policy, Tensor, float | None, Hits]]:
-    """Each policy with its logits and the blocks it has read; those of one page size come one after the other."""
+    """Each policy with its logits and the blocks it has read; those that read one cache come one after the other."""
     room = max(map(len, prompts)) + steps
     longest = max(room, model.spec.max_positions)  # the same kernels, once compiled, for texts of any length
-    for page, group in groupby(sorted(policies, key=lambda policy: policy.page), key=lambda policy: policy.page):
+    for (page, kv), group in groupby(sorted(policies, key=_cache), key=_cache):
         placement = Placement(layout, layout.kvp_rank(comm.rank), page, page)
-        runner = prefilled(model, placement, comm, prompts, room, longest, score="bounds")
+        runner = prefilled(model, placement, comm, prompts, room, longest, kv=kv, score="bounds")
         for policy in group:
             attends = _attention(policy, placement, longest, comm) or runner.dense
             logits = _steps(runner, policy, attends, prompts, steps, given)
@@ -170,6 +172,10 @@ def _outcomes(
                 read = sum(of_ranks[rank] for rank in layout.kvp_group(0))
             yield policy, logits, read, hits
         del runner  # before the next cache is made
+
+
+def _cache(policy: Policy) -> tuple[int, str]:
+    return policy.page, policy.kv
 
 
 def _steps(

@@ -89,6 +89,7 @@ def prefilled(
     room: int,
     max_length: int,
     *,
+    kv: str = "auto",
     score: str | None = None,
     drafter: Drafter | None = None,
 ) -> ModelRunner:
@@ -96,12 +97,13 @@ def prefilled(
 
     Args:
         max_length: of the runner.
+        kv: how keys and values are kept, as kv.dtype says.
         score: as in `KVCache`; bounds are not folded.
         drafter: as in `ModelRunner`, which makes room for its drafts.
     """
     n, layout = len(prompts), placement.layout
     pages = n * placement.stripes.pages_for(room)
-    keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype)
+    keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype, kv)
     keeps = keeps if score is None else with_bounds(keeps, model.weights.dtype)
     rows = 1 + (0 if drafter is None else drafter.limit)
     cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, rows, TOGETHER * CHUNK), score)

@@ -124,6 +124,15 @@ def test_policies_over_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert over_two["blocks_read"] == 6 and over_two["kl"] == pytest.approx(few["kl"], abs=1e-4)
 
 
+def test_caches_of_few_bits_are_read_from_the_prefill_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike by one rank and by two; values alone lose less."""
+    known(monkeypatch, *(Policy(kv, page=16, kv=kv) for kv in ("fp8", "k16v8")))
+    found, over_two = rows(steps=12), rows(steps=12, kvp=2)
+    assert 0 < found["k16v8"]["kl"] < found["fp8"]["kl"] < 0.1 and found["fp8"]["kv"] == "fp8"
+    for kv in ("fp8", "k16v8"):
+        assert over_two[kv]["kl"] == pytest.approx(found[kv]["kl"], rel=0.2)
+
+
 def test_what_read_everything_is_dense_and_an_error(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = texts(tokenizer, 1, 200)
     case = [ids[0, :-2]], 2, [Policy("dense", page=16), Policy("all", BUDGETS[40], 16)]
