@@ -145,8 +145,13 @@ def test_appends_the_bytes_of_the_reference(
         # Three bits after the first: half a unit in the last place is 2^-4 of a number, or of the scale's 2^-9.
         most = torch.stack([x.abs().amax(-1) for x in want.split(128, -1)], -1).repeat_interleave(128, -1)[:, :latent]
         assert ((stood[written] - want).abs() <= want.abs() * 2**-4 * 1.01 + most * 2**-17).all()
+    # A GPU divides by other numbers than powers of two, and takes roots, with an error: fp32 alone shows it.
+    exact = dtype != torch.float32 or latent & (latent - 1) == 0
     for name, mine, theirs in zip(("latents", "scales", "ropes"), *found, strict=True):
-        assert torch.equal(mine, theirs), name
+        if exact or name == "ropes":
+            assert torch.equal(mine, theirs), name
+        else:  # at most a neighbouring number of e4m3, or power of two
+            assert ((mine - theirs).abs() <= (1 if name == "scales" else 0.14) * theirs.abs() + 1e-6).all(), name
 
 
 @pytest.mark.parametrize("shape", test_mla_decode.ON_HOPPER)
