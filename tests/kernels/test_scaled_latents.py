@@ -145,8 +145,13 @@ def test_appends_the_bytes_of_the_reference(
         # Three bits after the first: half a unit in the last place is 2^-4 of a number, or of the scale's 2^-9.
         most = torch.stack([x.abs().amax(-1) for x in want.split(128, -1)], -1).repeat_interleave(128, -1)[:, :latent]
         assert ((stood[written] - want).abs() <= want.abs() * 2**-4 * 1.01 + most * 2**-17).all()
+    # A GPU divides by other numbers than powers of two, and takes roots, with an error: fp32 alone shows it.
+    exact = dtype != torch.float32 or latent & (latent - 1) == 0
     for name, mine, theirs in zip(("latents", "scales", "ropes"), *found, strict=True):
-        assert torch.equal(mine, theirs), name
+        if exact or name == "ropes":
+            assert torch.equal(mine, theirs), name
+        else:  # at most a neighbouring number of e4m3, or power of two
+            assert ((mine - theirs).abs() <= (1 if name == "scales" else 0.14) * theirs.abs() + 1e-6).all(), name
 
 
 @pytest.mark.parametrize("shape", test_mla_decode.ON_HOPPER)
@@ -198,3 +203,54 @@ def test_real_sizes(dtype: torch.dtype, page_size: int, heads: int, count: int) 
     check(*test_mla_decode.run(mla_decode, case), case)
     case = FewBitsCase.of(make_latent_case([300, 29], [1500, 29], heads=heads, **settings), decades=True)
     check(*test_mla_prefill.run(mla_prefill, case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_one_graph_serves_every_length(heads: int) -> None:
+    """With bounds that are read early."""
+    case = FewBitsCase.of(
+        make_latent_case(
+            [1, 1, 1], [700, 3, 250], heads=heads, latent=512, rope=64, page_size=64, dtype=torch.bfloat16,
+            device="cuda",
+        )
+    )  # fmt: skip
+    q, keys = case.q.unflatten(0, (3, -1)), case.paged(3)
+    mla_decode(q, keys, early=True)  # compiled before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = mla_decode(q, keys, early=True)
+    for bounds in ([1, 0, 64], [65, 1, 0], [512, 2, 128], [700, 3, 250]):
+        keys.hi.copy_(torch.tensor(bounds, device="cuda")[:, None])
+        case.hi = keys.hi.flatten().clone()
+        graph.replay()
+        check(out.flatten(0, 1), lse.flatten(0, 1), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size, heads", [(64, 16), (64, 128), (16, 128)])
+def test_offsets_beyond_2_to_the_31(page_size: int, heads: int) -> None:
+    """The last pages of 2^32 numbers hold what is written and read."""
+    pages = (1 << 32) // (page_size * 512) + 1
+    case = FewBitsCase.of(
+        make_latent_case(
+            [1], [100], heads=heads, latent=512, rope=64, page_size=page_size, dtype=torch.bfloat16, device="cuda"
+        )
+    )
+    planes = tuple(torch.zeros(pages, *plane.shape[1:], dtype=plane.dtype, device="cuda") for plane in case.planes)
+    for i in range(-(-100 // page_size)):
+        for to, plane in zip(planes, case.planes, strict=True):
+            to[pages - 1 - i] = plane[int(case.block_table[0, i])]
+        case.block_table[0, i] = pages - 1 - i
+    case = replace(case, planes=planes)
+    check(*test_mla_decode.run(mla_decode, case), case)
+    check(*test_mla_prefill.run(mla_prefill, case), case)
+    kv, zero = torch.randn(2, 576, device="cuda").bfloat16(), torch.zeros(2, 32, dtype=torch.bfloat16, device="cuda")
+    q, w_uk = torch.randn(2, 16, 192, device="cuda").bfloat16(), torch.randn(16, 128, 512, device="cuda").bfloat16()
+    gain, slots = torch.ones_like(kv[0, :512]), torch.tensor([pages * page_size - 1, 5], device="cuda")
+    for plane in planes:
+        plane.zero_()
+    mla_append(q, kv, zero + 1, zero, gain, 1e-6, w_uk, planes[0], slots, *planes[1:])
+    assert torch.equal(planes[2][-1, -1], kv[0, 512:]) and torch.equal(planes[2][0, 5], kv[1, 512:])
+    assert planes[1].mT.reshape(-1, 4).any(-1).nonzero().flatten().tolist() == [5, pages * page_size - 1]
+    assert planes[0].view(torch.int64).view(-1, 64).any(-1).nonzero().flatten().tolist() == [5, pages * page_size - 1]

@@ -106,6 +106,13 @@ def test_what_is_refused(overrides: list[str], words: list[str]) -> None:
     assert all(word in message for word in words), message
 
 
+def test_a_draft_of_latents_keeps_no_values_alone() -> None:
+    latents = checkpoint("deepseek-v3-yarn")
+    assert draft_of(config(latents, "kv.dtype=fp8"), 1)
+    message = problem(config(latents, "kv.dtype=k16v8"), 1)
+    assert "draft model" in message and "kv.dtype=k16v8" in message and "latents (MLA)" in message
+
+
 def test_tokenizers_that_differ(tmp_path: Path) -> None:
     other = shutil.copytree(DEMO, tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())

@@ -347,3 +347,10 @@ def test_a_model_can_draft_for_itself(model: Path, prompts: Path) -> None:
 def test_a_model_cannot_draft_for_itself(family: str, overrides: list[str], words: list[str], prompts: Path) -> None:
     said = problem(checkpoint(family), prompts, "speculation=sparse", *overrides)
     assert all(word in said for word in words), said
+
+
+def test_latents_are_kept_in_fp8_or_as_they_are(prompts: Path) -> None:
+    latents = checkpoint("deepseek-v3-yarn")
+    assert plan(latents, prompts, "kv.dtype=fp8").kv.dtype == "fp8"
+    said = problem(latents, prompts, "kv.dtype=k16v8")
+    assert "kv.dtype=k16v8" in said and "latents (MLA)" in said and "set fp8 or auto" in said
