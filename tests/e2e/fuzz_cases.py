@@ -19,6 +19,12 @@ from helix.models import DecoderSpec, spec_from_config
 from helix.placement import Stripes
 from tests.e2e.fuzz_configs import Json, Shapes, config_of, rope_of, written
 
+# Sections of config.json, and rows and columns of a scale.
+STORED: dict[str, tuple[Json, tuple[int | None, int | None]]] = {
+    "blocks of 16": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, (16, 16)),
+    "blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, (128, 128)),
+    "rows": ({"quant_method": "fbgemm_fp8"}, (1, None)),
+}
 LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
 SHARED = 8  # seeds
 
@@ -57,7 +63,7 @@ class Case:
         own_head: the checkpoint has a head that differs from the embedding, whatever the config says.
         settings: of `Config`, by their names.
         spoilt: which of SPOILT was done to them; None: they are legal.
-        lossy: attention reads a part of the keys: transformers says something else.
+        lossy: attention reads a part of the keys, or numbers of few bits: transformers says something else.
         eos: the tokens that end a sequence, in place of the config's.
         rounds: requests, those of a round when all before it have ended.
         least_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
@@ -66,6 +72,8 @@ class Case:
         scarce: a cache in host memory has the fewest places on the GPU that its settings allow.
         whimsical: the pace of steps with drafts is drawn, in place of what the clock says.
         backend: between processes: nccl or symm_mem.
+        stored: how matrices are kept in FP8, one of STORED; None: they are not.
+        kept: they stay as they are stored.
     """
 
     family: str
@@ -84,6 +92,8 @@ class Case:
     scarce: bool
     whimsical: bool
     backend: str
+    stored: str | None
+    kept: bool
 
     @property
     def world_size(self) -> int:
@@ -110,13 +120,15 @@ class Case:
             "attention": ("blocks, a part" if self.lossy else "blocks, all") if blocks else "dense",
             "tier": s.get("kv.tier", "gpu"),
             "hopb": s["hopb.chunks"],
+            "kv": s["kv.dtype"],
+            "weights": f"{self.stored}, {'kept' if self.kept else 'unpacked'}" if self.stored else "whole",
             "layout": f"{s['layout.mode']} {s['layout.kvp']}x{s['layout.tpa']}",
         }
 
     def __str__(self) -> str:
         more = f"spoilt={self.spoilt} " if self.spoilt else ""
         more += f"least_keys={self.least_keys} run_steps={self.run_steps} scarce={self.scarce} "
-        more += f"whimsical={self.whimsical} eos={len(self.eos)} "
+        more += f"whimsical={self.whimsical} eos={len(self.eos)} stored={self.stored} kept={self.kept} "
         asks = ", ".join(f"{ask.name}:{len(ask.tokens)}+{ask.new}" for asks in self.rounds for ask in asks)
         return more + " ".join(f"{key}={value}" for key, value in self.settings.items()) + f"; {asks}"
 
@@ -172,6 +184,8 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
         rng.random() < 0.7,
         rng.random() < 0.4,
         rng.choice(("nccl", "symm_mem")),
+        None if family == "gpt_oss" else rng.choice((None, None, None, *STORED)),
+        rng.random() < 0.6,
     )
 
 
@@ -192,7 +206,7 @@ def layout_of(q_heads: int, kv_heads: int, experts: int, worlds: tuple[int, ...]
 def settings_of(
     layout: HelixLayout, spec: DecoderSpec | None, shared: random.Random, dtype: str, rng: random.Random
 ) -> tuple[Settings, bool]:
-    """Legal settings, and whether attention reads a part of the keys.
+    """Legal settings, and whether attention is lossy: it reads a part of the keys, or numbers of few bits.
 
     Args:
         shared: draws the same for all cases that share compiled kernels.
@@ -215,7 +229,11 @@ def settings_of(
         "schedule.lease": rng.choice((1, 2, 16)),
         "schedule.stall_ms": rng.choice((2.0, 50.0)),
         "speculation.drafter": "none",
+        "kv.dtype": "auto",
     }
+    if spec is not None and spec.full and rng.random() < 0.35:
+        settings["kv.dtype"] = "fp8" if _latents(spec) else rng.choice(("fp8", "fp8", "k16v8"))
+    rounds = settings["kv.dtype"] != "auto"
     has_heads = spec is not None and _whole(spec)
     drafters = ["none", "ngram", "model"]
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
@@ -232,8 +250,8 @@ def settings_of(
         assert spec is not None
         settings |= _self_drafts(page, rng)
     if not blocks:
-        return settings, False
-    return settings, _block_sparse(layout, settings, dtype, rng)
+        return settings, rounds
+    return settings, _block_sparse(layout, settings, dtype, rng) or rounds
 
 
 def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng: random.Random) -> Settings:
@@ -407,6 +425,8 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "speculation.drafter=sparse sliding window": (_windows, PLAIN | DRAFTS),
     "attention.policy=block_sparse latents": (_latents, BLOCKS),
     "attention.policy=block_sparse sliding window": (_windows, BLOCKS),
+    "kv.dtype=k16v8 latents": (_latents, PLAIN | {"kv.dtype": "k16v8"}),
+    "kv.dtype=fp8 windows": (_windows, PLAIN | {"kv.dtype": "fp8"}),
     "kv.page_size=32 attention.block=16": (_whole, BLOCKS | {"kv.page_size": 32}),
     "speculation.gamma=32 31": (_any, {"speculation.gamma": 32}),
     "attention.choice=global attention.block=16 kv.append_block=17": (_whole, GLOBAL | {"kv.append_block": 17}),

@@ -22,7 +22,8 @@ from transformers import CONFIG_MAPPING
 
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.loading import read_config
-from tests.e2e.fuzz_cases import Ask, Case
+from tests.e2e.checkpoints import write_fp8
+from tests.e2e.fuzz_cases import STORED, Ask, Case
 from tests.e2e.fuzz_configs import ARCHITECTURES
 from tests.e2e.fuzz_runs import Rank, Ranks, Refused, Served, forced, run
 from tests.unit.test_sampling import oracle as drawn_from
@@ -118,16 +119,26 @@ def save(case: Case, directory: Path) -> None:
         whole["lm_head.weight"] = whole["model.embed_tokens.weight"].flip(0).contiguous()
         save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(case.content))
+    if case.stored is not None:  # transformers gets what is stored, unpacked
+        whole = directory / "whole"
+        whole.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (directory / name).rename(whole / name)
+        section, block = STORED[case.stored]
+        tensors = write_fp8(whole, directory, section, block)
+        save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
     (directory / "generation_config.json").unlink(missing_ok=True)
     if case.generation is not None:
-        (directory / "generation_config.json").write_text(json.dumps(case.generation))
+        for of in (directory, _whole_weights(directory)):
+            (of / "generation_config.json").write_text(json.dumps(case.generation))
     if case.settings["speculation.drafter"] == "model":
         nudged(directory, directory / "draft", DRAFT_NOISE, case.seed)
 
 
 def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
-    """Writes the same model with noise on all weights, by a share of each tensor's size."""
+    """Writes the same model with noise on all weights, by a share of each tensor's size; none is in FP8."""
     to.mkdir()
+    directory = _whole_weights(directory)
     whole, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(seed)
     for name, tensor in whole.items():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -138,12 +149,18 @@ def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
 
 def theirs(case: Case, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Loads the directory by transformers."""
+    directory = _whole_weights(directory)
     cls = getattr(transformers, ARCHITECTURES[case.family])
     return (
         cls.from_pretrained(directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
         .to(device)
         .eval()
     )
+
+
+def _whole_weights(directory: Path) -> Path:
+    whole = directory / "whole"
+    return whole if whole.exists() else directory
 
 
 @torch.no_grad()

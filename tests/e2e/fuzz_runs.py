@@ -28,6 +28,7 @@ from helix.control.inbox import Inbox
 from helix.events.decision import StepPlan
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
+from helix.layers.weights import unpacked
 from helix.layout import HelixLayout
 from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder, DecoderSpec
@@ -148,11 +149,11 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
         Refused: there is too little room.
     """
     config, comm = plan.config, connect(plan.layout)
-    model = _load(plan.spec, case.eos, plan.layout, comm, plan.checkpoint, config)
+    model = _load(plan.spec, case, case.eos, plan.layout, comm, plan.checkpoint, config)
     draft = None
     if plan.draft is not None:
         of_draft = connect(plan.draft.layout)
-        own = _load(plan.draft.spec, (), plan.draft.layout, of_draft, plan.draft.checkpoint, config)
+        own = _load(plan.draft.spec, case, (), plan.draft.layout, of_draft, plan.draft.checkpoint, config)
         draft = DraftModel(own, plan.draft.layout, of_draft)
     given = plan.layout, comm, model, config, config.decode.max_batch, 1, None, draft
     if config.kv.tier == "host" and case.scarce:
@@ -162,7 +163,7 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
     except ValueError as error:
         raise Refused(str(error)) from error
     for tensor in _unwritten(engine):
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)  # words of ones are NaN in every dtype
     try:
         yield engine
     finally:
@@ -172,11 +173,12 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
 
 
 def _load(
-    spec: DecoderSpec, eos: tuple[int, ...], layout: HelixLayout, comm: Communicator, checkpoint: Checkpoint | None,
-    config: Config,
+    spec: DecoderSpec, case: Case, eos: tuple[int, ...], layout: HelixLayout, comm: Communicator,
+    checkpoint: Checkpoint | None, config: Config,
 ) -> Decoder:  # fmt: skip
     assert checkpoint is not None
-    model = Decoder(replace(spec, eos=eos), layout, comm, getattr(torch, config.model.dtype), comm.device)
+    dtype, formats = getattr(torch, config.model.dtype), checkpoint.kept if case.kept else unpacked
+    model = Decoder(replace(spec, eos=eos), layout, comm, dtype, comm.device, formats)
     checkpoint.load(model.weights)
     return model
 
