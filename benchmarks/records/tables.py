@@ -17,6 +17,7 @@ from benchmarks.models.speculate import PARTS, REST
 from benchmarks.records import (
     acceptance_tables,
     fidelity_tables,
+    fp8_tables,
     kernel_tables,
     serving_tables,
     sparse_bill,
@@ -47,7 +48,18 @@ from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.serving.fields import table
 
-RESULTS = ["8-gpus", "4-gpus", "emulated", "kernels", "block-sparse", "speculation", "hop-b", "fidelity", "acceptance"]
+RESULTS = [
+    "8-gpus",
+    "4-gpus",
+    "emulated",
+    "kernels",
+    "block-sparse",
+    "speculation",
+    "hop-b",
+    "fidelity",
+    "fp8",
+    "acceptance",
+]
 GUIDES = ["planner", "sparse", "tiering", "serving", "serving-engine", "speculation"]
 ROWS, MOST_ROWS = 8, 12  # of a table of results on a page
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/results/{name}.md" for name in RESULTS)]
@@ -201,6 +213,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "chunks": chunks,
     "hopb": hopb,
     "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),
+    **fp8_tables.PAGE,
     **sparse_tables.PAGE,
     **serving_tables.PAGE,
     "sparse-bill": partial(bill, sparse_bill.bill_table),

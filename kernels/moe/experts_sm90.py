@@ -39,7 +39,7 @@ MAX_TOKENS = 8  # the least number of columns of a product
 # Columns of an expert. On an H200, against the other algorithms: 96 are 3 to 7% slower, 256 4%; 360 are 3% faster,
 # 384 from 6% slower at one token to 20% faster at four, 512 level, 768 and more 2 to 23% faster.
 MIN_WIDTH = 320
-MIN_WIDTH_E4M3 = 192  # which the other algorithms convert more slowly; H100: 256 takes 31 us at one token, not 36
+MIN_WIDTH_E4M3 = 192  # which the other algorithms convert more slowly
 ROWS, HALF, COLUMNS, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(MAX_TOKENS), gl.constexpr(128)
 STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of x or h: 102 KB, or 110
 LEVELS = gl.constexpr(4)  # of the tree
