@@ -77,6 +77,8 @@ class Hardware:
         product_s: the same for a projection, by rows of its input; empty: as any kernel.
         latent_share: share of the read rate that MLA's attention reaches; None: all of it.
         latent_flops: FLOP/s of MLA's attention with many heads; None: as any product.
+        e4m3_share: shares of the read rate at which numbers in e4m3 are read, which are converted: `weights`, `experts`
+            and `kv`, keys and values of heads; empty: all of it.
         chunk_s: time of each further HOP-B chunk of a layer.
         collectives: the runtime's own collectives, if it has them on this hardware.
         nccl: the library's collectives; empty: not measured.
@@ -102,6 +104,7 @@ class Hardware:
     product_s: Mapping[int, Constant]
     latent_share: Constant | None
     latent_flops: Constant | None
+    e4m3_share: Mapping[str, Constant]
     chunk_s: Constant
     finding_s: Constant | None
     finding_sequence_s: Constant | None
@@ -168,6 +171,7 @@ class Hardware:
             by_size("product_s"),
             optional("latent_share"),
             optional("latent_flops"),
+            {kind: constant(data["e4m3_share"], kind) for kind in data.get("e4m3_share", {})},
             constant(data, "chunk_s"),
             optional("finding_s"),
             optional("finding_sequence_s"),

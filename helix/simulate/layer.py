@@ -140,7 +140,9 @@ class Layer:
         """
         hw = self.hardware
         read = weights * self.item[kind] + self.zeros
-        phase = self._timed(name, read, (2.0 * rows * weights if flops is None else flops) + self.zeros, kernels)
+        share = hw.e4m3_share.get(kind) if (getattr(self.options, kind) or self.options.weights) == "e4m3" else None
+        flops = (2.0 * rows * weights if flops is None else flops) + self.zeros
+        phase = self._timed(name, read, flops, kernels, share)
         if not hw.product_s:
             return phase
         fixed, level = between(hw.product_s, rows)
@@ -329,7 +331,10 @@ class Layer:
         readers = self.sequences if self._chooses(window) is None else self.rows  # each query chooses its own blocks
         read = readers * tokens * stored * self.item["kv" if window is None else "plain_kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
-        share, rate = (hw.latent_share, hw.latent_flops) if isinstance(self.mixer, MLASpec) else (None, None)
+        few = self.options.kv in FEW_BITS and window is None
+        share, rate = hw.e4m3_share.get("kv") if few else None, None
+        if isinstance(self.mixer, MLASpec):
+            share, rate = hw.latent_share, hw.latent_flops
         if self.drafting and window is None:
             share = self.price("gather_share")
         attention = self._timed("attention", read, flops, 1, share, rate)

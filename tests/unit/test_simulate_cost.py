@@ -382,6 +382,24 @@ def test_windows_bound_what_is_read(kv: str, known: str) -> None:
     assert attention.bytes[0] == pytest.approx(wanted, rel=EXACT)
 
 
+def test_numbers_in_e4m3_are_read_at_their_own_rate() -> None:
+    """Converting takes a share of the read rate, of each kind its own."""
+    h200 = load_hardware("h200")
+    free = replace(h200, e4m3_share={})
+    for model, phase, kind in (
+        ("llama-3.1-8b", "ffn", "weights"), ("llama-3.1-8b", "attention", "kv"), ("deepseek-r1", "experts", "experts"),
+        ("deepseek-r1", "attention", None),
+    ):  # fmt: skip
+        times = []
+        for hardware in (h200, free):
+            found = step(model, hardware, "tp", length=1 << 17, weights="e4m3", kv="e4m3", arithmetic="bf16")
+            (one,) = (p for p in found.phases if p.name == phase)
+            times.append((one.seconds[0], one.bytes[0]))
+        (seconds, read), (without, _) = times
+        more = 0.0 if kind is None else read / h200.read_bytes_per_s.value * (1 / h200.e4m3_share[kind].value - 1)
+        assert seconds - without == pytest.approx(more, rel=1e-6, abs=1e-12)
+
+
 @pytest.mark.parametrize("kv, known", [("auto", "bf16"), ("fp8", "e4m3"), ("k16v8", "k16v8")])
 def test_capacity_is_counted_as_the_runtime_counts_it(kv: str, known: str) -> None:
     """With bounds, whose type is the model's."""
