@@ -341,11 +341,16 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
             constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": False, **scales, **tile}
             yield f"prefill-{kv}", dtype, _flash_prefill_kernel, constants, options
-    for tokens, group, dim, page, kv in ((1, 7, 128, 64, "fp8"), (2, 8, 64, 128, "fp8"), (1, 4, 128, 1, "k16v8")):
+    for tokens, group, dim, page, kv in (
+        (1, 7, 128, 64, "fp8"), (2, 8, 64, 128, "fp8"), (1, 4, 128, 1, "k16v8"), (5, 4, 128, 64, "fp8"),
+        (4, 8, 128, 64, "k16v8"),
+    ):  # fmt: skip
         slots = max(page, 64)
         given = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 32, "ROWS": 16, "PAGE": page}
-        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1, "STAGES": 3 if kv == "fp8" else 2}
+        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1}
         given |= {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
+        given |= {"QUERIES": 16, "OF_WARP": 32} if tokens * group <= 16 else {"QUERIES": 32, "OF_WARP": 16}
+        given["STAGES"] = (3 if kv == "fp8" else 2) * 32 // given["OF_WARP"]
         yield f"decode-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given, {"num_warps": 4}
     for kv, (_, words, apart) in BLOCKS.items():  # over blocks, of which each head reads its own, and of prompts
         tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))

@@ -130,6 +130,9 @@ def test_a_wrong_scale_is_caught(wrong: str, dim: int, device: torch.device) -> 
         dict(counts=[4, 4], lengths=[600, 3], heads=(4, 1), dim=128, page_size=48, window=200, sinks=True),
         dict(counts=[1], lengths=[2000], heads=(16, 1), dim=128, page_size=100, window=900),
         dict(counts=[3, 3], lengths=[260, 1], heads=(2, 2), dim=64, page_size=64, sinks=True),
+        dict(counts=[5, 5], lengths=[900, 6], heads=(8, 2), dim=128, page_size=64),
+        dict(counts=[4, 4, 4], lengths=[333, 0, 2100], heads=(8, 1), dim=128, page_size=128, window=500, sinks=True),
+        dict(counts=[4, 4], lengths=[140, 70], heads=(14, 2), dim=64, page_size=16),
     ],
     ids=str,
 )
