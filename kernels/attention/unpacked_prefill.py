@@ -24,8 +24,8 @@ SLOTS = 128  # most slots of a page that a program unpacks
 
 @triton.jit(do_not_specialize=["first"])
 def _unpack_pages_kernel(
-    cache, scales, to, table, cu_q, lo, hi, first,
-    page_stride, slot_stride, head_stride, to_page, to_slot, to_head, table_i,
+    cache, scales, out, table, cu_q, lo, hi, first,
+    page_stride, slot_stride, head_stride, out_page, out_slot, out_head, table_i,
     WIDTH: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
 ):  # fmt: skip
@@ -38,12 +38,11 @@ def _unpack_pages_kernel(
     # Bounds do not decrease within a segment.
     start = tl.load(lo + begin, mask=begin < end, other=0)
     stop = tl.load(hi + end - 1, mask=begin < end, other=0)
-    slot = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = (tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     key = (first + column) * PAGE + slot
     live = (key >= start) & (key < stop) & (slot < PAGE)
     if ((first + column) * PAGE < stop) & ((first + column + 1) * PAGE > start):
         page = tl.load(table + segment * table_i + first + column).to(tl.int64)
-        slot = slot.to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         inside = live[:, None] & ((d < D) & (head * D + d < WIDTH))[None, :]
         at = (page * page_stride + head * head_stride + slot * slot_stride)[:, None] + d[None, :]
@@ -52,7 +51,7 @@ def _unpack_pages_kernel(
             of_slots = scale_at(scales, page, slot, head, PAGE, PAGE, SCALE_NEXT, SCALE_HEAD)
             x = x.to(tl.float32) * tl.load(of_slots, mask=live, other=0.0)[:, None]
         number = segment * (tl.num_programs(0) // tiles) + column
-        tl.store(to + (number * to_page + head * to_head + slot * to_slot)[:, None] + d[None, :], x, mask=inside)
+        tl.store(out + (number * out_page + head * out_head + slot * out_slot)[:, None] + d[None, :], x, mask=inside)
 
 
 def _unpack(
