@@ -29,6 +29,7 @@ from helix.speculation import (
     NoDrafts,
     SparseDrafter,
 )
+from kernels.attention.unpacked_prefill import PIECE_BYTES
 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
@@ -146,8 +147,9 @@ def build_engine(
     dtype = model.weights.dtype
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
-    # Halves of a chunk that take turns unpack a matrix of few bits each.
-    free = free_bytes(comm.device) - 2 * model.weights.largest * dtype.itemsize
+    # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys.
+    piece = 0 if kv.dtype == "auto" else PIECE_BYTES
+    free = free_bytes(comm.device) - 2 * (model.weights.largest * dtype.itemsize + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))

@@ -51,7 +51,7 @@ class Step:
         append_slots: by window: flat cache slots [N] int64, -1 for tokens that this rank does not store.
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: most tokens of one sequence in the step.
-        max_k: most keys that one sequence reads on this rank, approximately; prefill only.
+        max_k: upper bound of the keys that one sequence reads on this rank; prefill only.
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
         first: slot of the first sequence of a decode step; its slots are consecutive.
         overlapped: whether the other half of a prefill step computes while this half communicates.
@@ -366,6 +366,7 @@ class DecodeState(Follower):
         if None in self.rings:
             staged = self._stage(self.placement.parts(chunks, first, whole=False))
             append_tables[None] = staged.tables
+        longest = max(chunk.end for chunk in chunks)
         whole = self.placement.parts(chunks, first, whole=True) if self.rings.keys() - {None} else ()
         for window in self.rings.keys() - {None}:
             tables[window] = append_tables[window] = self._ring_tables(window, slots, whole)
@@ -385,7 +386,7 @@ class DecodeState(Follower):
             },
             cu_q=cu_q,
             max_q=max(counts),
-            max_k=-(-max(chunk.end for chunk in chunks) // self.placement.layout.kvp),
+            max_k=self.placement.layout.local_length(longest, 0, self.placement.append_block),
             staged=staged,
             parts=whole,
         )

@@ -32,6 +32,7 @@ from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
 from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
+from kernels.attention.unpacked_prefill import _unpack_pages_kernel
 from kernels.dense.linear import _linear_kernel
 from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel
 from kernels.dense.linear_fp8_sm90 import HALF as PAIRS
@@ -170,8 +171,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **PLAIN_KEYS, **tile}
-        yield "prefill", dtype, _flash_prefill_kernel, constants | UNSCALED["auto"], options
+        constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
+        yield "prefill", dtype, _flash_prefill_kernel, constants, options
     for group, page, sinks in ((7, 64, False), (16, 128, True)):
         constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
@@ -182,9 +183,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
             rows = tile["BLOCK_M"]
             grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
-            shape = latents | tile | plain
-            yield f"mla-decode-{rows}{name}", dtype, _mla_decode_kernel, shape | grid, options
-            yield f"mla-prefill-{rows}{name}", dtype, _mla_prefill_kernel, shape | {"GROUP": heads}, options
+            yield f"mla-decode-{rows}{name}", dtype, _mla_decode_kernel, latents | tile | plain | grid, options
+            if plain:
+                yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, latents | tile | {"GROUP": heads}, options
     for heads, tokens in ((128, 1), (32, 4)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
         yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid | {"scales": None}, {"num_warps": 4}
@@ -336,11 +337,9 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             for counted in ("ends", "any"):
                 collects = shared | {"COLLECT": counted}
                 yield f"decode-collects-{counted}-{kv}", dtype, _flash_decode_kernel, collects, options
-        if tokens == 1 and page == 64:
-            tile = tile_shape(512 * group, 64, dim, dtype)
-            options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-            constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": False, **scales, **tile}
-            yield f"prefill-{kv}", dtype, _flash_prefill_kernel, constants, options
+    of_pages = {"WIDTH": 512, "D": 128, "PAGE": 64, "BLOCK_N": 64, "BLOCK_D": 128, "SCALE_NEXT": 256, "SCALE_HEAD": 64}
+    for name, more in (("", {}), ("-whole", {"scales": None})):
+        yield f"unpack-pages{name}", bf16, _unpack_pages_kernel, of_pages | more, {"num_warps": 4}
     for tokens, group, dim, page, kv in (
         (1, 7, 128, 64, "fp8"), (2, 8, 64, 128, "fp8"), (1, 4, 128, 1, "k16v8"), (5, 4, 128, 64, "fp8"),
         (4, 8, 128, 64, "k16v8"),
@@ -359,11 +358,6 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         shared |= {"EARLY": True, "PDL": True, "HOLES": True, "kept": None, "kept_table": None, "COLLECT": ""}
         blocks = {"V_APART": apart, "SCALE_PAGE": 128, "SCALE_NEXT": words, "SCALE_HEAD": 0} | UNSCALED[kv]
         yield f"decode-blocks-{kv}", bf16, _flash_decode_kernel, shared | blocks | tile, options
-        tile = tile_shape(512 * 7, 64, 128, bf16)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        pages = blocks | {"SCALE_NEXT": 4 * words, "SCALE_HEAD": words}
-        prompt = {"GROUP": 7, "D": 128, "PAGE": 128, "SINKS": False}
-        yield f"prefill-blocks-{kv}", bf16, _flash_prefill_kernel, prompt | pages | tile, options
 
 
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -520,7 +514,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*fp8e4nv"
         if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
             kind = "*fp32"
-        if "ropes" in function.arg_names and "ropes" not in constants:
+        latents = "ropes" in function.arg_names and "ropes" not in constants
+        if latents or (function is _unpack_pages_kernel and "scales" not in constants):
             kind = {"cache": "*fp8e4nv", "scales": "*fp32"}.get(name, kind)
         if name == "latents" and "scales" in function.arg_names and "scales" not in constants:
             kind = "*i32"  # words of four numbers

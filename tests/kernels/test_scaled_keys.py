@@ -86,6 +86,27 @@ def test_prefill(shape: str, op: Any, kv: str, dtype: torch.dtype, device: torch
     check(*op(case.q, keys, cu_q, max(case.counts), max(len(k) for k in case.keys)), case)
 
 
+@pytest.mark.parametrize("kv", ["fp8", "k16v8"])
+@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("shape", test_flash_prefill.SHAPES)
+def test_prefill_in_pieces(
+    shape: str, pages: int, kv: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many pages of each segment at once; what was in their memory is NaN."""
+    case, keys = stored(make_case(**test_flash_prefill.SHAPES[shape], device=device), kv)
+    of_page = 2 * keys.k[0].numel() * torch.float32.itemsize
+    monkeypatch.setattr("kernels.attention.unpacked_prefill.PIECE_BYTES", pages * len(case.counts) * of_page)
+    empty = torch.Tensor.new_empty
+
+    def poisoned(x: Tensor, *size: Any, **more: Any) -> Tensor:
+        made = empty(x, *size, **more)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    cu_q = torch.tensor([0, *case.counts], device=device).cumsum(0).int()
+    check(*flash_prefill(case.q, keys, cu_q, max(case.counts), max(len(k) for k in case.keys)), case)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0.0, 1e-7])
 @pytest.mark.parametrize("op", [flash_decode, decode_reference], ids=["kernel", "reference"])
