@@ -264,6 +264,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for rows, block_r, block_k, stages, warps in ((64, 64, 128, 5, 4), (8, 64, 128, 5, 4), (256, 128, 64, 4, 8)):
         tile = {"R": 2112, "K": 7168, "GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": block_r, "BLOCK_K": block_k}
         tile |= {"BLOCK_N": min(128, max(16, rows)), "STAGES": stages, "TOGETHER": 8, "BIAS": True, "PDL": True}
+        tile |= {"ROUNDS": rows > 64}
         for gated in (False, True):
             yield "linear-fp8", bf16, _scaled_linear_kernel, tile | {"GATED": gated}, {"num_warps": warps}
     unpacked = {"GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": 16, "BLOCK_K": 256}
