@@ -18,20 +18,20 @@ PAIRS = 512  # per program at once
 
 # A single column known at compile time would be other code, as in `kernels.tokens.accept`.
 @triton.jit(do_not_specialize=["V", "first"])
-def _best_of_rank_kernel(scores, pairs, scores_b, first, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _best_of_rank_kernel(logits, pairs, logits_b, first, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)  # a large batch has more rows than the second axis allows
     wait_for_predecessor(PDL)
     start_successor(PDL)
-    at = scores + row.to(tl.int64) * scores_b
+    at = logits + row.to(tl.int64) * logits_b
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     place = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
     for begin in range(part * BLOCK, V, tl.num_programs(1) * BLOCK):
         v = begin + tl.arange(0, BLOCK)
-        score = tl.load(at + v, mask=v < V, other=float("-inf"))
-        broken = tl.where(score != score, 1, broken)
-        place = tl.where(score > top, v, place)  # ties: the first stays
-        top = tl.maximum(top, score)
+        logit = tl.load(at + v, mask=v < V, other=float("-inf"))
+        broken = tl.where(logit != logit, 1, broken)
+        place = tl.where(logit > top, v, place)  # ties: the first stays
+        top = tl.maximum(top, logit)
     store_best(pairs + 2 * (part * tl.num_programs(0) + row), top, place, first, tl.max(broken, 0) > 0)
 
 

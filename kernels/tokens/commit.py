@@ -58,7 +58,7 @@ def commit(
     before = torch.empty_like(lengths)
     block_g = triton.next_power_of_2(1 + G)
     state = {
-        "draft": drafts, "candidates": pairs, "held": held, "outcome": outcome, "last": last, "lengths": lengths,
+        "draft": drafts, "candidates": pairs, "drawn_at": held, "outcome": outcome, "last": last, "lengths": lengths,
         "limits": limits, "active": active, "history": history if history.shape[1] else None, "taken": taken,
         "before": before, "draft_b": 0 if drafts is None else drafts.stride(0),
         "outcome_b": 0 if outcome is None else outcome.stride(0), "history_b": history.stride(0), "G": G,

@@ -253,7 +253,7 @@ def pack_row(
 
 @triton.jit
 def commit_row(
-    draft, candidates, held, outcome, last, lengths, limits, active, history, taken, before,
+    draft, candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
     draft_b, outcome_b, history_b, G, N, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Takes the accepted drafts of a sequence and the token behind them, up to its limit."""
@@ -267,12 +267,12 @@ def commit_row(
     length = tl.load(lengths + b)
     left = tl.load(limits + b) - length
     goes_on = tl.load(active + b)
-    if held is None:
+    if drawn_at is None:
         token = best_of_pairs(candidates, b * (G + 1) + j, j <= G, B * (G + 1), N, WIDTH)[1]
     else:
         one = b + tl.arange(0, 1)
         following = best_of_pairs(candidates, one, one < B, B, N, WIDTH)[1]
-        token = tl.where(j == tl.load(held + b), following, d)
+        token = tl.where(j == tl.load(drawn_at + b), following, d)
     if outcome is not None:  # broken rows stay broken
         token = tl.where(is_draft & (token >= 0), tl.load(outcome + row * outcome_b + j, mask=is_draft), token)
     count = tl.where(goes_on, tl.minimum(before_first((d != token) | (d < 0), j, G) + 1, left), 0)
@@ -288,7 +288,7 @@ def commit_row(
 @jit
 def _verify_and_pack_kernel(
     draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, shared,
-    candidates, held, outcome, last, lengths, limits, active, history, taken, before,
+    candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
     draft_b, target_b, kv_b, outcome_b, history_b, G, D, N,
     BLOCK_G: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, LOOKS: tl.constexpr,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
@@ -297,7 +297,7 @@ def _verify_and_pack_kernel(
     if packed is None:
         start_successor(PDL)
         commit_row(
-            draft, candidates, held, outcome, last, lengths, limits, active, history, taken, before,
+            draft, candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
             draft_b, outcome_b, history_b, G, N, BLOCK_G, WIDTH,
         )  # fmt: skip
     else:

@@ -75,7 +75,8 @@ from kernels.tier.copy_blocks import _copy_blocks_kernel, piece_shape
 from kernels.tier.resolve import _resolve_kernel
 from kernels.tier.write_back import _write_back_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
-from kernels.tokens.commit import _commit_kernel
+from kernels.tokens.best_token import _best_of_rank_kernel, _best_of_ranks_kernel
+from kernels.tokens.draw import _draw_kernel
 from kernels.tokens.shape_logits import _shape_logits_kernel
 from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
 from kernels.tokens.verify import _verify_and_pack_kernel
@@ -98,9 +99,9 @@ SPECIAL = {
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
-    **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome"), ("*i64", True)),
+    **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome", "drawn_at"), ("*i64", True)),
     **dict.fromkeys(("p_key", "p_mass", "q_key", "q_mass"), ("*i64", True)),
-    **dict.fromkeys(("best", "p_best", "q_best", "candidates"), ("*fp64", True)),
+    **dict.fromkeys(("best", "p_best", "q_best", "candidates", "pairs"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
@@ -442,7 +443,7 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "accept-column", torch.float32, _accept_kernel, column | {"SAMPLED": True, "BLOCK_G": 16}, {"num_warps": 4}
     yield "shape-column", torch.float32, _shape_logits_kernel, column | {"BLOCK": 1024}, {"num_warps": 4}
     yield "top-column", torch.float32, _top_of_blocks_kernel, column | {"BLOCK": 2048}, {"num_warps": 4}
-    yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
+    yield from commit_cases()
     yield "synthetic", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
     yield "shape-logits", torch.float32, _shape_logits_kernel, {"BLOCK": 1024, "PDL": True}, {"num_warps": 4}
     yield "top-of-blocks", torch.float32, _top_of_blocks_kernel, {"BLOCK": 2048, "PDL": True}, {"num_warps": 4}
@@ -453,11 +454,33 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         {"BLOCK": 2048, "BLOCK_N": 128, "PDL": True},
         {"num_warps": 4},
     )
-    find = scan | {"ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
+    committed = "candidates", "drawn_at", "outcome", "last", "lengths", "limits", "active", "history", "taken", "before"
+    find = scan | dict.fromkeys(committed) | {"WIDTH": 0, "ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
     few = once | {"BLOCK": 2048, "AHEAD": True, "shared": None}
     yield "verify-fused", bf16, _verify_and_pack_kernel, find | once | {"AHEAD": False}, options
     yield "verify-fused-more", bf16, _verify_and_pack_kernel, find | more | {"AHEAD": False}, options
     yield "verify-fused-few", bf16, _verify_and_pack_kernel, find | few, {"num_warps": 4}
+
+
+def commit_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """Candidates of one rank and of eight; without drafts, with some, and with some that rejection sampling accepts."""
+    kernel, options = _verify_and_pack_kernel, {"num_warps": 1}
+    packing = kernel.arg_names[1:9] + kernel.arg_names[kernel.arg_names.index("ROWS") :]
+    absent = dict.fromkeys([*packing, "outcome"]) | {"PDL": True}
+    plain = absent | {"draft": None, "drawn_at": None, "history": None, "BLOCK_G": 1}
+    yield "commit-plain", torch.bfloat16, kernel, plain | {"WIDTH": 64}, options
+    yield "commit-plain-ranks", torch.bfloat16, kernel, plain | {"WIDTH": 512}, options
+    yield "commit", torch.bfloat16, kernel, absent | {"drawn_at": None, "BLOCK_G": 16, "WIDTH": 32}, options
+    yield "commit-accepted", torch.bfloat16, kernel, absent | {"BLOCK_G": 16, "WIDTH": 256}, options
+    replaced = {name: value for name, value in absent.items() if name != "outcome"}
+    yield "commit-replaced", torch.bfloat16, kernel, replaced | {"drawn_at": None, "BLOCK_G": 32, "WIDTH": 16}, options
+    yield "best-of-ranks", torch.bfloat16, _best_of_ranks_kernel, {"WIDTH": 512, "PDL": True}, options
+    best = {"BLOCK": 2048, "PDL": True}
+    yield "best-of-rank", torch.float32, _best_of_rank_kernel, best, {"num_warps": 4}
+    yield "best-column", torch.float32, _best_of_rank_kernel, best | {"V": 1, "first": 1}, {"num_warps": 4}
+    drawn = {"STREAM": 0, "BLOCK": 512, "PDL": True}
+    yield "draw", torch.float32, _draw_kernel, drawn, {"num_warps": 4}
+    yield "draw-column", torch.float32, _draw_kernel, drawn | {"V": 1, "first": 1}, {"num_warps": 4}
 
 
 def moe_cases(
