@@ -10,7 +10,7 @@ from kernels.overlap import overlapped
 from kernels.reference.commit import PAST, Candidates
 from kernels.reference.commit import commit as reference
 from kernels.tokens.best_token import width_of
-from kernels.tokens.verify import _verify_and_pack_kernel
+from kernels.tokens.verify import verify_and_commit
 
 __all__ = ["PAST", "Candidates", "commit"]
 
@@ -64,6 +64,5 @@ def commit(
         "outcome_b": 0 if outcome is None else outcome.stride(0), "history_b": history.stride(0), "G": G,
         "N": len(pairs), "BLOCK_G": block_g, "WIDTH": width_of(len(pairs), block_g if held is None else 1),
     }  # fmt: skip
-    packing = dict.fromkeys(_verify_and_pack_kernel.arg_names)
-    _verify_and_pack_kernel[1, B, 1](**packing | state | overlapped(pairs), num_warps=1)
+    verify_and_commit(B, state | overlapped(pairs))
     return taken, before

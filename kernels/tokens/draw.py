@@ -1,6 +1,6 @@
-"""Draws of tokens from filtered distributions; each rank holds some columns of the logits.
+"""Gumbel-max draws of tokens from filtered distributions; each rank holds some columns of the logits.
 
-A draw is the argmax of log-weights plus Gumbel noise (Gumbel-max), so ranks exchange candidates, never weights.
+A draw is the argmax of log-weights plus Gumbel noise, so ranks exchange candidates, never weights.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ and launch geometry depend on shapes, and are worked out once for each (`Launch`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -305,6 +306,12 @@ def _verify_and_pack_kernel(
             draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, shared,
             draft_b, target_b, kv_b, G, D, BLOCK_G, ROWS, BLOCK_B, LOOKS, AHEAD, BLOCK, MORE, PDL,
         )  # fmt: skip
+
+
+def verify_and_commit(batch: int, state: Mapping[str, Any]) -> None:
+    """Launches the kernel whose destination is a batch's state; what it is not given is not compiled."""
+    absent = dict.fromkeys(_verify_and_pack_kernel.arg_names)
+    _verify_and_pack_kernel[1, batch, 1](**{**absent, **state}, num_warps=1)  # one warp: all read before one writes
 
 
 class Launch:
