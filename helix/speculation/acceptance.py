@@ -44,8 +44,13 @@ def accepted_candidates(
     """
     B, n = drafts.shape
     p, best = distribution(logits.unflatten(0, (B, n + 1)), vocab_offset, state, comm, filtered=filtered)
-    mass = torch.cat((kept_mass(p, drafts, vocab_offset), kept_mass(q, drafts, vocab_offset)), 1)
-    p_mass, q_mass = (part.contiguous() for part in comm.all_reduce(mass).split((n + 1, n), 1))
-    first = positions.view(B, n + 1)[:, 0].contiguous()
-    accepted, candidates = accept(p, q, p_mass, q_mass, drafts, best, state.seed, first, vocab_offset)
+    mass = torch.zeros(B * (n + 1 + n), 2, dtype=torch.int64, device=logits.device)
+
+    def of_both(sums: Tensor) -> list[Tensor]:
+        return [part.view(B, -1, 2) for part in sums.split((B * (n + 1), B * n))]
+
+    for of_one, sums in zip((p, q), of_both(mass), strict=True):
+        kept_mass(of_one, drafts, vocab_offset, sums)
+    first = positions.view(B, n + 1)[:, 0]
+    accepted, candidates = accept(p, q, *of_both(comm.all_reduce(mass)), drafts, best, state.seed, first, vocab_offset)
     return Candidates(comm.all_gather(candidates).flatten(0, 1), accepted)

@@ -92,7 +92,7 @@ def store_greedy(to, token, part):
 def _accept_kernel(
     p_logits, p_best, p_key, p_temperature, p_min, p_mass, q_logits, q_best, q_key, q_temperature, q_min, q_mass,
     draft, greedy, seed, position, accepted, candidates,
-    p_b, p_t, q_b, q_t, draft_b, greedy_b, first, V, B, G,
+    p_b, p_t, q_b, q_t, draft_b, greedy_b, position_b, first, V, B, G,
     SAMPLED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -101,7 +101,7 @@ def _accept_kernel(
     start_successor(PDL)
     row = b.to(tl.int64)
     seed_ = tl.load(seed + b)
-    position_ = tl.load(position + b)
+    position_ = tl.load(position + row * position_b)
     temperature = tl.load(p_temperature + b)
     # Each program repeats the scan, which is as cheap as loading its result.
     j = tl.arange(0, BLOCK_G)
@@ -160,23 +160,26 @@ def _accept_kernel(
         store_best(out, top, place, first, False)
 
 
-def kept_mass(p: Distribution, tokens: torch.Tensor, first: int) -> torch.Tensor:
+def kept_mass(p: Distribution, tokens: torch.Tensor, first: int, sums: torch.Tensor | None = None) -> torch.Tensor:
     """Sums the weights of all kept tokens, and of one token, over this rank's columns; to be summed over ranks.
 
     Args:
         p: distributions at T positions.
         tokens: the one token at each position [B, T or T - 1] int64, last dim contiguous; -1 or missing: none.
         first: token id of the first column.
+        sums: where the result goes, zeros [B, T, 2] int64, contiguous; None: a new tensor.
 
     Returns:
         [B, T, 2] int64 in units of `MASS_UNITS`; a token that is not kept, or another rank's, weighs 0.
     """
     if not dispatch.on_gpu(tokens):
-        return reference.kept_mass(p, tokens, first)
+        mass = reference.kept_mass(p, tokens, first)
+        return mass if sums is None else sums.copy_(mass)
     B, T, V = checked(p)
     G = tokens.shape[1]
     assert T - 1 <= G <= T and (G < 2 or tokens.stride(1) == 1) and tokens.dtype == torch.int64
-    sums = torch.zeros(B, T, 2, dtype=torch.int64, device=p.logits.device)
+    sums = torch.zeros(B, T, 2, dtype=torch.int64, device=p.logits.device) if sums is None else sums
+    assert sums.shape == (B, T, 2) and sums.is_contiguous() and sums.dtype == torch.int64
     _kept_mass_kernel[B * T, SLICES](
         p.logits, p.best, p.last_key, p.temperature, p.min_p, tokens, sums,
         p.logits.stride(0), p.logits.stride(1), tokens.stride(0), first, V, G,
@@ -210,7 +213,7 @@ def accept(
         greedy: the target's best tokens [B, gamma + 1] int64, last dim contiguous: compared with drafts at temperature
             0.
         seed: [B] int64, contiguous.
-        position: position of the first drafted token [B] int64, contiguous: the counter of the random numbers.
+        position: position of the first drafted token [B] int64: the counter of the random numbers.
         first: token id of the first column.
 
     Returns:
@@ -228,7 +231,7 @@ def accept(
     G = T - 1
     assert draft.shape == (B, G) and greedy.shape == (B, T) and p_mass.shape == (B, T, 2)
     assert greedy.stride(1) == 1 and (G < 2 or draft.stride(1) == 1)
-    assert all(t.is_contiguous() for t in (p_mass, seed, position))
+    assert all(t.is_contiguous() for t in (p_mass, seed))
     if q is not None and q_mass is not None:
         assert checked(q) == (B, G, V) and q_mass.shape == (B, G, 2) and q_mass.is_contiguous()
     of_q = (None,) * 5 if q is None else tuple(vars(q).values())
@@ -237,7 +240,8 @@ def accept(
     strides = (0, 0) if q is None else q.logits.stride()[:2]
     _accept_kernel[B, SLICES](
         *vars(p).values(), p_mass, *of_q, q_mass, draft, greedy, seed, position, accepted, candidates,
-        *p.logits.stride()[:2], *strides, draft.stride(0), greedy.stride(0), first, V, B, G,
+        *p.logits.stride()[:2], *strides, draft.stride(0), greedy.stride(0), position.stride(0),
+        first, V, B, G,
         SAMPLED=q is not None, BLOCK_G=triton.next_power_of_2(max(G, 1)), BLOCK=BLOCK, num_warps=WARPS,
         **overlapped(draft),
     )  # fmt: skip

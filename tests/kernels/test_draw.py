@@ -65,8 +65,8 @@ def test_any_split_draws_the_references_tokens(B: int, T: int, V: int, stream: i
 
 
 def test_ranks_gather_equal_shapes(device: torch.device) -> None:
-    p, *rest = case(4, 2, 300, device)
-    shapes = {kernels.draw(q, *rest, TARGET, FIRST).shape for at in (1, 150) for q in split(p, at)}
+    p, greedy, seed, positions = case(4, 2, 300, device)
+    shapes = {kernels.draw(q, greedy, seed, positions, TARGET, FIRST).shape for at in (1, 150) for q in split(p, at)}
     assert len(shapes) == 1 and shapes.pop()[1:] == (8, 2)
 
 
