@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.reference.commit import commit as reference
@@ -147,6 +149,19 @@ def test_any_step(op: Any, B: int, n: int | None, L: int, device: torch.device) 
     for seed, (rejects, replaces) in enumerate(product((False, True), repeat=2)):
         case = make(B, n, L, seed, rejects and n is not None, replaces and n is not None)
         check(op, case, device, ranks=1 + 2 * seed)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(1, 9), st.one_of(st.none(), st.integers(0, 33)), st.sampled_from([0, 70]), st.integers(1, 70),
+    st.integers(0, 1000), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_whatever_is_drawn(
+    device: torch.device, B: int, n: int | None, L: int, ranks: int, seed: int, rejects: bool, replaces: bool
+) -> None:
+    case = make(B, n, L, seed, rejects and n is not None, replaces and n is not None)
+    for op in (commit, reference):
+        check(op, case, device, ranks)
 
 
 def test_many_rows(device: torch.device) -> None:
