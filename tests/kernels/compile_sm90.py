@@ -22,7 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from benchmarks.papers.verification_kernels import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_kernel
+from benchmarks.papers.verification_kernels import (
+    _ballot_kernel,
+    _naive_kernel,
+    _one_block_kernel,
+    _pack_kernel,
+    _verify_kernel,
+)
 from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel, _replay_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
@@ -423,6 +429,8 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     scan, tile = {"BLOCK_G": 128, "PDL": True}, {"BLOCK": 32768, "PDL": True}
     once, more = tile | {"MORE": False}, tile | {"BLOCK": 16384, "MORE": True}
     yield "verify-naive", bf16, _naive_kernel, {"LANES": 32, "PDL": True}, {"num_warps": 1}
+    ballot = {"LANES": 32, "CHUNKS": 4, "PDL": True}
+    yield "verify-ballot", bf16, _ballot_kernel, ballot, {"num_warps": 1}
     yield "verify-scan", bf16, _verify_kernel, scan, {"num_warps": 1}
     yield "verify-pack", bf16, _pack_kernel, once | {"BLOCK_B": 32}, options
     yield "verify-pack-more", bf16, _pack_kernel, more | {"BLOCK_B": 32}, options
