@@ -11,13 +11,12 @@ from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.best_token import best_of_rank as reference_of_rank
 from kernels.reference.best_token import best_of_ranks as reference_of_ranks
 
-BLOCK = 2048  # scores per program at once
-PROGRAMS = 1024  # of all rows: all on the GPU at once
+BLOCK = 1024  # scores per program at once
+PROGRAMS = 792  # of all rows: six on each SM, all there at once
 PAIRS = 512  # per program at once
 
 
-# A single column known at compile time would be other code, as in `kernels.tokens.accept`.
-@triton.jit(do_not_specialize=["V", "first"])
+@triton.jit
 def _best_of_rank_kernel(logits, pairs, logits_b, first, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)  # a large batch has more rows than the second axis allows
     wait_for_predecessor(PDL)

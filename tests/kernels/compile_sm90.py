@@ -483,7 +483,7 @@ def commit_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     replaced = {name: value for name, value in absent.items() if name != "outcome"}
     yield "commit-replaced", torch.bfloat16, kernel, replaced | {"drawn_at": None, "BLOCK_G": 32, "WIDTH": 16}, options
     yield "best-of-ranks", torch.bfloat16, _best_of_ranks_kernel, {"WIDTH": 512, "PDL": True}, options
-    best = {"BLOCK": 2048, "PDL": True}
+    best = {"BLOCK": 1024, "PDL": True}
     yield "best-of-rank", torch.float32, _best_of_rank_kernel, best, {"num_warps": 4}
     yield "best-column", torch.float32, _best_of_rank_kernel, best | {"V": 1, "first": 1}, {"num_warps": 4}
     drawn = {"STREAM": 0, "BLOCK": 512, "PDL": True}
