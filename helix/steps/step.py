@@ -18,7 +18,7 @@ from helix.events.follower import Follower, Retired, Span
 from helix.memory.transfers import to_device
 from helix.placement import ChunkPart, Placement, PromptChunk
 from helix.steps.sampling import SamplingState
-from kernels.tokens.commit import PAST, commit
+from kernels.tokens.commit import PAST, Candidates, commit
 
 __all__ = ["PAST", "DecodeState", "Step"]
 
@@ -314,28 +314,32 @@ class DecodeState(Follower):
             rows,
         )
 
-    def commit(self, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:
-        """Commits the tokens drawn in a decode step; lengths grow only here.
+    def commit(
+        self, rows: int, drawn: Candidates, drafts: Tensor | None = None, outcome: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draws and commits the tokens of a decode step of the first `rows` rows; lengths grow only here.
 
         A draft is accepted if the token drawn at its position is the same and all drafts before it are accepted. The
         next step overwrites the entries of refused drafts.
 
         Args:
-            tokens: [rows, 1 + n]: the i-th was drawn after the last token and the first i drafts.
+            drawn: candidates of the tokens after the last one and after each draft.
             drafts: [rows, n], -1 for padding; None: no drafts.
+            outcome: see `Draft`.
 
         Returns:
-            [rows, 1 + n]: the committed tokens of each row, then PAST.
+            The committed tokens of each row, then PAST [rows, 1 + n]; the lengths before [rows].
         """
-        rows = slice(0, len(tokens))
+        first = slice(0, rows)
         return commit(
-            tokens,
+            drawn,
             drafts,
-            self.tokens[rows],
-            self.lengths[rows],
-            self.limits[rows],
-            self.active[rows],
-            self.history[rows],
+            outcome,
+            self.tokens[first],
+            self.lengths[first],
+            self.limits[first],
+            self.active[first],
+            self.history[first],
         )
 
     def _tables(self, rows: int) -> dict[int | None, Tensor]:

@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from benchmarks.papers.verification_kernels import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_kernel
-from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel, _replay_kernel
+from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
@@ -75,11 +74,7 @@ from kernels.sparse.select_tokens import _select_tokens_kernel
 from kernels.tier.copy_blocks import _copy_blocks_kernel, piece_shape
 from kernels.tier.resolve import _resolve_kernel
 from kernels.tier.write_back import _write_back_kernel
-from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
-from kernels.tokens.commit import _commit_kernel
-from kernels.tokens.shape_logits import _shape_logits_kernel
-from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
-from kernels.tokens.verify import _verify_and_pack_kernel
+from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PLAIN = {"scales": None, "GROUP": 1, "GROUPS": 0, "BEGIN": 0}  # weights that are not of a few bits
@@ -99,9 +94,9 @@ SPECIAL = {
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
-    **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome"), ("*i64", True)),
+    **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome", "drawn_at"), ("*i64", True)),
     **dict.fromkeys(("p_key", "p_mass", "q_key", "q_mass"), ("*i64", True)),
-    **dict.fromkeys(("best", "p_best", "q_best", "candidates"), ("*fp64", True)),
+    **dict.fromkeys(("best", "p_best", "q_best", "candidates", "pairs"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
@@ -414,50 +409,6 @@ def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
                 tile | one | {"GUESS": guess},
                 {"num_warps": 4},
             )
-
-
-def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """128 drafted tokens, and the largest tile of a copy."""
-    bf16, options = torch.bfloat16, {"num_warps": 8}
-    scan, tile = {"BLOCK_G": 128, "PDL": True}, {"BLOCK": 32768, "PDL": True}
-    once, more = tile | {"MORE": False}, tile | {"BLOCK": 16384, "MORE": True}
-    yield "verify-naive", bf16, _naive_kernel, {"LANES": 32, "PDL": True}, {"num_warps": 1}
-    yield "verify-scan", bf16, _verify_kernel, scan, {"num_warps": 1}
-    yield "verify-pack", bf16, _pack_kernel, once | {"BLOCK_B": 32}, options
-    yield "verify-pack-more", bf16, _pack_kernel, more | {"BLOCK_B": 32}, options
-    yield "verify-one", bf16, _one_block_kernel, scan | tile | {"BLOCK_B": 32}, {"num_warps": 32}
-    slices = {"BLOCK": 512, "PDL": True}
-    for sampled in (True, False):
-        one = {name: None for name in _accept_kernel.arg_names if name.startswith("q_") and not sampled}
-        yield (
-            "accept",
-            torch.float32,
-            _accept_kernel,
-            slices | one | {"SAMPLED": sampled, "BLOCK_G": 16},
-            {"num_warps": 4},
-        )
-    yield "kept-mass", torch.float32, _kept_mass_kernel, slices | {"T": 9}, {"num_warps": 4}
-    column = slices | {"V": 1, "first": 1}  # a rank's only one, if the kernel is compiled for such numbers
-    yield "kept-mass-column", torch.float32, _kept_mass_kernel, column | {"T": 2}, {"num_warps": 4}
-    yield "accept-column", torch.float32, _accept_kernel, column | {"SAMPLED": True, "BLOCK_G": 16}, {"num_warps": 4}
-    yield "shape-column", torch.float32, _shape_logits_kernel, column | {"BLOCK": 1024}, {"num_warps": 4}
-    yield "top-column", torch.float32, _top_of_blocks_kernel, column | {"BLOCK": 2048}, {"num_warps": 4}
-    yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
-    yield "synthetic", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
-    yield "shape-logits", torch.float32, _shape_logits_kernel, {"BLOCK": 1024, "PDL": True}, {"num_warps": 4}
-    yield "top-of-blocks", torch.float32, _top_of_blocks_kernel, {"BLOCK": 2048, "PDL": True}, {"num_warps": 4}
-    yield (
-        "merge-tops",
-        torch.float32,
-        _merge_tops_kernel,
-        {"BLOCK": 2048, "BLOCK_N": 128, "PDL": True},
-        {"num_warps": 4},
-    )
-    find = scan | {"ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
-    few = once | {"BLOCK": 2048, "AHEAD": True, "shared": None}
-    yield "verify-fused", bf16, _verify_and_pack_kernel, find | once | {"AHEAD": False}, options
-    yield "verify-fused-more", bf16, _verify_and_pack_kernel, find | more | {"AHEAD": False}, options
-    yield "verify-fused-few", bf16, _verify_and_pack_kernel, find | few, {"num_warps": 4}
 
 
 def moe_cases(
