@@ -107,7 +107,7 @@ def _noise_kernel(seed, out, bound, N: tl.constexpr):
 
 
 def test_a_bound_rules_out_no_noise(device: torch.device) -> None:
-    """Of 2^18 numbers, 2^24 on a GPU."""
+    """The bound is checked for 2^18 numbers, on a GPU for 2^24."""
     n = 1 << (24 if device.type == "cuda" else 18)
     exact, bound = torch.empty(n, dtype=torch.float64, device=device), torch.empty(n, device=device)
     _noise_kernel[n >> 14,](torch.tensor([7], device=device), exact, bound, N=1 << 14)
