@@ -37,7 +37,7 @@ FAULTS = [
     ),
     Fault(
         "bounds of no generated page", "helix/run/model_runner.py",
-        "state.lengths[:rows].clone() if followers", "state.lengths[:rows] if followers",
+        "state.span(rows, before, state.lengths[:rows]", "state.span(rows, state.lengths[:rows], state.lengths[:rows]",
         ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
     ),
     # ---- a cache in host memory

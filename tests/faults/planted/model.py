@@ -184,17 +184,17 @@ FAULTS = [
     ),
     # ---- sampling
     Fault(
-        "noise of every position alike", "helix/steps/sampling.py",
+        "noise of every position alike", "kernels/reference/draw.py",
         "gumbel(seed[:, None, None], positions[..., None], ", "gumbel(seed[:, None, None], positions[..., None] * 0, ",
         SAMPLING,
     ),
     Fault(
-        "all rows with the first one's seed", "helix/steps/sampling.py",
+        "all rows with the first one's seed", "kernels/reference/draw.py",
         "gumbel(seed[:, None, None], positions", "gumbel(seed[:1, None, None], positions", SAMPLING,
     ),
     Fault(
-        "noise by local columns", "helix/steps/sampling.py",
-        "torch.arange(vocab_offset, vocab_offset + p.logits.shape[2], ", "torch.arange(0, p.logits.shape[2], ",
+        "noise by local columns", "kernels/reference/draw.py",
+        "torch.arange(first, first + p.logits.shape[2], ", "torch.arange(0, p.logits.shape[2], ",
         SAMPLING,
     ),
     Fault(
