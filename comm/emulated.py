@@ -102,6 +102,10 @@ class EmulatedTransport(TorchDistCommunicator):
         others = self._swap(x.expand(self.world_size - 1, *x.shape).contiguous())
         return torch.cat((others[: self.rank], x[None], others[self.rank :]))
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        others = self._swap(torch.cat((x[: self.rank], x[self.rank + 1 :])))
+        return x[self.rank] + others.sum(0)
+
     def all_to_all(self, send: Tensor) -> Tensor:
         if len(send) == 1:
             return send

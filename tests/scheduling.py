@@ -141,7 +141,7 @@ class Serving:
         given |= {f"{key}_ms": 1e3 * options.pop(f"{key}_s") for key in ("stall", "run") if f"{key}_s" in options}
         schedule = ScheduleConfig(**given)
         self.scheduler = Scheduler(
-            self.tables,
+            [self.tables],
             self.times,
             RunnerTraits(max_batch, prefill_chunk, "raise kv.tokens", drafts=drafts, **options),
             schedule,
@@ -206,7 +206,7 @@ class Serving:
         assert all(s.ended for s in self.served.values())
         assert not self.rows and not self.scheduler.running and not self.scheduler.waiting
         assert self.pool.used == 0 and not self.pool._users.any(), "references are left"
-        assert sorted(self.scheduler._free_slots) == list(range(self.max_batch)), "slots are lost"
+        assert sorted(sum(self.scheduler._free_slots, [])) == list(range(self.max_batch)), "slots are lost"
         self.tables.tree.evict(self.pool.pages)
         assert self.pool.free == self.pool.pages and not self.pool._kept.any(), "pages are lost"
 

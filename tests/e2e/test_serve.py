@@ -89,7 +89,7 @@ def serve(e: Engine, *rounds: list[Request], aborts: dict[Any, int] | None = Non
 
 def left_behind(e: Engine) -> tuple[int, int, int]:
     """Pages in use, slots in use, sequences on the device."""
-    return e.tables.pool.used, len(e.runner.admitted), int(e.runner.state.active.sum())
+    return sum(t.pool.used for t in e.tables), len(e.runner.admitted), int(e.runner.state.active.sum())
 
 
 def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:

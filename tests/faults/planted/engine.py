@@ -101,8 +101,8 @@ FAULTS = [
     ),
     Fault(
         "as many rows as sequences", "helix/control/scheduler.py",
-        "min(1 << max(self.running).bit_length(), self._runner.max_batch)",
-        "min(len(self.running), self._runner.max_batch)",
+        "min(1 << slot.bit_length(), self._runner.max_batch // homes)",
+        "min(len(self.running), self._runner.max_batch // homes)",
         SCHEDULER,
     ),
     Fault(
