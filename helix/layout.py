@@ -109,6 +109,13 @@ class HelixLayout:
         return self.dp * self.kvp * self.tpa
 
     @property
+    def ranks(self) -> str:
+        """The number of ranks in words, by the settings that it comes from."""
+        if self.mode == "dp":
+            return f"layout.dp = {self.dp} ranks"
+        return f"layout.kvp*tpa = {self.kvp}*{self.tpa} = {self.world_size} ranks"
+
+    @property
     def ffn_ranks(self) -> int:
         """Number of ranks that hold FFN and output-projection weights."""
         return self.tpa if self.mode == "medha" else self.world_size
