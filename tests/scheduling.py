@@ -209,7 +209,9 @@ class Serving:
     def check_nothing_is_left(self) -> None:
         assert all(s.ended for s in self.served.values())
         assert not self.rows and not self.scheduler.running and not self.scheduler.waiting
-        assert sorted(sum(self.scheduler._free_slots, [])) == list(range(self.max_batch)), "slots are lost"
+        assert sorted(slot for free in self.scheduler._free_slots for slot in free) == list(range(self.max_batch)), (
+            "slots are lost"
+        )
         for tables in self.tables:
             pool = tables.pool
             assert pool.used == 0 and not pool._users.any(), "references are left"

@@ -184,9 +184,8 @@ def test_stop_texts_end_one_request_while_others_go_on() -> None:
         assert "".join(o.delta for o in outputs if o.id == name) == ended[name].text
 
 
-def test_leaving_early_frees_everything_on_every_rank() -> None:
-    layout = HelixLayout.create("helix", 2, 1)
-
+@pytest.mark.parametrize("layout", [HelixLayout.create("helix", 2, 1), HelixLayout.create("dp", dp=2)], ids=str)
+def test_leaving_early_frees_everything_on_every_rank(layout: HelixLayout) -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[list[Any], int, int]:
         e = engine(world, rank, layout)
         seen = []
