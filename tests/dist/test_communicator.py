@@ -131,6 +131,30 @@ def test_all_reduce_norm(transport: str, world_size: int, kvp: int) -> None:
             assert ((y.double() - normed).abs() <= (eps + 2**-18) * normed.abs() + 1e-30).all()
 
 
+# reduce_scatter
+
+
+def check_reduce_scatter(comm: Communicator) -> None:
+    W = comm.world_size
+    for dtype in DTYPES:
+        for shape in (*SHAPES, (40, 8192)):  # the last one is too large for boxes
+            parts = [values(r, (W, *shape), dtype) for r in range(W)]
+            got = comm.reduce_scatter(parts[comm.rank].clone().to(comm.device)).cpu()
+            mine = torch.stack([part[comm.rank] for part in parts])
+            assert got.dtype == dtype and got.shape == shape
+            if dtype == torch.int64:
+                assert torch.equal(got, mine.sum(0))
+                continue
+            # As for all_reduce.
+            error = (got.double() - mine.double().sum(0)).abs()
+            assert (error <= W * torch.finfo(dtype).eps / 2 * mine.double().abs().sum(0)).all()
+
+
+@every_case
+def test_reduce_scatter(transport: str, world_size: int, kvp: int) -> None:
+    on_ranks(transport, world_size, kvp, check_reduce_scatter)
+
+
 # all_gather, gather_in_group, all_to_all
 
 
