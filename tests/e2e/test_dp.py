@@ -10,6 +10,8 @@ import torch
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
 from helix.control.engine import Engine
 from helix.events.request import Request
 from helix.layout import HelixLayout
@@ -19,7 +21,7 @@ from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS, sampled
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
-from tests.pool import Pool
+from tests.pool import Pool, pool
 
 
 def layout_of(dp: int, ep: int = 1) -> HelixLayout:
@@ -50,6 +52,23 @@ def test_gloo_ranks(gloo_pool: Callable[[int], Pool], family: str, dp: int, ep: 
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     task = (checkpoint(family), layout_of(dp, ep), 16, wanted, "cpu")
     check(gloo_pool(dp).run(distributed_rank, *task, timeout_s=240.0), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family, dp, ep", [("qwen3", 2, 1), ("gpt-oss", 3, 3), ("deepseek-v3-yarn", 4, 2)])
+def test_loopback_ranks_on_one_gpu(family: str, dp: int, ep: int) -> None:
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), layout_of(dp, ep), 16, wanted, device="cuda"), wanted)
+
+
+@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)])
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt-oss", "deepseek-v3-yarn"])
+def test_over_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> None:
+    """Observed step by step, then captured."""
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    task = (checkpoint(family), layout_of(world, 1 if family == "qwen2" else 2), 16, wanted, "cuda", kind)
+    check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
 
 
 def test_sampling_is_that_of_other_layouts() -> None:
