@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import jobs
-from benchmarks.kernels import attention, comm, linear, mla, moe, sampling, sparse, tier
+from benchmarks.kernels import accept, attention, comm, linear, mla, moe, sampling, sparse, tier
 from benchmarks.models import (
     hopb,
     http,
@@ -47,6 +47,7 @@ BENCHMARKS = {
     "moe": moe.BENCHMARK,
     "mla": mla.BENCHMARK,
     "verify": verify.BENCHMARK,
+    "accept": accept.BENCHMARK,
     "sampling": sampling.BENCHMARK,
     "sparse": sparse.BENCHMARK,
     "tier": tier.BENCHMARK,

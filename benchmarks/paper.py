@@ -1,8 +1,12 @@
-"""The figures and tables of Helix Parallelism, as the simulator redraws them from conf/hardware/gb200.yaml.
+"""The figures and tables of the papers that the runtime follows.
 
 helix paper results=DIR figures=DIR page=false
+helix paper verification results=DIR figures=DIR
 
-results   where the rows of numbers go (default benchmarks/results/simulate)
+The first redraws Helix Parallelism with the simulator, from conf/hardware/gb200.yaml; the second draws the verification
+kernels from what `helix bench verify` recorded, and prints the tables.
+
+results   where the rows of numbers go (default benchmarks/results/simulate), or are (default benchmarks/results)
 figures   where the figures go (default benchmarks/figures)
 page      true (default): docs/simulator.md gets the tables; false: it stays as it is
 """
@@ -14,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.papers.figures import PAGE, write_figures
+from benchmarks.papers.verification_figures import write
 from launch.inputs.arguments import boolean, helped, need_checkout, parse
 from launch.inputs.compose import ROOT
 
@@ -24,7 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if helped(arguments, __doc__):
         return
     need_checkout("helix paper")
+    verification = "verification" in arguments
+    arguments = [text for text in arguments if text != "verification"]
     try:
+        if verification:
+            given = parse(arguments, {"results": Path, "figures": Path})
+            benchmarks = ROOT / "benchmarks"
+            write(given.get("results", benchmarks / "results"), given.get("figures", benchmarks / "figures"))
+            return
         given = parse(arguments, {"results": Path, "figures": Path, "page": boolean})
         results = given.get("results", ROOT / "benchmarks" / "results" / "simulate")
         figures = given.get("figures", ROOT / "benchmarks" / "figures")

@@ -65,7 +65,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gathers `x [...]`, of one shape on all ranks, from every rank -> `[W, ...]` in rank order."""
+        """Gathers `x [...]`, of one shape on all ranks, from every rank -> `[W, ...]` in rank order.
+
+        The result may alias `x` when W = 1.
+        """
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sums a contiguous `x [W, ...]` over the world; returns row `rank` of the sum, `[...]`. May overwrite `x`."""

@@ -113,7 +113,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
 
     def all_gather(self, x: Tensor) -> Tensor:
         size = x.numel() * x.element_size()
-        if size == 0 or size % 4 or size > GATHER_PIECES * all_gather.SLICE_WORDS * 4:
+        if self.world_size == 1 or size == 0 or size % 4 or size > GATHER_PIECES * all_gather.SLICE_WORDS * 4:
             return super().all_gather(x)
         return all_gather.all_gather(
             x.contiguous(), self._peers["gather"], self._counts["gather"], self._status,

@@ -82,6 +82,8 @@ class TorchDistCommunicator(Communicator):
         return x.copy_(sum_in_rank_order(self.all_gather(x)))
 
     def all_gather(self, x: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return x.contiguous()[None]
         out = x.new_empty(self.world_size, *x.shape)
         _all_gather_flat(out.view(-1), x.reshape(-1))  # gloo takes no stacked output shape
         return out

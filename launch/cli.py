@@ -27,7 +27,7 @@ LABORATORY = {
     "tune": "tune self-speculation: share of keys and number of drafts",
     "calibrate": "measure this machine for the planner",
     "planner": "compare the planner's predictions with recorded steps",
-    "paper": "redraw the paper's figures with the simulator",
+    "paper": "redraw the figures of the papers that Helix follows",
     "fidelity": "compare block-sparse attention with dense, step by step",
     "acceptance": "measure how many self-drafted tokens are accepted",
     "needles": "make needle prompts, and score the answers",

@@ -45,7 +45,7 @@ PARTS = {
     "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8)?(_sm90)?|qkv_append|each_head|silu_mul|route)_kernel"
     r"|^_(moe_sm90|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
     "all-reduce": r"^_all_reduce_norm_kernel|ncclDevKernel_AllReduce",
-    "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|commit)_kernel|ncclDevKernel_AllGather"
+    "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|draw|verify_and_pack)_kernel|ncclDevKernel_AllGather"
     r"|^_(shape_logits|top_of_blocks|merge_tops)_kernel",
 }
 REST = "rest"  # torch's own small kernels around the layers, and copies

@@ -8,7 +8,7 @@ of KV rotate past the L2; tokens, which a step has just written, may stay there.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -35,6 +35,8 @@ SCANS = [
     *[(32, g, a) for g in (4, 16, 32) for a in ALPHAS],
 ]
 PACKS = [(b, g, a, d) for b in BATCHES for g in GAMMAS for a in ALPHAS for d in WIDTHS]
+PACKS_ALONE = [(32, 128, a, d) for a in ALPHAS for d in WIDTHS]
+SORTED = [(b, g, a) for b in (32, 128, 512) for g in (64, 128) for a in ALPHAS]
 BEYOND = [(b, g, 0.9, d) for b, g in ((128, 8), (512, 8), (128, 128)) for d in (128, 2048)]  # for the paper: batch 32
 Replay = Callable[[int], Any]
 
@@ -130,12 +132,12 @@ def timed(runs: dict[str, Replay], copies: int, device: torch.device, captured: 
 
 
 def measure_scan(given: Given, batch: int, gamma: int, alpha: float) -> list[Row]:
-    """Lengths, flags and next tokens: eager torch, one lane a sequence, and the scan."""
+    """Lengths, flags and next tokens: eager torch, one lane a sequence, a warp that votes, and the scan."""
     device = given.device
     work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
     row: dict[str, Any] = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
     runs: dict[str, Replay] = {"torch": lambda i: reference.verify(work.draft, work.target)}
-    for name, scan in (("naive", baselines.naive), ("scan", baselines.verify)):
+    for name, scan in (("naive", baselines.naive), ("ballot", baselines.ballot), ("scan", baselines.verify)):
         check(work, name, scan, None)
 
         def run(i: int, scan: Callable[..., None] = scan) -> None:
@@ -190,6 +192,47 @@ def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int)
     return [row]
 
 
+def measure_pack_alone(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
+    """Packing by known lengths: our kernel, and torch's mask."""
+    device, dtype = given.device, torch.bfloat16
+    copies = min(MOST_COPIES, -(-ROTATED // (batch * gamma * width * 2))) if device.type == "cuda" else 1
+    works = [workload(batch, gamma, alpha, width, dtype, device, seed=7 + i) for i in range(copies)]
+    rows, offsets = reference.pack(works[0].kv, works[0].accepted)
+    baselines.pack(works[0].kv, works[0].accepted, works[0].packed)
+    if not torch.equal(works[0].packed.kv[: len(rows)], rows) or not torch.equal(works[0].packed.offsets, offsets):
+        raise RuntimeError(f"pack differs from the reference at {tuple(works[0].kv.shape)}")
+    row: dict[str, Any] = {"kind": "pack_alone", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
+    runs: dict[str, Replay] = {
+        "pack": lambda i: baselines.pack(works[i].kv, works[i].accepted, works[i].packed),
+        "pack_torch": lambda i: reference.pack(works[i].kv, works[i].accepted),
+    }
+    return [row | timed(runs, copies, device, captured={"pack"})]
+
+
+def measure_sorted(given: Given, batch: int, gamma: int, alpha: float) -> list[Row]:
+    """One lane a sequence, in the order of requests and in that of accepted lengths, beside the scan.
+
+    A warp takes as long as its longest sequence. Lengths are known here, which is the best that a prediction can do;
+    what sorting costs is not counted.
+    """
+    device = given.device
+    work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
+    order = work.accepted.argsort()
+    sorted_work = replace(
+        work, draft=work.draft[order], target=work.target[order], kv=work.kv[order], accepted=work.accepted[order]
+    )
+    for name, scan, given_work in (("naive", baselines.naive, work), ("naive, sorted", baselines.naive, sorted_work)):
+        check(given_work, name, scan, None)
+    check(work, "scan", baselines.verify, None)
+    runs: dict[str, Replay] = {
+        "naive": lambda i: baselines.naive(work.draft, work.target, work.out),
+        "naive_sorted": lambda i: baselines.naive(sorted_work.draft, sorted_work.target, sorted_work.out),
+        "scan": lambda i: baselines.verify(work.draft, work.target, work.out),
+    }
+    row: dict[str, Any] = {"kind": "sorted", "batch": batch, "gamma": gamma, "alpha": alpha}
+    return [row | timed(runs, 1, device, captured=runs)]
+
+
 def summarise(rows: list[Row]) -> Row:
     """The paper's findings in our figures; None where a row is missing."""
     scans = {(r["batch"], r["gamma"], r["alpha"]): r for r in rows if r["kind"] == "scan"}
@@ -223,12 +266,22 @@ PARTS = (
     Part(
         lambda given: SCANS if given.gpu else SCANS[:1],
         measure_scan,
-        _columns("batch gamma alpha", "torch", "naive", "scan"),
+        _columns("batch gamma alpha", "torch", "naive", "ballot", "scan"),
     ),
     Part(
         lambda given: [*PACKS, *BEYOND] if given.gpu else PACKS[:1],
         measure_pack,
         _columns("batch gamma alpha kv_dim", *PACKED),
+    ),
+    Part(
+        lambda given: PACKS_ALONE if given.gpu else PACKS_ALONE[:1],
+        measure_pack_alone,
+        _columns("batch gamma alpha kv_dim", "pack", "pack_torch"),
+    ),
+    Part(
+        lambda given: SORTED if given.gpu else SORTED[:1],
+        measure_sorted,
+        _columns("batch gamma alpha", "naive", "naive_sorted", "scan"),
     ),
 )
 ABOUT = "verification of drafts beside the paper's kernels and plain torch, on one GPU"

@@ -1,7 +1,8 @@
 """The kernels of verification that Kolawole's paper compares (CMU, 2026), each the baseline of the next.
 
-One lane a sequence (`naive`), one program a sequence (`verify`), accepted rows copied together (`pack`), and both in
-one launch of one program (`verify_and_pack_one_block`). `kernels.tokens.verify` has the one that lifts its limits.
+One lane a sequence (`naive`), one warp that votes on 32 tokens at a time (`ballot`), one program that reduces all
+tokens at once (`verify`), accepted rows copied together (`pack`), and both in one launch of one program
+(`verify_and_pack_one_block`). `kernels.tokens.verify` has the one that lifts its limits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kernels.tokens.verify import (
     write_lengths,
 )
 
-LANES = 32  # sequences of a program of the naive kernel
+LANES = 32  # of a warp: sequences of a program of the naive kernel, tokens of one vote of the ballot
 ONE_BLOCK_BATCH = 32
 
 
@@ -58,6 +59,44 @@ def _naive_kernel(
         k += going.to(tl.int32)
         j += 1
     write_lengths(target, accepted, has_mismatch, next_tokens, b, k, inside, target_b, G)
+
+
+@triton.jit
+def first_vote(wrong, VOTES: tl.constexpr):
+    """Finds the first lane of a warp whose bool [LANES] is set, in all lanes; LANES if none is."""
+    if VOTES:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred wrong;
+            .reg .b32 votes;
+            setp.ne.s32 wrong, $1, 0;
+            vote.sync.ballot.b32 votes, wrong, 0xffffffff;
+            brev.b32 votes, votes;
+            clz.b32 $0, votes;
+            }""",
+            "=r,r", [wrong.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    lane = tl.arange(0, wrong.shape[0])
+    return lane * 0 + tl.min(tl.where(wrong, lane, wrong.shape[0]), 0)
+
+
+@jit
+def _ballot_kernel(
+    draft, target, accepted, has_mismatch, next_tokens, draft_b, target_b, G,
+    LANES: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, LANES)
+    b = tl.program_id(0) + lane * 0
+    row = b.to(tl.int64)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    k = tl.zeros([LANES], tl.int32)
+    for chunk in range(CHUNKS):
+        j = chunk * LANES + lane
+        d = tl.load(draft + row * draft_b + j, mask=j < G, other=-1)
+        t = tl.load(target + row * target_b + j, mask=j < G, other=-1)
+        k += tl.where(k == chunk * LANES, first_vote((d != t) | (d < 0), PDL), 0)
+    write_lengths(target, accepted, has_mismatch, next_tokens, b, k, lane == 0, target_b, G)
 
 
 @jit
@@ -119,10 +158,12 @@ def _one_block_kernel(
 
 def naive(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     """`verify` with one lane a sequence: a warp takes as long as its longest sequence. A baseline; shapes as there."""
-    if not dispatch.on_gpu(draft):
-        return out.copy(*reference.verify(draft, target))
-    launch = scan_launch(True, like(draft), like(target), out.layout, draft.device)
-    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
+    return _scan("naive", draft, target, out)
+
+
+def ballot(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
+    """`verify` with one warp a sequence, which votes on 32 tokens at a time. A baseline; shapes as there."""
+    return _scan("ballot", draft, target, out)
 
 
 def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
@@ -139,10 +180,7 @@ def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     Source:
         Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
     """
-    if not dispatch.on_gpu(draft):
-        return out.copy(*reference.verify(draft, target))
-    launch = scan_launch(False, like(draft), like(target), out.layout, draft.device)
-    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
+    return _scan("reduction", draft, target, out)
 
 
 def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
@@ -171,13 +209,23 @@ def verify_and_pack_one_block(
     )  # fmt: skip
 
 
+def _scan(way: str, draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
+    if not dispatch.on_gpu(draft):
+        return out.copy(*reference.verify(draft, target))
+    launch = scan_launch(way, like(draft), like(target), out.layout, draft.device)
+    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
+
+
 @cache
-def scan_launch(naive: bool, draft: Like, target: Like, out: tuple[Like, ...], device: torch.device) -> Launch:
+def scan_launch(way: str, draft: Like, target: Like, out: tuple[Like, ...], device: torch.device) -> Launch:
     B, G = tokens_of(draft, target, out)
-    sizes = draft[1][0], target[1][0], B, G
-    if naive:
-        return Launch(_naive_kernel, (triton.cdiv(B, LANES), 1, 1), 1, sizes, LANES=LANES)
-    return Launch(_verify_kernel, (B, 1, 1), 1, sizes, BLOCK_G=block_of(G))
+    strides = draft[1][0], target[1][0]
+    if way == "naive":
+        return Launch(_naive_kernel, (triton.cdiv(B, LANES), 1, 1), 1, (*strides, B, G), LANES=LANES)
+    if way == "ballot":
+        chunks = triton.cdiv(G, LANES)
+        return Launch(_ballot_kernel, (B, 1, 1), 1, (*strides, G), LANES=LANES, CHUNKS=chunks)
+    return Launch(_verify_kernel, (B, 1, 1), 1, (*strides, B, G), BLOCK_G=block_of(G))
 
 
 @cache

@@ -135,9 +135,11 @@ class TieredAttention(BlockSparseAttention):
         if pieces:
             bring(0)
         out, lse = q.new_empty(2, *q.shape), q.new_empty(2, *q.shape[:2], dtype=torch.float32)
-        newest = torch.maximum(lo, step.staged.edges)
-        own = cache.paged(step.staged.tables, newest, hi, layer.scale, layer.sinks)
-        flash_prefill(q, own, step.cu_q, step.max_q, step.max_q, out=out[0], lse=lse[0])
+        column = min(part.begin for part in step.staged.parts) // cache.block.page_size
+        begin = column * cache.block.page_size
+        newest, longest = torch.maximum(lo, step.staged.edges) - begin, max(p.end for p in step.staged.parts) - begin
+        own = cache.paged(step.staged.tables[:, column:], newest, hi - begin, layer.scale, layer.sinks)
+        flash_prefill(q, own, step.cu_q, step.max_q, longest, out=out[0], lse=lse[0])
         for i, piece in enumerate(pieces):
             self._join(self._side)
             if i + 1 < len(pieces):

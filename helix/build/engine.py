@@ -29,6 +29,7 @@ from helix.speculation import (
     NoDrafts,
     SparseDrafter,
 )
+from kernels.attention.unpacked_prefill import PIECE_BYTES
 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
@@ -149,8 +150,9 @@ def build_engine(
     # In mode dp each rank has its own slots and pages, of sequences that come to any of the ranks.
     max_batch = -(-max_batch // layout.dp)
     wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
-    # Halves of a chunk that take turns unpack a matrix of few bits each.
-    free = free_bytes(comm.device) - 2 * model.weights.largest * dtype.itemsize
+    # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys.
+    piece = 0 if kv.dtype == "auto" else PIECE_BYTES
+    free = free_bytes(comm.device) - 2 * (model.weights.largest * dtype.itemsize + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))

@@ -27,11 +27,13 @@ from helix.models import Decoder
 from helix.placement import Placement, PromptChunk
 from helix.run.clock import Moment
 from helix.run.graphs import StepGraphs
-from helix.speculation import Draft, Drafter, NoDrafts, accepted_tokens
-from helix.steps.sampling import sample
+from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
+from helix.steps.sampling import SamplingState, sampled_candidates
 from helix.steps.shaping import Shaper
 from helix.steps.step import PAST, DecodeState, Step
 from kernels.reference.top_tokens import logprobs
+from kernels.tokens.best_token import best_of_ranks
+from kernels.tokens.commit import Candidates
 
 
 @dataclass(frozen=True)
@@ -250,9 +252,12 @@ class ModelRunner:
         assert step.cu_q is not None
         rows = step.cu_q[1:][of_last] - 1
         slots, lengths = slots[of_last], ends[of_last]
-        live = torch.ones_like(slots, dtype=torch.bool)
-        shaping = (slots, torch.full_like(slots, -1)) if decision.kind.shaped else None
-        tokens = self._draw(self.model.logits(hidden[rows]), slots, lengths, live, decision.kind, shaping)
+        logits, kind = self.model.logits(hidden[rows]), decision.kind
+        self._observe(logits, slots, lengths)
+        shaped = self._shaper().shape(logits, slots, torch.full_like(slots, -1), lengths) if kind.shaped else logits
+        tokens = best_of_ranks(self._candidates(shaped, lengths, self.state.sampling.rows(slots), kind).pairs)[1]
+        if kind.shaped:
+            self._shaper().report(logits, tokens, slots, self.own)
         self.state.activate(slots, tokens, lengths)
         return tokens[:, None], [segments[i].slot for i in last]
 
@@ -309,23 +314,27 @@ class ModelRunner:
         if kind.drafts:
             policy = self.drafter.verification or policy
         hidden = self.model.hidden(self.cache, step, policy)
+        logits = self.model.logits(hidden)
         self.mark("accept")
-        return ComputedStep(self.model.logits(hidden), hidden, step, draft)
+        return ComputedStep(logits, hidden, step, draft)
 
     def _complete(self, computed: ComputedStep, kind: StepKind) -> Tensor:
         """Draws a computed step's tokens and commits them."""
-        step, draft, rows, drafts = computed.step, computed.draft, kind.rows, kind.drafts
-        tokens = None if draft is None else draft.tokens
-        slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
-        shaping = (self._slots[:rows], self.state.uncounted(rows)) if kind.shaped else None
-        drawn = self._draw(computed.logits, slots, step.positions + 1, step.live, kind, shaping, draft)
-        drawn = drawn.view(rows, -1)
-        if draft is not None and draft.outcome is not None:
-            drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # broken rows stay broken
-        state, followers = self.state, [f for f in self.followers if f.takes(kind)]
-        before = state.lengths[:rows].clone() if followers else None
-        taken = state.commit(drawn, tokens)
-        if before is not None:
+        state, step, draft, rows, logits = self.state, computed.step, computed.draft, kind.rows, computed.logits
+        followers = [f for f in self.followers if f.takes(kind)]
+        if self.observer:
+            live, owner = step.live, self._slots[:rows].repeat_interleave(step.max_q)
+            self._observe(logits[live], owner[live], step.positions[live] + 1)
+        # What greedy rows alone do not read is not computed.
+        following = step.positions + 1 if kind.stochastic or kind.shaped else step.positions
+        slots, shaped = self._slots[:rows], logits
+        if kind.shaped:
+            shaped = self._shaper().shape(logits, slots, state.uncounted(rows), following)
+        drawn = self._candidates(shaped, following, state.sampling.rows(slice(0, rows)), kind, draft)
+        taken, before = state.commit(rows, drawn, *((draft.tokens, draft.outcome) if draft is not None else ()))
+        if kind.shaped:  # of first tokens alone: sequences with shaping have no drafts
+            self._shaper().report(logits[:: step.max_q], taken[:, 0].contiguous(), slots, self.own)
+        if followers:
             self.mark("choose")
             span = state.span(rows, before, state.lengths[:rows], step.max_q)
             for follower in followers:
@@ -333,45 +342,21 @@ class ModelRunner:
         self.mark(None)
         return self._of_all(taken)
 
-    def _draw(
-        self,
-        logits: Tensor,
-        slots: Tensor | slice,
-        positions: Tensor,
-        live: Tensor,
-        kind: StepKind,
-        shaping: tuple[Tensor, Tensor] | None,
-        draft: Draft | None = None,
-    ) -> Tensor:
-        """Draws the next tokens [n] of `slots`, for global `positions` [n], from logits [n, V_local].
-
-        Rows that are not `live` are padding. `shaping` has the slots of the sequences and their last tokens, as in
-        `shape_logits`; None: logits stay as they are.
-        """
+    def _observe(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
         if self.observer:
-            self.observer(self._slots[slots][live], positions[live], logits[live])
-        if shaping is None:
-            return self._sampled(logits, slots, positions, kind, draft)
-        shaper, sequences = self._shaper(), shaping[0]
-        shaped = shaper.shape(logits, *shaping, positions)
-        tokens = self._sampled(shaped, slots, positions, kind, draft)
-        of_first = slice(None, None, len(logits) // len(sequences))  # then drafts, only of sequences without shaping
-        shaper.report(logits[of_first], tokens[of_first].contiguous(), sequences, self.own)
-        return tokens
+            self.observer(slots, positions, logits)
 
-    def _sampled(
-        self, logits: Tensor, slots: Tensor | slice, positions: Tensor, kind: StepKind, draft: Draft | None
-    ) -> Tensor:
-        """Draws tokens [n] from logits [n, V_local]."""
-        first, sampling = self.model.embedding.rows.start, self.state.sampling
+    def _candidates(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingState, kind: StepKind, draft: Draft | None = None
+    ) -> Candidates:
+        """Draws candidates for the tokens at `positions` [n] from logits [n, V_local]."""
+        first = self.model.embedding.rows.start
         if draft is not None and draft.sampled_from is not None:
-            of_rows = sampling.rows(slice(0, len(draft.tokens)))
-            return accepted_tokens(
-                logits, first, draft.tokens, draft.sampled_from, positions, of_rows, self.own, filtered=kind.filtered
-            ).flatten()
-        of_slots = sampling.rows(slots)
+            return accepted_candidates(
+                logits, first, draft.tokens, draft.sampled_from, positions, sampling, self.own, filtered=kind.filtered
+            )
         flags = {"stochastic": kind.stochastic, "filtered": kind.filtered}
-        return sample(logits, first, positions, of_slots, self.own, **flags)
+        return Candidates(sampled_candidates(logits, first, positions, sampling, self.own, **flags))
 
     def _shaper(self) -> Shaper:
         """Returns the shaper, created at its first use on all ranks alike and kept: captured steps write to it."""

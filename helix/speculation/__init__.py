@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helix.speculation.acceptance import accepted_tokens
+from helix.speculation.acceptance import accepted_candidates
 from helix.speculation.base import Draft, Drafter, NoDrafts
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
@@ -17,6 +17,6 @@ __all__ = [
     "NgramDrafter",
     "NoDrafts",
     "SparseDrafter",
-    "accepted_tokens",
+    "accepted_candidates",
     "check_draft",
 ]

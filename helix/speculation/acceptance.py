@@ -12,10 +12,10 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.steps.sampling import SamplingState, distribution
 from kernels.tokens.accept import Distribution, accept, kept_mass
-from kernels.tokens.best_token import best_of_ranks
+from kernels.tokens.commit import Candidates
 
 
-def accepted_tokens(
+def accepted_candidates(
     logits: Tensor,
     vocab_offset: int,
     drafts: Tensor,
@@ -25,8 +25,8 @@ def accepted_tokens(
     comm: Communicator,
     *,
     filtered: bool,
-) -> Tensor:
-    """Draws a step's tokens by rejection sampling, in the form that `DecodeState.commit` takes.
+) -> Candidates:
+    """Accepts a step's drafts by rejection sampling, and draws candidates for the token behind them.
 
     All ranks call alike and get the same result. Rows with temperature 0 accept drafts that are the best tokens.
 
@@ -40,15 +40,18 @@ def accepted_tokens(
         filtered: any row with temperature > 0 has top-k or top-p on.
 
     Returns:
-        [B, n + 1] int64: the accepted drafts, then the next token, -1 if the target's logits are broken; entries after
-        it are undefined.
+        What `DecodeState.commit` takes.
     """
     B, n = drafts.shape
     p, best = distribution(logits.unflatten(0, (B, n + 1)), vocab_offset, state, comm, filtered=filtered)
-    mass = torch.cat((kept_mass(p, drafts, vocab_offset), kept_mass(q, drafts, vocab_offset)), 1)
-    p_mass, q_mass = (part.contiguous() for part in comm.all_reduce(mass).split((n + 1, n), 1))
-    first = positions.view(B, n + 1)[:, 0].contiguous()
+    mass = torch.zeros(B * (n + 1 + n), 2, dtype=torch.int64, device=logits.device)
+
+    def of_both(sums: Tensor) -> tuple[Tensor, Tensor]:
+        return sums[: B * (n + 1)].view(B, n + 1, 2), sums[B * (n + 1) :].view(B, n, 2)
+
+    for of_one, sums in zip((p, q), of_both(mass), strict=True):
+        kept_mass(of_one, drafts, vocab_offset, sums)
+    p_mass, q_mass = of_both(comm.all_reduce(mass))
+    first = positions.view(B, n + 1)[:, 0]
     accepted, candidates = accept(p, q, p_mass, q_mass, drafts, best, state.seed, first, vocab_offset)
-    following = best_of_ranks(comm.all_gather(candidates).flatten(0, 1))[1]
-    tokens = torch.cat((drafts, following[:, None]), 1)
-    return tokens.scatter_(1, accepted[:, None], following[:, None])
+    return Candidates(comm.all_gather(candidates).flatten(0, 1), accepted)

@@ -11,9 +11,8 @@ from comm.base import Communicator
 from helix.events.decision import StepKind
 from helix.models import Decoder
 from helix.speculation.base import Draft
-from helix.steps.sampling import distribution, draw, sample
+from helix.steps.sampling import distribution, draw_drafts, sample
 from helix.steps.step import DecodeState
-from kernels.reference.uniform import DRAFT
 from kernels.tokens.accept import Distribution
 
 
@@ -45,7 +44,7 @@ class DraftDrawing:
         else:
             q, best = distribution(logits[:, None], first, sampling, self.comm, filtered=self.kind.filtered)
             self._sampled_from.append(q)
-            tokens = draw(q, best, first, positions[:, None], sampling.seed, DRAFT, self.comm)[:, 0]
+            tokens = draw_drafts(q, best, first, positions[:, None], sampling.seed, self.comm)[:, 0]
         self._tokens.append(tokens)
         return tokens
 

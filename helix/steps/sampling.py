@@ -17,9 +17,10 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.events.sampling_params import SamplingParams
-from kernels.reference.uniform import TARGET, gumbel
+from kernels.reference.uniform import DRAFT, TARGET
 from kernels.tokens.accept import ALL_KEYS, Distribution, descending_keys
 from kernels.tokens.best_token import best_of_rank, best_of_ranks
+from kernels.tokens.draw import draw
 
 # A 32-bit key as three digits (shift, bits), most significant first: 16 KB of bins per row in each all-reduce.
 _DIGITS = ((21, 11), (10, 11), (0, 10))
@@ -67,28 +68,44 @@ def sample(
     stochastic: bool,
     filtered: bool,
 ) -> Tensor:
-    """Draws one token per row; the same on all ranks.
+    """Draws one token per row [B * T] int64, -1 for a broken row; arguments as in `sampled_candidates`."""
+    flags = {"stochastic": stochastic, "filtered": filtered}
+    return best_of_ranks(sampled_candidates(logits, vocab_offset, positions, state, comm, **flags))[1]
+
+
+def sampled_candidates(
+    logits: Tensor,
+    vocab_offset: int,
+    positions: Tensor,
+    state: SamplingState,
+    comm: Communicator,
+    *,
+    stochastic: bool,
+    filtered: bool,
+) -> Tensor:
+    """Draws candidates for one token per row, of which `best_of_ranks` is the token; the same on all ranks.
 
     All ranks call with the same B and flags, and communicate in the same order: one all-gather, one more if
     `stochastic`, between them five all-reduces if also `filtered`. The flags only skip work: needless ones change no
     token. Tokens with logit -inf are never drawn.
 
     Args:
-        logits: [B, V_local] fp32, this rank's columns; V_local may differ between ranks and may be 0.
+        logits: [B * T, V_local] fp32, this rank's columns; V_local may differ between ranks and may be 0.
         vocab_offset: token id of the first column.
-        positions: [B] int64, global position of the token to draw: the counter of the random numbers.
+        positions: [B * T] int64, global position of the token to draw: the counter of the random numbers.
         state: B rows; those with temperature 0 are greedy.
         stochastic: any row has temperature > 0.
         filtered: any row with temperature > 0 has top-k or top-p on.
 
     Returns:
-        Token ids [B] int64; -1 for a broken row: one with NaN or +inf on any rank, or with all logits -inf.
+        Pairs of score and token id [N, B * T, 2] fp64, whose best is not finite for a broken row: one with NaN or +inf
+        on any rank, or with all logits -inf.
     """
-    logits = _with_a_column(logits)
     if not stochastic:
-        return _best(logits, vocab_offset, comm)[1]
-    p, best = distribution(logits[:, None], vocab_offset, state, comm, filtered=filtered)
-    return draw(p, best, vocab_offset, positions[:, None], state.seed, TARGET, comm)[:, 0]
+        return _gathered(best_of_rank(_with_a_column(logits), vocab_offset), comm)
+    of_sequences = len(state.seed), len(logits) // len(state.seed)
+    p, best = distribution(logits.unflatten(0, of_sequences), vocab_offset, state, comm, filtered=filtered)
+    return _gathered(draw(p, best, state.seed, positions.view(of_sequences), TARGET, vocab_offset), comm)
 
 
 def distribution(
@@ -120,31 +137,25 @@ def distribution(
     return p, tokens.view(B, T)
 
 
-def draw(
-    p: Distribution,
-    best: Tensor,
-    vocab_offset: int,
-    positions: Tensor,
-    seed: Tensor,
-    stream: int,
-    comm: Communicator,
+def draw_drafts(
+    p: Distribution, best: Tensor, vocab_offset: int, positions: Tensor, seed: Tensor, comm: Communicator
 ) -> Tensor:
-    """Draws a token [B, T] int64 from each distribution; a collective, one all-gather.
+    """Draws a draft [B, T] int64 from each distribution; a collective, one all-gather.
 
     Args:
         p, best: results of `distribution`; `best` is drawn if the temperature is 0.
         vocab_offset: as in `distribution`.
-        positions, seed, stream: [B, T] int64, [B] int64, and a stream of `kernels.reference.uniform`: the counters of
-            the random numbers.
+        positions, seed: [B, T] int64 and [B] int64, the counters of the random numbers.
 
     Returns:
         Token ids; -1 for a broken row.
     """
-    # Gumbel-max: the argmax of log-weights plus independent Gumbel noise is a draw from the normalised weights.
-    ids = torch.arange(vocab_offset, vocab_offset + p.logits.shape[2], device=p.logits.device)
-    noise = gumbel(seed[:, None, None], positions[..., None], stream, ids)
-    drawn = _best((p.log_weights() + noise).flatten(0, 1), vocab_offset, comm)[1]
-    return torch.where(p.temperature[:, None] > 0, drawn.view_as(best), best)
+    return best_of_ranks(_gathered(draw(p, best, seed, positions, DRAFT, vocab_offset), comm))[1].view_as(best)
+
+
+def _gathered(candidates: Tensor, comm: Communicator) -> Tensor:
+    """Gathers all ranks' candidates [n, R, 2] -> [W * n, R, 2]."""
+    return comm.all_gather(candidates).flatten(0, 1)
 
 
 def _with_a_column(logits: Tensor) -> Tensor:
@@ -155,7 +166,7 @@ def _with_a_column(logits: Tensor) -> Tensor:
 
 def _best(scores: Tensor, vocab_offset: int, comm: Communicator) -> tuple[Tensor, Tensor]:
     """Returns the largest score [B] fp64 over all ranks (NaN wins) and its smallest token id [B]; -1 if not finite."""
-    return best_of_ranks(comm.all_gather(best_of_rank(scores, vocab_offset)))
+    return best_of_ranks(_gathered(best_of_rank(scores, vocab_offset), comm))
 
 
 def _last_kept_key(keys: Tensor, mass: Tensor, state: SamplingState, comm: Communicator) -> Tensor:

@@ -18,7 +18,7 @@ from helix.events.follower import Follower, Retired, Span
 from helix.memory.transfers import to_device
 from helix.placement import ChunkPart, Placement, PromptChunk
 from helix.steps.sampling import SamplingState
-from kernels.tokens.commit import PAST, commit
+from kernels.tokens.commit import PAST, Candidates, commit
 
 __all__ = ["PAST", "DecodeState", "Step"]
 
@@ -51,7 +51,7 @@ class Step:
         append_slots: by window: flat cache slots [N] int64, -1 for tokens that this rank does not store.
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: most tokens of one sequence in the step.
-        max_k: most keys that one sequence reads on this rank, approximately; prefill only.
+        max_k: upper bound of the keys that one sequence reads on this rank; prefill only.
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
         first: slot of the first sequence of a decode step; its slots are consecutive.
         overlapped: whether the other half of a prefill step computes while this half communicates.
@@ -316,28 +316,32 @@ class DecodeState(Follower):
             rows,
         )
 
-    def commit(self, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:
-        """Commits the tokens drawn in a decode step; lengths grow only here.
+    def commit(
+        self, rows: int, drawn: Candidates, drafts: Tensor | None = None, outcome: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draws and commits the tokens of a decode step of the first `rows` rows; lengths grow only here.
 
         A draft is accepted if the token drawn at its position is the same and all drafts before it are accepted. The
         next step overwrites the entries of refused drafts.
 
         Args:
-            tokens: [rows, 1 + n]: the i-th was drawn after the last token and the first i drafts.
+            drawn: candidates of the tokens after the last one and after each draft.
             drafts: [rows, n], -1 for padding; None: no drafts.
+            outcome: see `Draft`.
 
         Returns:
-            [rows, 1 + n]: the committed tokens of each row, then PAST.
+            The committed tokens of each row, then PAST [rows, 1 + n]; the lengths before [rows].
         """
-        rows = slice(0, len(tokens))
+        first = slice(0, rows)
         return commit(
-            tokens,
+            drawn,
             drafts,
-            self.tokens[rows],
-            self.lengths[rows],
-            self.limits[rows],
-            self.active[rows],
-            self.history[rows],
+            outcome,
+            self.tokens[first],
+            self.lengths[first],
+            self.limits[first],
+            self.active[first],
+            self.history[first],
         )
 
     def _tables(self, rows: int) -> dict[int | None, Tensor]:
@@ -368,6 +372,7 @@ class DecodeState(Follower):
         if None in self.rings:
             staged = self._stage(self.placement.parts(chunks, first, whole=False))
             append_tables[None] = staged.tables
+        longest = max(chunk.end for chunk in chunks)
         whole = self.placement.parts(chunks, first, whole=True) if self.rings.keys() - {None} else ()
         for window in self.rings.keys() - {None}:
             tables[window] = append_tables[window] = self._ring_tables(window, slots, whole)
@@ -387,7 +392,7 @@ class DecodeState(Follower):
             },
             cu_q=cu_q,
             max_q=max(counts),
-            max_k=-(-max(chunk.end for chunk in chunks) // self.placement.layout.kvp),
+            max_k=self.placement.layout.local_length(longest, 0, self.placement.append_block),
             staged=staged,
             parts=whole,
         )

@@ -25,48 +25,52 @@ from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
 from kernels.scaled_keys import scale_at
 
-WARPS, QUERIES, OF_WARP = gl.constexpr(4), gl.constexpr(16), gl.constexpr(32)  # rows of queries, keys of a warp's tile
-TILE = gl.constexpr(128)  # keys
-STAGES = 3  # of tiles of e4m3: two programs fit an SM
+WARPS = gl.constexpr(4)
+MOST_ROWS = 32  # of queries
+# Keys of a warp's tile, by rows: with more, accumulators leave registers for fewer scores.
+OF_WARP = {16: 32, MOST_ROWS: 16}
+STAGED = 384  # keys of e4m3 on their way, of bf16 two thirds: two programs fit an SM
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key a thread
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8]))
 LEFT, RIGHT = (gl.constexpr(gl.DotOperandLayout(i, PRODUCT.value, 2)) for i in range(2))
 OF_ROWS, OF_KEYS = (gl.constexpr(gl.SliceLayout(axis, PRODUCT.value)) for axis in (2, 1))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+ROWS_OF_Q = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
 MERGED = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
 @gluon.constexpr_function
-def _bits(D):
-    return D.bit_length() - 1
+def _bits(size):
+    return size.bit_length() - 1
 
 
 @gluon.constexpr_function
-def keys_layout(D):
-    """Returns the layout of keys [TILE, D] whose registers are those of the right operand of the scores.
+def keys_layout(D, of_warp):
+    """Returns the layout of keys [tile, D] whose registers are those of the right operand of the scores.
 
-    A thread has D / 4 neighbouring numbers of four keys.
+    A thread has D / 4 neighbouring numbers of every eighth key of its warp.
     """
-    registers = [[0, 1 << bit] for bit in range(_bits(D) - 2)] + [[8, 0], [16, 0]]
+    registers = [[0, 1 << bit] for bit in range(_bits(D) - 2)] + [[1 << bit, 0] for bit in range(3, _bits(of_warp))]
     lanes = [[0, D // 4], [0, D // 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[32, 0], [64, 0]], [], [128, D])
+    return gl.DistributedLinearLayout(registers, lanes, [[of_warp, 0], [2 * of_warp, 0]], [], [4 * of_warp, D])
 
 
 @gluon.constexpr_function
-def values_layout(D):
-    """Returns the layout of values [TILE, D] whose registers are those of the right operand of the output.
+def values_layout(D, of_warp):
+    """Returns the layout of values [tile, D] whose registers are those of the right operand of the output.
 
-    A thread has D / 8 neighbouring numbers of eight keys.
+    A thread has D / 8 neighbouring numbers of a quarter of its warp's keys.
     """
-    registers = [[0, 1 << bit] for bit in range(_bits(D) - 3)] + [[1, 0], [8, 0], [16, 0]]
+    registers = [[0, 1 << bit] for bit in range(_bits(D) - 3)] + [[1, 0]]
+    registers += [[1 << bit, 0] for bit in range(3, _bits(of_warp))]
     lanes = [[2, 0], [4, 0], [0, D // 8], [0, D // 4], [0, D // 2]]
-    return gl.DistributedLinearLayout(registers, lanes, [[32, 0], [64, 0]], [], [128, D])
+    return gl.DistributedLinearLayout(registers, lanes, [[of_warp, 0], [2 * of_warp, 0]], [], [4 * of_warp, D])
 
 
 @gluon.constexpr_function
 def copied_layout(D, bytes):
-    """Returns the layout of a copy of [TILE, D] numbers, sixteen bytes a thread."""
+    """Returns the layout of a copy of [tile, D] numbers, sixteen bytes a thread."""
     across = min(32, D * bytes // 16)
     return gl.BlockedLayout([1, 16 // bytes], [32 // across, across], [4, 1], [1, 0])
 
@@ -84,7 +88,10 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T: gl.constexpr, HEADS: gl.constexpr, BLOCK_B: gl.constexpr):
+def _schedule(
+    lo, hi, lo_b, lo_t, hi_b, hi_t, B,
+    T: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr, BLOCK_B: gl.constexpr,
+):  # fmt: skip
     """Computes `kernels.attention.split_kv.schedule` with HEADS items a sequence."""
     seq = gl.arange(0, BLOCK_B, layout=gl.BlockedLayout([BLOCK_B // 32], [32], [gl.num_warps()], [0]))
     none = gl.full_like(seq, 0x7FFFFFFF)
@@ -109,7 +116,7 @@ def _of(values, seq, i):
 
 
 @gluon.jit
-def _place(tile, pages, start, stop, LAYOUT: gl.constexpr, PAGE: gl.constexpr, HOLES: gl.constexpr):
+def _place(tile, pages, start, stop, TILE: gl.constexpr, LAYOUT: gl.constexpr, PAGE: gl.constexpr, HOLES: gl.constexpr):
     """Finds a tile's keys: their pages and slots, int64, and which are live."""
     key = tile * TILE + gl.arange(0, TILE, layout=LAYOUT)
     live = (key >= start) & (key < stop)
@@ -124,9 +131,10 @@ def _copy_rows(
     tile, to, cache, pages, start, stop, head, page_stride, slot_stride, head_stride,
     PAGE: gl.constexpr, HOLES: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
+    TILE: gl.constexpr = to.shape[0]
     D: gl.constexpr = to.shape[1]
     L: gl.constexpr = copied_layout(D, cache.dtype.element_ty.primitive_bitwidth // 8)
-    page, slot, live = _place(tile, pages, start, stop, gl.SliceLayout(1, L), PAGE, HOLES)
+    page, slot, live = _place(tile, pages, start, stop, TILE, gl.SliceLayout(1, L), PAGE, HOLES)
     at = (page * page_stride + head * head_stride) * APART + slot * slot_stride
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     async_copy.async_copy_global_to_shared(to, cache + (at[:, None] + d[None, :]), mask=live[:, None])
@@ -136,14 +144,15 @@ def _copy_rows(
 def _copy(
     tile, slot, k_shared, v_shared, k_scales_shared, v_scales_shared,
     k_cache, v_cache, k_scales, v_scales, pages, start, stop, head, page_stride, slot_stride, head_stride,
-    PAGE: gl.constexpr, HOLES: gl.constexpr, V_APART: gl.constexpr,
+    V_FIRST: gl.constexpr, PAGE: gl.constexpr, HOLES: gl.constexpr, V_APART: gl.constexpr,
     SCALE_PAGE: gl.constexpr, SCALE_NEXT: gl.constexpr, SCALE_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a tile's keys, values and scales into a slot; those that are not live become zero."""
     strides = (page_stride, slot_stride, head_stride)
     _copy_rows(tile, k_shared.index(slot), k_cache, pages, start, stop, head, *strides, PAGE, HOLES, 1)
-    _copy_rows(tile, v_shared.index(slot), v_cache, pages, start, stop, head, *strides, PAGE, HOLES, V_APART)
-    page, within, live = _place(tile, pages, start, stop, EACH, PAGE, HOLES)
+    _copy_rows(tile, v_shared.index(V_FIRST + slot), v_cache, pages, start, stop, head, *strides, PAGE, HOLES, V_APART)
+    TILE: gl.constexpr = k_shared.shape[1]
+    page, within, live = _place(tile, pages, start, stop, TILE, EACH, PAGE, HOLES)
     at = scale_at(v_scales, page, within, head, PAGE, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD)
     async_copy.async_copy_global_to_shared(v_scales_shared.index(slot), at, mask=live)
     if k_scales is not None:
@@ -165,25 +174,31 @@ def _flash_decode_fp8_sm90_kernel(
     scale_log2, B, T: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     BLOCK_B: gl.constexpr, ROWS: gl.constexpr, SINKS: gl.constexpr, HOLES: gl.constexpr, V_APART: gl.constexpr,
     SCALE_PAGE: gl.constexpr, SCALE_NEXT: gl.constexpr, SCALE_HEAD: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    QUERIES: gl.constexpr, OF_WARP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
     K_BYTES: gl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
-    KEYS: gl.constexpr = keys_layout(D)
-    VALUES: gl.constexpr = values_layout(D)
+    TILE: gl.constexpr = WARPS * OF_WARP
+    KEYS: gl.constexpr = keys_layout(D, OF_WARP)
+    VALUES: gl.constexpr = values_layout(D, OF_WARP)
     LIFT: gl.constexpr = lift(dtype)
-    k_shared = gl.allocate_shared_memory(k_cache.dtype.element_ty, [STAGES, TILE, D], swizzled(D, K_BYTES))
-    v_shared = gl.allocate_shared_memory(v_cache.dtype.element_ty, [STAGES, TILE, D], swizzled(D, 1))
+    # Keys and values of one type are one piece of memory, in which the sums of an item fit.
+    V_FIRST: gl.constexpr = STAGES if K_BYTES == 1 else 0
+    k_shared = gl.allocate_shared_memory(k_cache.dtype.element_ty, [STAGES + V_FIRST, TILE, D], swizzled(D, K_BYTES))
+    v_shared = k_shared
+    if K_BYTES > 1:
+        v_shared = gl.allocate_shared_memory(v_cache.dtype.element_ty, [STAGES, TILE, D], swizzled(D, 1))
     v_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], SCALES)
     k_scales_shared = v_scales_shared
     if k_scales is not None:
         k_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], SCALES)
+    q_shared = gl.allocate_shared_memory(dtype, [QUERIES, D], swizzled(D, 2))
     shared = (k_shared, v_shared, k_scales_shared, v_scales_shared)
     caches = (k_cache, v_cache, k_scales, v_scales)
     if not EARLY:
         gdc_wait()
     seq, starts, stops, fulls_from, fulls_to, tiles, ends = _schedule(
-        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS, BLOCK_B
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS, TILE, BLOCK_B
     )
     total_tiles = gl.max(ends, 0)
     run = gl.maximum((total_tiles + gl.num_programs(0) - 1) // gl.num_programs(0), 1)
@@ -196,6 +211,7 @@ def _flash_decode_fp8_sm90_kernel(
     gdc_launch_dependents()
 
     r = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, OF_ROWS))  # as rows of the running softmax
+    each_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
     at = begin
     while at < end:
         i = gl.sum((ends <= at).to(gl.int32), 0)
@@ -210,21 +226,21 @@ def _flash_decode_fp8_sm90_kernel(
         b = i.to(gl.int64)
         pages = block_table + b * table_b + head * table_h
 
-        # One row per query token and head of the group: the group's heads read the same keys.
-        m = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))
-        c = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))
+        # One row per query token and head of the group: the group's heads read the same keys. All warps have all rows.
+        m = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, ROWS_OF_Q))
+        c = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS_OF_Q))
         # Terms in the order of `keys_layout`.
         d = c % 8 // 2 * (D // 4) + c // 16 * 4 + c % 16 // 8 * 2 + c % 2
-        w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
         rows = b * q_b + (m // GROUP) * q_t + (head * GROUP + m % GROUP) * q_h
-        rows = rows[None, :, None] + d[None, None, :] + (w * 0)[:, None, None]  # every warp has them
-        query = gl.load(q + rows, mask=(m < T * GROUP)[None, :, None], other=0.0)
+        query = gl.load(q + (rows[:, None] + d[None, :]), mask=(m < T * GROUP)[:, None], other=0.0)
+        tl.debug_barrier()  # all warps are done with the item before
+        q_shared.store(query)
         t = r // GROUP
         row_lo = gl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
         row_hi = gl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
 
         acc = gl.zeros([WARPS, QUERIES, D], gl.float32, layout=PRODUCT)
-        totals = gl.zeros([WARPS, QUERIES, OF_WARP], gl.float32, layout=PRODUCT)
+        total = gl.zeros([WARPS, QUERIES], gl.float32, layout=OF_ROWS)
         # A finite floor: -inf minus -inf would be NaN.
         peak = gl.full([WARPS, QUERIES], -1.0e38, gl.float32, layout=OF_ROWS)
         tl.debug_barrier()  # the memory below held the sums of the item before
@@ -232,7 +248,7 @@ def _flash_decode_fp8_sm90_kernel(
             if first + s < last:
                 _copy(
                     first + s, s, *shared, *caches, pages, start, stop, head, page_stride, slot_stride, head_stride,
-                    PAGE, HOLES, V_APART, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD,
+                    V_FIRST, PAGE, HOLES, V_APART, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD,
                 )  # fmt: skip
             async_copy.commit_group()
         for tile in range(first, last):
@@ -244,14 +260,16 @@ def _flash_decode_fp8_sm90_kernel(
                 _copy(
                     ahead, (ahead - first) % STAGES, *shared, *caches, pages, start, stop, head,
                     page_stride, slot_stride, head_stride,
-                    PAGE, HOLES, V_APART, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD,
+                    V_FIRST, PAGE, HOLES, V_APART, SCALE_PAGE, SCALE_NEXT, SCALE_HEAD,
                 )  # fmt: skip
             async_copy.commit_group()
 
             k = _numbers(k_shared.index(slot).load(KEYS), dtype)
             k = gl.permute(gl.reshape(k, [WARPS, OF_WARP, 4, D // 16, 2, 2]), (0, 3, 4, 2, 5, 1))
             k = gl.convert_layout(gl.reshape(k, [WARPS, D, OF_WARP]), RIGHT, assert_trivial=True)
-            scores = mma_v2(query, k, gl.zeros([WARPS, QUERIES, OF_WARP], gl.float32, layout=PRODUCT))
+            # Loaded again for each tile: registers are scarce.
+            rows_of_q, _ = gl.broadcast(q_shared.load(gl.SliceLayout(0, LEFT))[None, :, :], each_warp[:, None, None])
+            scores = mma_v2(rows_of_q, k, gl.zeros([WARPS, QUERIES, OF_WARP], gl.float32, layout=PRODUCT))
             if k_scales is not None:
                 k_scale = k_scales_shared.index(slot).reshape([WARPS, OF_WARP]).load(OF_KEYS)
                 scores = scores * k_scale[:, None, :]
@@ -269,11 +287,11 @@ def _flash_decode_fp8_sm90_kernel(
             new_peak = gl.maximum(peak, gl.max(scores, 2))
             rescale = gl.exp2(peak - new_peak)
             weights = gl.exp2(scores - new_peak[:, :, None])
-            totals = totals * rescale[:, :, None] + weights
+            total = total * rescale + gl.sum(weights, 2)
             peak = new_peak
             v_scale = v_scales_shared.index(slot).reshape([WARPS, OF_WARP]).load(OF_KEYS)
             weights = gl.convert_layout((weights * (v_scale * LIFT)[:, None, :]).to(dtype), LEFT)
-            v = _numbers(v_shared.index(slot).load(VALUES), dtype)
+            v = _numbers(v_shared.index(V_FIRST + slot).load(VALUES), dtype)
             v = gl.permute(gl.reshape(v, [WARPS, OF_WARP, 8, D // 8]), (0, 1, 3, 2))
             v = gl.convert_layout(gl.reshape(v, [WARPS, OF_WARP, D]), RIGHT, assert_trivial=True)
             acc = mma_v2(weights, v, acc * rescale[:, :, None])
@@ -281,7 +299,7 @@ def _flash_decode_fp8_sm90_kernel(
         # The warps' sums become the program's; the memory of the tiles holds them, where rows are read by one warp.
         best = gl.max(peak, 0)
         factor = gl.exp2(peak - best[None, :])
-        total = gl.sum(gl.sum(totals, 2) * factor, 0)
+        total = gl.sum(total * factor, 0)
         acc = acc * factor[:, :, None]
         acc = gl.permute(gl.reshape(acc, [WARPS, QUERIES, D // 8, 8]), (0, 1, 3, 2))  # columns in the order of values
         async_copy.wait_group(0)
@@ -329,7 +347,7 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
     return (
         keys.v_scale is not None
         and D in (64, 128)
-        and T * (Hq // keys.k.shape[2]) <= QUERIES.value
+        and T * (Hq // keys.k.shape[2]) <= MOST_ROWS
         and q.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(q.device)[0] == 9
         # Copies of sixteen bytes.
@@ -345,7 +363,9 @@ def launch(
     B, T, Hq, D = q.shape
     table, lo, hi, heads = keys.table, keys.lo, keys.hi, keys.k.shape[2]
     group = Hq // heads
-    rows = min(QUERIES.value, triton.next_power_of_2(T * group))
+    queries = 16 if T * group <= 16 else MOST_ROWS
+    tile = WARPS.value * OF_WARP[queries]
+    rows = min(queries, triton.next_power_of_2(T * group))
     programs = 2 * (sms or sm_count(q.device))
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
     _flash_decode_fp8_sm90_kernel[(programs,)](
@@ -355,7 +375,8 @@ def launch(
         keys.scale * math.log2(math.e), B, T=T, HEADS=heads, GROUP=group, D=D, PAGE=keys.page_size,
         # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, SINKS=keys.sinks is not None,
-        HOLES=table.dim() == 3, STAGES=STAGES if keys.k.itemsize == 1 else STAGES - 1, EARLY=early, **keys.shape,
+        HOLES=table.dim() == 3, QUERIES=queries, OF_WARP=OF_WARP[queries],
+        STAGES=STAGED // tile if keys.k.itemsize == 1 else STAGED * 2 // 3 // tile, EARLY=early, **keys.shape,
         num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
-    return UnmergedAttention(out, lse, lo, hi, keys.sinks, part, part_lse, programs, heads, QUERIES.value, TILE.value)
+    return UnmergedAttention(out, lse, lo, hi, keys.sinks, part, part_lse, programs, heads, queries, tile)

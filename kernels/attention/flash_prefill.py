@@ -12,17 +12,17 @@ from kernels import dispatch
 from kernels.attention import flash_prefill_sm90
 from kernels.attention.paged_tiles import attend_tiles, tile_shape, tiles_read_whole, with_sink
 from kernels.attention.split_prefill import attend_split, tiles_of_split
+from kernels.attention.unpacked_prefill import attend_unpacked
 from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_prefill import flash_prefill as reference
 
 
 @triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _flash_prefill_kernel(
-    q, k_cache, v_cache, k_scales, v_scales, block_table, cu_q, lo, hi, sinks, out, lse,
+    q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
     q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
     splits, scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, V_APART: tl.constexpr,
-    SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -57,8 +57,6 @@ def _flash_prefill_kernel(
             acc, total, peak, query, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
             PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
-            k_scales=k_scales, v_scales=v_scales, V_APART=V_APART,
-            SCALE_PAGE=SCALE_PAGE, SCALE_NEXT=SCALE_NEXT, SCALE_HEAD=SCALE_HEAD,
         )  # fmt: skip
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]
@@ -91,7 +89,7 @@ def flash_prefill(
             [N], contiguous, do not decrease within a segment.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
-        max_k: keys per query, an upper bound or estimate; only speed depends on it.
+        max_k: keys of the longest segment, an upper bound; of keys in q's dtype an estimate will do, for speed alone.
         out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 
@@ -116,7 +114,11 @@ def flash_prefill(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
 
-    if keys.v_scale is None and q.is_cuda and flash_prefill_sm90.fits(q, keys, max_q, max_k):
+    if keys.v_scale is not None:
+        attend_unpacked(q, keys, cu_q, max_q, max_k, out, lse, flash_prefill)
+        return out, lse
+    assert k.stride() == v.stride()
+    if q.is_cuda and flash_prefill_sm90.fits(q, keys, max_q, max_k):
         flash_prefill_sm90.launch(q, keys, cu_q, max_q, max_k, out, lse)
         return out, lse
     tile = tile_shape(max_q * group, 64, D, q.dtype)
@@ -124,10 +126,10 @@ def flash_prefill(
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
         grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, (cu_q.shape[0] - 1) * splits
         _flash_prefill_kernel[grid](
-            q, k, v, keys.k_scale, keys.v_scale, table, cu_q, lo, hi, sinks, part, part_lse,
+            q, k, v, table, cu_q, lo, hi, sinks, part, part_lse,
             *q.stride()[:2], *k.stride()[:3], table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
             keys.scale * math.log2(math.e), GROUP=group, D=D, PAGE=keys.page_size, SINKS=sinks is not None,
-            **keys.shape, **tile,
+            **tile,
         )  # fmt: skip
 
     attend_split(out, lse, tile, Hkv, len(cu_q) - 1, max_k, attend)

@@ -1,9 +1,9 @@
 """Projections of any number of rows with weights of a few bits: tensor cores multiply what is converted in registers.
 
 A program owns some rows of the weight and some of x, and walks through the weight's groups of columns; of two programs
-on an SM, one converts while the other multiplies. From MANY rows on, converting again for each tile of x takes longer
-than the products: the matrix is unpacked once, into memory that all matrices share, for the library's product. Its
-numbers are then rounded to x's dtype.
+on an SM, one converts while the other multiplies. Beyond 64 rows weights are rounded to x's dtype. From MANY rows on,
+converting again for each tile of x takes longer than the products: the matrix is unpacked once, into memory that all
+matrices share, for the library's product.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TOGETHER = 8  # tiles of rows of x that neighbouring programs take beside each t
 def _scaled_linear_kernel(
     x, weight, scales, bias, out, x_n, N, R: tl.constexpr, K: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
+    TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 2 * R if GATED else R
     tiles_r: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
@@ -50,7 +50,7 @@ def _scaled_linear_kernel(
     start_successor(PDL)
     y = product(
         weight + row.to(tl.int64) * K, scales + row, x + n * x_n, valid, K, ROWS, GROUP, GROUPS, BEGIN,
-        BLOCK_R, BLOCK_N, BLOCK_K, STAGES,
+        BLOCK_R, BLOCK_N, BLOCK_K, STAGES, ROUNDS,
     )  # fmt: skip
     if BIAS:
         y += tl.load(bias + row).to(tl.float32)[:, None]
@@ -120,6 +120,7 @@ def scaled_linear(
     programs = triton.cdiv(len(weight), tile["BLOCK_R"]) * triton.cdiv(N, tile["BLOCK_N"])
     _scaled_linear_kernel[(programs,)](
         x, data, scales, bias, out, x.stride(0), N, R=R, K=K, BIAS=bias is not None, GATED=gated, TOGETHER=TOGETHER,
+        ROUNDS=N > 64 and x.dtype == dtype,
         **groups, **tile, **overlapped(x),
     )  # fmt: skip
     return out

@@ -1,7 +1,8 @@
 """Rows of weights of a few bits (`kernels.scaled.ScaledMatrix`) in the products of Triton kernels.
 
-A scale multiplies the fp32 sum over its group's columns, so that nothing is rounded but the sum. Only those of e2m1,
-powers of two, may go into a bf16 weight before: that is exact, and spares a sum for every 32 columns.
+A scale multiplies the fp32 sum over its group's columns, so that nothing is rounded but the sum. Those of e2m1, powers
+of two, go into a bf16 weight before: that is exact, and spares a sum for every 32 columns. For many rows of x those of
+e4m3 do, too, and the weight is rounded: a second accumulator would halve the tile.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ def inside(offset, at, K: tl.constexpr, BEGIN: tl.constexpr):
 
 
 @triton.jit
-def add_product(acc, w, xs, scales_at, group, ROWS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Adds the product of stored weights [R, K] and xs [K, N] to fp32 sums.
+def add_product(
+    acc, w, xs, scales_at, group, ROWS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr
+):
+    """Adds the product of stored weights [R, K] and xs [K, N] to fp32 sums; ROUNDS: of weights rounded to xs' dtype.
 
     The columns begin with a group, or are a part of one; `scales_at` [R] points to scales of the first group, the next
     group's are ROWS further. A single group of e4m3 is left to `finish`.
@@ -75,6 +78,9 @@ def add_product(acc, w, xs, scales_at, group, ROWS: tl.constexpr, GROUP: tl.cons
         acc = tl.dot(w, xs, acc, input_precision="ieee")
     elif GROUPS == 1:
         acc = tl.dot(numbers(w, xs.dtype), xs, acc, input_precision="ieee")
+    elif ROUNDS:  # no sums of a group's columns beside those of all
+        w = w.to(tl.float32) * tl.load(scales_at + group * ROWS)[:, None]
+        acc = tl.dot(w.to(xs.dtype), xs, acc, input_precision="ieee")
     else:
         scale = tl.load(scales_at + group * ROWS)
         acc += scale[:, None] * tl.dot(numbers(w, xs.dtype), xs, input_precision="ieee")
@@ -94,7 +100,7 @@ def finish(acc, scales_at, GROUPS: tl.constexpr):
 def product(
     rows_at, scales_at, x_at, valid, K: tl.constexpr, ROWS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Multiplies rows of a weight with rows of x, given pointers to both -> [BLOCK_R, BLOCK_N] in fp32."""
     PACK: tl.constexpr = 2 if rows_at.dtype.element_ty == tl.uint8 else 1
@@ -106,7 +112,7 @@ def product(
         w = tl.load(rows_at[:, None] + (begin // PACK + c)[None, :], mask=w_mask, other=0.0)
         x_mask = inside(k, begin, K, BEGIN)[:, None] & valid[None, :]
         xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=x_mask, other=0.0)
-        acc = add_product(acc, w, xs, scales_at, (BEGIN + begin) // GROUP, ROWS, GROUP, GROUPS)
+        acc = add_product(acc, w, xs, scales_at, (BEGIN + begin) // GROUP, ROWS, GROUP, GROUPS, ROUNDS)
     return finish(acc, scales_at, GROUPS)
 
 

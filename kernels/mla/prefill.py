@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.split_prefill import attend_split, tiles_of_split
+from kernels.attention.unpacked_prefill import attend_unpacked
 from kernels.mla.latent_tiles import attend_latents, latent_tile
 from kernels.paged_keys import PagedKeys
 from kernels.reference.mla_prefill import mla_prefill as reference
@@ -17,8 +18,8 @@ from kernels.reference.mla_prefill import mla_prefill as reference
 
 @triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _mla_prefill_kernel(
-    q, cache, scales, ropes, block_table, cu_q, lo, hi, out, lse,
-    q_n, q_h, page_stride, rope_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
+    q, cache, block_table, cu_q, lo, hi, out, lse,
+    q_n, q_h, page_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
     splits, scale_log2, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -58,18 +59,18 @@ def _mla_prefill_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, scales, ropes,
-            pages, page_stride, rope_stride, scale_log2,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, None, None,
+            pages, page_stride, 0, scale_log2,
             MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, scales, ropes,
-            pages, page_stride, rope_stride, scale_log2,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, None, None,
+            pages, page_stride, 0, scale_log2,
             MASKED=False, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, scales, ropes,
-            pages, page_stride, rope_stride, scale_log2,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, None, None,
+            pages, page_stride, 0, scale_log2,
             MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         empty = total == 0.0
@@ -101,7 +102,7 @@ def mla_prefill(
             table belongs to segment i.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
-        max_k: keys per query, an upper bound or estimate; only speed depends on it.
+        max_k: keys of the longest segment, an upper bound; of keys in q's dtype an estimate will do, for speed alone.
         out: [N, Hq, R] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 
@@ -124,12 +125,15 @@ def mla_prefill(
     lse = torch.empty(N, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1
 
-    tile = latent_tile(max_q * Hq, latent, P, q.dtype, keys.k_scale is not None)
+    if keys.rope is not None:
+        attend_unpacked(q, keys, cu_q, max_q, max_k, out, lse, mla_prefill)
+        return out, lse
+    tile = latent_tile(max_q * Hq, latent, P, q.dtype)
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
         _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), (cu_q.shape[0] - 1) * splits](
-            q, cache, keys.k_scale, keys.rope, table, cu_q, lo, hi, part, part_lse,
-            *q.stride()[:2], *keys.page_strides, table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
+            q, cache, table, cu_q, lo, hi, part, part_lse,
+            *q.stride()[:2], cache.stride(0), table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
             keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
         )  # fmt: skip
 

@@ -224,7 +224,7 @@ def _gate_up_kernel(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     row = _gated_row(tile, F, BLOCK_R)
@@ -245,7 +245,7 @@ def _gate_up_kernel(
             scales_at += expert.to(tl.int64) * (GROUPS * 2 * F) + row
         y = product(
             rows_at, scales_at, x + pair // TOP_K * x_n, valid, H, 2 * F, GROUP, GROUPS, BEGIN,
-            BLOCK_R, BLOCK_N, BLOCK_K, STAGES,
+            BLOCK_R, BLOCK_N, BLOCK_K, STAGES, ROUNDS,
         )  # fmt: skip
         if BIAS:
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)[:, None]
@@ -264,7 +264,8 @@ def _down_kernel(
     EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BEGIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
-    TILES: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) * TILES
     tiles = tl.minimum(TILES, (H + BLOCK_R - 1) // BLOCK_R - tile)
@@ -298,7 +299,7 @@ def _down_kernel(
             scales_at = scales
             if GROUPS > 0:
                 scales_at += expert.to(tl.int64) * (GROUPS * H) + row
-            acc = add_product(acc, w, hs, scales_at, place // GROUP, H, GROUP, GROUPS)
+            acc = add_product(acc, w, hs, scales_at, place // GROUP, H, GROUP, GROUPS, ROUNDS)
             if i % chunks == chunks - 1:
                 acc = finish(acc, scales_at, GROUPS)
                 if BIAS:
@@ -517,17 +518,20 @@ def tiles_of(
     least group of e4m3.
     """
     if dtype == torch.float32:
-        tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
+        tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, ROUNDS=False, num_warps=4)
         return tile | dict(EARLY=False), tile | dict(TILES=2)
     if way == "some":
         tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3 if weights.itemsize > 1 else 5, num_warps=4)
+        tile |= dict(ROUNDS=False)
         rows = 64
         while rows < H and 2 * rows * F <= 100 << 10 and touched * triton.cdiv(H, 2 * rows) >= ENOUGH:
             rows *= 2
         early = touched * triton.cdiv(H, rows) >= ENOUGH
         return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
-    if P < 128 * E or weights.itemsize == 1:  # of two programs on an SM, one converts while the other multiplies
-        tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
+    if weights == torch.float8_e4m3fn and P >= 128 * E:  # each weight is converted for as many pairs as fit
+        tile = dict(BLOCK_R=128, BLOCK_N=256, BLOCK_K=64, STAGES=3, ROUNDS=True, num_warps=8)
+    elif P < 128 * E or weights.itemsize == 1:  # of two programs on an SM, one converts while the other multiplies
+        tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, ROUNDS=False, num_warps=4)
     else:
-        tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)
+        tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, ROUNDS=False, num_warps=8)
     return tile | dict(EARLY=False), tile | dict(TILES=1)

@@ -6,7 +6,7 @@ A step's order of calls and exchanges between ranks:
 
 1. for p, and for q if the drafter samples: the largest logit and the last kept key, as in the sampler;
 2. `kept_mass` of each, then one sum over ranks of [B, T, 2] integers: the weight of all tokens and of the drafted one;
-3. `accept`, then one gather of the candidates, the best of which (`best_of_ranks`) is the token that follows.
+3. `accept`, then one gather of the candidates, the best of which is the token that follows: `commit` finds it.
 
 Probabilities are quotients of integer sums, and a draw is an argmax: no result depends on how columns are split.
 """
@@ -22,7 +22,9 @@ from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference import accept as reference
 from kernels.reference.accept import ALL_KEYS, MASS_UNITS, Distribution, descending_keys
 from kernels.reference.uniform import ACCEPT, RECOVER, TARGET
+from kernels.tokens.best_token import store_best
 from kernels.tokens.uniform import gumbel, uniform
+from kernels.tokens.verify import before_first
 
 __all__ = ["ALL_KEYS", "MASS_UNITS", "Distribution", "accept", "descending_keys", "kept_mass"]
 
@@ -35,14 +37,20 @@ _ACCEPT, _RECOVER, _TARGET = tl.constexpr(ACCEPT), tl.constexpr(RECOVER), tl.con
 
 
 @triton.jit
-def _mass(logits, v, inside, best, last_key, temperature, min_p):
-    """Computes the weights of columns v in fixed point, int64."""
+def log_weights(logits, v, inside, best, last_key, temperature, min_p):
+    """Computes the log-weights of columns v, fp64; -inf for dropped ones."""
     x = tl.load(logits + v, mask=inside, other=float("-inf"))
     scaled = (x.to(tl.float64) - best) / tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True).to(tl.int64)
     key = tl.where(bits < 0, bits + 0x100000000, 0x7FFFFFFF - bits)
     keep = (scaled >= tl.log(min_p.to(tl.float64))) & (key <= last_key)
-    return tl.where(keep, tl.exp(scaled) * _UNITS + 0.5, 0.0).to(tl.int64)
+    return tl.where(keep, scaled, float("-inf"))
+
+
+@triton.jit
+def _mass(logits, v, inside, best, last_key, temperature, min_p):
+    """Computes the weights of columns v in fixed point, int64."""
+    return (tl.exp(log_weights(logits, v, inside, best, last_key, temperature, min_p)) * _UNITS + 0.5).to(tl.int64)
 
 
 # With a single column known at compile time, sums of ids take 16 bits each, and ptxas (12.8) loses summands.
@@ -73,11 +81,18 @@ def _kept_mass_kernel(
     tl.atomic_add(sums + 2 * row + 1, tl.sum(mine, 0), sem="relaxed")
 
 
+@triton.jit
+def store_greedy(to, token, part):
+    """Stores a row's best token as the only candidate; -1, of a broken row, as none."""
+    tl.store(to, tl.where((part == 0) & (token >= 0), 0.0, float("-inf")).to(tl.float64))
+    tl.store(to + 1, token.to(tl.float64))
+
+
 @triton.jit(do_not_specialize=["V", "first"])
 def _accept_kernel(
     p_logits, p_best, p_key, p_temperature, p_min, p_mass, q_logits, q_best, q_key, q_temperature, q_min, q_mass,
     draft, greedy, seed, position, accepted, candidates,
-    p_b, p_t, q_b, q_t, draft_b, greedy_b, first, V, B, G,
+    p_b, p_t, q_b, q_t, draft_b, greedy_b, position_b, first, V, B, G,
     SAMPLED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -86,7 +101,7 @@ def _accept_kernel(
     start_successor(PDL)
     row = b.to(tl.int64)
     seed_ = tl.load(seed + b)
-    position_ = tl.load(position + b)
+    position_ = tl.load(position + row * position_b)
     temperature = tl.load(p_temperature + b)
     # Each program repeats the scan, which is as cheap as loading its result.
     j = tl.arange(0, BLOCK_G)
@@ -101,15 +116,13 @@ def _accept_kernel(
         bound *= q
     own = tl.load(greedy + row * greedy_b + j, mask=inside, other=-1)
     is_accepted = tl.where(temperature > 0, ((p > 0) & (bound <= p)).to(tl.int32), (d == own).to(tl.int32))
-    k = tl.min(tl.where((is_accepted > 0) & (d >= 0), G, tl.minimum(j, G)), 0)
+    k = before_first((is_accepted == 0) | (d < 0), j, G)
     if part == 0:
         tl.store(accepted + b, k.to(tl.int64))
 
     out = candidates + 2 * (part * B + b)
     if temperature == 0:
-        answer = tl.load(greedy + row * greedy_b + k)
-        tl.store(out, tl.where((part == 0) & (answer >= 0), 0.0, float("-inf")).to(tl.float64))
-        tl.store(out + 1, answer.to(tl.float64))
+        store_greedy(out, tl.load(greedy + row * greedy_b + k), part)
     else:
         rejected = tl.load(draft + row * draft_b + k, mask=k < G, other=-1)
         is_proposed = rejected >= 0
@@ -144,29 +157,29 @@ def _accept_kernel(
             score = tl.where(is_left, tl.log(tl.where(is_left, rest, 1.0)) + noise, float("-inf"))
             place = tl.where(score > top, v, place)  # ties: the first stays
             top = tl.maximum(top, score)
-        best = tl.max(top, 0)
-        token = tl.min(tl.where(top == best, place, 0x7FFFFFFF), 0).to(tl.int64) + first
-        tl.store(out, best)
-        tl.store(out + 1, token.to(tl.float64))
+        store_best(out, top, place, first, False)
 
 
-def kept_mass(p: Distribution, tokens: torch.Tensor, first: int) -> torch.Tensor:
+def kept_mass(p: Distribution, tokens: torch.Tensor, first: int, sums: torch.Tensor | None = None) -> torch.Tensor:
     """Sums the weights of all kept tokens, and of one token, over this rank's columns; to be summed over ranks.
 
     Args:
         p: distributions at T positions.
         tokens: the one token at each position [B, T or T - 1] int64, last dim contiguous; -1 or missing: none.
         first: token id of the first column.
+        sums: where the result goes, zeros [B, T, 2] int64, contiguous; None: a new tensor.
 
     Returns:
         [B, T, 2] int64 in units of `MASS_UNITS`; a token that is not kept, or another rank's, weighs 0.
     """
     if not dispatch.on_gpu(tokens):
-        return reference.kept_mass(p, tokens, first)
-    B, T, V = _checked(p)
+        mass = reference.kept_mass(p, tokens, first)
+        return mass if sums is None else sums.copy_(mass)
+    B, T, V = checked(p)
     G = tokens.shape[1]
     assert T - 1 <= G <= T and (G < 2 or tokens.stride(1) == 1) and tokens.dtype == torch.int64
-    sums = torch.zeros(B, T, 2, dtype=torch.int64, device=p.logits.device)
+    sums = torch.zeros(B, T, 2, dtype=torch.int64, device=p.logits.device) if sums is None else sums
+    assert sums.shape == (B, T, 2) and sums.is_contiguous() and sums.dtype == torch.int64
     _kept_mass_kernel[B * T, SLICES](
         p.logits, p.best, p.last_key, p.temperature, p.min_p, tokens, sums,
         p.logits.stride(0), p.logits.stride(1), tokens.stride(0), first, V, G,
@@ -200,7 +213,7 @@ def accept(
         greedy: the target's best tokens [B, gamma + 1] int64, last dim contiguous: compared with drafts at temperature
             0.
         seed: [B] int64, contiguous.
-        position: position of the first drafted token [B] int64, contiguous: the counter of the random numbers.
+        position: position of the first drafted token [B] int64: the counter of the random numbers.
         first: token id of the first column.
 
     Returns:
@@ -214,27 +227,29 @@ def accept(
     assert (q is None) == (q_mass is None)
     if not dispatch.on_gpu(draft):
         return reference.accept(p, q, p_mass, q_mass, draft, greedy, seed, position, first)
-    B, T, V = _checked(p)
+    B, T, V = checked(p)
     G = T - 1
     assert draft.shape == (B, G) and greedy.shape == (B, T) and p_mass.shape == (B, T, 2)
     assert greedy.stride(1) == 1 and (G < 2 or draft.stride(1) == 1)
-    assert all(t.is_contiguous() for t in (p_mass, seed, position))
+    assert all(t.is_contiguous() for t in (p_mass, seed))
     if q is not None and q_mass is not None:
-        assert _checked(q) == (B, G, V) and q_mass.shape == (B, G, 2) and q_mass.is_contiguous()
+        assert checked(q) == (B, G, V) and q_mass.shape == (B, G, 2) and q_mass.is_contiguous()
     of_q = (None,) * 5 if q is None else tuple(vars(q).values())
     accepted = torch.empty(B, dtype=torch.int64, device=draft.device)
     candidates = torch.empty(SLICES, B, 2, dtype=torch.float64, device=draft.device)
     strides = (0, 0) if q is None else q.logits.stride()[:2]
     _accept_kernel[B, SLICES](
         *vars(p).values(), p_mass, *of_q, q_mass, draft, greedy, seed, position, accepted, candidates,
-        *p.logits.stride()[:2], *strides, draft.stride(0), greedy.stride(0), first, V, B, G,
+        *p.logits.stride()[:2], *strides, draft.stride(0), greedy.stride(0), position.stride(0),
+        first, V, B, G,
         SAMPLED=q is not None, BLOCK_G=triton.next_power_of_2(max(G, 1)), BLOCK=BLOCK, num_warps=WARPS,
         **overlapped(draft),
     )  # fmt: skip
     return accepted, candidates
 
 
-def _checked(p: Distribution) -> tuple[int, int, int]:
+def checked(p: Distribution) -> tuple[int, int, int]:
+    """Returns B, T and V of distributions whose tensors the kernels take."""
     B, T, V = p.logits.shape
     assert p.logits.dtype == torch.float32 and (V < 2 or p.logits.stride(2) == 1)
     assert p.best.shape == p.last_key.shape == (B, T) and p.best.dtype == torch.float64

@@ -1,63 +1,37 @@
-"""Commit at the end of a decode step: accepted tokens update lengths, last tokens, history and output.
-
-The KV of accepted drafts stays where the step appended it: of "verify and pack" only the scan remains, and this commit
-replaces the packing.
-"""
+"""Commit at the end of a decode step: accepted tokens update lengths, last tokens, history and output."""
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.commit import PAST
+from kernels.overlap import overlapped
+from kernels.reference.commit import PAST, Candidates
 from kernels.reference.commit import commit as reference
-from kernels.tokens.verify import accepted_lengths
+from kernels.tokens.best_token import width_of
+from kernels.tokens.verify import verify_and_commit
 
-__all__ = ["PAST", "commit"]
-
-_PAST = tl.constexpr(PAST)
-
-
-@triton.jit
-def _commit_kernel(
-    draft, target, last, lengths, limits, active, history, taken, draft_b, target_b, history_b, B, G,
-    BLOCK_G: tl.constexpr, HISTORY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0)
-    wait_for_predecessor(PDL)
-    start_successor(PDL)
-    length = tl.load(lengths + b)
-    left = tl.load(limits + b) - length
-    held = tl.max(accepted_lengths(draft, target, b + tl.arange(0, 1), B, draft_b, target_b, G, BLOCK_G), 0)
-    count = tl.where(tl.load(active + b), tl.minimum(held + 1, left), 0)
-    j = tl.arange(0, BLOCK_G)
-    row = target + b.to(tl.int64) * target_b
-    token = tl.load(row + j, mask=j <= G, other=_PAST)
-    tl.store(taken + b * (G + 1) + j, tl.where(j < count, token, _PAST), mask=j <= G)
-    tl.store(last + b, tl.load(row + count - 1, mask=count > 0), mask=count > 0)
-    if HISTORY:
-        at = history + b.to(tl.int64) * history_b + length + 1 + j
-        tl.store(at, token.to(tl.int32), mask=j < count)
-    tl.store(lengths + b, length + count)
+__all__ = ["PAST", "Candidates", "commit"]
 
 
 def commit(
-    drawn: torch.Tensor,
+    drawn: Candidates,
     drafts: torch.Tensor | None,
+    outcome: torch.Tensor | None,
     last: torch.Tensor,
     lengths: torch.Tensor,
     limits: torch.Tensor,
     active: torch.Tensor,
     history: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Commits the accepted drafts and the token after them, up to a sequence's limit, for all rows in one launch.
 
     Args:
-        drawn: tokens drawn after the last one and after each draft [B, 1 + n] int64, last dim contiguous.
+        drawn: candidates for the tokens after the last one and after each draft, of all ranks.
         drafts: [B, n] int64, last dim contiguous, or None for none; -1 (no token) is never taken.
+        outcome: [B, n] int64, last dim contiguous: taken as drawn at the drafts' positions where the model's token is
+            not broken; None: the model's tokens.
         last: last token of each sequence [B] int64; overwritten.
         lengths: tokens in the cache [B] int64, at most `limits`; increased by the tokens taken.
         limits: [B] int64.
@@ -66,20 +40,29 @@ def commit(
             0.
 
     Returns:
-        [B, 1 + n] int64: the tokens that each row has taken, then PAST.
+        [B, 1 + n] int64: the tokens that each row has taken, then PAST; and the lengths before [B] int64.
     """
-    if not dispatch.on_gpu(drawn):
-        return reference(drawn, drafts, last, lengths, limits, active, history)
-    B, T = drawn.shape
-    target, draft = drawn, drawn if drafts is None else drafts  # without drafts, the argument is not read
-    assert draft.shape == (B, T - 1) or drafts is None, f"{T} tokens drawn behind {draft.shape[1]} drafts"
-    assert target.dtype == draft.dtype == torch.int64 and target.stride(1) == 1 and (T < 3 or draft.stride(1) == 1)
-    assert all(t.is_contiguous() and len(t) == B for t in (last, lengths, limits, active))
+    pairs, held = drawn.pairs, drawn.accepted
+    if not dispatch.on_gpu(pairs):
+        return reference(drawn, drafts, outcome, last, lengths, limits, active, history)
+    B, G = len(last), 0 if drafts is None else drafts.shape[1]
+    rows = 1 + G if held is None else 1
+    assert pairs.shape[1:] == (B * rows, 2), f"{pairs.shape[1]} rows of candidates for {B} sequences of {G} drafts"
+    assert pairs.dtype == torch.float64 and pairs.is_contiguous()
+    for t in (drafts, outcome):
+        assert t is None or (t.shape == (B, G) and t.dtype == torch.int64 and (G < 2 or t.stride(1) == 1))
+    given = (last, lengths, limits, active) if held is None else (last, lengths, limits, active, held)
+    assert all(t.is_contiguous() and len(t) == B for t in given)
     assert history.dtype == torch.int32 and (history.shape[1] < 2 or history.stride(1) == 1)
-    taken = torch.empty(B, T, dtype=torch.int64, device=drawn.device)
-    _commit_kernel[(B,)](
-        draft, target, last, lengths, limits, active, history, taken,
-        draft.stride(0), target.stride(0), history.stride(0), B, T - 1,
-        BLOCK_G=triton.next_power_of_2(T), HISTORY=history.shape[1] > 0, num_warps=1, **overlapped(drawn),
-    )  # fmt: skip
-    return taken
+    taken = torch.empty(B, 1 + G, dtype=torch.int64, device=pairs.device)
+    before = torch.empty_like(lengths)
+    block_g = triton.next_power_of_2(1 + G)
+    state = {
+        "draft": drafts, "candidates": pairs, "drawn_at": held, "outcome": outcome, "last": last, "lengths": lengths,
+        "limits": limits, "active": active, "history": history if history.shape[1] else None, "taken": taken,
+        "before": before, "draft_b": 0 if drafts is None else drafts.stride(0),
+        "outcome_b": 0 if outcome is None else outcome.stride(0), "history_b": history.stride(0), "G": G,
+        "N": len(pairs), "BLOCK_G": block_g, "WIDTH": width_of(len(pairs), block_g if held is None else 1),
+    }  # fmt: skip
+    verify_and_commit(B, state | overlapped(pairs))
+    return taken, before

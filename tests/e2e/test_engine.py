@@ -26,6 +26,7 @@ from helix.events.decision import StepKind
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
+from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import build_engine
 from tests.pool import Pool
@@ -90,21 +91,21 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
     e.run_steps = 1
     wanted = last(list(alone().generate([Request(0, PROMPT, 8)])))[0].output_ids
     gave_up = []
-    draw, steps = e.runner._draw, itertools.count()
+    draw, steps = e.runner._candidates, itertools.count()
 
-    def lost(*args: Any) -> torch.Tensor:
-        tokens = draw(*args)
+    def lost(*args: Any) -> Candidates:
+        drawn = draw(*args)
         if next(steps) < broken:
-            return tokens
+            return drawn
         gave_up.append(True)
-        return torch.zeros_like(tokens)
+        return Candidates(torch.zeros_like(drawn.pairs))
 
     def check(wait: bool = True) -> None:
         if gave_up:
             raise RuntimeError("rank 0 waited 300 s for rank 3")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(e.runner, "_draw", lost)
+        patch.setattr(e.runner, "_candidates", lost)
         patch.setattr(e.comm, "check", check)
         outputs: list[Output] = []
         with pytest.raises(RuntimeError, match="rank 3"):

@@ -26,6 +26,7 @@ from helix.run.autotune import fill, step_seconds
 from helix.speculation import Draft, Drafter, NgramDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.steps.step import DecodeState
+from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
@@ -277,10 +278,13 @@ def test_a_drafter_with_a_cache_reads_every_token(lost: bool, monkeypatch: pytes
 def test_a_draft_taken_unseen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = DecodeState.commit
 
-    def trusting(self: DecodeState, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:
+    def trusting(
+        self: DecodeState, rows: int, drawn: Candidates, drafts: Tensor | None = None, outcome: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if drafts is not None:
-            tokens[:, 0] = torch.where(drafts[:, 0] >= 0, drafts[:, 0], tokens[:, 0])
-        return commit(self, tokens, drafts)
+            first = drawn.pairs[:, :: 1 + drafts.shape[1], 1]
+            first[:] = torch.where(drafts[:, 0] >= 0, drafts[:, 0].double(), first)
+        return commit(self, rows, drawn, drafts, outcome)
 
     monkeypatch.setattr(DecodeState, "commit", trusting)
     wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)

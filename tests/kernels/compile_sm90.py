@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from benchmarks.papers.verification_kernels import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_kernel
-from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel, _replay_kernel
+from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
@@ -32,6 +31,7 @@ from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
 from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
+from kernels.attention.unpacked_prefill import _unpack_pages_kernel
 from kernels.dense.linear import _linear_kernel
 from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel
 from kernels.dense.linear_fp8_sm90 import HALF as PAIRS
@@ -75,11 +75,7 @@ from kernels.sparse.select_tokens import _select_tokens_kernel
 from kernels.tier.copy_blocks import _copy_blocks_kernel, piece_shape
 from kernels.tier.resolve import _resolve_kernel
 from kernels.tier.write_back import _write_back_kernel
-from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
-from kernels.tokens.commit import _commit_kernel
-from kernels.tokens.shape_logits import _shape_logits_kernel
-from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
-from kernels.tokens.verify import _verify_and_pack_kernel
+from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PLAIN = {"scales": None, "GROUP": 1, "GROUPS": 0, "BEGIN": 0}  # weights that are not of a few bits
@@ -99,9 +95,9 @@ SPECIAL = {
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
-    **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome"), ("*i64", True)),
+    **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome", "drawn_at"), ("*i64", True)),
     **dict.fromkeys(("p_key", "p_mass", "q_key", "q_mass"), ("*i64", True)),
-    **dict.fromkeys(("best", "p_best", "q_best", "candidates"), ("*fp64", True)),
+    **dict.fromkeys(("best", "p_best", "q_best", "candidates", "pairs"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
@@ -171,8 +167,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **PLAIN_KEYS, **tile}
-        yield "prefill", dtype, _flash_prefill_kernel, constants | UNSCALED["auto"], options
+        constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
+        yield "prefill", dtype, _flash_prefill_kernel, constants, options
     for group, page, sinks in ((7, 64, False), (16, 128, True)):
         constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
@@ -183,9 +179,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
             rows = tile["BLOCK_M"]
             grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
-            shape = latents | tile | plain
-            yield f"mla-decode-{rows}{name}", dtype, _mla_decode_kernel, shape | grid, options
-            yield f"mla-prefill-{rows}{name}", dtype, _mla_prefill_kernel, shape | {"GROUP": heads}, options
+            yield f"mla-decode-{rows}{name}", dtype, _mla_decode_kernel, latents | tile | plain | grid, options
+            if plain:
+                yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, latents | tile | {"GROUP": heads}, options
     for heads, tokens in ((128, 1), (32, 4)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
         yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid | {"scales": None}, {"num_warps": 4}
@@ -264,6 +260,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for rows, block_r, block_k, stages, warps in ((64, 64, 128, 5, 4), (8, 64, 128, 5, 4), (256, 128, 64, 4, 8)):
         tile = {"R": 2112, "K": 7168, "GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": block_r, "BLOCK_K": block_k}
         tile |= {"BLOCK_N": min(128, max(16, rows)), "STAGES": stages, "TOGETHER": 8, "BIAS": True, "PDL": True}
+        tile |= {"ROUNDS": rows > 64}
         for gated in (False, True):
             yield "linear-fp8", bf16, _scaled_linear_kernel, tile | {"GATED": gated}, {"num_warps": warps}
     unpacked = {"GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": 16, "BLOCK_K": 256}
@@ -338,16 +335,19 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             for counted in ("ends", "any"):
                 collects = shared | {"COLLECT": counted}
                 yield f"decode-collects-{counted}-{kv}", dtype, _flash_decode_kernel, collects, options
-        if tokens == 1 and page == 64:
-            tile = tile_shape(512 * group, 64, dim, dtype)
-            options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-            constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": False, **scales, **tile}
-            yield f"prefill-{kv}", dtype, _flash_prefill_kernel, constants, options
-    for tokens, group, dim, page, kv in ((1, 7, 128, 64, "fp8"), (2, 8, 64, 128, "fp8"), (1, 4, 128, 1, "k16v8")):
+    of_pages = {"WIDTH": 512, "D": 128, "PAGE": 64, "BLOCK_N": 64, "BLOCK_D": 128, "SCALE_NEXT": 256, "SCALE_HEAD": 64}
+    for name, more in (("", {}), ("-whole", {"scales": None})):
+        yield f"unpack-pages{name}", bf16, _unpack_pages_kernel, of_pages | more, {"num_warps": 4}
+    for tokens, group, dim, page, kv in (
+        (1, 7, 128, 64, "fp8"), (2, 8, 64, 128, "fp8"), (1, 4, 128, 1, "k16v8"), (5, 4, 128, 64, "fp8"),
+        (4, 8, 128, 64, "k16v8"),
+    ):  # fmt: skip
         slots = max(page, 64)
         given = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 32, "ROWS": 16, "PAGE": page}
-        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1, "STAGES": 3 if kv == "fp8" else 2}
+        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1}
         given |= {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
+        given |= {"QUERIES": 16, "OF_WARP": 32} if tokens * group <= 16 else {"QUERIES": 32, "OF_WARP": 16}
+        given["STAGES"] = (3 if kv == "fp8" else 2) * 32 // given["OF_WARP"]
         yield f"decode-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given, {"num_warps": 4}
     for kv, (_, words, apart) in BLOCKS.items():  # over blocks, of which each head reads its own, and of prompts
         tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))
@@ -356,11 +356,6 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         shared |= {"EARLY": True, "PDL": True, "HOLES": True, "kept": None, "kept_table": None, "COLLECT": ""}
         blocks = {"V_APART": apart, "SCALE_PAGE": 128, "SCALE_NEXT": words, "SCALE_HEAD": 0} | UNSCALED[kv]
         yield f"decode-blocks-{kv}", bf16, _flash_decode_kernel, shared | blocks | tile, options
-        tile = tile_shape(512 * 7, 64, 128, bf16)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        pages = blocks | {"SCALE_NEXT": 4 * words, "SCALE_HEAD": words}
-        prompt = {"GROUP": 7, "D": 128, "PAGE": 128, "SINKS": False}
-        yield f"prefill-blocks-{kv}", bf16, _flash_prefill_kernel, prompt | pages | tile, options
 
 
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -418,50 +413,6 @@ def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
             )
 
 
-def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """128 drafted tokens, and the largest tile of a copy."""
-    bf16, options = torch.bfloat16, {"num_warps": 8}
-    scan, tile = {"BLOCK_G": 128, "PDL": True}, {"BLOCK": 32768, "PDL": True}
-    once, more = tile | {"MORE": False}, tile | {"BLOCK": 16384, "MORE": True}
-    yield "verify-naive", bf16, _naive_kernel, {"LANES": 32, "PDL": True}, {"num_warps": 1}
-    yield "verify-scan", bf16, _verify_kernel, scan, {"num_warps": 1}
-    yield "verify-pack", bf16, _pack_kernel, once | {"BLOCK_B": 32}, options
-    yield "verify-pack-more", bf16, _pack_kernel, more | {"BLOCK_B": 32}, options
-    yield "verify-one", bf16, _one_block_kernel, scan | tile | {"BLOCK_B": 32}, {"num_warps": 32}
-    slices = {"BLOCK": 512, "PDL": True}
-    for sampled in (True, False):
-        one = {name: None for name in _accept_kernel.arg_names if name.startswith("q_") and not sampled}
-        yield (
-            "accept",
-            torch.float32,
-            _accept_kernel,
-            slices | one | {"SAMPLED": sampled, "BLOCK_G": 16},
-            {"num_warps": 4},
-        )
-    yield "kept-mass", torch.float32, _kept_mass_kernel, slices | {"T": 9}, {"num_warps": 4}
-    column = slices | {"V": 1, "first": 1}  # a rank's only one, if the kernel is compiled for such numbers
-    yield "kept-mass-column", torch.float32, _kept_mass_kernel, column | {"T": 2}, {"num_warps": 4}
-    yield "accept-column", torch.float32, _accept_kernel, column | {"SAMPLED": True, "BLOCK_G": 16}, {"num_warps": 4}
-    yield "shape-column", torch.float32, _shape_logits_kernel, column | {"BLOCK": 1024}, {"num_warps": 4}
-    yield "top-column", torch.float32, _top_of_blocks_kernel, column | {"BLOCK": 2048}, {"num_warps": 4}
-    yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
-    yield "synthetic", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
-    yield "shape-logits", torch.float32, _shape_logits_kernel, {"BLOCK": 1024, "PDL": True}, {"num_warps": 4}
-    yield "top-of-blocks", torch.float32, _top_of_blocks_kernel, {"BLOCK": 2048, "PDL": True}, {"num_warps": 4}
-    yield (
-        "merge-tops",
-        torch.float32,
-        _merge_tops_kernel,
-        {"BLOCK": 2048, "BLOCK_N": 128, "PDL": True},
-        {"num_warps": 4},
-    )
-    find = scan | {"ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
-    few = once | {"BLOCK": 2048, "AHEAD": True, "shared": None}
-    yield "verify-fused", bf16, _verify_and_pack_kernel, find | once | {"AHEAD": False}, options
-    yield "verify-fused-more", bf16, _verify_and_pack_kernel, find | more | {"AHEAD": False}, options
-    yield "verify-fused-few", bf16, _verify_and_pack_kernel, find | few, {"num_warps": 4}
-
-
 def moe_cases(
     dtype: torch.dtype, E: int, H: int, F: int, k: int, clamped: bool, group: int = 0
 ) -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -517,7 +468,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*fp8e4nv"
         if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
             kind = "*fp32"
-        if "ropes" in function.arg_names and "ropes" not in constants:
+        latents = "ropes" in function.arg_names and "ropes" not in constants
+        if latents or (function is _unpack_pages_kernel and "scales" not in constants):
             kind = {"cache": "*fp8e4nv", "scales": "*fp32"}.get(name, kind)
         if name == "latents" and "scales" in function.arg_names and "scales" not in constants:
             kind = "*i32"  # words of four numbers

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.reference.commit import commit as reference
-from kernels.tokens.commit import PAST, commit
+from kernels.tokens.commit import PAST, Candidates, commit
 
 
 @dataclass
 class Case:
-    """A step's end; `history` is a part of wider rows, and -9 where nothing was written."""
+    """A step's end; `history` is a part of wider rows, and -9 where nothing was written.
+
+    `drawn` [B, 1 + n] are the tokens that the candidates are to give. Of rejection sampling, `accepted` drafts hold and
+    only the token behind them is drawn. `outcome` replaces drawn tokens that are not broken.
+    """
 
     drawn: Tensor
     drafts: Tensor | None
+    accepted: Tensor | None
+    outcome: Tensor | None
     last: Tensor
     lengths: Tensor
     limits: Tensor
@@ -34,21 +44,53 @@ class Case:
             return rows[:, : x.shape[1]]
 
         moved = {name: x if x is None else x.to(device).clone() for name, x in vars(self).items()}
-        moved |= {"drawn": wide(self.drawn, 3), "history": wide(self.history, -9)}
-        return Case(**moved | {"drafts": None if self.drafts is None else wide(self.drafts, 3)})
+        moved |= {"history": wide(self.history, -9)}
+        moved |= {name: wide(x, 3) for name in ("drafts", "outcome") if (x := getattr(self, name)) is not None}
+        return Case(**moved)
+
+    def candidates(self, ranks: int, device: torch.device, seed: int = 0) -> Candidates:
+        """Candidates whose best are the drawn tokens: ties with larger ids; NaN, inf or all -inf for those of -1."""
+        g = torch.Generator().manual_seed(seed)
+        tokens = self.drawn.flatten()
+        if self.accepted is not None:
+            tokens = self.drawn.gather(1, self.accepted[:, None].cpu())[:, 0]
+        R = len(tokens)
+        scores = torch.randint(-9, 0, (ranks, R), generator=g).double()
+        ids = torch.randint(0, 9, (ranks, R), generator=g)
+        best = torch.randint(0, ranks, (1, R), generator=g)
+        scores.scatter_(0, best, torch.zeros(1, R).double())
+        ids.scatter_(0, best, tokens[None])
+        tie = torch.randint(0, ranks, (1, R), generator=g)
+        scores.scatter_(0, tie, torch.zeros(1, R).double())
+        ids = torch.where((scores == 0) & (ids < tokens), tokens + 1, ids)
+        bad = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(R) % 3].double()
+        broken = tokens < 0
+        scores[:, broken & bad.isneginf()] = -math.inf
+        scores = torch.where(broken & ~bad.isneginf() & (torch.arange(ranks)[:, None] == best), bad, scores)
+        return Candidates(torch.stack((scores, ids.double()), -1).to(device), self.accepted)
 
 
-def make(B: int, n: int | None, L: int, seed: int = 0) -> Case:
+def make(B: int, n: int | None, L: int, seed: int = 0, rejects: bool = False, replaces: bool = False) -> Case:
     """`n` drafts, None for no tensor of them; few tokens, so that they agree behind the first mismatch as well."""
     g = torch.Generator().manual_seed(seed)
     T = 1 + (n or 0)
     drawn = torch.randint(0, 4, (B, T), generator=g)
     agree = torch.rand(B, T - 1, generator=g) < torch.tensor([0.0, 0.5, 0.9, 1.0])[torch.arange(B) % 4, None]
     drafts = torch.where(agree, drawn[:, :-1], torch.randint(-1, 4, (B, T - 1), generator=g))
+    accepted = None
+    if rejects:  # what follows differs from the draft there
+        accepted = torch.where(agree & (drafts >= 0), 1, 0).cumprod(1).sum(1)
+        at = accepted[:, None]
+        refused = torch.nn.functional.pad(drafts, (0, 1), value=-1).gather(1, at)
+        drawn.scatter_(1, at, torch.where(refused == drawn.gather(1, at), refused + 4, drawn.gather(1, at)))
+    broken = torch.rand(B, T, generator=g) < 0.05
+    drawn = torch.where(broken, -1, drawn)
+    outcome = torch.randint(0, 4, (B, T - 1), generator=g) if replaces else None
     lengths = torch.randint(0, 9, (B,), generator=g)
     room = torch.randint(0, T + 3, (B,), generator=g)
     return Case(
-        drawn, None if n is None else drafts, torch.randint(0, 99, (B,), generator=g), lengths, lengths + room,
+        drawn, None if n is None else drafts, accepted, outcome, torch.randint(0, 99, (B,), generator=g), lengths,
+        lengths + room,
         torch.rand(B, generator=g) < 0.8, torch.full((B, L), -9, dtype=torch.int32),
     )  # fmt: skip
 
@@ -59,6 +101,11 @@ def walk(case: Case) -> tuple[list[list[int]], Case]:
     taken = []
     for b, row in enumerate(case.drawn.tolist()):
         drafts = [] if case.drafts is None else case.drafts[b].tolist()
+        if case.accepted is not None:
+            k = int(case.accepted[b])
+            row = drafts[:k] + [row[k]] + drafts[k + 1 :] + [-1] * (k < len(drafts))
+        if case.outcome is not None:
+            row = [t if t < 0 else o for t, o in zip(row, case.outcome[b].tolist(), strict=False)] + row[-1:]
         count = 1
         for d, t in zip(drafts, row, strict=False):
             if d != t or d < 0:
@@ -75,13 +122,20 @@ def walk(case: Case) -> tuple[list[list[int]], Case]:
     return taken, after
 
 
-def check(op: Any, case: Case, device: torch.device) -> None:
+def state_of(case: Case, ranks: int, device: torch.device) -> dict[str, Any]:
+    """Arguments of `commit`."""
+    of_commit = {name: x for name, x in vars(case).items() if name != "accepted"}
+    return of_commit | {"drawn": case.candidates(ranks, device)}
+
+
+def check(op: Any, case: Case, device: torch.device, ranks: int = 3) -> None:
     wanted, after = walk(case)
     mine = case.to(device)
-    taken = op(**vars(mine))
+    taken, before = op(**state_of(mine, ranks, device))
     assert taken.dtype == torch.int64 and taken.tolist() == wanted
+    assert before.tolist() == case.lengths.tolist() and before.dtype == torch.int64
     for name, x in vars(mine).items():
-        if x is not None:
+        if x is not None and name != "drawn":
             assert x.tolist() == getattr(after, name).tolist(), name
     base = mine.history._base
     assert base is None or (base[:, mine.history.shape[1] :] == -9).all(), "history of a neighbour"
@@ -92,12 +146,33 @@ def check(op: Any, case: Case, device: torch.device) -> None:
     "B, n, L", [(1, None, 0), (5, None, 50), (3, 0, 0), (4, 1, 50), (33, 4, 60), (7, 31, 80), (6, 16, 0)]
 )
 def test_any_step(op: Any, B: int, n: int | None, L: int, device: torch.device) -> None:
-    for seed in range(3):
-        check(op, make(B, n, L, seed), device)
+    for seed, (rejects, replaces) in enumerate(product((False, True), repeat=2)):
+        case = make(B, n, L, seed, rejects and n is not None, replaces and n is not None)
+        check(op, case, device, ranks=1 + 2 * seed)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(1, 9), st.one_of(st.none(), st.integers(0, 33)), st.sampled_from([0, 70]), st.integers(1, 70),
+    st.integers(0, 1000), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_whatever_is_drawn(
+    device: torch.device, B: int, n: int | None, L: int, ranks: int, seed: int, rejects: bool, replaces: bool
+) -> None:
+    case = make(B, n, L, seed, rejects and n is not None, replaces and n is not None)
+    for op in (commit, reference):
+        check(op, case, device, ranks)
 
 
 def test_many_rows(device: torch.device) -> None:
     check(commit, make(512, 5, 30), device)
+
+
+@pytest.mark.parametrize("rejects", [False, True])
+def test_more_candidates_than_a_program_holds(rejects: bool, device: torch.device) -> None:
+    """32 slices of eight ranks, and of three."""
+    for ranks in (256, 97):
+        check(commit, make(3, 9, 40, rejects=rejects), device, ranks)
 
 
 def test_missing_and_broken_tokens_are_not_accepted(device: torch.device) -> None:
@@ -109,6 +184,7 @@ def test_missing_and_broken_tokens_are_not_accepted(device: torch.device) -> Non
     case.limits = case.lengths + 9
     assert walk(case)[0] == [[-1, PAST, PAST], [5, -1, PAST], [5, 5, -1]]
     check(commit, case, device)
+    check(commit, replace(case, outcome=torch.full((3, 2), 5)), device)
 
 
 def test_planted_errors_show(device: torch.device) -> None:
@@ -118,17 +194,17 @@ def test_planted_errors_show(device: torch.device) -> None:
         {"active": ~case.active},
         {"lengths": (case.lengths - 1).clamp(min=0)},
         {"drafts": torch.full((9, 4), -1)},
+        {"drawn": case.candidates(3, device, seed=1)},
     ):
+        given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in change.items()}
+        if "drawn" in change:
+            given["drawn"].pairs[:, 0, 1] += 1
         with pytest.raises(AssertionError):
-            check(
-                lambda change=change, **state: commit(**state | {k: v.to(device) for k, v in change.items()}),
-                case,
-                device,
-            )
+            check(lambda given=given, **state: commit(**state | given), case, device)
 
 
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     case = make(2, 3, 0).to(device)
     assert case.drafts is not None
-    with pytest.raises(AssertionError, match="4 tokens drawn behind 2 drafts"):
-        commit(**vars(replace(case, drafts=case.drafts[:, :2])))
+    with pytest.raises(AssertionError, match="8 rows of candidates for 2 sequences of 2 drafts"):
+        commit(**state_of(replace(case, drafts=case.drafts[:, :2]), 1, device))

@@ -86,6 +86,27 @@ def test_prefill(shape: str, op: Any, kv: str, dtype: torch.dtype, device: torch
     check(*op(case.q, keys, cu_q, max(case.counts), max(len(k) for k in case.keys)), case)
 
 
+@pytest.mark.parametrize("kv", ["fp8", "k16v8"])
+@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("shape", test_flash_prefill.SHAPES)
+def test_prefill_in_pieces(
+    shape: str, pages: int, kv: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many pages of each segment at once; what was in their memory is NaN."""
+    case, keys = stored(make_case(**test_flash_prefill.SHAPES[shape], device=device), kv)
+    of_page = 2 * keys.k[0].numel() * torch.float32.itemsize
+    monkeypatch.setattr("kernels.attention.unpacked_prefill.PIECE_BYTES", pages * len(case.counts) * of_page)
+    empty = torch.Tensor.new_empty
+
+    def poisoned(x: Tensor, *size: Any, **more: Any) -> Tensor:
+        made = empty(x, *size, **more)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    cu_q = torch.tensor([0, *case.counts], device=device).cumsum(0).int()
+    check(*flash_prefill(case.q, keys, cu_q, max(case.counts), max(len(k) for k in case.keys)), case)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0.0, 1e-7])
 @pytest.mark.parametrize("op", [flash_decode, decode_reference], ids=["kernel", "reference"])
@@ -130,6 +151,9 @@ def test_a_wrong_scale_is_caught(wrong: str, dim: int, device: torch.device) -> 
         dict(counts=[4, 4], lengths=[600, 3], heads=(4, 1), dim=128, page_size=48, window=200, sinks=True),
         dict(counts=[1], lengths=[2000], heads=(16, 1), dim=128, page_size=100, window=900),
         dict(counts=[3, 3], lengths=[260, 1], heads=(2, 2), dim=64, page_size=64, sinks=True),
+        dict(counts=[5, 5], lengths=[900, 6], heads=(8, 2), dim=128, page_size=64),
+        dict(counts=[4, 4, 4], lengths=[333, 0, 2100], heads=(8, 1), dim=128, page_size=128, window=500, sinks=True),
+        dict(counts=[4, 4], lengths=[140, 70], heads=(14, 2), dim=64, page_size=16),
     ],
     ids=str,
 )

@@ -51,6 +51,16 @@ def test_prefill(shape: str, op: Any, dtype: torch.dtype, device: torch.device) 
     check(*test_mla_prefill.run(op, case), case)
 
 
+@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("shape", test_mla_prefill.SHAPES)
+def test_prefill_in_pieces(shape: str, pages: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many pages of each segment at once."""
+    case = FewBitsCase.of(make_latent_case(**test_mla_prefill.SHAPES[shape], device=device))
+    of_page = case.paged().k[0].numel() * 4 + case.paged().rope[0].numel() * 4
+    monkeypatch.setattr("kernels.attention.unpacked_prefill.PIECE_BYTES", pages * len(case.counts) * of_page)
+    check(*test_mla_prefill.run(mla_prefill, case), case)
+
+
 def test_split_keys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_prefill, "split_count", lambda items, tiles, slots: 3)
     case = FewBitsCase.of(make_latent_case([20, 40], [150, 41], page_size=48, device=device))

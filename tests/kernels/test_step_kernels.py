@@ -17,7 +17,7 @@ from kernels.dense.rotary import angles
 from kernels.reference import best_token as reference_best
 from kernels.reference.embedding import embedding as reference_embedding
 from kernels.reference.rotary import angles as reference_angles
-from kernels.tokens.best_token import best_of_rank, best_of_ranks
+from kernels.tokens.best_token import best_of_rank, best_of_ranks, width_of
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -81,10 +81,12 @@ def test_best_of_rank(V: int, device: torch.device) -> None:
     scores[3, V - 1] = torch.inf
     wide = torch.full((6, V + 3), 9.0, device=device)
     wide[:, :V] = scores
-    got, wanted = best_of_rank(wide[:, :V], 40), reference_best.best_of_rank(scores, 40)
-    assert got.dtype == torch.float64 and torch.equal(got[:, 0].isnan(), wanted[:, 0].isnan())
-    keep = [0, 1, 3, 4, 5]
-    assert torch.equal(got[keep], wanted[keep])
+    pairs = best_of_rank(wide[:, :V], 40)
+    assert pairs.dtype == torch.float64 and pairs.shape[1:] == (6, 2)
+    best, tokens = reference_best.best_of_ranks(pairs)
+    wanted, column = scores.double().max(1)
+    assert torch.equal(best.nan_to_num(nan=99.0, neginf=-99.0), wanted.nan_to_num(nan=99.0, neginf=-99.0))
+    assert tokens.tolist() == torch.where(wanted.isfinite(), column + 40, -1).tolist()
 
 
 def test_best_of_ranks(device: torch.device) -> None:
@@ -92,6 +94,7 @@ def test_best_of_ranks(device: torch.device) -> None:
     values = torch.tensor([[1, 5, nan, 2, -inf], [1, 4, 3, inf, -inf], [0, 5, 7, 2, -inf]], dtype=torch.float64)
     ids = torch.arange(15, dtype=torch.float64).view(3, 5).flip(0)
     pairs = torch.stack([values, ids], -1).to(device)
+    assert width_of(len(pairs), 1) == 4, "more than there are"
     best, tokens = best_of_ranks(pairs)
     wanted, expected = reference_best.best_of_ranks(pairs)
     assert tokens.tolist() == expected.tolist() == [5, 1, -1, -1, -1]

@@ -18,7 +18,7 @@ from kernels.reference import verify as reference
 from kernels.tokens import verify as kernels
 from kernels.tokens.verify import Packed, Verified
 
-SCANS = {"naive": baselines.naive, "scan": baselines.verify}
+SCANS = {"naive": baselines.naive, "ballot": baselines.ballot, "scan": baselines.verify}
 FUSED = {"fused": kernels.verify_and_pack, "one block": baselines.verify_and_pack_one_block}
 
 

@@ -14,7 +14,7 @@ from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
 from benchmarks.records import rows, tables
 from launch.inputs.compose import ROOT
 
-ELSEWHERE = {"_verify_and_pack_kernel", "_unpack_kernel"}  # no decode step has it, nor those of prompts
+ELSEWHERE = {"_unpack_kernel"}  # of prompts alone
 
 
 def test_every_kernel_of_a_step_is_in_one_part() -> None:
@@ -35,7 +35,7 @@ def test_parts_are_the_kernels_sums() -> None:
             "void cublasLt::splitKreduce_kernel<32, 16, int, float>": 0.5,
             "_replay_kernel": 0.25,
             "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": 2.0,
-            "_commit_kernel": 0.125,
+            "_verify_and_pack_kernel": 0.125,
             "void at::native::vectorized_elementwise_kernel<2, at::native::(anonymous namespace)::where_": 1.5,
         }
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps, page_bytes
@@ -16,6 +17,7 @@ from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, ring, slot_byt
 from helix.models import DecoderSpec
 from helix.placement import Placement, PromptChunk
 from helix.steps.step import PAST, DecodeState
+from kernels.tokens.commit import Candidates
 from launch.inputs.shapes import load_spec
 from tests.sequences import admission, with_windows
 
@@ -124,14 +126,20 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
         assert step.bounds(None)[1] is step.bounds(None)[1], "one set of bounds serves all layers"
 
 
+def commit(s: DecodeState, drawn: Tensor, drafts: Tensor | None = None) -> list[list[int]]:
+    """The tokens taken where these [B, 1 + n] are drawn."""
+    tokens = drawn.flatten().double()
+    return s.commit(len(drawn), Candidates(torch.stack((0 * tokens, tokens), -1)[None]), drafts)[0].tolist()
+
+
 def test_commit_grows_active_rows_alone() -> None:
     s = state(1, 0)
     s.admit(admission(1, 0, array([0, 1]), 16, array([])))
     s.activate(torch.tensor([1]), torch.tensor([7]), torch.tensor([5]))
-    assert s.commit(torch.tensor([[1], [2], [3]])).tolist() == [[PAST], [2], [PAST]]
+    assert commit(s, torch.tensor([[1], [2], [3]])) == [[PAST], [2], [PAST]]
     assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
     s.retire(s.leaving(1))
-    s.commit(torch.tensor([[4], [5], [6]]))
+    commit(s, torch.tensor([[4], [5], [6]]))
     assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
 
 
@@ -143,11 +151,11 @@ def test_drafts_hold_up_to_the_first_that_was_not_drawn_and_to_the_limit() -> No
     s.activate(rows, torch.tensor([60, 61, 62]), torch.tensor([3, 3, 5]))
     drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
     drawn = torch.tensor([[1, 9, 3, 4], [9, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    taken = s.commit(drawn, drafts)
-    assert taken.tolist() == [[1, 9, PAST, PAST], [9, *[PAST] * 3], [1, 2, PAST, PAST], [PAST] * 4]
+    taken = commit(s, drawn, drafts)
+    assert taken == [[1, 9, PAST, PAST], [9, *[PAST] * 3], [1, 2, PAST, PAST], [PAST] * 4]
     assert s.lengths.tolist() == [5, 4, 7, 0] and s.tokens.tolist() == [9, 9, 2, 0]
     assert s.history[0, :6].tolist() == [0, 50, 51, 60, 1, 9] and s.history[1, :5].tolist() == [1, 50, 51, 61, 9]
-    assert s.commit(drawn, drafts)[2].tolist() == [PAST] * 4, "the third is at its limit"
+    assert commit(s, drawn, drafts)[2] == [PAST] * 4, "the third is at its limit"
     assert s.lengths.tolist() == [7, 5, 7, 0]
 
 
@@ -176,7 +184,7 @@ def test_drafts_beyond_a_rows_limit_are_padding() -> None:
     slots, hi = step.append_slots[None].view(3, 4), step.bounds(None)[1].view(3, 4)
     assert ((slots == -1) == ~step.live.view(3, 4)).all() and hi.tolist()[1:] == [[3, 4, 0, 0], [3, 4, 5, 0]]
     drawn = torch.tensor([[8, 9, 10, 11]] * 3)
-    assert s.commit(drawn, drafts).tolist() == [[8, 9, 10, 11], [8, 9, PAST, PAST], [8, 9, 10, PAST]]
+    assert commit(s, drawn, drafts) == [[8, 9, 10, 11], [8, 9, PAST, PAST], [8, 9, 10, PAST]]
 
 
 def test_a_prefill_step_is_the_chunks_in_a_row() -> None:

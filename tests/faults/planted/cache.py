@@ -144,12 +144,17 @@ FAULTS = [
         ".long().cumprod(1).sum(1)", ".long().sum(1)", KV_CACHE,
     ),
     Fault(
-        "a step takes more than the limit", "kernels/tokens/commit.py",
-        "tl.minimum(held + 1, left)", "held + 1", COMMIT,
+        "a step takes more than the limit", "kernels/tokens/verify.py",
+        "left = tl.load(limits + b) - length", "left = tl.load(limits + b) * 0 + G + 1",
+        COMMIT,
     ),
     Fault(
-        "lengths of idle rows grow", "kernels/tokens/commit.py",
-        "tl.store(lengths + b, length + count)", "tl.store(lengths + b, length + held + 1)", COMMIT,
+        "lengths of idle rows grow", "kernels/tokens/verify.py",
+        "tl.store(lengths + b, length + count)", "tl.store(lengths + b, length + tl.maximum(count, 1))", COMMIT,
+    ),
+    Fault(
+        "a broken token is no error", "kernels/tokens/best_token.py",
+        "    top = tl.where(broken > 0, float(\"nan\"), top)\n", "", COMMIT,
     ),
     Fault(
         "shared pages count once where each sequence has its own", "helix/control/block_tables.py",

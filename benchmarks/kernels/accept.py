@@ -1,0 +1,125 @@
+"""Times what a step does behind its logits: `helix bench accept`.
+
+Candidates of greedy rows, of rows that draw with the target's noise, and of drafts under rejection sampling, each with
+the one launch behind the gather that finds the tokens and commits them: all of it on one GPU, and that launch alone
+with the candidates of one and of eight. What is timed is compared with the plain reference first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.timer import READ_CEILING, ROTATED, seconds
+from comm.base import Communicator
+from comm.loopback import LoopbackWorld
+from helix.speculation import accepted_candidates
+from helix.steps.sampling import SamplingState, distribution, draw_drafts, sampled_candidates
+from kernels.reference.commit import commit as reference
+from kernels.tokens.commit import Candidates, commit
+
+COLUMNS = 19_008, 152_064  # of Qwen2.5-7B: on one of eight ranks, and on one alone
+SHAPES = (1, 0), (1, 4), (1, 11), (8, 0), (8, 8), (6, 11), (64, 4)  # sequences and drafts
+WAYS = "greedy", "drawn", "rejection"
+HISTORY = 1 << 19  # no run takes as many tokens
+KEPT = 0.8  # of each draft, where the tokens of all are known
+RANKS = 8
+MOST_COPIES = 64  # fewer bytes than the L2 holds may be there: the projection has just written them
+
+
+def alone(device: torch.device) -> Communicator:
+    """A communicator of one rank that copies nothing."""
+    comm = LoopbackWorld(1, device=device).communicator(0, [0])
+    for name, op in (("all_gather", lambda x: x[None]), ("all_reduce", lambda x: x)):
+        setattr(comm, name, op)
+    return comm
+
+
+class Phase:
+    """A step's end, from logits [B * (1 + n), V] on, with the state of its sequences."""
+
+    def __init__(self, way: str, rows: int, drafts: int, columns: int, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        self.way, self.device, self.comm = way, device, alone(device)
+        self.logits = torch.randn(rows * (1 + drafts), columns, device=device, generator=generator)
+        self.sampling = SamplingState.create(rows, device)
+        self.sampling.temperature.fill_(float(way != "greedy"))
+        self.sampling.seed.copy_(torch.arange(rows))
+        self.positions = torch.arange(rows * (1 + drafts), device=device)
+        self.q = None
+        if way == "rejection":
+            of_drafts = self.logits.view(rows, 1 + drafts, columns)[:, :drafts] * 0.95
+            self.q, best = distribution(of_drafts, 0, self.sampling, self.comm, filtered=False)
+            at = self.positions.view(rows, -1)[:, :drafts].contiguous()
+            self.drafts = draw_drafts(self.q, best, 0, at, self.sampling.seed, self.comm)
+        else:
+            held = torch.rand(rows, drafts, device=device, generator=generator) < KEPT
+            self.drafts = torch.where(held, self.logits.argmax(1).view(rows, -1)[:, :drafts], 0)
+        self.state = self.fresh()
+
+    def fresh(self) -> tuple[Tensor, ...]:
+        """Last tokens, lengths, limits, activity and history, as before the first step."""
+        rows = len(self.sampling.seed)
+        last, lengths = torch.zeros(2, rows, dtype=torch.int64, device=self.device)
+        active = torch.ones(rows, dtype=torch.bool, device=self.device)
+        history = torch.zeros(rows, HISTORY, dtype=torch.int32, device=self.device)
+        return last, lengths, torch.full_like(last, HISTORY - 64), active, history
+
+    def candidates(self) -> Candidates:
+        if self.q is not None:
+            return accepted_candidates(
+                self.logits, 0, self.drafts, self.q, self.positions, self.sampling, self.comm, filtered=False
+            )
+        flags = {"stochastic": self.way == "drawn", "filtered": False}
+        return Candidates(sampled_candidates(self.logits, 0, self.positions, self.sampling, self.comm, **flags))
+
+    def commit(self, drawn: Candidates) -> Tensor:
+        return commit(drawn, self.drafts if self.drafts.shape[1] else None, None, *self.state)[0]
+
+    def check(self) -> None:
+        """Compares a step with the reference.
+
+        Raises:
+            RuntimeError: tokens or the state differ.
+        """
+        drawn, wanted = self.candidates(), self.fresh()
+        tokens = reference(drawn, self.drafts, None, *wanted)[0]
+        if self.way == "greedy":
+            best = self.logits.view(*tokens.shape, -1).argmax(-1)
+            tokens = torch.where(tokens < 0, tokens, best)
+        self.state = self.fresh()
+        if not torch.equal(self.commit(drawn), tokens) or not all(map(torch.equal, self.state, wanted)):
+            raise RuntimeError(f"{self.way}: the commit differs from the reference at {tuple(tokens.shape)}")
+
+
+def measure(given: Given, way: str, rows: int, drafts: int, columns: int) -> Iterator[Row]:
+    """All of a step behind its logits, and the launch behind the gather, in microseconds."""
+    device = given.device
+    read = rows * (1 + drafts) * columns * 4
+    copies = min(-(-ROTATED // read), MOST_COPIES) if given.gpu else 1
+    phases = [Phase(way, rows, drafts, columns, device, seed) for seed in range(copies)]
+    phases[0].check()
+    drawn = phases[0].candidates()
+    of_ranks = Candidates(drawn.pairs.repeat(RANKS, 1, 1), drawn.accepted)
+    runs: dict[str, Callable[[int], Any]] = {
+        "us": lambda i: phases[i].commit(phases[i].candidates()),
+        "commit_us": lambda i: phases[0].commit(drawn),
+        "commit_of_ranks_us": lambda i: phases[0].commit(of_ranks),
+    }
+    times = {name: seconds(run, len(phases), device) * 1e6 for name, run in runs.items()}
+    row = {"kind": "accept", "way": way, "rows": rows, "drafts": drafts, "columns": columns, "ranks": RANKS}
+    yield row | times | {"floor_us": read / READ_CEILING * 1e6}
+
+
+def cases(given: Given) -> Iterable[tuple[str, int, int, int]]:
+    shapes = [(*shape, columns) for columns in COLUMNS for shape in SHAPES] if given.gpu else [(2, 3, 500)]
+    return [(way, *shape) for way in WAYS for shape in shapes if shape[1] or way != "rejection"]
+
+
+PART = Part(cases, measure, "way rows drafts columns us floor_us commit_us commit_of_ranks_us")
+ABOUT = "what a step does behind its logits: candidates, and the launch that verifies and commits"
+BENCHMARK = Benchmark(ABOUT, __doc__, (PART,))

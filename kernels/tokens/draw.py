@@ -1,0 +1,80 @@
+"""Gumbel-max draws of tokens from filtered distributions; each rank holds some columns of the logits.
+
+A draw is the argmax of log-weights plus Gumbel noise, so ranks exchange candidates, never weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.accept import Distribution
+from kernels.reference.draw import draw as reference
+from kernels.tokens.accept import checked, log_weights, store_greedy
+from kernels.tokens.best_token import slices_of, store_best
+from kernels.tokens.uniform import gumbel
+
+BLOCK = 512
+WARPS = 4
+
+
+@triton.jit(do_not_specialize=["V", "first"])
+def _draw_kernel(
+    logits, best, last_key, temperature, min_p, greedy, seed, positions, candidates,
+    logits_b, logits_t, first, V, T, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    b = row // T
+    out = candidates + 2 * (part * tl.num_programs(0) + row)
+    temperature_ = tl.load(temperature + b)
+    if temperature_ == 0:
+        store_greedy(out, tl.load(greedy + row), part)
+    else:
+        at = logits + b.to(tl.int64) * logits_b + (row % T).to(tl.int64) * logits_t
+        best_, key, min_p_ = tl.load(best + row), tl.load(last_key + row), tl.load(min_p + b)
+        seed_, position = tl.load(seed + b), tl.load(positions + row)
+        stream = row * 0 + STREAM
+        top = tl.full([BLOCK], float("-inf"), tl.float64)
+        place = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+        for begin in range(part * BLOCK, V, tl.num_programs(1) * BLOCK):
+            v = begin + tl.arange(0, BLOCK)
+            weight = log_weights(at, v, v < V, best_, key, temperature_, min_p_)
+            score = weight + gumbel(seed_, position, stream, (v + first).to(tl.int64))
+            place = tl.where(score > top, v, place)  # ties: the first stays
+            top = tl.maximum(top, score)
+        store_best(out, top, place, first, False)
+
+
+def draw(
+    p: Distribution, greedy: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor, stream: int, first: int
+) -> torch.Tensor:
+    """Draws a token from each distribution, among this rank's columns.
+
+    Args:
+        p: distributions at T positions of B sequences.
+        greedy: the best tokens [B, T] int64, contiguous, drawn at temperature 0; -1: a broken row.
+        seed: [B] int64, contiguous.
+        positions: positions of the tokens [B, T] int64, contiguous: the counter of the random numbers.
+        stream: a stream of `kernels.reference.uniform`.
+        first: token id of the first column.
+
+    Returns:
+        Pairs of score and id [N, B * T, 2] fp64, N the same on all ranks: `best_of_ranks` of all ranks' pairs gives the
+        tokens, -1 in broken rows.
+    """
+    if not dispatch.on_gpu(greedy):
+        return reference(p, greedy, seed, positions, stream, first)
+    B, T, V = checked(p)
+    assert greedy.shape == positions.shape == (B, T) and seed.shape == (B,)
+    assert all(t.is_contiguous() and t.dtype == torch.int64 for t in (greedy, seed, positions))
+    candidates = torch.empty(slices_of(B * T), B * T, 2, dtype=torch.float64, device=greedy.device)
+    _draw_kernel[B * T, len(candidates)](
+        *vars(p).values(), greedy, seed, positions, candidates, *p.logits.stride()[:2], first, V, T,
+        STREAM=stream, BLOCK=BLOCK, num_warps=WARPS, **overlapped(greedy),
+    )  # fmt: skip
+    return candidates
