@@ -7,7 +7,7 @@ compiled. Settings are legal by docs/reference/features.md; one in ten is spoilt
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -27,6 +27,7 @@ STORED: dict[str, tuple[Json, tuple[int | None, int | None]]] = {
 }
 LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
 SHARED = 8  # seeds
+MODES = ("helix", "helix", "helix", "tp", "medha", "dp")
 
 Settings = dict[str, Any]
 
@@ -133,8 +134,14 @@ class Case:
         return more + " ".join(f"{key}={value}" for key, value in self.settings.items()) + f"; {asks}"
 
 
-def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, ...] = (1, 2, 2, 3, 4)) -> Case:
-    """The case of a family and a seed, over so many ranks; every other config is written plainly."""
+def case_of(
+    family: str,
+    seed: int,
+    dtype: str = "float32",
+    worlds: Sequence[int] = (1, 2, 2, 3, 4),
+    modes: Sequence[str] = MODES,
+) -> Case:
+    """The case of a family and a seed, by one of these modes; every other config is written plainly."""
     rng = random.Random(f"{family} {seed}")
     shapes = Shapes.draw(family, seed // SHARED)
     config = config_of(family, rng, shapes)
@@ -153,7 +160,7 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
         spec = None
     kv_heads = 1 if family.startswith("deepseek") else config["num_key_value_heads"]
     experts = 1 if spec is None or spec.experts is None else spec.experts.experts
-    layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, rng)
+    layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, modes, rng)
     settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
     vocab = config["vocab_size"]
     eos = tuple(rng.sample(range(vocab), vocab // 12)) if rng.random() < 0.5 else ()
@@ -189,10 +196,12 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
     )
 
 
-def layout_of(q_heads: int, kv_heads: int, experts: int, worlds: tuple[int, ...], rng: random.Random) -> HelixLayout:
+def layout_of(
+    q_heads: int, kv_heads: int, experts: int, worlds: Sequence[int], modes: Sequence[str], rng: random.Random
+) -> HelixLayout:
     """Any on which these heads and experts can be spread."""
     while True:
-        world, mode = rng.choice(worlds), rng.choice(("helix", "helix", "helix", "tp", "medha", "dp"))
+        world, mode = rng.choice(worlds), rng.choice(modes)
         dp = world if mode == "dp" else 1
         kvp = 1 if mode in ("tp", "dp") else rng.choice([n for n in range(1, world + 1) if world % n == 0])
         ep = rng.choice([n for n in range(1, world + 1) if world % n == 0 and n <= experts])
