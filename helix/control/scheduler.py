@@ -361,7 +361,7 @@ class Scheduler:
     def _fit(self, s: Scheduled, now: float) -> tuple[int, BlockTable] | None:
         """Allocates pages for a waiting request, at home on one of the ranks that own sequences.
 
-        That is the rank with the most of its prefix, and of those the one with the fewest sequences.
+        That is the rank with the most of its prompt, if that is half of it; else the one with the fewest sequences.
 
         Returns:
             The home and the pages; None if they fit nowhere or it has unread tokens.
@@ -387,6 +387,8 @@ class Scheduler:
         if len(homes) < 2:
             return homes
         hits = {home: self._homes[home].tree.match(s.tokens, s.request.salt).tokens for home in homes}
+        # A few tokens in common would bring all sequences to one rank: steps have as many rows as the fullest rank.
+        hits = {home: hit if 2 * hit >= len(s.tokens) else 0 for home, hit in hits.items()}
         return sorted(homes, key=lambda home: (-hits[home], -len(free[home]), home))
 
     def _tables(self, s: Scheduled) -> BlockTables:

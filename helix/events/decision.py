@@ -167,7 +167,7 @@ class Decision:
     def share(self, rank: int, ranks: int) -> Decision:
         """Returns the part of one of `ranks` ranks that own sequences: slot s is slot `s // ranks` of rank `s % ranks`.
 
-        All ranks launch the same steps, of the same rows; a chunk of prompts has what each rank's prompts have.
+        All ranks launch the same steps, of the same rows and without drafts; a chunk has what each rank's prompts have.
         """
         if ranks == 1:
             return self
@@ -184,7 +184,6 @@ class Decision:
             tables=own(self.tables),
             admit=own(self.admit),
             prefill=own(self.prefill),
-            draft_limits=self.draft_limits[rank::ranks],
             masks={slot // ranks: mask for slot, mask in self.masks.items() if slot % ranks == rank},
             counts=tuple(counts) if self.prefill else (),
         )

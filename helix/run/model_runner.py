@@ -235,10 +235,10 @@ class ModelRunner:
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
         """Launches a chunk of prompts; returns the first tokens [n, 1] of prompts that end with it, and their slots."""
         if not segments:
-            self.model.hidden(self.cache, replace(self.state.padding_step(), counts=decision.counts), self.policy)
+            self.model.hidden(self.cache, self.state.padding_step(decision.counts), self.policy)
             return self._slots.new_full((1, 1), PAST), [0]
         prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known) for s in segments]
-        step = replace(self.state.prefill_step(prompts), counts=decision.counts)
+        step = self.state.prefill_step(prompts, decision.counts)
         hidden = self.model.hidden(self.cache, step, self.policy)
         span = self.state.prompts_span(step, prompts)
         slots, ends = step.slots, span.after

@@ -351,8 +351,8 @@ class DecodeState(Follower):
             for window, table in self.append_tables.items()
         }
 
-    def prefill_step(self, chunks: Sequence[PromptChunk]) -> Step:
-        """Creates the step of several sequences' prompt chunks."""
+    def prefill_step(self, chunks: Sequence[PromptChunk], of_ranks: tuple[int, ...] = ()) -> Step:
+        """Creates the step of several sequences' prompt chunks; `of_ranks`: see `Step.counts`."""
         counts = [len(chunk.tokens) for chunk in chunks]
         sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))  # [N]
         at = torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks])
@@ -395,10 +395,11 @@ class DecodeState(Follower):
             max_k=self.placement.layout.local_length(longest, 0, self.placement.append_block),
             staged=staged,
             parts=whole,
+            counts=of_ranks,
         )
 
-    def padding_step(self) -> Step:
-        """Creates a prefill step of one padding row, for a rank without prompts while others have some."""
+    def padding_step(self, of_ranks: tuple[int, ...]) -> Step:
+        """Creates a prefill step of one padding row, for a rank without prompts while others have `of_ranks` tokens."""
         nothing = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
         return Step(
             self.placement,
@@ -412,6 +413,7 @@ class DecodeState(Follower):
             cu_q=self._slots.new_tensor([0, 1]).int(),
             max_q=1,
             max_k=1,
+            counts=of_ranks,
         )
 
     def _ring_tables(self, window: int | None, slots: Tensor, parts: Sequence[ChunkPart]) -> Tensor:

@@ -99,7 +99,7 @@ def test_serving_with_hits_preemptions_and_an_abort(family: str) -> None:
 
 
 def test_sequences_are_spread_and_a_prefix_decides_where() -> None:
-    """Three of six sequences on each of two ranks; one that begins as another goes to its rank."""
+    """Three of six sequences on each of two ranks; one that begins as another goes to its rank, if half of it does."""
 
     def body(world: LoopbackWorld, rank: int) -> tuple[int, Served]:
         e = build_engine(checkpoint("qwen2"), layout_of(2), world.communicator(rank, (rank,)), 4, page_size=4)
@@ -112,7 +112,8 @@ def test_sequences_are_spread_and_a_prefix_decides_where() -> None:
         e.runner.observer = count
         first = [Request(i, prompt, 8) for i, prompt in enumerate(prompts)]
         more = [Request(f"like {i}", (*prompts[i], 7), 2) for i in range(6)]
-        served = serve(e, first, more)
+        crowd = [Request(f"begins {i}", (*prompts[0], *range(100 + 9 * i, 148 + 9 * i)), 2) for i in range(6)]
+        served = serve(e, first, more, crowd)
         return max(most), served
 
     (ours, served), (theirs, _) = run_ranks(2, body, timeout_s=60.0)
