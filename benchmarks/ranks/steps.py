@@ -24,7 +24,6 @@ from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.policies import make_policy
 from helix.control.timings import Timings
-from helix.errors import ConfigError
 from helix.events.decision import StepKind
 from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder
@@ -72,15 +71,15 @@ def _time_point(
 ) -> list[dict[str, Any]]:
     """What is measured at a point, for each count of drafts, always over the same cache."""
     config = lab(plan.config)
-    layout, (rows, rest) = plan.layout, divmod(batch, plan.layout.dp)  # rows: a rank's own sequences in mode dp
-    if rest:
-        raise ConfigError(f"{batch} sequences of bench.points are not a multiple of layout.dp={layout.dp}")
+    layout = plan.layout
+    own = [range(home, batch, layout.dp) for home in range(layout.dp)]  # sequences of each rank in mode dp
+    mine = len(own[layout.dp_rank(comm.rank)])
     engine, reserved = engine_at(plan, comm, model, batch, length, UNTIMED + config.bench.steps, draft=draft)
-    fill(engine.runner, rows, length, reserved, config.seed + comm.rank)
-    choose_chunks(engine.runner, rows)
+    fill(engine.runner, mine, length, reserved, config.seed + comm.rank)
+    choose_chunks(engine.runner, len(own[0]))
     tokens = [
-        sum(layout.local_length(reserved, k, config.blocks.append, slot % layout.kvp) for slot in range(rows))
-        for _ in range(layout.dp)
+        sum(layout.local_length(reserved, k, config.blocks.append, slot % layout.kvp) for slot in range(len(slots)))
+        for slots in own
         for k in range(layout.kvp)
     ]
     shared = {
@@ -89,21 +88,21 @@ def _time_point(
         "captured": comm.capturable,
         "weight_bytes_per_rank": comm.all_gather_object(model.weights.bytes),
     }
-    own = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
+    sparsity = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
     found = []
     for (text, variant), gamma in product(variants(config).items(), gammas(config)):
         if config.bench.variants:
             _attend_as(engine.runner, variant)
-        rewind(engine.runner, rows, length)
+        rewind(engine.runner, mine, length)
         drafts = f", {gamma} drafts" * (gamma > 0) + f", {text}" * bool(text)
         with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
-            timings, traced = _time_drafts(engine.runner, comm, rows, length, gamma, config.bench.steps)
+            timings, traced = _time_drafts(engine.runner, comm, batch, length, gamma, config.bench.steps)
             advance(config.bench.steps)
         timings.kv_tokens = tokens
         memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
         measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
-        measured |= {"variant": text, "gamma": gamma, "sparsity": own if gamma else None, **shared, **traced}
-        measured["hopb_chunks"] = engine.runner.chunks(rows)
+        measured |= {"variant": text, "gamma": gamma, "sparsity": sparsity if gamma else None, **shared, **traced}
+        measured["hopb_chunks"] = engine.runner.chunks(len(own[0]))
         measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
         measured["used_bytes_per_gpu"] = comm.all_gather_object(_used(comm.device))
         console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
@@ -131,13 +130,14 @@ def _used(device: torch.device) -> int | None:
 
 
 def _time_drafts(
-    runner: ModelRunner, comm: Communicator, rows: int, length: int, gamma: int, steps: int
+    runner: ModelRunner, comm: Communicator, batch: int, length: int, gamma: int, steps: int
 ) -> tuple[Timings, dict[str, Any]]:
     """Steps with `gamma` drafts, and what one of them consists of.
 
     A step counts with the time of its slowest rank; no rank waits for its host between steps.
     """
     taken: list[Tensor] = []
+    rows = -(-batch // runner.layout.dp)
     kind = StepKind(rows, gamma, sparse=runner.sparse_at(length))
 
     def step() -> None:
@@ -164,7 +164,7 @@ def _time_drafts(
         traced["phase_us"] = phase_us(runner, comm, StepKind(rows, gamma))
     comm.check()
     timings = Timings(acceptance=Acceptance(gamma))
-    kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * rows * runner.layout.dp] * steps
+    kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps
     for step_s, of_rows in zip(slowest(comm, seconds), kept, strict=True):
         timings.step(step_s, gamma, [DraftOutcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
     return timings, traced
