@@ -54,6 +54,7 @@ BENCHMARKS = {
     "comm": comm.BENCHMARK,
     "step": steps.STEP,
     "baselines": steps.BASELINE,
+    "modes": steps.MODES,
     "sparse-steps": steps.SPARSE,
     "sparse-policies": steps.SPARSE_POLICIES,
     "sparse-costs": sparse_costs.BENCHMARK,
