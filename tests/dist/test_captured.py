@@ -101,7 +101,8 @@ def check_replays(comm: Communicator, replays: int) -> int:
         ids = torch.cat([first % 4, (first + 1) % 4], 1).int()
         chosen = RoutedExperts(x, ids, ids.float(), gate_up, down, comm.rank % 3)  # some have no token here
         total, wanted = (
-            comm.all_reduce_norm(parts, torch.zeros_like(total), weight, 1e-5)[1] for parts in (chosen, chosen.compute())
+            comm.all_reduce_norm(parts, torch.zeros_like(total), weight, 1e-5)[1]
+            for parts in (chosen, chosen.compute())
         )
         wrong.add_((total != wanted).sum())
 
