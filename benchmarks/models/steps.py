@@ -1,10 +1,8 @@
-"""Times decode steps of whole models: `helix bench step | baselines | modes | sparse-steps | sparse-policies`.
+"""Times decode steps of whole models: `helix bench step | baselines | sparse-steps | sparse-policies`.
 
 Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
 over all GPUs of this machine. TTL (time per token) stands beside its floor, the ideal: all weights that a step reads
 and all KV, each once, over all GPUs at the measured read ceiling, whatever the layout.
-
-`modes` times models with experts in every mode, `dp` too, on real GPUs alone: emulated ranks gather copies of few rows.
 
 `sparse-steps` times 1 to 8 sequences of 8K to 1M tokens with dense attention, then with 8 and with 32 chosen blocks of
 128, from the first token on: a job each, in one layout. A row's `sparse` says what queries read, and is null where they
@@ -19,7 +17,7 @@ read everything. On one GPU, and on eight ranks that it emulates:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -48,8 +46,6 @@ TARGET = "bar"  # a row's key since the first records
 COLUMNS = f"model batch length layout ttl_p50_us floor_us ttl_p50_us/floor_us {TARGET} vllm_ms tokens_per_s_user"
 COLUMNS += " tokens_per_s_gpu"
 ON_CPU = Workload("demo", 1, K)
-MODE_MODELS = ("deepseek-v2-lite", "qwen3-30b-a3b", "deepseek-r1")
-MODE_POINTS = [(1, 128 * K), (8, 32 * K), (32, 8 * K)]
 SPARSE_MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")
 SPARSE_ON_CPU = [Workload("demo", batch, 8 * K) for batch in (1, 2)]
 ROOMY = ("kv.memory_fraction=0.95",)  # of an H200, for 2 x 1M tokens of Qwen2.5-7B
@@ -128,17 +124,6 @@ def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchm
     return Benchmark(about, __doc__, (part,), models=models, emulated=True)
 
 
-def mode_cases(given: Given) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
-    """Each model in layouts of all modes: with every expert split over all ranks, and with experts spread over them."""
-    for model in (given.models or MODE_MODELS) if given.gpu else [ON_CPU.model]:
-        spec, cut = fitting_spec(model, 1)  # of a single GPU: Medha may have the whole FFN on one
-        works = [Workload(model, batch, length) for batch, length in MODE_POINTS] if given.gpu else [ON_CPU]
-        for layout in [*layouts(spec, given.ranks, baselines=True), HelixLayout.create("dp", dp=given.ranks)]:
-            yield works, spec, layout, cut
-            if spec.experts is not None and layout.mode != "medha":
-                yield works, spec, replace(layout, tpf=1, ep=given.ranks), cut
-
-
 def sparse_cases(
     models: tuple[str, ...], points: list[tuple[int, int]], attentions: tuple[tuple[str, ...], ...], given: Given
 ) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
@@ -164,12 +149,6 @@ def measure_sparse(
 
 STEP = _benchmark("decode steps of whole models beside the ideal, over all GPUs", WORKLOADS, baselines=False)
 BASELINE = _benchmark("the same under plain TP, Medha's layout and Helix", BASELINES, baselines=True)
-MODES = Benchmark(
-    "decode steps of models with experts in every mode, attention of whole sequences by rank too",
-    __doc__,
-    (Part(mode_cases, measure, COLUMNS),),
-    models=MODE_MODELS,
-)
 _SPARSE_COLUMNS = "model batch length layout attention ttl_p50_us tokens_per_s_user"
 _ALL_POINTS = [(batch, length) for length in LENGTHS for batch in BATCHES]
 SPARSE = Benchmark(
