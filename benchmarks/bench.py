@@ -18,6 +18,7 @@ from benchmarks.kernels import accept, attention, comm, linear, mla, moe, sampli
 from benchmarks.models import (
     hopb,
     http,
+    modes,
     prefill,
     self_drafts,
     serve,
@@ -54,6 +55,7 @@ BENCHMARKS = {
     "comm": comm.BENCHMARK,
     "step": steps.STEP,
     "baselines": steps.BASELINE,
+    "modes": modes.BENCHMARK,
     "sparse-steps": steps.SPARSE,
     "sparse-policies": steps.SPARSE_POLICIES,
     "sparse-costs": sparse_costs.BENCHMARK,

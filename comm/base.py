@@ -70,6 +70,10 @@ class Communicator(ABC):
         The result may alias `x` when W = 1.
         """
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sums a contiguous `x [W, ...]` over the world; returns row `rank` of the sum, `[...]`. May overwrite `x`."""
+        return self.all_reduce(x)[self.rank]
+
     @abstractmethod
     def all_to_all(self, send: Tensor) -> Tensor:
         """Sends row k of `send [K, ...]` (contiguous) to kvp rank k -> `[K, ...]`: row k came from kvp rank k.

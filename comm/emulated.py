@@ -8,7 +8,9 @@ sends to itself, and no link is crossed.
 Tokens mean nothing, since messages are not what the absent ranks would send. Times lack two effects of W GPUs: more
 ranks to be the slowest of, and a busier switch. Where slices of rows do not divide evenly among owners, or have several
 sizes (hidden size 2880), they are summed in one shot, or over NCCL if there are too many; messages too large for boxes
-take NCCL too. The bytes are the same. Decode steps of 1 to 8 and 32 rows send no such messages.
+take NCCL too. The bytes are the same. Decode steps of 1 to 8 and 32 rows send no such messages. In mode dp the rows
+gathered from absent ranks repeat those of the two processes, so that fewer experts are chosen than by W ranks' rows:
+steps of models with experts are too short.
 """
 
 from __future__ import annotations
@@ -101,6 +103,10 @@ class EmulatedTransport(TorchDistCommunicator):
     def all_gather(self, x: Tensor) -> Tensor:
         others = self._swap(x.expand(self.world_size - 1, *x.shape).contiguous())
         return torch.cat((others[: self.rank], x[None], others[self.rank :]))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        others = self._swap(torch.cat((x[: self.rank], x[self.rank + 1 :])))
+        return x[self.rank] + others.sum(0)
 
     def all_to_all(self, send: Tensor) -> Tensor:
         if len(send) == 1:

@@ -22,7 +22,7 @@ from torch import Tensor
 from comm.pending import PendingSum
 from comm.torch_dist import TorchDistCommunicator
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention
-from kernels.peers import all_gather, all_reduce_norm, exchange, mailbox
+from kernels.peers import all_gather, all_reduce_norm, exchange, mailbox, reduce_scatter
 from kernels.peers.mailbox import SumTarget
 from kernels.peers.merge_exchange import merge_exchange
 
@@ -31,6 +31,7 @@ ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
 TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
 ONE_SHOT_SENT = 256 << 10  # bytes of the rows times ranks; above, two shots cost less (benchmarks/LOG.md)
 GATHER_PIECES = 512  # slices: 512 KiB
+SCATTER_PIECES = 512  # slices of a rank's rows: 512 KiB
 LOOK_S = 3e-7  # least seconds of one poll of a box
 WORD = 8  # bytes of a word with its tag
 SLICE = all_reduce_norm.SLICE_WORDS * WORD
@@ -41,6 +42,7 @@ SOURCE = {
     "two_shot": TWO_SHOT_PIECES * SLICE,
     "sums": TWO_SHOT_PIECES * SLICE,
     "gather": GATHER_PIECES * all_gather.SLICE_WORDS * WORD,
+    "scatter": SCATTER_PIECES * reduce_scatter.SLICE_WORDS * WORD,
 }
 
 
@@ -69,12 +71,12 @@ class SymmMemCommunicator(TorchDistCommunicator):
             ) from error
         at = self._addresses(handle.buffer_ptrs, dict(zip(SOURCE, begins, strict=True)))
         tables = {name: torch.tensor(table, dtype=torch.int64, device=self.device) for name, table in at.items()}
-        self._peers = {name: tables[name] for name in ("exchange", "gather")}
+        self._peers = {name: tables[name] for name in ("exchange", "gather", "scatter")}
         self._peers |= {
             "one_shot": tables["one_shot"][None],
             "two_shot": torch.stack((tables["two_shot"], tables["sums"])),
         }
-        names = "sent", "received", "one_shot", "two_shot", "gather"
+        names = "sent", "received", "one_shot", "two_shot", "gather", "scatter"
         self._counts = {name: torch.zeros(1, dtype=torch.int64, device=self.device) for name in names}
         self._squares = {
             name: torch.zeros(pieces, dtype=torch.int64, device=self.device)
@@ -116,6 +118,16 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return all_gather.all_gather(
             x.contiguous(), self._peers["gather"], self._counts["gather"], self._status,
             rank=self.rank, pieces=GATHER_PIECES, spins=self._spins,
+        )  # fmt: skip
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        size = x[0].numel() * x.element_size()
+        fit = 0 < size <= SCATTER_PIECES * reduce_scatter.SLICE_WORDS * 4 and size % 4 == 0
+        if self.world_size == 1 or not fit or x.dtype not in mailbox.DTYPES:
+            return super().reduce_scatter(x)
+        return reduce_scatter.reduce_scatter(
+            x, self._peers["scatter"], self._counts["scatter"], self._status,
+            rank=self.rank, pieces=SCATTER_PIECES, spins=self._spins,
         )  # fmt: skip
 
     def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:

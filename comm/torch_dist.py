@@ -88,6 +88,13 @@ class TorchDistCommunicator(Communicator):
         _all_gather_flat(out.view(-1), x.reshape(-1))  # gloo takes no stacked output shape
         return out
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        if self.world_size == 1 or not x.is_cuda:
+            return super().reduce_scatter(x)
+        out = x.new_empty(x.shape[1:])
+        dist.reduce_scatter_tensor(out.view(-1), x.view(-1))
+        return out
+
     def all_to_all(self, send: Tensor) -> Tensor:
         assert send.is_contiguous() and send.shape[0] == len(self.kvp_group), (
             f"all_to_all needs a contiguous [{len(self.kvp_group)}, ...], got {list(send.shape)}"

@@ -34,11 +34,12 @@ class ModelConfig:
 @dataclass
 class LayoutConfig:
     """Attributes:
-    mode: helix, tp, medha, or auto: the planner's choice, which leaves the widths to it.
+    mode: helix, tp, medha, dp, or auto: the planner's choice, which leaves the widths to it.
     kvp: KV-parallel width of attention.
     tpa: tensor-parallel width of attention.
     tpf: tensor-parallel width of routed experts; unset: what ep leaves.
     ep: expert-parallel width.
+    dp: with mode=dp, ranks that attend whole sequences of their own.
     """
 
     mode: str = "helix"
@@ -46,6 +47,7 @@ class LayoutConfig:
     tpa: int = 1
     tpf: int | None = None
     ep: int = 1
+    dp: int = 1
 
 
 @dataclass
@@ -182,7 +184,7 @@ class DecodeConfig:
     prompts: JSON lines of prompts.
     output: JSON lines of results; unset: text on the terminal alone.
     resume: keep what `output` already holds and run the rest.
-    max_batch: slots; more prompts wait for a free one.
+    max_batch: slots; more prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
     max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     stream: print text as it comes.
@@ -311,7 +313,7 @@ def check(config: Config) -> None:
         "speculation.model.dtype": ("auto", "float32", "bfloat16", "float16"),
         "speculation.model.load": ("checkpoint", "random"),
         "speculation.model.weights": ("auto", "bf16", "fp8"),
-        "layout.mode": ("helix", "tp", "medha", "auto"),
+        "layout.mode": ("helix", "tp", "medha", "dp", "auto"),
         "kv.dtype": ("auto", "fp8", "k16v8"),
         "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),

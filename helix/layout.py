@@ -2,7 +2,8 @@
 
 In every layer the N ranks form two grids, one after the other (Helix Parallelism, arXiv:2507.07120, section 2):
 
-    attention   KVP x TPA    rank = tpa_rank * kvp + kvp_rank: TPA splits heads, KVP splits the KV sequence
+    attention   KVP x TPA    rank = tpa_rank * kvp + kvp_rank: TPA splits heads, KVP splits the KV sequence;
+                or DP        rank = dp_rank: every rank has all heads of whole sequences of its own
     FFN         TPF x EP     rank = ep_rank * tpf + tpf_rank: TPF splits columns, EP splits experts
 
 Shares are contiguous and differ by at most one, larger ones first; nothing has to divide, and a share may be empty.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-MODES = ("helix", "tp", "medha")
+MODES = ("helix", "tp", "medha", "dp")
 
 # Token arithmetic uses only // % and abs, so that one formula serves int, numpy and torch integers.
 Int = TypeVar("Int", int, Any)
@@ -38,13 +39,14 @@ def _clamp(x: Int, upper: int) -> Int:
 
 @dataclass(frozen=True)
 class HelixLayout:
-    """Layout of a model over N ranks: `kvp x tpa` in attention, `tpf x ep` in the FFN.
+    """Layout of a model over N ranks: `kvp x tpa`, or `dp`, in attention, `tpf x ep` in the FFN.
 
-    Modes: `helix` (the paper's), `tp` (kvp=1; KV heads replicated if N exceeds them) and `medha` (KV over all
-    ranks, output projection and FFN on the `tpf = tpa` ranks with kvp_rank 0, the others idle there).
+    Modes: `helix` (the paper's), `tp` (kvp=1; KV heads replicated if N exceeds them), `medha` (KV over all
+    ranks, output projection and FFN on the `tpf = tpa` ranks with kvp_rank 0, the others idle there) and `dp`
+    (kvp=tpa=1; attention of whole sequences, with weights of its own, on each of `dp` ranks).
 
     Raises:
-        ValueError: the four widths do not form a layout of this mode.
+        ValueError: the widths do not form a layout of this mode.
     """
 
     mode: str
@@ -52,11 +54,12 @@ class HelixLayout:
     tpa: int
     tpf: int
     ep: int
+    dp: int = 1
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"layout.mode={self.mode!r} is unknown; choose one of {', '.join(MODES)}")
-        for name in ("kvp", "tpa", "tpf", "ep"):
+        for name in ("kvp", "tpa", "tpf", "ep", "dp"):
             width = getattr(self, name)
             if type(width) is not int or width < 1:
                 raise ValueError(f"layout.{name}={width!r} must be an integer of at least 1")
@@ -64,8 +67,18 @@ class HelixLayout:
             raise ValueError(
                 f"layout.mode=tp has no KV parallelism: layout.kvp={self.kvp} must be 1 (or use mode=helix)"
             )
+        if self.mode == "dp" and self.kvp * self.tpa != 1:
+            raise ValueError(
+                f"layout.mode=dp attends whole sequences on one rank: layout.kvp={self.kvp} and layout.tpa={self.tpa} "
+                "must be 1 (layout.dp is the number of ranks)"
+            )
+        if self.mode != "dp" and self.dp != 1:
+            raise ValueError(
+                f"layout.dp={self.dp} is a width of mode=dp; with mode={self.mode} it must be 1 (layout.kvp and "
+                "layout.tpa are the widths of attention)"
+            )
         if self.tpf * self.ep != self.ffn_ranks:
-            ranks = "tpa" if self.mode == "medha" else "kvp*tpa"
+            ranks = {"medha": "tpa", "dp": "dp"}.get(self.mode, "kvp*tpa")
             raise ValueError(
                 f"layout.tpf*ep = {self.tpf}*{self.ep} = {self.tpf * self.ep} but mode={self.mode} runs the FFN on "
                 f"{ranks} = {self.ffn_ranks} ranks; leave layout.tpf unset to derive it as {ranks}/ep"
@@ -73,41 +86,53 @@ class HelixLayout:
 
     @classmethod
     def create(
-        cls, mode: str = "helix", kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1
+        cls, mode: str = "helix", kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1, dp: int = 1
     ) -> HelixLayout:
         """Creates a layout; an unset `tpf` takes all FFN ranks that `ep` leaves."""
         if tpf is None:
-            ranks = tpa if mode == "medha" else kvp * tpa
+            ranks = tpa if mode == "medha" else dp * kvp * tpa
             if ep < 1 or ranks % ep:
                 raise ValueError(
                     f"layout.ep={ep} does not divide the {ranks} ranks of the FFN, so layout.tpf is undefined"
                 )
             tpf = ranks // ep
-        return cls(mode, kvp, tpa, tpf, ep)
+        return cls(mode, kvp, tpa, tpf, ep, dp)
 
     def __str__(self) -> str:
-        return f"{self.mode} kvp={self.kvp} tpa={self.tpa} -> tpf={self.tpf} ep={self.ep}"
+        attention = f"dp={self.dp}" if self.mode == "dp" else f"kvp={self.kvp} tpa={self.tpa}"
+        return f"{self.mode} {attention} -> tpf={self.tpf} ep={self.ep}"
 
     # ---- ranks and groups
 
     @property
     def world_size(self) -> int:
-        return self.kvp * self.tpa
+        return self.dp * self.kvp * self.tpa
+
+    @property
+    def ranks(self) -> str:
+        """The number of ranks in words, by the settings that it comes from."""
+        if self.mode == "dp":
+            return f"layout.dp = {self.dp} ranks"
+        return f"layout.kvp*tpa = {self.kvp}*{self.tpa} = {self.world_size} ranks"
 
     @property
     def ffn_ranks(self) -> int:
         """Number of ranks that hold FFN and output-projection weights."""
-        return self.tpa if self.mode == "medha" else self.kvp * self.tpa
+        return self.tpa if self.mode == "medha" else self.world_size
+
+    def dp_rank(self, rank: int) -> int:
+        """Returns the index of this rank among those that own sequences: 0 unless the mode is dp."""
+        return rank // (self.kvp * self.tpa)
 
     def kvp_rank(self, rank: int) -> int:
         return rank % self.kvp
 
     def tpa_rank(self, rank: int) -> int:
-        return rank // self.kvp
+        return rank // self.kvp % self.tpa
 
     def kvp_group(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that hold the same heads and split the KV sequence, in kvp order."""
-        first = self.tpa_rank(rank) * self.kvp
+        first = rank // self.kvp * self.kvp
         return tuple(range(first, first + self.kvp))
 
     def kvp_groups(self) -> list[tuple[int, ...]]:
@@ -200,8 +225,8 @@ class HelixLayout:
         return range(0) if index is None else share(width, self.tpf, index % self.tpf)
 
     def vocab_rows(self, rank: int, vocab: int) -> range:
-        """Returns this rank's rows of the embedding and of the head."""
-        return share(vocab, self.world_size, rank)
+        """Returns this rank's rows of the embedding and of the head: all of them for sequences of its own."""
+        return share(vocab, self.kvp * self.tpa, rank % (self.kvp * self.tpa))
 
     # ---- tokens: round-robin blocks over the kvp ranks (section 2.3)
 
@@ -237,11 +262,11 @@ class HelixLayout:
 def feasible_layouts(world_size: int, q_heads: int, kv_heads: int) -> list[str]:
     """Lists attention grids of `world_size` ranks that fit these heads, as `key=value` words for the command line."""
     names = []
-    for mode in MODES:
+    for mode in ("helix", "tp", "medha"):
         for tpa in range(1, world_size + 1):
             kvp = world_size // tpa
             if world_size % tpa or (mode == "tp" and kvp != 1) or (mode == "medha" and kvp == 1):
                 continue
             if HelixLayout.create(mode, kvp, tpa)._heads_fit(q_heads, kv_heads):
                 names.append(f"[mode={mode} kvp={kvp} tpa={tpa}]")
-    return names
+    return [*names, f"[mode=dp dp={world_size}]"]

@@ -81,13 +81,14 @@ def ranks(config: Config) -> int:
         return processes
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
-    world_size = HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size
-    if world_size > (most := most_ranks()):
+    made = HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep, layout.dp)
+    if made.world_size > (most := most_ranks()):
+        widths = "layout.dp" if made.mode == "dp" else "layout.kvp and layout.tpa"
         raise ValueError(
-            f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {world_size} ranks, and this host runs {most} at most: set "
-            "layout.kvp and layout.tpa to fewer, or spread the ranks over hosts (launch/agent.sh)"
+            f"{made.ranks}, and this host runs {most} at most: set {widths} to fewer, or spread the ranks over hosts "
+            "(launch/agent.sh)"
         )
-    return world_size
+    return made.world_size
 
 
 def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:

@@ -157,8 +157,8 @@ class LLM:
 
     Args:
         path: Hugging Face checkpoint directory, or ORG/NAME[@REVISION] of the Hub.
-        layout: auto, helix, tp or medha.
-        kvp, tpa, ep: widths of the layout.
+        layout: auto, helix, tp, medha or dp.
+        kvp, tpa, ep, dp: widths of the layout.
         overrides: other settings of a run, `KEY=VALUE` each.
 
     Attributes:
@@ -177,9 +177,10 @@ class LLM:
         kvp: int | None = None,
         tpa: int | None = None,
         ep: int | None = None,
+        dp: int | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        given = {"layout": layout, "layout.kvp": kvp, "layout.tpa": tpa, "layout.ep": ep}
+        given = {"layout": layout, "layout.kvp": kvp, "layout.tpa": tpa, "layout.ep": ep, "layout.dp": dp}
         settings = [f"{key}={value}" for key, value in given.items() if value is not None]
         settings = [f"model.path={path}", "serve.restarts=0", *settings, *overrides]
         self._config = composed(settings)

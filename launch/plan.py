@@ -32,6 +32,7 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
   gpu_bytes   with tier: what they take on its GPU at most (default: the share of what weights leave)
   weights     fp8: plans weights that are rounded to FP8; bf16: weights that are unpacked (default: as they are stored)
   kv          fp8, or k16v8 (values alone): plans keys and values in FP8 (default: in the model's type)
+  modes       layout modes to compare, such as tp,helix,dp (default: tp,medha,helix)
   attention   one of conf/attention/, for the size of blocks and those always read (with sparse: block_sparse)
   json        a file for all of this, `-` for the terminal
 """
@@ -60,10 +61,10 @@ from helix.models import DecoderSpec
 from helix.simulate import drafting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
-from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
+from helix.simulate.plan import MODES, PlannedLayout, Question, Ranking, plan
 from helix.simulate.points import Tier
 from launch.inputs import front
-from launch.inputs.arguments import helped, one_of, parse, tokens
+from launch.inputs.arguments import helped, one_of, parse, several, tokens
 from launch.inputs.auto_layout import planned
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.files import check_writable, write_atomically
@@ -74,7 +75,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "drafter": one_of("ngram", "sparse"),
     "sparsity": float, "sparse": int, "attention": str, "tier": one_of("host"), "hits": float, "ahead": float,
     "host_bytes": float, "gpu_bytes": float, "weights": one_of("bf16", "fp8"), "kv": one_of("fp8", "k16v8"),
-    "json": str,
+    "modes": several, "json": str,
 }  # fmt: skip
 STORAGE = {"weights": "model.weights", "kv": "kv.dtype"}
 NEEDED = ("model", "gpus", "context")
@@ -200,13 +201,15 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
         given.get("acceptance"),
         given.get("gamma"),
         share,
+        tuple(given.get("modes", MODES)),
         replace(planned(config, spec), tier=tier_of(given)),
     )
     model += ["comm.backend=nccl"] if backend == "nccl" else []
 
     def overrides(choice: PlannedLayout) -> list[str]:
         layout, chunks = choice.layout, choice.chunks
-        settings = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
+        widths = ("dp",) if layout.mode == "dp" else ("kvp", "tpa")
+        settings = [*model, f"layout={layout.mode}", *(f"layout.{key}={getattr(layout, key)}" for key in widths)]
         settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
         settings += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
         random = config.model.path is None  # a shape without weights: there is only time to see

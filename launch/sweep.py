@@ -42,7 +42,7 @@ import matplotlib.pyplot as plt
 
 MEASURED = ("ttl_p50_us", "ttl_p90_us", "tokens_per_s_user", "tokens_per_s_gpu", "prefill_s", "decode_tokens")
 TIMED = ("batch", "length", "gamma")  # of a point of bench.points
-LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "world_size")
+LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "dp", "world_size")
 
 
 @dataclass
@@ -182,7 +182,8 @@ def plot(path: Path, points: list[Point]) -> None:
     for row in (row for point in points for row in point.rows()):
         x, y, number = row["tokens_per_s_user"], row["tokens_per_s_gpu"], row["point"]
         if x is not None and y is not None:
-            label = f"{number}: {row['mode']} kvp={row['kvp']} tpa={row['tpa']} ep={row['ep']}{_timed(row)}"
+            widths = ("dp", "ep") if row["mode"] == "dp" else ("kvp", "tpa", "ep")
+            label = " ".join([f"{number}: {row['mode']}", *(f"{key}={row[key]}" for key in widths)]) + _timed(row)
             axes.scatter(x, y, color=f"C{number % 10}", label=label)
             axes.annotate(str(number), (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
     if axes.collections:

@@ -109,6 +109,7 @@ class Serving:
 
     Args:
         pages: of each rank.
+        homes: ranks that own sequences, `max_batch` each.
         ahead: decisions that are launched before the tokens of one are read.
         kept: drafts of a step that hold, for each step in turn.
         options: of the scheduler.
@@ -118,6 +119,7 @@ class Serving:
         self,
         pages: int,
         *,
+        homes: int = 1,
         kvp: int = 2,
         append_block: int = 2,
         page_size: int = 2,
@@ -134,8 +136,10 @@ class Serving:
         self.stripes = Stripes(self.layout, append_block, page_size)
         self.times = PrefillTime(DOUBLING)
         self.times.observe(1.0, TOKEN_S)
-        self.pool = PagePool(pages)
-        self.tables = BlockTables(PrefixTree(self.pool, self.stripes, self.times.cost, 1), caching)
+        self.pools = [PagePool(pages) for _ in range(homes)]
+        self.pool, max_batch = self.pools[0], max_batch * homes
+        trees = [PrefixTree(pool, self.stripes, self.times.cost, 1) for pool in self.pools]
+        self.tables = [BlockTables(tree, caching) for tree in trees]
         plan = StepPlan(drafts, seconds=step_s)
         given = {key: options.pop(key) for key in ("decode_share", "patience_s", "lease") if key in options}
         given |= {f"{key}_ms": 1e3 * options.pop(f"{key}_s") for key in ("stall", "run") if f"{key}_s" in options}
@@ -151,7 +155,7 @@ class Serving:
         self.ratio = share / (1 - share)
         self.ahead, self.step_s, self.drafts, self.kept = ahead, step_s, drafts, kept
         self.prefill_chunk, self.max_batch = prefill_chunk, max_batch
-        self.memory = np.full((pages, kvp, page_size), -1, dtype=np.int64)
+        self.memory = np.full((homes, pages, kvp, page_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.served: dict[int, Served] = {}
         self.flying: deque[Flight] = deque()
@@ -205,10 +209,14 @@ class Serving:
     def check_nothing_is_left(self) -> None:
         assert all(s.ended for s in self.served.values())
         assert not self.rows and not self.scheduler.running and not self.scheduler.waiting
-        assert self.pool.used == 0 and not self.pool._users.any(), "references are left"
-        assert sorted(self.scheduler._free_slots) == list(range(self.max_batch)), "slots are lost"
-        self.tables.tree.evict(self.pool.pages)
-        assert self.pool.free == self.pool.pages and not self.pool._kept.any(), "pages are lost"
+        assert sorted(slot for free in self.scheduler._free_slots for slot in free) == list(range(self.max_batch)), (
+            "slots are lost"
+        )
+        for tables in self.tables:
+            pool = tables.pool
+            assert pool.used == 0 and not pool._users.any(), "references are left"
+            tables.tree.evict(pool.pages)
+            assert pool.free == pool.pages and not pool._kept.any(), "pages are lost"
 
     @property
     def due(self) -> bool:
@@ -294,7 +302,8 @@ class Serving:
         )
         assert a.known < a.length, "what follows the last token is drawn from its logits"
         for source, to in zip(a.copy_from, a.copy_to, strict=True):
-            self.memory[to] = self.memory[source]
+            memory = self.memory[self.home(a.slot)]
+            memory[to] = memory[source]
         served.admissions.append(a)
         numbers = chain(text, served.request.salt)
         self.rows[a.slot] = row = Row(served, a, a.pages.tolist(), numbers, a.known, 0)
@@ -324,9 +333,11 @@ class Serving:
             left = row.admission.limit - row.length
             if not row.drawn or left <= 0:
                 continue
-            assert slot < decision.kind.rows, "every row takes part"
-            sizes = {min(1 << i, self.max_batch) for i in range(self.max_batch.bit_length() + 1)}
-            smallest = min(size for size in sizes if size > max(self.rows))
+            homes = len(self.tables)
+            most = self.max_batch // homes
+            assert slot // homes < decision.kind.rows, "every row takes part"
+            sizes = {min(1 << i, most) for i in range(most.bit_length() + 1)}
+            smallest = min(size for size in sizes if size > max(self.rows) // homes)
             assert decision.kind.rows == smallest, "a size of few"
             tried = min(decision.kind.drafts, left - 1)
             kept = min(self.kept[self.steps % len(self.kept)], tried)
@@ -353,11 +364,15 @@ class Serving:
 
     # ---- what has to hold
 
-    def place(self, row: Row, at: int) -> tuple[int, int, int]:
+    def home(self, slot: int) -> int:
+        return slot % len(self.tables)
+
+    def place(self, row: Row, at: int) -> tuple[int, int, int, int]:
         slot = self.layout.token_slot(at, self.stripes.append_block)
         rank = self.layout.token_owner(at, self.stripes.append_block, row.admission.start)
         assert slot // self.stripes.page_size < len(row.table), "a token without a page"
-        return row.table[slot // self.stripes.page_size], rank, slot % self.stripes.page_size
+        page = row.table[slot // self.stripes.page_size]
+        return self.home(row.admission.slot), page, rank, slot % self.stripes.page_size
 
     def write(self, row: Row, at: int, number: int) -> None:
         self.memory[self.place(row, at)] = number
@@ -369,7 +384,7 @@ class Serving:
             slot = self.layout.token_slot(at, self.stripes.append_block)
             rank = self.layout.token_owner(at, self.stripes.append_block, row.admission.start)
             page = np.array(row.table)[slot // self.stripes.page_size]
-            held = self.memory[page, rank, slot % self.stripes.page_size]
+            held = self.memory[self.home(row.admission.slot), page, rank, slot % self.stripes.page_size]
             assert held.tolist() == row.chain[: row.length], "keys of other tokens"
 
     def check_chunk(self, decision: Decision, seconds: float, decoding: bool) -> None:

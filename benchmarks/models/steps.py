@@ -74,7 +74,8 @@ def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -
             layout.world_size,
             [
                 *named(works[0].model), f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
-                f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}", "bench=decode", f"bench.points=[{points}]",
+                f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}", f"layout.dp={layout.dp}", "bench=decode",
+                f"bench.points=[{points}]",
                 *overrides, f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
             ],
         )  # fmt: skip

@@ -73,11 +73,13 @@ def engine_at(
             f"{length} tokens and {reserved - length} steps exceed the model's {model.spec.context}: "
             "set model.config.max_position_embeddings, or bench.points of fewer"
         )
+    ranks = plan.layout.dp
+    tokens = -(-batch // ranks) * ranks * reserved  # of all ranks; in mode dp each has room for as many sequences
     sized = replace(
         config,
-        kv=replace(config.kv, tokens=batch * reserved, prefix_cache=False),  # what is timed is computed
+        kv=replace(config.kv, tokens=tokens, prefix_cache=False),  # what is timed is computed
         hopb=replace(config.hopb, chunks=hopb or config.hopb.chunks),
     )
-    engine = build_engine(plan.layout, comm, model, sized, batch, batch * reserved, draft=draft)
+    engine = build_engine(plan.layout, comm, model, sized, batch, tokens, draft=draft)
     keep(engine.runner, config)
     return engine, reserved

@@ -97,7 +97,7 @@ class Client:
         """Tokens that are in the cache from now on, int32 [count]."""
         tokens = self.tokens(count)
         if self.leads:
-            tables = self.engine.tables
+            (tables,) = self.engine.tables
             held = tables.admit(tokens, count, 0)
             if held is None:
                 raise ConfigError(f"a context of {count} tokens does not fit the cache: use more GPUs")
@@ -283,7 +283,8 @@ def churn(client: Client, small: int) -> Iterator[dict[str, Any]]:
         ends = [s.end for s in seen.values()]
         yield {
             "trace": "churn", "requests": count, "aborted": ends.count("abort"), "seconds": perf_counter() - begin,
-            "pages_left": client.engine.tables.pool.used, "slots_left": max(left), "never_ended": ends.count(""),
+            "pages_left": sum(tables.pool.used for tables in client.engine.tables),
+            "slots_left": max(left), "never_ended": ends.count(""),
             "decide_us": 1e6 * client.engine.timings.decide_s / client.engine.timings.decisions,
         }  # fmt: skip
 
@@ -295,7 +296,7 @@ def decisions(client: Client, small: int) -> Iterator[dict[str, Any]]:
         times = PrefillTime(32_768.0)
         pages = 65 * stripes.pages_for(context + 8192)
         tables = BlockTables(PrefixTree(PagePool(pages), stripes, times.cost))
-        scheduler = Scheduler(tables, times, RunnerTraits(64, context, KVCache.remedy), ScheduleConfig())
+        scheduler = Scheduler([tables], times, RunnerTraits(64, context, KVCache.remedy), ScheduleConfig())
         times.observe(1000.0, 0.001)
         prompts = [np.full(context, i, dtype=np.int32) for i in range(64)]
         for i in range(1064):

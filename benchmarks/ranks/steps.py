@@ -71,25 +71,29 @@ def _time_point(
 ) -> list[dict[str, Any]]:
     """What is measured at a point, for each count of drafts, always over the same cache."""
     config = lab(plan.config)
+    layout = plan.layout
+    own = [range(home, batch, layout.dp) for home in range(layout.dp)]  # sequences of each rank in mode dp
+    mine = len(own[layout.dp_rank(comm.rank)])
     engine, reserved = engine_at(plan, comm, model, batch, length, UNTIMED + config.bench.steps, draft=draft)
-    fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
-    choose_chunks(engine.runner, batch)
-    tokens = [0] * plan.layout.kvp
-    for slot in range(batch):
-        for k in range(plan.layout.kvp):
-            tokens[k] += plan.layout.local_length(reserved, k, config.blocks.append, slot % plan.layout.kvp)
+    fill(engine.runner, mine, length, reserved, config.seed + comm.rank)
+    choose_chunks(engine.runner, len(own[0]))
+    tokens = [
+        sum(layout.local_length(reserved, k, config.blocks.append, slot % layout.kvp) for slot in range(len(slots)))
+        for slots in own
+        for k in range(layout.kvp)
+    ]
     shared = {
         "batch": batch,
         "length": length,
         "captured": comm.capturable,
         "weight_bytes_per_rank": comm.all_gather_object(model.weights.bytes),
     }
-    own = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
+    sparsity = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
     found = []
     for (text, variant), gamma in product(variants(config).items(), gammas(config)):
         if config.bench.variants:
             _attend_as(engine.runner, variant)
-        rewind(engine.runner, batch, length)
+        rewind(engine.runner, mine, length)
         drafts = f", {gamma} drafts" * (gamma > 0) + f", {text}" * bool(text)
         with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
             timings, traced = _time_drafts(engine.runner, comm, batch, length, gamma, config.bench.steps)
@@ -97,8 +101,8 @@ def _time_point(
         timings.kv_tokens = tokens
         memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
         measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
-        measured |= {"variant": text, "gamma": gamma, "sparsity": own if gamma else None, **shared, **traced}
-        measured["hopb_chunks"] = engine.runner.chunks(batch)
+        measured |= {"variant": text, "gamma": gamma, "sparsity": sparsity if gamma else None, **shared, **traced}
+        measured["hopb_chunks"] = engine.runner.chunks(len(own[0]))
         measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
         measured["used_bytes_per_gpu"] = comm.all_gather_object(_used(comm.device))
         console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
@@ -133,7 +137,8 @@ def _time_drafts(
     A step counts with the time of its slowest rank; no rank waits for its host between steps.
     """
     taken: list[Tensor] = []
-    kind = StepKind(batch, gamma, sparse=runner.sparse_at(length))
+    rows = -(-batch // runner.layout.dp)
+    kind = StepKind(rows, gamma, sparse=runner.sparse_at(length))
 
     def step() -> None:
         tokens = runner.decode(kind)
@@ -156,7 +161,7 @@ def _time_drafts(
         read |= blocks_fetched(runner.cache, comm, steps)
     traced = read | _trace(partial(runner.decode, kind), len(runner.model.spec.layers), comm)
     if gamma:
-        traced["phase_us"] = phase_us(runner, comm, StepKind(batch, gamma))
+        traced["phase_us"] = phase_us(runner, comm, StepKind(rows, gamma))
     comm.check()
     timings = Timings(acceptance=Acceptance(gamma))
     kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps

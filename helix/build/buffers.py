@@ -36,11 +36,13 @@ class CacheNeeds:
 def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> int:
     """Counts the bytes per token of a prefill step on a rank, without KV, in the layer that needs most.
 
-    Both halves of a layer hold the residual stream besides their own buffers.
+    Both halves of a layer hold the residual stream besides their own buffers; in mode dp a rank also holds rows that it
+    gathers from all ranks, and as many parts of sums: most if all tokens are one rank's, and messages are padded.
     """
+    gathered = 2 * layout.dp * spec.hidden if layout.dp > 1 else 0
     attention = max(layer.mixer.buffers(layout, rank) for layer in spec.layers)
     ffn = max(layer.ffn.buffers(layout, rank, spec.hidden) for layer in spec.layers)
-    return math.ceil(SLACK * (4 * spec.hidden + max(attention, ffn)) * dtype.itemsize)
+    return math.ceil(SLACK * (4 * spec.hidden + gathered + max(attention, ffn)) * dtype.itemsize)
 
 
 def longest_chunk(token_bytes: int, free: int) -> int:

@@ -108,6 +108,27 @@ def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
         raise ValueError(f"{what} takes pages of 1 token or of a power of two from 16 on, not kv.page_size={page}")
 
 
+def check_own_sequences(config: Config, layout: HelixLayout) -> None:
+    """Raises ValueError if ranks that attend sequences of their own (mode dp) cannot do what the config wants."""
+    if layout.mode != "dp":
+        return
+    what = f"layout.mode=dp with {layout.dp} ranks"
+    if config.speculation.drafter != "none":
+        raise ValueError(
+            f"{what} draws one token a step, and speculation.drafter={config.speculation.drafter} several: set "
+            "speculation=none or layout.mode=helix"
+        )
+    if config.attention.policy != "dense":
+        raise ValueError(
+            f"{what} reads all keys, and attention.policy={config.attention.policy} a part of them: set "
+            "attention=dense or layout.mode=helix"
+        )
+    if config.hopb.chunks not in ("none", "auto"):
+        raise ValueError(
+            f"{what} exchanges nothing in attention that hopb.chunks={config.hopb.chunks} could overlap: set hopb=none"
+        )
+
+
 def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank: int) -> CheckedDraft:
     """Checks the draft model; raises ValueError unless it can propose to the target."""
     speculation = config.speculation

@@ -137,6 +137,7 @@ def build_engine(
     The buffers of its longest prefill chunk are reserved before pages are counted.
 
     Args:
+        max_batch: sequences at a time, over all ranks.
         draft: the model of speculation.drafter=model; its cache has as many pages.
 
     Raises:
@@ -146,7 +147,9 @@ def build_engine(
     placement = Placement(layout, layout.kvp_rank(comm.rank), *config.blocks)
     dtype = model.weights.dtype
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
-    wanted = kv.tokens or wanted_tokens + drafts * max_batch
+    # In mode dp each rank has its own slots and pages, of sequences that come to any of the ranks.
+    max_batch = -(-max_batch // layout.dp)
+    wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
     # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
     free = free_bytes(comm.device) - 2 * (model.weights.largest * dtype.itemsize + piece)
@@ -164,6 +167,10 @@ def build_engine(
     most = min(budget, spec.max_positions)
     if (longest := config.decode.max_length) is not None and longest < most:
         most, cache.remedy = longest, "raise decode.max_length"
+    elif layout.dp > 1:
+        cache.remedy = (
+            "raise kv.tokens or kv.memory_fraction, or use layout.mode=helix: dp keeps a sequence on one rank"
+        )
     together = config.attention.policy != "dense" and config.attention.choice == "global"
     drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, most, chunk)
     runner = ModelRunner(

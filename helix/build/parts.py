@@ -16,7 +16,7 @@ from helix.models.quantized import WeightFormat, rounded
 
 def make_layout(config: LayoutConfig) -> HelixLayout:
     """Creates the layout; raises ValueError if the widths do not form one."""
-    return HelixLayout.create(config.mode, config.kvp, config.tpa, config.tpf, config.ep)
+    return HelixLayout.create(config.mode, config.kvp, config.tpa, config.tpf, config.ep, config.dp)
 
 
 def make_spec(config: Config) -> DecoderSpec:

@@ -58,7 +58,7 @@ class Engine:
         run_steps: most decode steps of a decision.
         step_seconds: (rows, drafts) -> seconds of a step, from `warm_up`.
         timings: statistics of the last call, on rank 0.
-        tables: allocator of pages, on rank 0.
+        tables: allocators of pages, on rank 0: one, or in mode dp one for each rank.
     """
 
     def __init__(
@@ -87,8 +87,9 @@ class Engine:
         self.timings = Timings()
         self._broken: str | None = None  # the error that broke it
         self._calling = False
+        self._held: set[int] = set()  # slots in use
         self._times = PrefillTime(doubling_depth(runner.model.spec))
-        # A page number means a page on every rank: rank 0 allocates for all of them.
+        # A page number means a page on every rank (mode dp: one of each rank): rank 0 allocates for all of them.
         self._pages = min(self.comm.all_gather_object(runner.cache.pages))
         self.tables = self._empty_tables()
 
@@ -247,7 +248,7 @@ class Engine:
         self.timings = timings = Timings(acceptance=Acceptance(runner.drafts))
         policy = DraftPolicy(self.draft_sizes, self.step_seconds)
         traits = RunnerTraits(
-            runner.max_batch,
+            runner.max_batch * runner.layout.dp,
             self.prefill_chunk,
             runner.cache.remedy,
             self.run_steps,
@@ -273,14 +274,25 @@ class Engine:
         finally:
             layout, block = runner.layout, runner.placement.append_block
             timings.kv_tokens = [
-                sum(layout.local_length(length, k, block, start) for length, start in timings.held)
+                sum(
+                    layout.local_length(length, k, block, start)
+                    for slot, length, start in timings.held
+                    if slot % layout.dp == home
+                )
+                for home in range(layout.dp)
                 for k in range(layout.kvp)
             ]
 
     def _launch(self, decision: Decision) -> list[StepTokens]:
         with self._together():
             self.comm.broadcast_object(decision)
-            return self.runner.execute(decision)
+            return self._execute(decision)
+
+    def _execute(self, decision: Decision) -> list[StepTokens]:
+        """Launches this rank's share of a decision."""
+        layout = self.runner.layout
+        self._held = (self._held - {*decision.retire}) | {admission.slot for admission in decision.admit}
+        return self.runner.execute(decision.share(layout.dp_rank(self.comm.rank), layout.dp))
 
     def refusal(self, request: Request) -> str | None:
         """Returns the reason why this engine can never serve a request; None if it can."""
@@ -313,17 +325,17 @@ class Engine:
         if self._broken is not None:
             return
         with self._together():
-            if held := tuple(self.runner.admitted):
+            if held := tuple(self._held):
                 self.tables = self._empty_tables()  # pages of unread decisions have unknown content
                 self.comm.broadcast_object(decision := Decision.nothing(held))
-                self.runner.execute(decision)
+                self._execute(decision)
                 self.runner.check()
             self.comm.broadcast_object(None)
 
-    def _empty_tables(self) -> BlockTables:
-        stripes = self.runner.placement.stripes
-        tree = PrefixTree(PagePool(self._pages), stripes, self._times.cost)
-        return BlockTables(tree, self.prefix_cache, self._pages if self.runner.drafter.own_pages else None)
+    def _empty_tables(self) -> list[BlockTables]:
+        stripes, own_pages = self.runner.placement.stripes, self.runner.drafter.own_pages
+        trees = [PrefixTree(PagePool(self._pages), stripes, self._times.cost) for _ in range(self.runner.layout.dp)]
+        return [BlockTables(tree, self.prefix_cache, self._pages if own_pages else None) for tree in trees]
 
     # ---- every rank
 
@@ -352,7 +364,7 @@ class Engine:
         with self._together():
             self.comm.limit_waits(patience_s)
             while (decision := self.comm.broadcast_object(decision)) is not None:
-                self.runner.execute(decision)
+                self._execute(decision)
                 if before is not None:
                     before.synchronize()  # launches no further ahead than rank 0
                 if self.comm.device.type == "cuda":

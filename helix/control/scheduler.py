@@ -15,7 +15,7 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -133,7 +133,8 @@ class Scheduler:
     the tokens of the oldest unread decision, calls `record_token` for each, `end` where one ends its request, `landed`.
 
     Args:
-        tables: allocates pages.
+        tables: allocates pages: one allocator, or one for each rank that owns sequences (mode dp). Slot s then belongs
+            to rank `s % len(tables)`.
         times: predicts the time of prompt chunks; its work orders preemptions.
         schedule: how requests share the ranks.
         pace: chooses drafts and steps for a batch size, given the slots without drafts; called before each run.
@@ -145,20 +146,22 @@ class Scheduler:
 
     def __init__(
         self,
-        tables: BlockTables,
+        tables: Sequence[BlockTables],
         times: PrefillTime,
         runner: RunnerTraits,
         schedule: ScheduleConfig,
         pace: Callable[[int, Collection[int]], StepPlan] = lambda rows, without: StepPlan(),
     ) -> None:
-        self._tables, self._times, self._runner, self._pace = tables, times, runner, pace
+        self._homes, self._times, self._runner, self._pace = tables, times, runner, pace
+        self._stripes = tables[0].tree.stripes
         self._run_s, self._stall_s = schedule.run_ms / 1e3, schedule.stall_ms / 1e3
         self._owed_per_second = schedule.decode_share / (1 - schedule.decode_share)
         self._patience_s = schedule.patience_s
         self._run_tokens = runner.run_steps * (1 + runner.drafts)
         self._lease = max(schedule.lease, 1 + self._run_tokens)  # a finished prompt decodes in the same decision
         self._sparse_from = math.inf if runner.sparse_from is None else runner.sparse_from
-        self._free_slots = list(range(runner.max_batch))  # a heap: low slots first, so that steps have few rows
+        # A heap for each home: low slots first, so that steps have few rows.
+        self._free_slots = [list(range(home, runner.max_batch, len(tables))) for home in range(len(tables))]
         self._requests: dict[str | int, Scheduled] = {}
         self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
         self._launched: deque[dict[int, _Drawing]] = deque()  # by slot
@@ -175,7 +178,7 @@ class Scheduler:
         """Queues a request; returns the reason if it can never be served."""
         if request.id in self._requests:
             return f"a request with id={request.id!r} is under way: take another id"
-        pool, stripes = self._tables.pool, self._tables.tree.stripes
+        pool, stripes = self._homes[0].pool, self._stripes
         need = len(request.prompt) + request.max_new_tokens + self._runner.drafts
         pages = stripes.pages_for(need)
         if pages > pool.pages:
@@ -281,7 +284,9 @@ class Scheduler:
             first.expect(1, 1, 1)
             if first.s.left:
                 decoding.append(first.s)
-        rows = min(1 << max(self.running).bit_length(), self._runner.max_batch) if self.running else 0
+        homes = len(self._homes)
+        slot = max(self.running, default=0) // homes
+        rows = min(1 << slot.bit_length(), self._runner.max_batch // homes) if self.running else 0
         masked = any(s.request.grammar is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
@@ -321,17 +326,18 @@ class Scheduler:
 
     def _admit(self, now: float) -> Iterator[Admission]:
         at = 0
-        while self._free_slots and at < min(len(self._waiting), LOOK_AHEAD):
+        while any(self._free_slots) and at < min(len(self._waiting), LOOK_AHEAD):
             _, s = self._waiting[at]
-            held = self._fit(s, now)
-            if held is None:
+            fit = self._fit(s, now)
+            if fit is None:
                 s.refused = now if s.refused is None else s.refused
                 if now - s.refused >= self._patience_s:
                     return
                 at += 1
                 continue
             del self._waiting[at]
-            s.slot, s.held, s.prefilled = heapq.heappop(self._free_slots), held, self._resumes(held.known)
+            home, held = fit
+            s.slot, s.held, s.prefilled = heapq.heappop(self._free_slots[home]), held, self._resumes(held.known)
             self.running[s.slot] = s
             request = s.request
             yield Admission(
@@ -352,20 +358,43 @@ class Scheduler:
                 None if request.grammar is None else request.grammar.allowed(),
             )
 
-    def _fit(self, s: Scheduled, now: float) -> BlockTable | None:
-        """Allocates pages for a waiting request; returns None if they do not fit or it has unread tokens."""
-        pool = self._tables.pool
-        if s.most or (pool.room < s.room and now < s.again):
+    def _fit(self, s: Scheduled, now: float) -> tuple[int, BlockTable] | None:
+        """Allocates pages for a waiting request, at home on one of the ranks that own sequences.
+
+        That is the rank with the most of its prompt, if that is half of it; else the one with the fewest sequences.
+
+        Returns:
+            The home and the pages; None if they fit nowhere or it has unread tokens.
+        """
+        room = sum(home.pool.room for home in self._homes)
+        if s.most or (room < s.room and now < s.again):
             return None
         s.tokens = s.text()
         s.reserved = self._room(s, self._lease)
-        stripes = self._tables.tree.stripes
         # Any kvp rank may own the first block; equal prefixes share pages only if it is the same rank.
-        start = crc32(s.tokens[: stripes.tokens].tobytes()) % stripes.layout.kvp
-        held = self._tables.admit(s.tokens, s.reserved, start, s.request.salt)
-        if held is None:
-            s.room, s.again = pool.room + 1, now + RETRY_S
-        return held
+        start = crc32(s.tokens[: self._stripes.tokens].tobytes()) % self._stripes.layout.kvp
+        for home in self._by_preference(s):
+            held = self._homes[home].admit(s.tokens, s.reserved, start, s.request.salt)
+            if held is not None:
+                return home, held
+        s.room, s.again = room + 1, now + RETRY_S
+        return None
+
+    def _by_preference(self, s: Scheduled) -> list[int]:
+        """Returns the homes with a free slot, the best for a request first."""
+        free = self._free_slots
+        homes = [home for home in range(len(free)) if free[home]]
+        if len(homes) < 2:
+            return homes
+        hits = {home: self._homes[home].tree.match(s.tokens, s.request.salt).tokens for home in homes}
+        # A few tokens in common would bring all sequences to one rank: steps have as many rows as the fullest rank.
+        hits = {home: hit if 2 * hit >= len(s.tokens) else 0 for home, hit in hits.items()}
+        return sorted(homes, key=lambda home: (-hits[home], -len(free[home]), home))
+
+    def _tables(self, s: Scheduled) -> BlockTables:
+        """Returns the allocator of a running request's pages."""
+        assert s.slot is not None
+        return self._homes[s.slot % len(self._homes)]
 
     def _extend(self, s: Scheduled, writes: list[_Change]) -> list[int]:
         """Allocates pages for a sequence's next lease, or at least its next run; returns slots preempted for it."""
@@ -374,7 +403,7 @@ class Scheduler:
             column = len(s.held.pages)
             for count in (self._lease, self._run_tokens):
                 reserved = self._room(s, count)
-                if (more := self._tables.grow(s.held, reserved)) is not None:
+                if (more := self._tables(s).grow(s.held, reserved)) is not None:
                     s.reserved, s.leased = reserved, False
                     writes.append(_Change(s, s.held, column, len(more)))
                     return gone
@@ -386,12 +415,16 @@ class Scheduler:
 
         def loss(other: Scheduled) -> tuple[int, float]:
             assert other.held is not None
-            stripes = self._tables.tree.stripes
-            kept = self._tables.pool.shared(other.held.pages) // stripes.pages * stripes.tokens
+            stripes = self._stripes
+            kept = self._tables(other).pool.shared(other.held.pages) // stripes.pages * stripes.tokens
             return other.request.priority, self._times.work(min(kept, other.cached), other.cached)
 
         priority = s.request.priority
-        others = [o for o in self.running.values() if not o.leased and o.request.priority <= priority]
+        others = [
+            o
+            for o in self.running.values()
+            if self._tables(o) is self._tables(s) and not o.leased and o.request.priority <= priority
+        ]
         victim = min([*others, s], key=loss)
         slot = victim.slot
         assert slot is not None
@@ -405,8 +438,8 @@ class Scheduler:
         """Frees a sequence's slot and pages; their content stays in the prefix cache."""
         assert s.slot is not None and s.held is not None
         known = s.text() if self._runner.keep_drawn else s.tokens
-        self._tables.end(s.held, known[: s.cached])
-        heapq.heappush(self._free_slots, s.slot)
+        self._tables(s).end(s.held, known[: s.cached])
+        heapq.heappush(self._free_slots[s.slot % len(self._homes)], s.slot)
         del self.running[s.slot]
         s.slot, s.held, s.prefilled = None, None, 0
 
@@ -458,7 +491,7 @@ class Scheduler:
                 yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known)
                 done += self._times.work(s.prefilled, end)
                 s.prefilled = end
-                columns = self._tables.enter(s.held, s.tokens[:end])
+                columns = self._tables(s).enter(s.held, s.tokens[:end])
                 self._changed.append(_Change(s, s.held, columns.start, len(columns)))
         if decoding:
             self._owed += self._times.seconds(done) * self._owed_per_second
@@ -466,7 +499,7 @@ class Scheduler:
     def _advance(self, s: Scheduled, writes: list[_Change]) -> None:
         """Shares pages of a prompt that other sequences have computed since."""
         assert s.held is not None
-        known, columns = self._tables.advance(s.held, s.tokens, max(s.prefilled, s.held.known))
+        known, columns = self._tables(s).advance(s.held, s.tokens, max(s.prefilled, s.held.known))
         if known > s.held.known and known > s.prefilled:
             s.held.known, s.prefilled = known, max(s.prefilled, self._resumes(known))
         writes.append(_Change(s, s.held, columns.start, len(columns)))
@@ -477,7 +510,8 @@ class Scheduler:
 
     def _next_stripe(self, s: Scheduled) -> Hashable:
         assert s.held is not None
-        return self._tables.next_stripe(s.held, s.tokens)
+        stripe = self._tables(s).next_stripe(s.held, s.tokens)
+        return None if stripe is None else (self._tables(s), stripe)
 
     def _cut(self, s: Scheduled, tokens: int, work: float) -> int:
         """Returns the number of a prompt's next tokens, within limits of tokens and work."""

@@ -277,8 +277,9 @@ class Serving:
 
     def _note_kv(self) -> None:
         """Updates the highest number of tokens in the cache."""
-        held = [(s.cached, s.held.start) for s in self._scheduler.running.values() if s.held is not None]
-        if (total := sum(cached for cached, _ in held)) > self._most_held:
+        running = self._scheduler.running.items()
+        held = [(slot, s.cached, s.held.start) for slot, s in running if s.held is not None]
+        if (total := sum(cached for _, cached, _ in held)) > self._most_held:
             self._most_held, self._timings.held = total, held
 
 

@@ -21,8 +21,8 @@ class Timings:
         ttl_s: seconds between the tokens of consecutive decode steps, one entry a step; the last LAST steps.
         decode_tokens: tokens that requests took from decode steps.
         sequence_steps: decode steps, counted once per sequence in each.
-        kv_tokens: tokens in the cache of each kvp rank, when the total was highest.
-        held: (tokens, kvp rank of the first block) of each sequence at that time.
+        kv_tokens: tokens in the cache of each kvp rank (mode dp: of each rank), when the total was highest.
+        held: (slot, tokens, kvp rank of the first block) of each sequence at that time.
         decisions: number of decisions.
         preemptions: number of preemptions.
         decide_s: seconds of rank 0's host in making decisions.
@@ -37,7 +37,7 @@ class Timings:
     decode_tokens: int = 0
     sequence_steps: int = 0
     kv_tokens: list[int] = field(default_factory=list)
-    held: list[tuple[int, int]] = field(default_factory=list)
+    held: list[tuple[int, int, int]] = field(default_factory=list)
     decisions: int = 0
     preemptions: int = 0
     decide_s: float = 0.0

@@ -6,8 +6,8 @@ Plain data, no torch: a `Decision` is all that the ranks need to act alike.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -76,6 +76,9 @@ class Segment:
     known: int = 0
 
 
+_AtSlot = TypeVar("_AtSlot", Admission, TableWrite, Segment)
+
+
 @dataclass(frozen=True, order=True)
 class StepKind:
     """Kind of a decode step: the key of its captured graph.
@@ -141,6 +144,7 @@ class Decision:
         kind: kind of the decode steps; the prompts' first tokens are drawn in the same way.
         draft_limits: limits of the decode steps; see `StepPlan`.
         holds_draw: the only decode step is held: the allowed tokens depend on tokens that rank 0 has not read.
+        counts: of a rank's share in mode dp: prompt tokens of each rank; empty: as many on all ranks.
     """
 
     number: int
@@ -153,8 +157,33 @@ class Decision:
     draft_limits: tuple[int, ...] = ()
     holds_draw: bool = False
     masks: dict[int, np.ndarray] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()
 
     @classmethod
     def nothing(cls, retire: tuple[int, ...] = ()) -> Decision:
         """Creates a decision that computes nothing."""
         return cls(0, retire, (), (), (), 0)
+
+    def share(self, rank: int, ranks: int) -> Decision:
+        """Returns the part of one of `ranks` ranks that own sequences: slot s is slot `s // ranks` of rank `s % ranks`.
+
+        All ranks launch the same steps, of the same rows and without drafts; a chunk has what each rank's prompts have.
+        """
+        if ranks == 1:
+            return self
+
+        def own(events: tuple[_AtSlot, ...]) -> tuple[_AtSlot, ...]:
+            return tuple(replace(e, slot=e.slot // ranks) for e in events if e.slot % ranks == rank)
+
+        counts = [0] * ranks
+        for segment in self.prefill:
+            counts[segment.slot % ranks] += segment.end - segment.begin
+        return replace(
+            self,
+            retire=tuple(slot // ranks for slot in self.retire if slot % ranks == rank),
+            tables=own(self.tables),
+            admit=own(self.admit),
+            prefill=own(self.prefill),
+            masks={slot // ranks: mask for slot, mask in self.masks.items() if slot % ranks == rank},
+            counts=tuple(counts) if self.prefill else (),
+        )

@@ -13,6 +13,7 @@ from comm import turns
 from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.pending import PendingSum
+from comm.solo import SoloCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
@@ -22,6 +23,7 @@ from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layers.norm import AllReduceNorm
 from helix.layers.rotary import RopeSpec, Rotary
+from helix.layers.rows import over_all_ranks
 from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
@@ -97,23 +99,30 @@ class DecoderSpec:
 class DecoderLayer:
     """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks.
 
-    Each sum over ranks is done by the norm that follows it, which reads the whole residual stream anyway.
+    Each sum over ranks is done by the norm that follows it, which reads the whole residual stream anyway. In mode dp
+    attention and norms have this rank's sequences alone, and the FFN gathers rows and scatters sums.
+
+    Args:
+        comm: the communicator of all ranks.
+        own: that of the ranks which attend the same sequences.
     """
 
     def __init__(
         self,
         weights: Weights,
         comm: Communicator,
+        own: Communicator,
         layout: HelixLayout,
         spec: DecoderSpec,
         index: int,
         pipeline: Pipeline,
     ) -> None:
         self.index = index
+        self.comm, self._scattered = comm, own is not comm
         name, layer = f"model.layers.{index}", spec.layers[index]
-        self.input_norm = AllReduceNorm(weights, comm, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
-        self.mixer = layer.mixer.build(weights, comm, layout, LayerPlace(name, index, pipeline))
-        self.ffn_norm = AllReduceNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
+        self.input_norm = AllReduceNorm(weights, own, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
+        self.mixer = layer.mixer.build(weights, own, layout, LayerPlace(name, index, pipeline))
+        self.ffn_norm = AllReduceNorm(weights, own, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.ffn = layer.ffn.build(weights, comm, layout, spec.hidden, name)
 
     def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
@@ -121,16 +130,21 @@ class DecoderLayer:
         assert isinstance(self.mixer, Attention), "latents have no block selection"
         return self.mixer.queries(self.input_norm.of(x), angles, cache, step)
 
+    def feed(self, x: Tensor, step: Step) -> Tensor | PendingSum:
+        """Computes the FFN of x [N, H]: a part of a sum over ranks, or in mode dp the whole sum."""
+        return over_all_ranks(self.ffn, x, step.counts, self.comm) if self._scattered else self.ffn(x)
+
 
 class Decoder:
     """Part of the model on this rank.
 
     Args:
-        comm: the communicator of this rank.
+        comm: the communicator of all ranks.
         dtype: dtype of activations, the KV cache, and weights that are not kept in few bits.
         formats: storage of the weights.
 
     Attributes:
+        own: the communicator of the ranks with this rank's sequences: of all ranks, or in mode dp of itself alone.
         pipeline: runs the HOP-B chunks of all layers' attention.
         turns: runs the two halves of long prefill steps.
     """
@@ -146,27 +160,27 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.full = {*spec.full}
-        self.comm = comm
+        self.own = SoloCommunicator(comm.device) if layout.dp > 1 else comm
         self.weights = weights = Weights(dtype, device, formats)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         self.pipeline = Pipeline(device if comm.capturable else None)
         self.turns = turns.Turns(device if comm.capturable else None)
-        parts = weights, comm, layout, spec
+        parts = weights, comm, self.own, layout, spec
         self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(len(spec.layers))]
-        self.norm = AllReduceNorm(weights, comm, "model.norm", spec.hidden, spec.norm_eps)
+        self.norm = AllReduceNorm(weights, self.own, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on every rank.
+        """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on all ranks of `own`.
 
         Args:
             policy: chooses the keys that a query reads in this step; steps of different policies may share a cache.
         """
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
         # which depend on all earlier tokens.
-        whole = step.cu_q is None or step.staged is not None or self.comm.world_size == 1 or cache.has_states
+        whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
         if whole or len(step.tokens) < 2 * turns.LEAST:
             *_, normed = self._through(cache, step, policy)
             assert normed is not None
@@ -190,7 +204,7 @@ class Decoder:
             parts = layer.mixer.finish(q, cache, step, policy)
             yield None
             normed, x = layer.ffn_norm(parts, x)
-            parts = layer.ffn(normed)
+            parts = layer.feed(normed, step)
             yield None
         yield self.norm(parts, x)[0]
 

@@ -66,6 +66,9 @@ class HeldStep:
 class ModelRunner:
     """Executor of decisions on this rank, with its parts of the model and the cache, and the slots' device state.
 
+    In mode dp slots, pages and decisions are those of this rank's own sequences (`Decision.share`); the tokens that it
+    returns are those of all ranks.
+
     Args:
         model: this rank's part of the model.
         cache: this rank's pages.
@@ -106,6 +109,7 @@ class ModelRunner:
         self.model = model
         self.layout = layout
         self.comm = comm
+        self.own = model.own
         self.cache = cache
         self.placement = placement
         self.max_batch = max_batch
@@ -140,6 +144,9 @@ class ModelRunner:
 
         The host does not wait for earlier launches.
 
+        Args:
+            decision: in mode dp, this rank's share of it.
+
         Returns:
             On rank 0, tokens: those of the held step, if any, of the prefill, if any, and of each decode step.
         """
@@ -147,9 +154,9 @@ class ModelRunner:
         begin = Moment(self.device)
 
         def keep(tokens: Tensor, slots: Sequence[int] | None = None, held: HeldStep | None = None) -> None:
+            of = decision if held is None else held.decision
+            summaries = self._of_all(self._shaper().summaries) if of.kind.shaped else None
             if self.comm.rank == 0:
-                of = decision if held is None else held.decision
-                summaries = self.shaper.summaries if of.kind.shaped and self.shaper is not None else None
                 before = held.begin if held is not None else drawn[-1].end if drawn else begin
                 idle = None if held is None else (held.computed, begin)
                 drawn.append(StepTokens(tokens, slots, self.check, before, summaries, idle))
@@ -169,8 +176,8 @@ class ModelRunner:
                 follower.write(table)
         for admission in decision.admit:
             self.admit(admission)
-        if decision.prefill:
-            keep(*self._prefill(decision.prefill, decision))
+        if decision.prefill or decision.counts:
+            keep(*self._by_slot(*self._prefill(decision.prefill, decision)))
         if decision.decode_steps:
             if decision.kind.drafts and not self._drafting:
                 self.drafter.catch_up(self.state)
@@ -227,8 +234,11 @@ class ModelRunner:
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
         """Launches a chunk of prompts; returns the first tokens [n, 1] of prompts that end with it, and their slots."""
+        if not segments:
+            self.model.hidden(self.cache, self.state.padding_step(decision.counts), self.policy)
+            return self._slots.new_full((1, 1), PAST), [0]
         prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known) for s in segments]
-        step = self.state.prefill_step(prompts)
+        step = self.state.prefill_step(prompts, decision.counts)
         hidden = self.model.hidden(self.cache, step, self.policy)
         span = self.state.prompts_span(step, prompts)
         slots, ends = step.slots, span.after
@@ -247,15 +257,28 @@ class ModelRunner:
         shaped = self._shaper().shape(logits, slots, torch.full_like(slots, -1), lengths) if kind.shaped else logits
         tokens = best_of_ranks(self._candidates(shaped, lengths, self.state.sampling.rows(slots), kind).pairs)[1]
         if kind.shaped:
-            self._shaper().report(logits, tokens, slots, self.comm)
+            self._shaper().report(logits, tokens, slots, self.own)
         self.state.activate(slots, tokens, lengths)
         return tokens[:, None], [segments[i].slot for i in last]
+
+    def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
+        """Returns first tokens [n, 1] and their slots; in mode dp those of all ranks, in the order of all slots."""
+        if self.layout.dp == 1:
+            return tokens, slots
+        of_slots = self._slots.new_full((self.max_batch, 1), PAST)
+        of_slots[to_device(torch.tensor(slots), self.device)] = tokens
+        return self._of_all(of_slots), None
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        """Gathers x [n, ...] of own slots: [n * dp, ...] in the order of all ranks' slots; a collective in mode dp."""
+        return x if self.layout.dp == 1 else self.comm.all_gather(x.contiguous()).transpose(0, 1).flatten(0, 1)
 
     def decode(self, kind: StepKind) -> Tensor:
         """Launches a decode step, in HOP-B chunks as `chunks` says; a collective for which the host does not wait.
 
         Returns:
-            Tokens [rows, 1 + drafts], see `DecodeState.commit`; a later step overwrites them.
+            Tokens [rows, 1 + drafts], see `DecodeState.commit`; a later step overwrites them. In mode dp of all ranks'
+            slots.
         """
         taken: Tensor = self._captured(self.step, self._in_chunks(kind))
         return taken
@@ -310,14 +333,14 @@ class ModelRunner:
         drawn = self._candidates(shaped, following, state.sampling.rows(slice(0, rows)), kind, draft)
         taken, before = state.commit(rows, drawn, *((draft.tokens, draft.outcome) if draft is not None else ()))
         if kind.shaped:  # of first tokens alone: sequences with shaping have no drafts
-            self._shaper().report(logits[:: step.max_q], taken[:, 0].contiguous(), slots, self.comm)
+            self._shaper().report(logits[:: step.max_q], taken[:, 0].contiguous(), slots, self.own)
         if followers:
             self.mark("choose")
             span = state.span(rows, before, state.lengths[:rows], step.max_q)
             for follower in followers:
                 follower.taken(Taken(kind, span, state.active[:rows], computed.hidden))
         self.mark(None)
-        return taken
+        return self._of_all(taken)
 
     def _observe(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
         if self.observer:
@@ -330,10 +353,10 @@ class ModelRunner:
         first = self.model.embedding.rows.start
         if draft is not None and draft.sampled_from is not None:
             return accepted_candidates(
-                logits, first, draft.tokens, draft.sampled_from, positions, sampling, self.comm, filtered=kind.filtered
+                logits, first, draft.tokens, draft.sampled_from, positions, sampling, self.own, filtered=kind.filtered
             )
         flags = {"stochastic": kind.stochastic, "filtered": kind.filtered}
-        return Candidates(sampled_candidates(logits, first, positions, sampling, self.comm, **flags))
+        return Candidates(sampled_candidates(logits, first, positions, sampling, self.own, **flags))
 
     def _shaper(self) -> Shaper:
         """Returns the shaper, created at its first use on all ranks alike and kept: captured steps write to it."""

@@ -39,7 +39,9 @@ def rehearse(
             ]
             parts = [Segment(i, known, end, last=True, tokens=tokens) for i in slots]
             rows = min(1 << (prompts - 1).bit_length(), runner.max_batch)
-            runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, StepKind(rows)))
+            # In mode dp the FFN has as many rows as attention if all prompts are one rank's.
+            counts = (prompts * count, *[0] * (runner.layout.dp - 1)) if runner.layout.dp > 1 else ()
+            runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, StepKind(rows), counts=counts))
             runner.execute(Decision.nothing(tuple(slots)))
         for kind in steps:
             fill(runner, kind.rows, 1)

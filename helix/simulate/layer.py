@@ -111,6 +111,9 @@ class Layer:
         self.item |= _kv_items(self.mixer, options.kv)
         self.rate = hardware.rate(options.arithmetic or options.weights)
         self.zeros = np.zeros(len(points))
+        # Points at which rows go to the ranks of their experts and back; elsewhere every rank has all rows.
+        self.dispatched = (p.mode == DP) & (options.dispatch == "chosen")
+        self.gathered = (p.mode == DP) & (options.dispatch == "all")
 
     # ---- phases
 
@@ -383,12 +386,19 @@ class Layer:
     def _dense(self, spec: MLPSpec) -> list[Phase]:
         p, s = self.points, self.spec
         columns = _up(spec.width, p.ffn_ranks)
-        message = self.all_rows * s.hidden * self.item["messages"]
         return [
             self._gather_rows(),
             self.kernel("ffn", 3 * s.hidden * columns, self.all_rows, kernels=2),
-            self.collective("ffn all-reduce", "all_reduce", p.ranks, message),
+            self._sum_rows(),
         ]
+
+    def _sum_rows(self) -> Phase:
+        """Computes the cost of the sum over all ranks, of all rows; in the runtime's mode dp, each of a rank's own."""
+        p = self.points
+        message = self.all_rows * self.spec.hidden * self.item["messages"]
+        summed = self.collective("ffn all-reduce", "all_reduce", p.ranks, message)
+        scattered = self.collective("ffn all-reduce", "all_gather", p.ranks, message)  # a reduce-scatter's bytes
+        return scattered.where(self.gathered, summed)
 
     def _experts(self, m: MoESpec) -> list[Phase]:
         p, s = self.points, self.spec
@@ -396,12 +406,13 @@ class Layer:
         matrices = 3 * s.hidden * _up(m.width, p.tpf)
         touched = cost.experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
         flops = 2.0 * self.all_rows * m.top_k * 3 * s.hidden * m.width / (p.tpf * p.ep)
-        # In mode dp rows are sent to the ranks of their experts and back; in others every rank has all rows.
-        alone = p.mode == DP
+        alone = self.dispatched
         away = self.rows * np.minimum(m.top_k, p.ep) * s.hidden * item
         dispatch = self.collective("gather rows", "all_to_all", p.ranks, away)
         phases = [
-            self.kernel("router", s.hidden * m.experts, self.rows, kind="other"),
+            self.kernel(
+                "router", s.hidden * m.experts, np.where(self.gathered, self.all_rows, self.rows), kind="other"
+            ),
             dispatch.where(alone, self._gather_rows()),
         ]
         weights, few = _up(m.experts, p.ep) * touched * matrices, np.minimum(self.all_rows, SEVERAL)
@@ -411,12 +422,10 @@ class Layer:
             alike = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
             kernels = np.where(~alone & (p.ep == 1) & alike, 0, 2)
             phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(m), rows, kernels=kernels))
-        full = self.all_rows * s.hidden * item
-        summed = self.collective("ffn all-reduce", "all_reduce", p.ranks, full)
         chosen = np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep) * s.hidden * item
         inside = self.collective("expert all-reduce", "all_reduce", np.where(alone, p.tpf, 1), chosen)
         back = self.collective("ffn all-reduce", "all_to_all", p.ranks, away)
-        return [*phases, inside, back.where(alone, summed)]
+        return [*phases, inside, back.where(alone, self._sum_rows())]
 
     # ---- memory
 
@@ -439,9 +448,9 @@ class Layer:
         return s.hidden * (spec.experts * item["other"] + shared + routed)
 
     def _shared_columns(self, spec: MoESpec) -> Array:
-        """Computes the columns of shared experts per rank: divided like a dense FFN, in mode dp within each group."""
+        """Computes the columns of shared experts per rank: like a dense FFN's, or in mode dp (`chosen`) a group's."""
         p, width = self.points, spec.shared_width
-        return np.where(p.mode == DP, _up(width, p.tpa), _up(width, p.ffn_ranks))
+        return np.where(self.dispatched, _up(width, p.tpa), _up(width, p.ffn_ranks))
 
 
 def token_numbers(spec: DecoderSpec, points: Points) -> Array:

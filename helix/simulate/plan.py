@@ -13,11 +13,11 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
-from helix.simulate.points import Options, Points, Speculation
+from helix.simulate.points import DP, Options, Points, Speculation
 from helix.simulate.search import layouts
 from helix.simulate.step import StepCost, memory_of, predict
 
-MODES = ("tp", "medha", "helix")  # modes of the runtime
+MODES = ("tp", "medha", "helix")  # modes compared unless a question names others
 CHUNKS = (1, 2, 4, 8)  # numbers of HOP-B chunks that the runtime uses
 GAMMAS = (1, 2, 4, 8, 16)
 SELF_GAMMAS = tuple(range(1, 17))  # the same for self-speculation, whose drafts have a cost
@@ -40,6 +40,7 @@ class Question:
         acceptance: probability that a draft is accepted; None: no speculation.
         gamma: drafts per step; None: the best of GAMMAS, or of SELF_GAMMAS.
         sparsity: share of its keys that drafts of self-speculation read; None: another drafter, free of cost.
+        modes: modes of the layouts to compare; dp only for plain steps that read all keys, as the runtime has it.
         options: dtypes, page size, share of the memory; the planner chooses the rest.
     """
 
@@ -52,6 +53,7 @@ class Question:
     acceptance: float | None = None
     gamma: int | None = None
     sparsity: float | None = None
+    modes: tuple[str, ...] = MODES
     options: Options = Options(weights="bf16", kv="bf16", messages="bf16")  # noqa: RUF009
 
     def __post_init__(self) -> None:
@@ -127,7 +129,7 @@ class PlannedLayout:
     def name(self) -> str:
         """The layout in words, without widths of 1 and derived ones."""
         row = self.layout
-        words = [row.mode, *(f"{key}={value}" for key in ("kvp", "tpa") if (value := getattr(row, key)) > 1)]
+        words = [row.mode, *(f"{key}={value}" for key in ("dp", "kvp", "tpa") if (value := getattr(row, key)) > 1)]
         return " ".join([*words, *([f"tpf={row.tpf}", f"ep={row.ep}"] if row.ep > 1 else [])])
 
 
@@ -192,11 +194,19 @@ def plan(question: Question) -> Ranking:
 
 
 def _rows(q: Question) -> list[tuple[tuple[int, ...], Options]]:
-    """Lists all layouts of the question's GPUs, without data-parallel groups, and the options of each."""
-    rows = [row for row in layouts(q.spec, [q.gpus], MODES, pp=False) if row[2] == 1]
+    """Lists all layouts of the question's GPUs that the runtime has, and the options of each."""
+    plain = q.acceptance is None and q.options.sparse is None and (q.batch is None or q.gpus <= q.batch)
+    rows = [
+        row
+        for row in layouts(q.spec, [q.gpus], q.modes, pp=False)
+        if row[2] == 1 or (row[0] == DP and row[2] == q.gpus and plain)
+    ]
     sparse = q.options.sparse  # its blocks are pages and append blocks
     blocks = {kvp: sparse.block if sparse else _append_block(q.context, kvp) for kvp in {row[3] for row in rows}}
-    return [(row, replace(q.options, append_block=blocks[row[3]])) for row in sorted(rows, key=lambda row: row[3])]
+    return [
+        (row, replace(q.options, dispatch="all", append_block=blocks[row[3]]))
+        for row in sorted(rows, key=lambda row: row[3])
+    ]
 
 
 def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
@@ -212,7 +222,7 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[PlannedL
     batches = np.array([q.batch]) if q.batch is not None else BATCHES
     points = Points.crossed([row], batches)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
-    fits = points.batch <= memory.largest_batch
+    fits = (points.batch <= memory.largest_batch) & (points.dp <= points.batch)
     if not fits.any():
         weights = float(memory.weight_bytes[0])
         room = (q.hardware.memory_bytes.value - weights) * options.memory_fraction

@@ -102,9 +102,10 @@ class Points:
         Raises:
             ValueError: the runtime has no such layout.
         """
-        if self.pp[i] > 1 or self.dp[i] > 1 or self.mode[i] == DP:
-            raise ValueError(f"{self.describe(i)}: the runtime has neither pipeline stages nor data-parallel groups")
-        return HelixLayout(MODES[self.mode[i]], *(int(getattr(self, k)[i]) for k in ("kvp", "tpa", "tpf", "ep")))
+        groups = self.dp[i] > 1 and (self.mode[i] != DP or self.tpa[i] > 1)
+        if self.pp[i] > 1 or groups:
+            raise ValueError(f"{self.describe(i)}: the runtime has neither pipeline stages nor groups of several ranks")
+        return HelixLayout(MODES[self.mode[i]], *(int(getattr(self, k)[i]) for k in ("kvp", "tpa", "tpf", "ep", "dp")))
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ class Options:
             `faster` (the runtime).
         shared: shared experts are a `dense` FFN (the paper), or among the `routed` experts if these are as wide and on
             all ranks, ep = 1 (the runtime).
+        dispatch: in mode dp, rows go to the ranks of their `chosen` experts (all-to-all, the papers' baseline), or to
+            `all` ranks, with shared experts divided among these (all-gather and reduce-scatter, the runtime).
         tier: cache in host memory for block-sparse steps; None: it is on the GPU.
         memory_fraction: share of the memory left by weights that KV may take.
         append_block, page_size: those of the cache, to which its size is rounded up.
@@ -205,6 +208,7 @@ class Options:
     output: str = "all"
     queries: str = "faster"
     shared: str = "routed"
+    dispatch: str = "chosen"
     sparse: Sparse | None = None
     tier: Tier | None = None
     speculation: Speculation | None = None
@@ -217,7 +221,7 @@ class Options:
         choices["kv"] = (*dict.fromkeys((*BYTES, *FEW_BITS)),)
         choices |= dict.fromkeys(("experts", "other", "arithmetic"), (None, *BYTES))
         choices |= {"exchange": ("batched", "serial"), "output": ("all", "tpa"), "queries": ("all", "faster")}
-        choices |= {"shared": ("dense", "routed")}
+        choices |= {"shared": ("dense", "routed"), "dispatch": ("chosen", "all")}
         for key, known in choices.items():
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(map(str, known))}")

@@ -58,6 +58,7 @@ class Step:
         shared: tensors [N] that all layers read, by key.
         staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
         parts: locations of a prefill step's tokens, if layers have windows.
+        counts: in mode dp, tokens of each rank's prefill step; empty: as many on all ranks.
     """
 
     placement: Placement
@@ -77,6 +78,7 @@ class Step:
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
     staged: StagedChunk | None = None
     parts: tuple[ChunkPart, ...] = ()
+    counts: tuple[int, ...] = ()
 
     def pages(self, window: int | None) -> Tensor:
         """Returns the pages [n, P] int32 that layers with a window read: of their rings, if the cache has some."""
@@ -349,8 +351,8 @@ class DecodeState(Follower):
             for window, table in self.append_tables.items()
         }
 
-    def prefill_step(self, chunks: Sequence[PromptChunk]) -> Step:
-        """Creates the step of several sequences' prompt chunks."""
+    def prefill_step(self, chunks: Sequence[PromptChunk], of_ranks: tuple[int, ...] = ()) -> Step:
+        """Creates the step of several sequences' prompt chunks; `of_ranks`: see `Step.counts`."""
         counts = [len(chunk.tokens) for chunk in chunks]
         sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))  # [N]
         at = torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks])
@@ -393,6 +395,25 @@ class DecodeState(Follower):
             max_k=self.placement.layout.local_length(longest, 0, self.placement.append_block),
             staged=staged,
             parts=whole,
+            counts=of_ranks,
+        )
+
+    def padding_step(self, of_ranks: tuple[int, ...]) -> Step:
+        """Creates a prefill step of one padding row, for a rank without prompts while others have `of_ranks` tokens."""
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
+        return Step(
+            self.placement,
+            tokens=nothing,
+            positions=nothing,
+            starts=nothing,
+            live=nothing > 0,
+            slots=nothing,
+            tables=self._tables(1),
+            append_slots=dict.fromkeys(self.append_tables, nothing - 1),
+            cu_q=self._slots.new_tensor([0, 1]).int(),
+            max_q=1,
+            max_k=1,
+            counts=of_ranks,
         )
 
     def _ring_tables(self, window: int | None, slots: Tensor, parts: Sequence[ChunkPart]) -> Tensor:

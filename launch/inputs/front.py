@@ -150,6 +150,7 @@ class Command:
 LAYOUT_KEYS = (
     ("layout=auto", "the layout that the planner predicts to be the fastest"),
     ("layout.kvp=N layout.tpa=M", "attention: N ranks split the tokens, M the heads; N x M ranks in all"),
+    ("layout=dp layout.dp=N", "a baseline: each of N ranks attends whole sequences of its own"),
 )
 LOSSLESS = ("speculation=ngram | sparse", "several tokens a step, none of them changed: by prompt lookup, by few keys")
 LOSSY = ("attention=block_sparse", "steps read a few blocks of the cache (lossy); kv.tier=host keeps it in host memory")

@@ -9,7 +9,15 @@ from pathlib import Path
 import torch
 
 from comm import emulated
-from helix.build.checks import CheckedDraft, check_attention, check_cache, check_layout, check_self_drafts, make_draft
+from helix.build.checks import (
+    CheckedDraft,
+    check_attention,
+    check_cache,
+    check_layout,
+    check_own_sequences,
+    check_self_drafts,
+    make_draft,
+)
 from helix.build.parts import check_weights, make_checkpoint, make_layout, make_spec
 from helix.config import Config, check
 from helix.layout import HelixLayout
@@ -69,8 +77,8 @@ def preflight(
         rank, world_size = emulated.rank_of(rank, world_size, layout.world_size), layout.world_size
     if layout.world_size != world_size:
         raise ValueError(
-            f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {layout.world_size} ranks, but {world_size} were started: "
-            f"use torchrun --nproc-per-node={layout.world_size} or change layout.kvp or layout.tpa"
+            f"{layout.ranks}, but {world_size} were started: use torchrun --nproc-per-node={layout.world_size} or "
+            f"change {'layout.dp' if layout.mode == 'dp' else 'layout.kvp or layout.tpa'}"
         )
     if config.model.path is not None and "architectures" in config.model.config:
         raise ValueError(
@@ -87,6 +95,7 @@ def preflight(
     check_layout(layout, spec)
     check_attention(config, layout, spec)
     check_self_drafts(config, spec)
+    check_own_sequences(config, layout)
     work.check(prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None

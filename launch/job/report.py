@@ -210,7 +210,7 @@ def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -
     """
     ttl_s = list(timings.ttl_s)
     per_step = timings.decode_tokens / timings.sequence_steps if timings.sequence_steps else None
-    tokens = [timings.kv_tokens[layout.kvp_rank(r)] for r in range(layout.world_size)]
+    tokens = [timings.kv_tokens[layout.dp_rank(r) * layout.kvp + layout.kvp_rank(r)] for r in range(layout.world_size)]
     return {
         "prefill_s": timings.prefill_s,
         "prefill_tokens": timings.prefill_tokens,

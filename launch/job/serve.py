@@ -92,8 +92,8 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             context=spec.max_positions,
             max_length=runner.max_length,
             vocab=spec.vocab,
-            kv_tokens=runner.cache.pages * runner.placement.stripes.page_tokens,
-            max_batch=runner.max_batch,
+            kv_tokens=runner.cache.pages * runner.placement.stripes.page_tokens * runner.layout.dp,
+            max_batch=runner.max_batch * runner.layout.dp,
             eos=tuple(sorted(spec.eos)),
             guided=link.learn(model, spec.vocab, spec.eos),
             random=random,
@@ -114,12 +114,12 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
 
 
 def _stats(engine: Engine) -> dict[str, float]:
-    pool, timings = engine.tables.pool, engine.timings
+    pools, timings = [tables.pool for tables in engine.tables], engine.timings
     return {
-        "pages": engine.runner.cache.pages,
-        "pages_used": pool.used,
-        "pages_cached": pool.cached,
-        "pages_free": pool.free,
+        "pages": engine.runner.cache.pages * len(pools),
+        "pages_used": sum(pool.used for pool in pools),
+        "pages_cached": sum(pool.cached for pool in pools),
+        "pages_free": sum(pool.free for pool in pools),
         "preemptions": timings.preemptions,
     }
 

@@ -21,19 +21,22 @@ from tests.dist.ranks import (
 
 
 def check_graph(comm: Communicator) -> None:
-    """A captured exchange and all-reduce, replayed on new inputs, give the bits of the eager ones."""
+    """Captured collectives, replayed on new inputs, give the bits of the eager ones."""
     K = len(comm.kvp_group)
     out = torch.empty(5, 3 * K + 1, 64, dtype=torch.bfloat16, device=comm.device)
     lse = torch.empty(5, 3 * K + 1, device=comm.device)
     shares = balanced(3 * K + 1, K)
+    rows = torch.empty(comm.world_size, 5, 64, dtype=torch.bfloat16, device=comm.device)
 
     def refill(seed: int) -> None:
         torch.manual_seed(100 * seed + comm.rank)
         out.normal_()
+        rows.normal_()
         lse.normal_()
 
-    def step() -> tuple[Tensor, Tensor]:
-        return comm.exchange(out, lse, shares), comm.all_reduce(out.clone())
+    def step() -> tuple[Tensor, ...]:
+        summed = comm.reduce_scatter(rows.clone())
+        return comm.exchange(out, lse, shares), comm.all_reduce(out.clone()), summed, comm.all_gather(summed)
 
     refill(0)
     step()  # connections, and the kernel's compilation
@@ -98,7 +101,8 @@ def check_replays(comm: Communicator, replays: int) -> int:
         ids = torch.cat([first % 4, (first + 1) % 4], 1).int()
         chosen = RoutedExperts(x, ids, ids.float(), gate_up, down, comm.rank % 3)  # some have no token here
         total, wanted = (
-            comm.all_reduce_norm(parts, torch.zeros_like(total), weight, 1e-5)[1] for parts in (chosen, chosen.compute())
+            comm.all_reduce_norm(parts, torch.zeros_like(total), weight, 1e-5)[1]
+            for parts in (chosen, chosen.compute())
         )
         wrong.add_((total != wanted).sum())
 

@@ -131,6 +131,30 @@ def test_all_reduce_norm(transport: str, world_size: int, kvp: int) -> None:
             assert ((y.double() - normed).abs() <= (eps + 2**-18) * normed.abs() + 1e-30).all()
 
 
+# reduce_scatter
+
+
+def check_reduce_scatter(comm: Communicator) -> None:
+    W, too_large = comm.world_size, (40, 8192)  # for boxes, which GPUs have
+    for dtype in DTYPES:
+        for shape in (*SHAPES, too_large) if comm.device.type == "cuda" else SHAPES:
+            parts = [values(W * comm.rank + to, shape, dtype) for to in range(W)]
+            got = comm.reduce_scatter(torch.stack(parts).to(comm.device)).cpu()
+            mine = torch.stack([values(W * r + comm.rank, shape, dtype) for r in range(W)])
+            assert got.dtype == dtype and got.shape == shape
+            if dtype == torch.int64:
+                assert torch.equal(got, mine.sum(0))
+                continue
+            # As for all_reduce.
+            error = (got.double() - mine.double().sum(0)).abs()
+            assert (error <= W * torch.finfo(dtype).eps / 2 * mine.double().abs().sum(0)).all()
+
+
+@every_case
+def test_reduce_scatter(transport: str, world_size: int, kvp: int) -> None:
+    on_ranks(transport, world_size, kvp, check_reduce_scatter)
+
+
 # all_gather, gather_in_group, all_to_all
 
 

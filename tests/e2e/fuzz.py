@@ -3,6 +3,7 @@
   python -m tests.e2e.fuzz cases=90
 
   family     one family (default: all, in turns)
+  mode       layout.mode of all cases (default: drawn)
   seed       of the first case (default 0)
   cases      how many (default 500)
   seconds    no case begins later
@@ -15,7 +16,7 @@
 A case (tests/e2e/fuzz_cases.py) is a legal config with random weights, written in one of many ways, and settings drawn
 together: layout, pages and append blocks, drafter and policy, attention, tier, HOP-B chunks, requests that share
 beginnings, are aborted, wait or lose their pages. What has to come out is in tests/e2e/fuzz_checks.py; one in ten has
-illegal settings and has to be refused by name. A case is run again by its family and seed alone.
+illegal settings and has to be refused by name. A case is run again by its family, seed and mode alone.
 
 device=cuda runs ranks as threads on one GPU, and cases of one rank by captured steps as well. processes=2 runs two
 ranks that are processes: with a GPU each, over NCCL or symmetric memory, captured as well; on CPUs over gloo. Several
@@ -46,7 +47,7 @@ if "device=interpreter" in sys.argv:  # Triton reads this when a kernel is defin
 
 from launch.inputs.arguments import helped
 from launch.job.report import provenance
-from tests.e2e.fuzz_cases import Case, case_of
+from tests.e2e.fuzz_cases import MODES, Case, case_of
 from tests.e2e.fuzz_checks import Outcome, outcome
 from tests.e2e.fuzz_configs import MAKERS
 from tests.e2e.fuzz_runs import follow, leave, on_loopback, on_processes
@@ -69,6 +70,7 @@ class Options:
     """
 
     family: str | None = None
+    mode: str | None = None
     seed: int = 0
     cases: int = 500
     seconds: float = float("inf")
@@ -81,6 +83,7 @@ class Options:
     def __post_init__(self) -> None:
         known = {
             "family": (None, *MAKERS),
+            "mode": (None, *MODES),
             "device": tuple(WORKERS),
             "dtype": ("float32", "bfloat16"),
             "processes": (1, 2),
@@ -93,12 +96,12 @@ class Options:
 
     def case(self, family: str, seed: int) -> Case:
         worlds = (2,) if self.processes == 2 else (1, 1, 2, 2, 3, 4) if self.device == "cuda" else (1, 2, 2, 3, 4)
-        return case_of(family, seed, self.dtype, worlds)
+        return case_of(family, seed, self.dtype, worlds, (self.mode,) if self.mode else MODES)
 
     def again(self, family: str, seed: int) -> str:
         """The command that runs one case."""
         given = {"family": family, "seed": seed, "cases": 1, "device": self.device}
-        given |= {"processes": self.processes}
+        given |= {"processes": self.processes} | ({"mode": self.mode} if self.mode else {})
         return "python -m tests.e2e.fuzz " + " ".join(f"{k}={v}" for k, v in (given | {"dtype": self.dtype}).items())
 
 

@@ -7,7 +7,7 @@ compiled. Settings are legal by docs/reference/features.md; one in ten is spoilt
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -27,6 +27,7 @@ STORED: dict[str, tuple[Json, tuple[int | None, int | None]]] = {
 }
 LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
 SHARED = 8  # seeds
+MODES = ("helix", "helix", "helix", "tp", "medha", "dp")
 
 Settings = dict[str, Any]
 
@@ -98,7 +99,7 @@ class Case:
     @property
     def world_size(self) -> int:
         """Ranks."""
-        return int(self.settings["layout.kvp"] * self.settings["layout.tpa"])
+        return int(self.settings["layout.kvp"] * self.settings["layout.tpa"] * self.settings["layout.dp"])
 
     @property
     def config(self) -> Config:
@@ -122,7 +123,7 @@ class Case:
             "hopb": s["hopb.chunks"],
             "kv": s["kv.dtype"],
             "weights": f"{self.stored}, {'kept' if self.kept else 'unpacked'}" if self.stored else "whole",
-            "layout": f"{s['layout.mode']} {s['layout.kvp']}x{s['layout.tpa']}",
+            "layout": f"{s['layout.mode']} {s['layout.kvp']}x{s['layout.tpa']}x{s['layout.dp']}",
         }
 
     def __str__(self) -> str:
@@ -133,8 +134,14 @@ class Case:
         return more + " ".join(f"{key}={value}" for key, value in self.settings.items()) + f"; {asks}"
 
 
-def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, ...] = (1, 2, 2, 3, 4)) -> Case:
-    """The case of a family and a seed, over so many ranks; every other config is written plainly."""
+def case_of(
+    family: str,
+    seed: int,
+    dtype: str = "float32",
+    worlds: Sequence[int] = (1, 2, 2, 3, 4),
+    modes: Sequence[str] = MODES,
+) -> Case:
+    """The case of a family and a seed, by one of these modes; every other config is written plainly."""
     rng = random.Random(f"{family} {seed}")
     shapes = Shapes.draw(family, seed // SHARED)
     config = config_of(family, rng, shapes)
@@ -153,7 +160,7 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
         spec = None
     kv_heads = 1 if family.startswith("deepseek") else config["num_key_value_heads"]
     experts = 1 if spec is None or spec.experts is None else spec.experts.experts
-    layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, rng)
+    layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, modes, rng)
     settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
     vocab = config["vocab_size"]
     eos = tuple(rng.sample(range(vocab), vocab // 12)) if rng.random() < 0.5 else ()
@@ -189,14 +196,17 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
     )
 
 
-def layout_of(q_heads: int, kv_heads: int, experts: int, worlds: tuple[int, ...], rng: random.Random) -> HelixLayout:
+def layout_of(
+    q_heads: int, kv_heads: int, experts: int, worlds: Sequence[int], modes: Sequence[str], rng: random.Random
+) -> HelixLayout:
     """Any on which these heads and experts can be spread."""
     while True:
-        world, mode = rng.choice(worlds), rng.choice(("helix", "helix", "helix", "tp", "medha"))
-        kvp = 1 if mode == "tp" else rng.choice([n for n in range(1, world + 1) if world % n == 0])
+        world, mode = rng.choice(worlds), rng.choice(modes)
+        dp = world if mode == "dp" else 1
+        kvp = 1 if mode in ("tp", "dp") else rng.choice([n for n in range(1, world + 1) if world % n == 0])
         ep = rng.choice([n for n in range(1, world + 1) if world % n == 0 and n <= experts])
         try:
-            layout = HelixLayout.create(mode, kvp, world // kvp, ep=ep)
+            layout = HelixLayout.create(mode, kvp, world // (kvp * dp), ep=ep, dp=dp)
             layout.check_heads(q_heads, kv_heads)
         except ValueError:
             continue
@@ -220,6 +230,7 @@ def settings_of(
         "layout.kvp": layout.kvp,
         "layout.tpa": layout.tpa,
         "layout.ep": layout.ep,
+        "layout.dp": layout.dp,
         "kv.append_block": block,
         "kv.page_size": page,
         "kv.prefix_cache": rng.random() < 0.8,
@@ -234,6 +245,8 @@ def settings_of(
     if spec is not None and spec.full and rng.random() < 0.35:
         settings["kv.dtype"] = "fp8" if _latents(spec) else rng.choice(("fp8", "fp8", "k16v8"))
     rounds = settings["kv.dtype"] != "auto"
+    if layout.mode == "dp":  # it has neither chunks of batches nor drafts nor choices of blocks
+        return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds
     has_heads = spec is not None and _whole(spec)
     drafters = ["none", "ngram", "model"]
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
@@ -368,11 +381,11 @@ def _sampling(vocab: int, eos: tuple[int, ...], rng: random.Random) -> SamplingP
 
 
 def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: bool) -> int:
-    """Tokens of KV: as many as all slots can take, or, where it is to be scarce, as the longest sequence."""
+    """Tokens of KV: as many as all slots can take, or, where it is to be scarce, as the longest sequence on a rank."""
     of = {ask.name: len(ask.tokens) + ask.new for ask in rounds[0]}
     longest = max([*of.values(), *(of[str(a.follows)] + len(a.tokens) + a.new for asks in rounds[1:] for a in asks)])
     longest += settings.get("speculation.gamma", 0)
-    return longest if scarce else longest * int(settings["decode.max_batch"])
+    return int(settings["layout.dp"] * longest * (1 if scarce else settings["decode.max_batch"]))
 
 
 NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}
@@ -382,7 +395,9 @@ BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9, "attention.block": 
 GLOBAL = BLOCKS | {"attention.choice": "global", "kv.append_block": 16}
 HOST: Settings = {"kv.tier": "host", "kv.host_bytes": 1e9}
 DRAFTS: Settings = {"speculation.drafter": "sparse", "speculation.gamma": 3, "speculation.policy": "any"}
-TWO_RANKS: Settings = {"layout.mode": "helix", "layout.kvp": 2, "layout.tpa": 1, "layout.ep": 1}
+ONE_RANK: Settings = {"layout.mode": "helix", "layout.kvp": 1, "layout.tpa": 1, "layout.ep": 1, "layout.dp": 1}
+TWO_RANKS = ONE_RANK | {"layout.kvp": 2}
+OWN_SEQUENCES = ONE_RANK | {"layout.mode": "dp", "layout.dp": 2}
 DRAFT_MODEL: Settings = {"speculation.drafter": "model", "speculation.gamma": 2, "speculation.layout.mode": "helix"}
 DRAFT_MODEL |= {"speculation.layout.kvp": 2, "speculation.layout.tpa": 1}
 
@@ -435,12 +450,12 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
         _whole,
         BLOCKS | {"speculation.drafter": "ngram", "speculation.gamma": 7, "attention.local_blocks": 1},
     ),
-    "layout.tpa=5": (_any, {"layout.mode": "helix", "layout.kvp": 1, "layout.tpa": 5, "layout.ep": 1}),
+    "layout.tpa=5": (_any, ONE_RANK | {"layout.tpa": 5}),
+    "layout.mode=dp speculation.drafter=ngram": (_any, PLAIN | OWN_SEQUENCES | {"speculation.drafter": "ngram"}),
+    "layout.mode=dp attention.policy=block_sparse": (_whole, BLOCKS | OWN_SEQUENCES),
     "layout.ep=2 experts": (_dense, TWO_RANKS | {"layout.ep": 2}),
     "speculation.layout.kvp=2 kv.page_size=1": (
         _two_heads,
-        PLAIN
-        | DRAFT_MODEL
-        | {"layout.mode": "tp", "layout.kvp": 1, "layout.tpa": 2, "layout.ep": 1, "kv.page_size": 1},
+        PLAIN | DRAFT_MODEL | ONE_RANK | {"layout.mode": "tp", "layout.tpa": 2, "kv.page_size": 1},
     ),
 }

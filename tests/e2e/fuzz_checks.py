@@ -338,4 +338,5 @@ def _places(served: Served, name: str) -> range:
 
 def _whole(found: list[Rank]) -> Rows:
     """Logits over the whole vocabulary."""
-    return {at: torch.cat([rank.logits[at] for rank in found]) for at in found[0].logits}
+    places = {at for rank in found for at in rank.logits}
+    return {at: torch.cat([rank.logits[at] for rank in found if at in rank.logits]) for at in places}

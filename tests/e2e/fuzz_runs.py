@@ -267,7 +267,11 @@ def serve(engine: Engine, case: Case, salt: str) -> Served:
             next_round()
     served.tokens = {name: tuple(tokens) for name, tokens in drawn.items()}
     timings, cache = engine.timings, engine.runner.cache
-    served.behind = engine.tables.pool.used, len(engine.runner.admitted), int(engine.runner.state.active.sum())
+    served.behind = (
+        sum(t.pool.used for t in engine.tables),
+        len(engine.runner.admitted),
+        int(engine.runner.state.active.sum()),
+    )
     of_cache = Counter({name: n for name, n in served.seen.items() if not name.startswith("cached ")})
     served.seen = of_cache + Counter(
         {

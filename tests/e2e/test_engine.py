@@ -166,7 +166,7 @@ def test_eos_ends_a_request_and_gives_its_slot_on() -> None:
     outputs = last(list(e.generate([Request(0, wanted[3].prompt, 48), Request(1, wanted[2].prompt, 2)])))
     assert outputs[0].finish_reason == "stop" and outputs[0].output_ids == tokens[: tokens.index(eos) + 1]
     assert outputs[1].output_ids == wanted[2].tokens[:2]
-    assert e.tables.pool.used == 0 and not e.runner.admitted
+    assert sum(t.pool.used for t in e.tables) == 0 and not e.runner.admitted
 
 
 def test_stop_texts_end_one_request_while_others_go_on() -> None:
@@ -185,9 +185,8 @@ def test_stop_texts_end_one_request_while_others_go_on() -> None:
         assert "".join(o.delta for o in outputs if o.id == name) == ended[name].text
 
 
-def test_leaving_early_frees_everything_on_every_rank() -> None:
-    layout = HelixLayout.create("helix", 2, 1)
-
+@pytest.mark.parametrize("layout", [HelixLayout.create("helix", 2, 1), HelixLayout.create("dp", dp=2)], ids=str)
+def test_leaving_early_frees_everything_on_every_rank(layout: HelixLayout) -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[list[Any], int, int]:
         e = engine(world, rank, layout)
         seen = []
@@ -196,7 +195,7 @@ def test_leaving_early_frees_everything_on_every_rank() -> None:
             if len(seen) == 5:
                 break
         again = list(e.generate([Request(0, PROMPT, 4)]))
-        return again, e.tables.pool.used, len(e.runner.admitted)
+        return again, sum(t.pool.used for t in e.tables), len(e.runner.admitted)
 
     (again, *held), (_, *held_elsewhere) = run_ranks(2, body, timeout_s=60)
     assert held == held_elsewhere == [0, 0]
@@ -274,10 +273,10 @@ def test_an_error_between_steps_ends_the_call_and_no_more(fails: Callable[..., N
                     fails(e, patch)
             else:
                 list(e.generate([]))
-        assert e.tables.pool.used == 0 and not e.runner.admitted
+        assert sum(t.pool.used for t in e.tables) == 0 and not e.runner.admitted
         again = last(list(e.generate(REQUESTS)))
         assert all(output.output_ids == wanted for output in again.values()) and len(again) == (7 if rank == 0 else 0)
-        assert e.tables.pool.used == 0
+        assert sum(t.pool.used for t in e.tables) == 0
 
     run_ranks(2, body, timeout_s=60)
 

@@ -15,7 +15,7 @@ from helix.placement import Placement
 from helix.speculation import sparse
 from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.fuzz import Options, quiet, run_case, work
-from tests.e2e.fuzz_cases import SPOILT, Ask, Case, case_of
+from tests.e2e.fuzz_cases import SPOILT, TWO_RANKS, Ask, Case, case_of
 from tests.e2e.fuzz_checks import Outcome
 from tests.e2e.fuzz_configs import MAKERS
 from tests.interpreted import interpreted
@@ -23,7 +23,7 @@ from tests.pool import pool
 
 # A small model that drafts for itself, and verifies from token 14 on: the group ends in an append block that is the
 # first of its rank, so that the group's first queries read nothing there.
-FIRST_BLOCK = {"layout.mode": "helix", "layout.kvp": 2, "layout.tpa": 1, "layout.ep": 1, "kv.append_block": 17}
+FIRST_BLOCK = TWO_RANKS | {"kv.append_block": 17}
 FIRST_BLOCK |= {"kv.page_size": 32, "kv.tokens": 64, "hopb.chunks": "none", "decode.max_batch": 1}
 FIRST_BLOCK |= {"speculation.drafter": "sparse", "speculation.gamma": 3, "speculation.adaptive": False}
 SMALL = {"model_type": "llama", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8}
@@ -66,6 +66,7 @@ def test_a_case_follows_from_its_family_and_seed() -> None:
     policies = ("any", "c2q", "window", "quest", "full")
     wanted = [f"drafter={name}" for name in ("none", "ngram", "model", *(f"sparse {policy}" for policy in policies))]
     wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "tier=host", "hopb=4"]
+    wanted += ["layout=dp 1x1x2", "layout=dp 1x1x3"]
     assert not [feature for feature in wanted if not drawn[feature]], drawn
     assert len({case.spoilt for case in cases}) > len(SPOILT) // 2
 

@@ -89,7 +89,7 @@ def serve(e: Engine, *rounds: list[Request], aborts: dict[Any, int] | None = Non
 
 def left_behind(e: Engine) -> tuple[int, int, int]:
     """Pages in use, slots in use, sequences on the device."""
-    return e.tables.pool.used, len(e.runner.admitted), int(e.runner.state.active.sum())
+    return sum(t.pool.used for t in e.tables), len(e.runner.admitted), int(e.runner.state.active.sum())
 
 
 def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:
@@ -372,11 +372,19 @@ def test_an_idle_engine_lives_and_its_ranks_hear_from_it(gloo_pool: Callable[[in
     assert len(tokens) == 8 and tokens[:4] == tokens[4:]
 
 
-def test_many_come_and_go_and_nothing_is_left() -> None:
+@pytest.mark.parametrize(
+    "layout, sizes",
+    [
+        (HelixLayout.create("helix", 4), dict(max_batch=48, pages=44)),
+        (HelixLayout.create("dp", dp=4), dict(max_batch=12, pages=60)),
+    ],
+    ids=str,
+)
+def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[str, int]) -> None:
     """2,000 requests with shared beginnings over four ranks; the model is a table of what follows a token."""
     table = torch.randn(257, 257, generator=torch.Generator().manual_seed(3))
     following = table.argmax(1).tolist()
-    layout, count = HelixLayout.create("helix", 4), 2000
+    count = 2000
     rng = random.Random(5)
     heads = [tuple(rng.randrange(257) for _ in range(length)) for length in (8, 40, 100, 130)]
     requests = []
@@ -392,8 +400,8 @@ def test_many_come_and_go_and_nothing_is_left() -> None:
 
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, list[int]], dict[Any, str], tuple[int, int, int]]:
         e = engine(
-            world, rank, layout, page_size=4, pages=44, max_batch=48, max_length=192, prefill_chunk=1024,
-            schedule=ScheduleConfig(lease=2),
+            world, rank, layout, page_size=4, max_length=192, prefill_chunk=1024, schedule=ScheduleConfig(lease=2),
+            **sizes,
         )  # fmt: skip
         e.run_steps = 4
         tabled(e.runner.model)

@@ -123,7 +123,8 @@ def check(ranks: list[Seen], requests: list[Request]) -> None:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
         for token in output.output_ids:
             assert not ends & {*drawn}, f"{request.id} goes on behind its end"
-            raw = torch.cat([rank.logits[request.id, len(drawn)] for rank in ranks])
+            at = request.id, len(drawn)
+            raw = torch.cat([rank.logits[at] for rank in ranks if at in rank.logits])  # mode dp: one rank has all
             position = len(request.prompt) + len(drawn)
             wish = Wish(
                 list(request.prompt), drawn, params.repetition_penalty, params.frequency_penalty,
@@ -149,12 +150,17 @@ CLOSE = dict(max_batch=3, max_length=192, pages=16, schedule=ScheduleConfig(leas
 
 
 @pytest.mark.parametrize(
-    "kvp, tpa, options",
-    [(1, 1, {}), (2, 2, dict(max_batch=3)), (2, 1, CLOSE), (1, 2, dict(drafter=NgramDrafter(4, 2), adaptive=False))],
-    ids=["all at once", "slots change hands", "preempted", "beside drafts"],
+    "layout, options",
+    [
+        (HelixLayout.create(), {}),
+        (HelixLayout.create("helix", 2, 2), dict(max_batch=3)),
+        (HelixLayout.create("helix", 2), CLOSE),
+        (HelixLayout.create("helix", 1, 2), dict(drafter=NgramDrafter(4, 2), adaptive=False)),
+        (HelixLayout.create("dp", dp=3), dict(max_batch=2)),
+    ],
+    ids=["all at once", "slots change hands", "preempted", "beside drafts", "on ranks of their own"],
 )
-def test_tokens_are_those_of_the_walk(kvp: int, tpa: int, options: dict[str, Any]) -> None:
-    layout = HelixLayout.create("helix", kvp, tpa)
+def test_tokens_are_those_of_the_walk(layout: HelixLayout, options: dict[str, Any]) -> None:
     ranks = play(layout, make_requests, lambda engine: None, **{"max_batch": 8} | options)
     check(ranks, make_requests())
     outputs = ranks[0].outputs

@@ -65,6 +65,7 @@ from kernels.peers.all_reduce_norm import _all_reduce_norm_kernel
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
 from kernels.peers.mailbox import sum_shape
 from kernels.peers.merge_exchange import _merge_exchange_kernel
+from kernels.peers.reduce_scatter import _reduce_scatter_kernel
 from kernels.sm90 import SHARED
 from kernels.sparse.block_bounds import _fold_blocks_kernel
 from kernels.sparse.keep_best import _keep_best_kernel
@@ -304,6 +305,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             yield "reduce", dtype, _all_reduce_norm_kernel, world | row, {"num_warps": 4}
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
+        yield "scatter", dtype, _reduce_scatter_kernel, world | gather | {"DTYPE": TL[dtype]}, {"num_warps": 4}
     yield from verify_cases()
     yield from sparse_cases()
     yield from token_cases()

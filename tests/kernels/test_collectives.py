@@ -17,6 +17,7 @@ from kernels.peers.all_gather import SLICE_WORDS, all_gather
 from kernels.peers.all_reduce_norm import all_reduce_norm
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
 from kernels.peers.mailbox import SumTarget
+from kernels.peers.reduce_scatter import reduce_scatter
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 from kernels.scaled import Matrix, quantised
@@ -131,6 +132,10 @@ def run_alone(collective: str, ranks: Ranks, spins: int, device: torch.device) -
         return exchange(x, x[..., 0], result, starts, ranks.peers, counts, ranks.status[0], lanes=1, **common)
     if collective == "all_gather":
         return all_gather(x, ranks.peers, ranks.counts[0][0], ranks.status[0], **common)[1]
+    if collective == "reduce_scatter":
+        return reduce_scatter(
+            x.expand(2, 2, 4).contiguous(), ranks.peers, ranks.counts[0][0], ranks.status[0], **common
+        )
     peers = torch.stack((ranks.peers, ranks.peers + 8 * 4 * PIECES * size))
     squares = torch.zeros(PIECES, dtype=torch.int64, device=device)
     return all_reduce_norm(
@@ -140,7 +145,7 @@ def run_alone(collective: str, ranks: Ranks, spins: int, device: torch.device) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks are counted by Triton's interpreter")
-@pytest.mark.parametrize("collective", ["exchange", "all_gather", "one shot", "two shots"])
+@pytest.mark.parametrize("collective", ["exchange", "all_gather", "reduce_scatter", "one shot", "two shots"])
 def test_a_wait_in_vain_ends_and_the_next_is_short(
     collective: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,4 +343,28 @@ def test_all_gather(device: torch.device) -> None:
                 for r in range(W)
             ]
         assert all(torch.equal(g, torch.stack(xs)) for g in got)
+    assert ranks.gave_up() == [0] * W
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("W, shape", [(2, (3, 50)), (3, (1, 600)), (5, (7, 100)), (8, (2,))])
+def test_reduce_scatter(W: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    ranks = Ranks(W, 2 * W * PIECES * SLICE_WORDS, device)
+    generator = torch.Generator().manual_seed(0)
+    # fp32 sums of W terms of size 1 in another order, rounded once; sums are below 32.
+    tolerance = {torch.float32: 2**-18, torch.float16: 2**-6, torch.bfloat16: 2**-3}[dtype]
+    for _ in range(3):  # two turns, then the first one's boxes again
+        parts = [torch.randn(W, *shape, generator=generator).to(device, dtype) for _ in range(W)]
+        for phase in (1, 4):
+            got = [
+                reduce_scatter(
+                    parts[r], ranks.peers, ranks.counts[r][0], ranks.status[r], rank=r, pieces=PIECES, spins=2,
+                    phases=phase,
+                )
+                for r in range(W)
+            ]  # fmt: skip
+        wanted = torch.stack(parts).float().sum(0).to(dtype)
+        torch.testing.assert_close(torch.stack(got), wanted, atol=tolerance, rtol=0)
+        with pytest.raises(AssertionError):  # a planted error: another rank's rows
+            torch.testing.assert_close(torch.stack(got), wanted.roll(1, 0), atol=tolerance, rtol=0)
     assert ranks.gave_up() == [0] * W

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.peers import all_gather, all_reduce_norm, exchange, merge_exchange
+from kernels.peers import all_gather, all_reduce_norm, exchange, merge_exchange, reduce_scatter
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 from tests.kernels.interleaving import Streams
@@ -54,6 +54,28 @@ def test_all_gather(generator: random.Random, W: int) -> None:
     assert ranks.gave_up() == [0] * W
     for message, gathered in zip(sent, got, strict=True):
         assert all(torch.equal(of_rank, message) for of_rank in gathered)
+
+
+@few
+@given(generators, st.integers(2, 3))
+def test_reduce_scatter(generator: random.Random, W: int) -> None:
+    pieces = 2
+    ranks, streams = Ranks(W, 2 * W * pieces * reduce_scatter.SLICE_WORDS, CPU), Streams(W, reduce_scatter)
+    sent = [torch.randint(-99, 99, (W, W, generator.randint(1, 300))).float() for _ in range(LAUNCHES)]
+    got: list[list[Tensor]] = [[] for _ in sent]
+    for r in range(W):
+        with streams.of(r):
+            for message, summed in zip(sent, got, strict=True):
+                x = message[r].contiguous()
+                summed.append(
+                    reduce_scatter.reduce_scatter(
+                        x, ranks.peers, ranks.counts[r][0], ranks.status[r], rank=r, pieces=pieces, spins=SPINS
+                    )
+                )
+    streams.run(generator)
+    assert ranks.gave_up() == [0] * W
+    for message, summed in zip(sent, got, strict=True):
+        assert torch.equal(torch.stack(summed), message.sum(0))
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["at-once", "sent-before"])

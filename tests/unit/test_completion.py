@@ -19,8 +19,11 @@ from tests.e2e.cli import ROOT
     [
         ("helix s", ["serve", "sweep", "simulate"]),
         ("helix run ll", ["llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"]),
-        ("helix run demo lay", ["layout=", "layout.mode=", "layout.kvp=", "layout.tpa=", "layout.tpf=", "layout.ep="]),
-        ("helix serve demo layout=", ["layout=auto", "layout=helix", "layout=medha", "layout=tp"]),
+        (
+            "helix run demo lay",
+            ["layout=", "layout.mode=", "layout.kvp=", "layout.tpa=", "layout.tpf=", "layout.ep=", "layout.dp="],
+        ),
+        ("helix serve demo layout=", ["layout=auto", "layout=dp", "layout=helix", "layout=medha", "layout=tp"]),
         ("helix serve demo --po", ["--port"]),
         ("helix run demo --config-", ["--config-dir", "--config-name"]),
         ("helix run demo llam", []),  # the model is there

@@ -62,7 +62,7 @@ def told(*arguments: str) -> str | None:
 
 def test_info_names_every_group_and_key() -> None:
     text = told("--info", "layout=tp")
-    assert text is not None and "  layout: auto, helix, medha, tp\n" in text and "mode: tp\n" in text
+    assert text is not None and "  layout: auto, dp, helix, medha, tp\n" in text and "mode: tp\n" in text
     assert all(f"\n  {group}: " in text for group in RUN.groups)
     assert all(f"\n  {key} ({default})\n" in text for key, default, _ in keys(Config))
     assert "hardware" not in text.partition("Keys,")[0], "the simulator's alone"
@@ -72,7 +72,9 @@ def test_the_composed_config_is_shown() -> None:
     text = told("--cfg", "job", "layout.kvp=3")
     assert text is not None and "  kvp: 3\n" in text and "hydra" not in text and "${root:}" in text
     assert told("layout.kvp=3") is None
-    assert told("--cfg", "job", "--package", "layout", "-tp", "2") == "mode: tp\nkvp: 1\ntpa: 2\ntpf: null\nep: 1\n"
+    assert (
+        told("--cfg", "job", "--package", "layout", "-tp", "2") == "mode: tp\nkvp: 1\ntpa: 2\ntpf: null\nep: 1\ndp: 1\n"
+    )
     resolved = told("--cfg=job", "--resolve")
     assert resolved is not None and "${root:}" not in resolved and str(ROOT) in resolved
     points = told("-c", "job", "-m", "-p", "layout", "layout.kvp=1,2")
@@ -93,7 +95,7 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
     assert (config.layout.mode, config.layout.kvp, config.layout.tpa, config.seed) == ("medha", 3, 2, 7)
     assert line.arguments == [*given, "--config-name", "night", "layout.tpa=2"]
     info = told("--info", *given)
-    assert info is not None and "layout: auto, helix, medha, mine, tp" in info and str(tmp_path) in info
+    assert info is not None and "layout: auto, dp, helix, medha, mine, tp" in info and str(tmp_path) in info
     for wrong, said in (
         (["--config-dir", str(tmp_path / "none")], "none is not a directory"),
         (["--config-name", "day"], "no day.yaml in"),
@@ -196,7 +198,7 @@ def test_the_help_of_a_command_is_its_own(command: front.Command) -> None:
         ("schedule.lease=0", ["schedule.lease=0", "from 1 to"]),
         ("comm.timeout_s=inf", ["comm.timeout_s", "inf", "from 0.1 to 600"]),
         ("decode.resume=true", ["decode.resume", "decode.output"]),
-        ("layout.mode=foo", ["layout.mode", "foo", "helix, tp, medha, auto"]),
+        ("layout.mode=foo", ["layout.mode", "foo", "helix, tp, medha, dp, auto"]),
     ],
 )
 def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
@@ -213,7 +215,7 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
         ("speculation.model.pth=x", "known: speculation.model.path, "),
         ("layout.kvp.x=2", "layout.kvp.x is unknown: layout.kvp has no keys"),
         ("hardware=h100", "hardware is unknown; known: model, "),
-        ("layout=nonsense", "layout has no option nonsense; known: auto, helix, medha, tp"),
+        ("layout=nonsense", "layout has no option nonsense; known: auto, dp, helix, medha, tp"),
         ("layout.kvp=1,2", "for several use `helix sweep ...`, or -m"),
         ("layout=tp,helix", "for several use `helix sweep ...`, or -m"),
         ("layout.kvp=abc", "layout.kvp=abc must be an integer of at most 64 bits"),
@@ -283,7 +285,7 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
     for text, words in (
         ("layout=tp,no", "layout has no option no"),
         ("layout.kvp=1,x", "layout.kvp=x must be an integer"),
-        ("layout=glob(x*)", "glob takes options of layout; known: auto, helix"),
+        ("layout=glob(x*)", "glob takes options of layout; known: auto, dp, helix"),
     ):
         with pytest.raises(ValueError, match=words):
             sweep_points([text])

@@ -153,13 +153,30 @@ def test_medha_keeps_the_ffn_on_the_first_kvp_rank() -> None:
     assert [len(medha.o_heads(r, 8, 2)) for r in range(8)] == [4, 0, 0, 0, 4, 0, 0, 0]
 
 
+def test_dp_attends_with_all_heads_and_spreads_the_ffn() -> None:
+    dp = HelixLayout.create("dp", dp=4, ep=2)
+    assert (dp.world_size, dp.tpf, dp.ffn_ranks, str(dp)) == (4, 2, 4, "dp dp=4 -> tpf=2 ep=2")
+    for rank in range(4):
+        assert dp.kvp_group(rank) == (rank,) and dp.dp_rank(rank) == rank
+        assert dp.q_heads(rank, 28, 4) == dp.o_heads(rank, 28, 4) == range(28) and dp.kv_heads(rank, 4) == range(4)
+        assert dp.vocab_rows(rank, 100) == range(100)
+    assert dp.kvp_groups() == [(0,), (1,), (2,), (3,)]
+    assert [dp.ffn_columns(r, 8) for r in range(4)] == [range(2 * r, 2 * r + 2) for r in range(4)]
+    assert [(dp.experts(r, 6), dp.expert_columns(r, 4)) for r in range(4)] == [
+        (range(3), range(2)), (range(3), range(2, 4)), (range(3, 6), range(2)), (range(3, 6), range(2, 4)),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (("helix", 2, 2, 3, 1), ["tpf*ep = 3*1", "= 4 ranks"]),
         (("tp", 2, 2, 4, 1), ["kvp=2", "must be 1"]),
         (("medha", 2, 2, 4, 1), ["tpa = 2"]),
-        (("ring", 2, 2, 4, 1), ["ring", "helix, tp, medha"]),
+        (("ring", 2, 2, 4, 1), ["ring", "helix, tp, medha, dp"]),
+        (("dp", 2, 1, 2, 1), ["layout.kvp=2", "layout.tpa=1"]),
+        (("dp", 1, 1, 1, 2, 4), ["tpf*ep = 1*2 = 2", "dp = 4"]),
+        (("helix", 1, 1, 2, 1, 2), ["layout.dp=2", "mode=dp"]),
         (("helix", 0, 2, 2, 1), ["kvp=0"]),
         (("helix", True, 2, 2, 1), ["kvp=True"]),
     ],
@@ -178,4 +195,5 @@ def test_heads_that_cannot_be_split_list_the_layouts_that_can() -> None:
     assert feasible_layouts(8, 28, 4) == [
         "[mode=helix kvp=8 tpa=1]", "[mode=helix kvp=4 tpa=2]", "[mode=helix kvp=2 tpa=4]", "[mode=tp kvp=1 tpa=8]",
         "[mode=medha kvp=8 tpa=1]", "[mode=medha kvp=4 tpa=2]", "[mode=medha kvp=2 tpa=4]",
+        "[mode=dp dp=8]",
     ]  # fmt: skip

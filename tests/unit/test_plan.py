@@ -64,6 +64,17 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 # ---- ranking
 
 
+def test_mode_dp_is_compared_where_the_runtime_has_it() -> None:
+    """Where it is asked for: for plain steps of at least one sequence a rank."""
+    modes = ("tp", "helix", "dp")
+    names = {choice.name for choice in ask("qwen3-30b-a3b", context=M // 8, batch=8, modes=modes).choices}
+    assert {"dp dp=8", "dp dp=8 tpf=1 ep=8", "tp tpa=8", "helix kvp=8"} <= names
+    assert not any("dp=2" in name or "dp=4" in name for name in names), "groups of several ranks"
+    for more in ({"batch": 7}, {"batch": 8, "acceptance": 0.5}):
+        found = ask("qwen3-30b-a3b", context=M // 8, modes=modes, **more).choices
+        assert {c.layout.mode for c in found} == {"tp", "helix"}
+
+
 def test_every_layout_of_the_runtime_is_ranked_by_its_prediction() -> None:
     found = ask("qwen3-30b-a3b", context=M // 8, batch=3)
     names = {choice.name for choice in found.choices}

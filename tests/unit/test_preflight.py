@@ -58,6 +58,7 @@ def problem(model: Path, prompts: Path, *overrides: str, world: int = 2) -> str:
     return messages.pop()
 
 
+DP = "layout.mode=dp", "layout.kvp=1", "layout.dp=2"
 SHAPES = [name for name in RUN.groups["model"] if name != "demo"]
 
 
@@ -74,6 +75,7 @@ def test_a_shape_has_no_weights_until_somebody_says_which(name: str, tmp_path: P
 
 def test_a_good_plan(model: Path, prompts: Path) -> None:
     plan(model, prompts, "layout.tpa=3", world=6)
+    plan(model, prompts, *DP)
     plan(model, prompts, "speculation=ngram", "bench.acceptance=0.8", "bench=decode")
     plan(model, prompts, "comm=emulated", "bench=decode", "layout.tpa=3")
     plan(model, prompts, "comm=emulated", "bench=decode", world=1)
@@ -89,8 +91,14 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         (("layout.ep=2",), 2, ["layout.ep=2", "no experts"]),
         (("layout.ep=3",), 2, ["layout.ep=3", "2 ranks"]),
         (("layout.kvp=0",), 2, ["layout.kvp=0"]),
-        (("layout.mode=ring",), 2, ["layout.mode='ring'", "helix, tp, medha"]),
+        (("layout.mode=ring",), 2, ["layout.mode='ring'", "helix, tp, medha, dp"]),
         (("layout.mode=tp",), 2, ["layout.kvp=2", "mode=helix"]),
+        (("layout.mode=dp",), 2, ["layout.kvp=2", "must be 1", "layout.dp"]),
+        (("layout.dp=2",), 2, ["layout.dp=2", "mode=dp"]),
+        ((*DP, "layout.dp=2"), 3, ["layout.dp = 2 ranks", "3 were started", "change layout.dp"]),
+        ((*DP, "speculation=ngram"), 2, ["layout.mode=dp", "speculation.drafter=ngram", "speculation=none"]),
+        ((*DP, "attention=quest"), 2, ["layout.mode=dp", "attention.policy=block_sparse", "attention=dense"]),
+        ((*DP, "hopb.chunks=4"), 2, ["layout.mode=dp", "hopb.chunks=4", "hopb=none"]),
         (("comm.backend=mpi",), 2, ["comm.backend='mpi'"]),
         (("comm=emulated", "layout.tpa=3"), 2, ["comm.backend=emulated", "tokens mean nothing", "bench=decode"]),
         (("comm=emulated", "bench=decode"), 2, ["comm.backend=emulated", "2 processes", "helix kvp=2 tpa=1"]),

@@ -26,6 +26,7 @@ class AnyRequests(RuleBasedStateMachine):
     """Requests come, are aborted, draw and end, while up to two decisions are under way."""
 
     @initialize(
+        homes=st.sampled_from([1, 1, 2, 3]),
         grid=st.sampled_from([(1, 1, 2), (2, 1, 1), (2, 2, 2), (2, 4, 2), (3, 2, 3), (4, 2, 4)]),
         pages=st.integers(12, 60),
         ahead=st.integers(0, 2),

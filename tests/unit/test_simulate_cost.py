@@ -199,6 +199,16 @@ def test_shared_experts_among_the_routed_have_no_launches(mode: str, widths: dic
     assert launches[0] - launches[1] == 58 * saved and read[0] == pytest.approx(read[1], rel=EXACT)
 
 
+def test_rows_that_all_ranks_have_are_gathered_and_their_sums_scattered() -> None:
+    """In R1's layers with experts, one reduce-scatter and one all-gather: as many bytes as one all-reduce."""
+    dp = step("deepseek-r1", gb200(), "dp", 64, dp=8, ep=8, dispatch="all")
+    helix = step("deepseek-r1", gb200(), "helix", 64, kvp=8, ep=8)
+    sent = [{p.name: p.sent[0] for p in found.phases} for found in (dp, helix)]
+    assert sent[0]["gather rows"] + sent[0]["ffn all-reduce"] == pytest.approx(sent[1]["ffn all-reduce"], rel=EXACT)
+    read = [{p.name: p.bytes[0] for p in found.phases} for found in (dp, helix)]
+    assert all(read[0][name] == pytest.approx(read[1][name], rel=EXACT) for name in ("shared experts", "experts"))
+
+
 @pytest.mark.parametrize(
     "op, width, message, sent",
     [("all_reduce", 8, 64, 112), ("all_to_all", 8, 64, 56), ("all_gather", 8, 64, 56), ("send", 2, 64, 64)],

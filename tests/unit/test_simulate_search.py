@@ -236,7 +236,7 @@ def test_where_nothing_fits_it_is_said_how_much_is_missing() -> None:
 
 def test_the_runtime_s_layout_of_a_point() -> None:
     assert Points.of("helix", kvp=4, tpa=2).layout(0) == HelixLayout.create("helix", 4, 2)
-    with pytest.raises(ValueError, match="neither pipeline stages nor data-parallel groups"):
+    with pytest.raises(ValueError, match="neither pipeline stages nor groups of several ranks"):
         Points.of("tp", pp=2).layout(0)
 
 

@@ -24,11 +24,12 @@ FAULTS = [
     ),
     Fault(
         "a slot is lost", "helix/control/scheduler.py",
-        "heapq.heappush(self._free_slots, s.slot)", "pass", SCHEDULER,
+        "heapq.heappush(self._free_slots[s.slot % len(self._homes)], s.slot)", "pass", SCHEDULER,
     ),
     Fault(
         "all sequences start on rank 0", "helix/control/scheduler.py",
-        "start = crc32(s.tokens[: stripes.tokens].tobytes()) % stripes.layout.kvp", "start = 0", SCHEDULER,
+        "start = crc32(s.tokens[: self._stripes.tokens].tobytes()) % self._stripes.layout.kvp", "start = 0",
+        SCHEDULER,
     ),
     Fault(
         "tokens under way are not counted", "helix/control/scheduler.py",
@@ -40,9 +41,9 @@ FAULTS = [
     ),
     Fault(
         "it comes back before its last tokens are read", "helix/control/scheduler.py",
-        "if s.most or (pool.room", "if (pool.room", SCHEDULER,
+        "if s.most or (room", "if (room", SCHEDULER,
     ),
-    Fault("no lease", "helix/control/scheduler.py", "if not o.leased and", "if", SCHEDULER),
+    Fault("no lease", "helix/control/scheduler.py", " and not o.leased and", " and", SCHEDULER),
     Fault(
         "the dearest is preempted", "helix/control/scheduler.py",
         "min([*others, s], key=loss)", "max([*others, s], key=loss)", SCHEDULER,
@@ -101,8 +102,8 @@ FAULTS = [
     ),
     Fault(
         "as many rows as sequences", "helix/control/scheduler.py",
-        "min(1 << max(self.running).bit_length(), self._runner.max_batch)",
-        "min(len(self.running), self._runner.max_batch)",
+        "min(1 << slot.bit_length(), self._runner.max_batch // homes)",
+        "min(len(self.running), self._runner.max_batch // homes)",
         SCHEDULER,
     ),
     Fault(
