@@ -16,6 +16,7 @@ import torch
 from benchmarks import jobs
 from benchmarks.kernels import accept, attention, comm, linear, mla, moe, sampling, sparse, tier
 from benchmarks.models import (
+    fronts,
     hopb,
     http,
     prefill,
@@ -54,6 +55,7 @@ BENCHMARKS = {
     "comm": comm.BENCHMARK,
     "step": steps.STEP,
     "baselines": steps.BASELINE,
+    "fronts": fronts.BENCHMARK,
     "sparse-steps": steps.SPARSE,
     "sparse-policies": steps.SPARSE_POLICIES,
     "sparse-costs": sparse_costs.BENCHMARK,

@@ -22,6 +22,7 @@ from benchmarks.papers.verification_figures import CAPTIONS, drawable
 from benchmarks.papers.verification_figures import draw as draw_verification
 from benchmarks.records import figures as recorded
 from benchmarks.records.columns import filled
+from benchmarks.records.tables import TABLES
 from launch.inputs.arguments import helped, need_checkout, parse, unknown
 from launch.inputs.compose import ROOT
 
@@ -34,20 +35,38 @@ PAPERS: dict[str, ModuleType] = {
     "gather": gather_items,
 }
 DRAWN = {  # of `helix plot`
+    "helix": ("fronts-deepseek-r1", "fronts-llama-3.1-405b"),
     "vegas": ("acceptance-places", "acceptance-sparsity"),
     "gather": ("sparse-map", "sparse-map.emulated-8", "fidelity-needles", "fidelity-recall"),
 }
 
 
 def with_items(text: str) -> str:
-    """Returns the page's text with its tables anew."""
-    return filled(text, lambda name: lines_of(PAPERS[name].items()) if name in PAPERS else _shown())
+    """Returns the page's text with its tables and figures anew."""
+
+    def lines(name: str) -> list[str]:
+        if name in PAPERS:
+            return lines_of(PAPERS[name].items())
+        return SHOWN[name]() if name in SHOWN else TABLES[name]()
+
+    return filled(text, lines)
 
 
-def _shown() -> list[str]:
-    """Shows the figures of the verification paper for which there are records."""
+def _verification() -> list[str]:
     names = drawable(verification_items.records())
-    return [f"![{CAPTIONS[name]}](../benchmarks/figures/verify-{name}.png)" for name in names]
+    return [_image(CAPTIONS[name], f"verify-{name}") for name in names]
+
+
+def _fronts() -> list[str]:
+    names = [name for name in DRAWN["helix"] if recorded.rows_of(name, BENCHMARKS / "results")]
+    return [_image("Measured and simulated fronts", name) for name in names]
+
+
+def _image(caption: str, name: str) -> str:
+    return f"![{caption}](../benchmarks/figures/{name}.png)"
+
+
+SHOWN = {"verification-figures": _verification, "fronts-figures": _fronts}  # those for which there are records
 
 
 def show(name: str) -> None:
@@ -70,8 +89,9 @@ def draw(name: str, figures: Path) -> None:
 def write() -> None:
     """Writes the pages, and draws all figures."""
     write_figures(BENCHMARKS / "results" / "simulate", BENCHMARKS / "figures", SIMULATOR)
-    for name in [name for name in PAPERS if name != "helix"]:
-        draw(name, BENCHMARKS / "figures")
+    draw_verification(verification_items.records(), BENCHMARKS / "figures")
+    for name in (name for names in DRAWN.values() for name in names):
+        recorded.draw(name, BENCHMARKS / "results", BENCHMARKS / "figures")
     PAGE.write_text(with_items(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -51,8 +51,8 @@ def _step(batch: int, length: int, topk: int, name: str = "sparse-steps", model:
 def _gate(least: float, length: int, *batches: int) -> str:
     """Whether a step of 32 blocks is `least` times as fast as a dense one, at each batch."""
     found = {batch: _step(batch, length, 32) for batch in batches}
-    passed = {batch: said != NOT_RECORDED and float(said.split()[0]) >= least for batch, said in found.items()}
-    return ", ".join(f"batch {b} {said}: {'passed' if passed[b] else 'missed'}" for b, said in found.items())
+    met = {batch: said != NOT_RECORDED and float(said.split()[0]) >= least for batch, said in found.items()}
+    return ", ".join(f"batch {b} {said}: {'met' if met[b] else 'not met'}" for b, said in found.items())
 
 
 def _flat(topk: int) -> str:
@@ -148,8 +148,8 @@ def items() -> list[Item]:
         ),
         Item("Table 3: 1M, batch 1, 1.77 x (k=32)", "done", _step(1, M, 32), STEPS),
         Item("Table 3: 128K, batch 8, 1.81 x (k=32)", "done", _step(8, 128 * K, 32), STEPS),
-        Item("GATE-3, 2 to 4 x at 128K: missed", "done", _gate(2, 128 * K, 1, 2, 4, 8), STEPS),
-        Item("GATE-3, 5 to 10 x at 1M: missed", "done", _gate(5, M, 1, 2), STEPS),
+        Item("GATE-3, 2 to 4 x at 128K: not met", "done", _gate(2, 128 * K, 1, 2, 4, 8), STEPS),
+        Item("GATE-3, 5 to 10 x at 1M: not met", "done", _gate(5, M, 1, 2), STEPS),
         Item(
             "GATE-3 at 8 x 1M, over ranks",
             "done, on eight emulated ranks",

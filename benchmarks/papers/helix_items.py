@@ -14,7 +14,7 @@ from benchmarks.records.step_tables import best_ttl
 from benchmarks.records.tables import TABLES
 
 HOPB = "kind", "backend", "model", "batch", "length", "chunks"
-FRONTS, HOSTS = "helix bench baselines", "helix bench comm"
+FRONTS, HOSTS = "helix bench fronts", "helix bench comm"
 LAYOUT = "pytest tests/unit/test_layout.py"
 M = 1 << 20
 # The tables that are reprinted, and what makes their records.
@@ -22,7 +22,9 @@ RECORDED = {
     "best-steps": "helix bench step",
     "baselines.emulated-8": "helix bench baselines ranks=8",
     "budgets.emulated-8": "helix bench baselines ranks=8",
-    "fp8-steps": "helix bench baselines ranks=8",
+    "fronts": FRONTS,
+    "fronts-budgets": FRONTS,
+    "fp8-steps": "python -m benchmarks.entry",
     "hopb": "helix bench hopb",
     "hopb.emulated-8": "helix bench hopb ranks=8",
 }
