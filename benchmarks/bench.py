@@ -18,6 +18,7 @@ from benchmarks.kernels import accept, attention, comm, linear, mla, moe, sampli
 from benchmarks.models import (
     fronts,
     hopb,
+    hosts,
     http,
     prefill,
     self_drafts,
@@ -70,6 +71,7 @@ BENCHMARKS = {
     "serve-http": http.BENCHMARK,
     "start": start.BENCHMARK,
     "hopb": hopb.BENCHMARK,
+    "hosts": hosts.BENCHMARK,
 }
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "output": (Path, "a file to append JSON lines to (default: benchmarks/results/WHAT.jsonl, or .emulated-N.jsonl)"),

@@ -203,6 +203,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "mla": kernel_tables.mla,
     "moe": kernel_tables.moe,
     "comm": kernel_tables.comm,
+    "hosts": kernel_tables.hosts,
     "prefill": kernel_tables.prefill,
     "gains": gains,
     "speculate": speculate,
