@@ -32,7 +32,11 @@ BAD_BENCHMARKS = [
         1,
         "bench.kind=comm has no drafts of a model: set speculation=none (speculation.drafter=model g",
     ),
-    (["bench=all"], 1, "bench=all: bench has no option all; known: comm, decode, hopb, hosts, none, prefill, serve, tune"),
+    (
+        ["bench=all"],
+        1,
+        "bench=all: bench has no option all; known: comm, decode, hopb, hosts, none, prefill, serve, tune",
+    ),
     (
         ["bench.kind=all"],
         1,
