@@ -39,7 +39,7 @@ def alone(device: torch.device) -> Communicator:
     return comm
 
 
-class Phase:
+class StepEnd:
     """A step's end, from logits [B * (1 + n), V] on, with the state of its sequences."""
 
     def __init__(self, way: str, rows: int, drafts: int, columns: int, device: torch.device, seed: int) -> None:
@@ -101,7 +101,7 @@ def measure(given: Given, way: str, rows: int, drafts: int, columns: int) -> Ite
     device = given.device
     read = rows * (1 + drafts) * columns * 4
     copies = min(-(-ROTATED // read), MOST_COPIES) if given.gpu else 1
-    phases = [Phase(way, rows, drafts, columns, device, seed) for seed in range(copies)]
+    phases = [StepEnd(way, rows, drafts, columns, device, seed) for seed in range(copies)]
     phases[0].check()
     drawn = phases[0].candidates()
     of_ranks = Candidates(drawn.pairs.repeat(RANKS, 1, 1), drawn.accepted)

@@ -22,7 +22,7 @@ from benchmarks.ranks.points import engine_at
 from benchmarks.ranks.seats import Seats
 from benchmarks.ranks.steps import WARM_UP, fill, rewind
 from benchmarks.ranks.tuning_file import MeasuredFile
-from benchmarks.ranks.tuning_steps import Candidates, DraftSource, Measured
+from benchmarks.ranks.tuning_steps import DraftSource, Measured, TuningGrid
 from benchmarks.ranks.tuning_steps import run as search
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
@@ -46,11 +46,11 @@ from launch.job.report import provenance
 from launch.job.task import Done, Task
 
 
-def candidates(config: LabConfig) -> Candidates:
+def candidates(config: LabConfig) -> TuningGrid:
     """What the search may choose among, by a config."""
     bench, speculation = config.bench, config.speculation
     kept = None if bench.acceptance is None else speculation.sparsity
-    return Candidates(tuple(bench.sparsities), tuple(bench.gammas), speculation.gamma, kept, bench.grid)
+    return TuningGrid(tuple(bench.sparsities), tuple(bench.gammas), speculation.gamma, kept, bench.grid)
 
 
 def run(task: Task) -> Done:

@@ -84,7 +84,7 @@ Asking = Generator[DraftSource, Measured, Measured]
 
 
 @dataclass(frozen=True)
-class Candidates:
+class TuningGrid:
     """What may be chosen.
 
     Attributes:
@@ -125,7 +125,7 @@ class Tuned:
         return best if best.rate > (1 + LEVEL) * self.plain.rate else self.plain
 
 
-def search(candidates: Candidates) -> Generator[DraftSource, Measured, Tuned]:
+def search(candidates: TuningGrid) -> Generator[DraftSource, Measured, Tuned]:
     """Yields what is to be measured, is sent what came of it, and returns what it has found."""
     c = candidates
     plain = yield DraftSource("none")
@@ -148,7 +148,7 @@ def search(candidates: Candidates) -> Generator[DraftSource, Measured, Tuned]:
     return Tuned(plain, level if c.forced is None else None, levelled, best, ngram)
 
 
-def run(candidates: Candidates, measure: Callable[[DraftSource], Measured]) -> Tuned:
+def run(candidates: TuningGrid, measure: Callable[[DraftSource], Measured]) -> Tuned:
     """Searches with what `measure` says of a way; each way is measured once."""
     known: dict[DraftSource, Measured] = {}
     steps = search(candidates)

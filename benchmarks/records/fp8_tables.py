@@ -37,6 +37,7 @@ def fp8_linear() -> list[str]:
 def fp8_attention() -> list[str]:
     """Decode attention over keys and values in bf16, both in e4m3, and values alone."""
     columns: Columns = {
+        "GPU": at("gpu"),
         "heads q/kv": at("heads"),
         "batch": at("batch"),
         "KV": kilo("length"),
@@ -48,8 +49,21 @@ def fp8_attention() -> list[str]:
         "k16v8 / bf16": _over("k16v8_us", "us"),
         "target, fp8": us("bar_us"),
     }
-    found = _rows("decode-kv", "heads", "batch", "length", "queries")
-    return lines(columns, [r for r in found if r["gpu"] == "H100"])  # the H200's are of an older kernel
+    return lines(columns, _rows("decode-kv", "heads", "batch", "length", "queries"))
+
+
+def fp8_prefill() -> list[str]:
+    """Attention of a prefill chunk over keys and values in bf16 and in e4m3."""
+    columns: Columns = {
+        "GPU": at("gpu"),
+        "heads q/kv": at("heads"),
+        "KV": kilo("length"),
+        "chunk": at("chunk"),
+        "bf16": us("us"),
+        "fp8": us("fp8_us"),
+        "fp8 / bf16": _over("fp8_us", "us"),
+    }
+    return lines(columns, _rows("prefill-kv", "heads", "length", "chunk"))
 
 
 def fp8_latents() -> list[str]:
@@ -140,8 +154,8 @@ def fp8_answers() -> list[str]:
 
 
 PAGE = {
-    "fp8-linear": fp8_linear, "fp8-attention": fp8_attention, "fp8-latents": fp8_latents, "fp8-experts": fp8_experts,
-    "fp8-steps": fp8_steps, "fp8-text": fp8_text, "fp8-answers": fp8_answers,
+    "fp8-linear": fp8_linear, "fp8-attention": fp8_attention, "fp8-prefill": fp8_prefill, "fp8-latents": fp8_latents,
+    "fp8-experts": fp8_experts, "fp8-steps": fp8_steps, "fp8-text": fp8_text, "fp8-answers": fp8_answers,
 }  # fmt: skip
 
 

@@ -77,8 +77,9 @@ class Hardware:
         product_s: the same for a projection, by rows of its input; empty: as any kernel.
         latent_share: share of the read rate that MLA's attention reaches; None: all of it.
         latent_flops: FLOP/s of MLA's attention with many heads; None: as any product.
-        e4m3_share: shares of the read rate at which numbers in e4m3 are read, which are converted: `weights`, `experts`
-            and `kv`, keys and values of heads; empty: all of it.
+        e4m3_share: shares of the read rate at which numbers in e4m3 are read, which are converted: `weights`,
+            `experts`, keys and values of heads (`kv`; values alone: `k16v8`) and `latents`; and the share of
+            `latent_flops` over them; empty: all of it.
         chunk_s: time of each further HOP-B chunk of a layer.
         collectives: the runtime's own collectives, if it has them on this hardware.
         nccl: the library's collectives; empty: not measured.

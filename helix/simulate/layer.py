@@ -332,9 +332,11 @@ class Layer:
         read = readers * tokens * stored * self.item["kv" if window is None else "plain_kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
         few = self.options.kv in FEW_BITS and window is None
-        share, rate = hw.e4m3_share.get("kv") if few else None, None
+        converts = hw.e4m3_share if few else {}
+        share, rate = converts.get("k16v8" if self.options.kv == "k16v8" else "kv"), None
         if isinstance(self.mixer, MLASpec):
-            share, rate = hw.latent_share, hw.latent_flops
+            share, rate, part = converts.get("latents", hw.latent_share), hw.latent_flops, converts.get("latent_flops")
+            rate = replace(rate, value=rate.value * part.value) if rate and part else rate
         if self.drafting and window is None:
             share = self.price("gather_share")
         attention = self._timed("attention", read, flops, 1, share, rate)

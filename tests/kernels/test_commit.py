@@ -51,9 +51,8 @@ class Case:
     def candidates(self, ranks: int, device: torch.device, seed: int = 0) -> Candidates:
         """Candidates whose best are the drawn tokens: ties with larger ids; NaN, inf or all -inf for those of -1."""
         g = torch.Generator().manual_seed(seed)
-        tokens = self.drawn.flatten()
-        if self.accepted is not None:
-            tokens = self.drawn.gather(1, self.accepted[:, None].cpu())[:, 0]
+        drawn = self.drawn.cpu()
+        tokens = drawn.flatten() if self.accepted is None else drawn.gather(1, self.accepted[:, None].cpu())[:, 0]
         R = len(tokens)
         scores = torch.randint(-9, 0, (ranks, R), generator=g).double()
         ids = torch.randint(0, 9, (ranks, R), generator=g)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.reference.accept import ALL_KEYS, Distribution, descending_keys
@@ -15,6 +17,7 @@ from kernels.reference.draw import draw as reference
 from kernels.reference.uniform import DRAFT, TARGET
 from kernels.tokens import best_token
 from kernels.tokens import draw as kernels
+from kernels.tokens.uniform import gumbel, gumbel_bound
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 FIRST = 1000  # id of the first column
@@ -93,6 +96,24 @@ def test_planted_errors_show(device: torch.device) -> None:
     ]
     for arguments in others:
         assert tokens(kernels.draw(*arguments)) != wanted
+
+
+@triton.jit
+def _noise_kernel(seed, out, bound, N: tl.constexpr):
+    index = tl.program_id(0) * N + tl.arange(0, N).to(tl.int64)
+    zero = tl.program_id(0) * 0
+    tl.store(out + index, gumbel(tl.load(seed), zero, zero, index))
+    tl.store(bound + index, gumbel_bound(tl.load(seed), zero, zero, index))
+
+
+def test_a_bound_rules_out_no_noise(device: torch.device) -> None:
+    """The bound is checked for 2^18 numbers, on a GPU for 2^24."""
+    n = 1 << (24 if device.type == "cuda" else 18)
+    exact, bound = torch.empty(n, dtype=torch.float64, device=device), torch.empty(n, device=device)
+    _noise_kernel[n >> 14,](torch.tensor([7], device=device), exact, bound, N=1 << 14)
+    over = bound.double() - exact
+    assert over.min() > -1e-3 and over.median() < 1e-4 and over.mean() < 1e-4
+    assert exact.max() > 12 and exact.min() < -2.3
 
 
 @pytest.mark.gpu

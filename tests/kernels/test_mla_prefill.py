@@ -29,7 +29,7 @@ SHAPES = {
 
 def run(op: Any, case: LatentCase, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cu_q = torch.tensor([0, *case.counts], device=case.q.device).cumsum(0).int()
-    return op(case.q, case.paged(), cu_q, max(case.counts), 1000, **options)
+    return op(case.q, case.paged(), cu_q, max(case.counts), max(1000, *map(len, case.keys)), **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -388,7 +388,6 @@ def test_numbers_in_e4m3_are_read_at_their_own_rate() -> None:
     free = replace(h200, e4m3_share={})
     for model, phase, kind in (
         ("llama-3.1-8b", "ffn", "weights"), ("llama-3.1-8b", "attention", "kv"), ("deepseek-r1", "experts", "experts"),
-        ("deepseek-r1", "attention", None),
     ):  # fmt: skip
         times = []
         for hardware in (h200, free):
@@ -396,8 +395,27 @@ def test_numbers_in_e4m3_are_read_at_their_own_rate() -> None:
             (one,) = (p for p in found.phases if p.name == phase)
             times.append((one.seconds[0], one.bytes[0]))
         (seconds, read), (without, _) = times
-        more = 0.0 if kind is None else read / h200.read_bytes_per_s.value * (1 / h200.e4m3_share[kind].value - 1)
+        more = read / h200.read_bytes_per_s.value * (1 / h200.e4m3_share[kind].value - 1)
         assert seconds - without == pytest.approx(more, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "model, kv, tpa, kind",
+    [
+        ("deepseek-r1", "e4m3", 1, "latent_flops"), ("deepseek-r1", "e4m3", 8, "latents"),
+        ("llama-3.1-8b", "k16v8", 1, "k16v8"),
+    ],
+)  # fmt: skip
+def test_converting_slows_what_it_feeds(model: str, kv: str, tpa: int, kind: str) -> None:
+    """Products with latents of all heads, reading for few of them, and values alone."""
+    h200 = load_hardware("h200")
+    slow = replace(h200, e4m3_share={**h200.e4m3_share, kind: replace(h200.e4m3_share[kind], value=0.01)})
+    seconds = []
+    for hardware in (h200, slow):
+        found = step(model, hardware, "tp", length=1 << 20, tpa=tpa, kv=kv, arithmetic="bf16")
+        (attention,) = (p for p in found.phases if p.name == "attention")
+        seconds.append(attention.seconds[0] - len(load_spec(model).layers) * h200.kernel_s.value)
+    assert seconds[1] / seconds[0] == pytest.approx(h200.e4m3_share[kind].value / 0.01)
 
 
 @pytest.mark.parametrize("kv, known", [("auto", "bf16"), ("fp8", "e4m3"), ("k16v8", "k16v8")])

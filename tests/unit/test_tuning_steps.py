@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ranks.tuning_steps import Candidates, DraftSource, Measured, Tuned, levels_at, run
+from benchmarks.ranks.tuning_steps import DraftSource, Measured, Tuned, TuningGrid, levels_at, run
 
 SPARSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)
 GAMMAS = (1, 2, 3, 4, 6, 8, 11)
-CANDIDATES = Candidates(SPARSITIES, GAMMAS, 11)
+CANDIDATES = TuningGrid(SPARSITIES, GAMMAS, 11)
 
 
 def curve(*tokens: float, noise: float = 0.0, prompts: int = 8) -> list[Measured]:
@@ -70,7 +70,7 @@ def world(keys_us: float = 100.0, draft_us: float = 800.0, level: float = 0.05) 
     return measure
 
 
-def asked(candidates: Candidates, measure: Callable[[DraftSource], Measured]) -> tuple[Tuned, list[DraftSource]]:
+def asked(candidates: TuningGrid, measure: Callable[[DraftSource], Measured]) -> tuple[Tuned, list[DraftSource]]:
     ways: list[DraftSource] = []
 
     def noted(way: DraftSource) -> Measured:
@@ -131,13 +131,13 @@ def test_what_is_hardly_faster_is_not_chosen() -> None:
 
 
 def test_forced_drafts_keep_their_sparsity() -> None:
-    found, ways = asked(Candidates((0.07,), GAMMAS, 11, forced=0.07), world())
+    found, ways = asked(TuningGrid((0.07,), GAMMAS, 11, forced=0.07), world())
     assert {way.sparsity for way in ways if way.gamma} == {0.07} and found.ngram is None and found.level is None
     assert found.sparse.rate == max(world()(DraftSource("sparse", g, 0.07)).rate for g in GAMMAS)
 
 
 def test_the_grid_is_all_of_it() -> None:
-    found, ways = asked(Candidates(SPARSITIES, GAMMAS, 11, grid=True), world())
+    found, ways = asked(TuningGrid(SPARSITIES, GAMMAS, 11, grid=True), world())
     assert {way for way in ways if way.drafter == "sparse"} == {
         DraftSource("sparse", g, s) for g in GAMMAS for s in SPARSITIES
     }
