@@ -74,6 +74,7 @@ bench: $(VENV)/.installed  ## Run a benchmark: make bench WHAT=step ARGS="models
 docs: $(VENV)/.installed  ## Rewrite the generated tables, figures and the configuration reference.
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plot
+	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.reference
 
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -16,7 +16,9 @@ import torch
 from benchmarks import jobs
 from benchmarks.kernels import accept, attention, comm, linear, mla, moe, sampling, sparse, tier
 from benchmarks.models import (
+    fronts,
     hopb,
+    hosts,
     http,
     modes,
     prefill,
@@ -56,6 +58,7 @@ BENCHMARKS = {
     "step": steps.STEP,
     "baselines": steps.BASELINE,
     "modes": modes.BENCHMARK,
+    "fronts": fronts.BENCHMARK,
     "sparse-steps": steps.SPARSE,
     "sparse-policies": steps.SPARSE_POLICIES,
     "sparse-costs": sparse_costs.BENCHMARK,
@@ -70,6 +73,7 @@ BENCHMARKS = {
     "serve-http": http.BENCHMARK,
     "start": start.BENCHMARK,
     "hopb": hopb.BENCHMARK,
+    "hosts": hosts.BENCHMARK,
 }
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "output": (Path, "a file to append JSON lines to (default: benchmarks/results/WHAT.jsonl, or .emulated-N.jsonl)"),

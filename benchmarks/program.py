@@ -22,6 +22,7 @@ MODULES = {
     "comm": "benchmarks.ranks.collectives",
     "decode": "benchmarks.ranks.steps",
     "hopb": "benchmarks.ranks.hopb",
+    "hosts": "benchmarks.ranks.hosts",
     "prefill": "benchmarks.ranks.prefill",
     "serve": "benchmarks.ranks.serving",
     "tune": "benchmarks.ranks.tuning",

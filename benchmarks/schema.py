@@ -13,8 +13,8 @@ from launch.inputs.arguments import tokens
 from launch.inputs.compose import PATHS, RUN, Settings
 
 CONF = Path(__file__).resolve().parent / "conf"
-KINDS = ("none", "decode", "comm", "hopb", "prefill", "serve", "tune")
-POINTED = ("decode", "hopb", "prefill")  # what times bench.points
+KINDS = ("none", "decode", "comm", "hopb", "hosts", "prefill", "serve", "tune")
+POINTED = ("decode", "hopb", "hosts", "prefill")  # what times bench.points
 DRAFTED = ("none", "decode", "tune")  # where a model may draft
 
 
@@ -22,9 +22,10 @@ DRAFTED = ("none", "decode", "tune")  # where a model may draft
 class BenchConfig:
     """Attributes:
     kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
-        hopb: time decode steps with and without HOP-B; prefill: time prompts; serve: serve requests by the clock; tune:
-        find sparsity and gamma of speculation=sparse (helix tune).
-    points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
+        hopb: time decode steps with and without HOP-B; hosts: time and predict the exchange between hosts; prefill:
+        time prompts; serve: serve requests by the clock; tune: find sparsity and gamma of speculation=sparse (helix
+        tune).
+    points: what decode, hopb, hosts and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
         bench.acceptance says how many drafts are kept.
     gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
         Those that tune tries.

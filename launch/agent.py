@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from helix.place import most_ranks
 from launch.inputs import compose, front
-from launch.inputs.work import RUNTIME
+from launch.inputs.work import RUNTIME, Program
 from launch.job.membership import deadline
 from launch.job.spawn import INTERRUPTED
 
@@ -103,12 +103,12 @@ def _count(environment: Mapping[str, str], name: str, unset: int, most: int) -> 
     return int(text)
 
 
-def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs the agent; returns the exit code of its ranks, or 1 where the agents do not meet."""
+def main(arguments: Sequence[str], environment: Mapping[str, str], program: Program = RUNTIME) -> int:
+    """Runs the agent of a program; returns the exit code of its ranks, or 1 where the agents do not meet."""
     try:
-        line = front.read(arguments, RUNTIME.typed)
-        settings = RUNTIME.settings.of(line)
-        if (text := compose.told(line, RUNTIME.typed, settings)) is not None:
+        line = front.read(arguments, program.typed)
+        settings = program.settings.of(line)
+        if (text := compose.told(line, program.typed, settings)) is not None:
             print(text, end="")
             return 0
         compose.composed(line.overrides, settings)
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         store = meeting_store(config.rdzv_endpoint)  # held here for as long as the agent runs
         print(f"{where}: meeting {config.max_nodes} agents, for {MEETING_S} s at most", file=sys.stderr, flush=True)
-        elastic_launch(config, sys.executable)("-u", *RUNTIME.command, *line.arguments)
+        elastic_launch(config, sys.executable)("-u", *program.command, *line.arguments)
     except (KeyboardInterrupt, SignalException):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

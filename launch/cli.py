@@ -27,7 +27,7 @@ LABORATORY = {
     "tune": "tune self-speculation: share of keys and number of drafts",
     "calibrate": "measure this machine for the planner",
     "planner": "compare the planner's predictions with recorded steps",
-    "paper": "redraw the figures of the papers that Helix follows",
+    "papers": "print the papers that Helix follows, item by item; redraw their figures",
     "fidelity": "compare block-sparse attention with dense, step by step",
     "acceptance": "measure how many self-drafted tokens are accepted",
     "needles": "make needle prompts, and score the answers",
@@ -61,7 +61,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "launch.completion", name, *rest])
     if name not in COMMANDS | LABORATORY:
         sys.exit(f"error: {unknown(name, COMMANDS | LABORATORY)}")
-    if name in LABORATORY and not (ROOT / "benchmarks" / f"{name}.py").exists():
+    if name in LABORATORY and not (ROOT / "benchmarks").is_dir():
         sys.exit(f"error: helix {name} is in the package benchmarks, which {ROOT} does not have: take Helix's checkout")
     room = "benchmarks" if name in LABORATORY else "launch"
     program = [str(ROOT / "torchrun_entry.py")] if name == "run" else ["-m", f"{room}.{name}"]

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from benchmarks.papers import rows as paper_rows
 from benchmarks.papers.rows import CLAIMS, Row, Setting
-from benchmarks.records.columns import Cells, filled, terminal
+from benchmarks.records.columns import Cells, filled
 from benchmarks.records.columns import page as as_page
 from benchmarks.records.recorded_steps import compare, halves, read_cells
 from benchmarks.records.rows import grouped
@@ -270,7 +269,7 @@ def with_tables(text: str, tables: Mapping[str, Cells]) -> str:
 
 
 def write_figures(results: Path, figures: Path, page: Path | None) -> None:
-    """Writes CSV and PNG, fills the page's tables and prints them."""
+    """Writes CSV and PNG, and fills the page's tables."""
     paper = Paper()
     results.mkdir(parents=True, exist_ok=True)
     for name, rows in paper.csv().items():
@@ -280,11 +279,8 @@ def write_figures(results: Path, figures: Path, page: Path | None) -> None:
             writer.writerows({key: _number(value) for key, value in row.items()} for row in rows)
     for name, (figure, footer) in paper.figures().items():
         save(figure, figures / f"simulate-{name}.png", footer)
-    tables = paper.tables()
-    for name, table in tables.items():
-        Console(width=170).print(terminal(table, name))
     if page is not None:
-        page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), paper.tables()), encoding="utf-8")
 
 
 def _number(value: Any) -> Any:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from benchmarks.records.columns import Cells, terminal
+from benchmarks.records.columns import Cells
 from benchmarks.records.figures import footer
-from benchmarks.records.rows import Row, grouped, newest
+from benchmarks.records.rows import Row, grouped
 from benchmarks.records.style import (
     BLUE,
     GREEN,
@@ -232,37 +232,48 @@ def _heat(records: Records) -> Figure:
     return figure
 
 
+CAPTIONS = {
+    "1": "Figure 1: time over drafts",
+    "2": "Figure 2: time over acceptance",
+    "3": "Figure 3: the point of most divergence",
+    "4": "Figure 4: ballot over naive",
+    "5": "Figure 5: packing alone",
+    "6": "Figure 6: fused beside two steps",
+    "sorted": "Sorted batches",
+}
+
+
+def drawable(records: Records) -> list[str]:
+    """Lists the figures for which there are records."""
+    kinds = {"5": "pack_alone", "6": "pack", "sorted": "sorted"}
+    rows = {name: records.of(kinds.get(name, "scan")) for name in CAPTIONS}
+    rows["4"] = [r for r in rows["4"] if "ballot_graph_us" in r]
+    return [name for name, found in rows.items() if found]
+
+
 def figures(records: Records) -> dict[str, Figure]:
-    """The paper's figures by number, and sorted batches."""
+    """The paper's figures by number, and sorted batches; those for which there are records."""
     of_32 = records.times(KERNELS, "scan", batch=32)
     long = [r for r in of_32 if r["gamma"] > 32]
     alone, fused = records.times(PACKERS, "pack_alone"), records.times(FUSED, "pack", batch=32, gamma=128)
     ordered = [r for r in records.times(ORDERS, "sorted", gamma=128) if r["how"] == HOW["_graph_us"]]
-    return {
-        "1": _by_kernel(of_32, "gamma", KERNELS, "how", title="{}", label="drafts"),
-        "2": _by_kernel(long, "alpha", KERNELS, "how", "gamma", title="{}, gamma {}", label="alpha"),
-        "3": _worst_case(records),
-        "4": _heat(records),
-        "5": _by_kernel(alone, "kv_dim", PACKERS, "how", title="{}", label="elements of a row"),
-        "6": _by_kernel(fused, "kv_dim", FUSED, "how", title="{}", label="elements of a row"),
-        "sorted": _by_kernel(ordered, "alpha", ORDERS, "batch", title="batch {}, gamma 128", label="alpha"),
+    width = "elements of a row"
+    makers: dict[str, Callable[[], Figure]] = {
+        "1": partial(_by_kernel, of_32, "gamma", KERNELS, "how", title="{}", label="drafts"),
+        "2": partial(_by_kernel, long, "alpha", KERNELS, "how", "gamma", title="{}, gamma {}", label="alpha"),
+        "3": partial(_worst_case, records),
+        "4": partial(_heat, records),
+        "5": partial(_by_kernel, alone, "kv_dim", PACKERS, "how", title="{}", label=width),
+        "6": partial(_by_kernel, fused, "kv_dim", FUSED, "how", title="{}", label=width),
+        "sorted": partial(_by_kernel, ordered, "alpha", ORDERS, "batch", title="batch {}, gamma 128", label="alpha"),
     }
+    return {name: makers[name]() for name in drawable(records)}
 
 
 # ---- writing
 
 
-def write(results: Path, directory: Path) -> None:
-    """Draws all figures, and prints the tables.
-
-    Raises:
-        ValueError: nothing is recorded.
-    """
-    source = results / "verify.jsonl"
-    records = Records(newest(source, *KEY))
-    if not records.rows:
-        raise ValueError(f"{source} has no rows: run `helix bench verify` first")
+def draw(records: Records, directory: Path) -> None:
+    """Draws all figures."""
     for name, figure in figures(records).items():
         save(figure, directory / f"verify-{name}.png", footer(records.rows))
-    for name, table in tables(records).items():
-        Console(width=170).print(terminal(table, f"table {name}"))

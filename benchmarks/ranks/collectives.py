@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timer import in_a_row, slowest
+from comm.base import Communicator
 from comm.emulated import EmulatedTransport
 from comm.symm_mem import ONE_SHOT_SENT
 from comm.torch_dist import TorchDistCommunicator
@@ -90,9 +91,9 @@ def _row(
     size = x.numel() * x.element_size()
     limits = [limit for (name, limit) in TARGETS if name == op and size <= limit]
     times = {
-        "symm": _microseconds(comm, ours),
-        "nccl": _microseconds(comm, theirs),
-        "nccl_bare": _microseconds(comm, bare),
+        "symm": microseconds(comm, ours),
+        "nccl": microseconds(comm, theirs),
+        "nccl_bare": microseconds(comm, bare),
     }
     row: dict[str, Any] = {"op": op, "ranks": comm.world_size, "message_bytes": size}
     for name, (p50, p90) in times.items():
@@ -101,10 +102,10 @@ def _row(
     return row | {"bar_us": TARGETS[op, min(limits)] if limits else None}
 
 
-def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[float, float]:
-    """p50 and p90 of one call, over rounds of `IN_A_ROW`, each with its slowest rank."""
+def microseconds(comm: Communicator, run: Callable[[], Any], eager: int = 5) -> tuple[float, float]:
+    """p50 and p90 of one call, over rounds of `IN_A_ROW`, each with its slowest rank; `eager` calls on a CPU."""
     if comm.device.type != "cuda":
-        seconds = in_a_row(run, 5, comm.device)
+        seconds = in_a_row(run, eager, comm.device)
     else:
         for _ in range(3):
             run()

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.records import acceptance_figures
+from benchmarks.records import acceptance_figures, fronts
 from benchmarks.records.acceptance_tables import KEY as ACCEPTANCE
 from benchmarks.records.fidelity_tables import KEY as FIDELITY
 from benchmarks.records.recorded_steps import cell_of
@@ -408,12 +408,17 @@ def _scored(labels: dict[str, str]) -> dict[str, Style]:
 
 
 class Drawing(NamedTuple):
-    """A figure: how it is drawn, from which results, what names a point there, and which kind of line if of several."""
+    """A figure: how it is drawn, from which results, what names a point there, and which kind of line if of several.
+
+    Attributes:
+        field: what tells kinds apart.
+    """
 
     draw: Callable[[list[Row]], Figure]
     source: str
     key: tuple[str, ...]
     kind: str | None = None
+    field: str = "kind"
 
 
 DRAWINGS = {
@@ -424,6 +429,8 @@ DRAWINGS = {
     "step.emulated-8": Drawing(step, "step.emulated-8", WORKLOAD),
     "grids.emulated-8": Drawing(grids, "step.emulated-8", WORKLOAD),
     "baselines.emulated-8": Drawing(baselines, "baselines.emulated-8", WORKLOAD),
+    "fronts-deepseek-r1": Drawing(fronts.figure, "fronts", fronts.KEY, "deepseek-r1", "model"),
+    "fronts-llama-3.1-405b": Drawing(fronts.figure, "fronts", fronts.KEY, "llama-3.1-405b", "model"),
     "hopb": Drawing(hopb, "hopb", ("kind", "backend", "model", "batch", "length", "chunks"), "ttl"),
     "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),
     "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
@@ -441,7 +448,7 @@ def rows_of(name: str, results: Path) -> list[Row]:
     """The rows that a figure is drawn from; none where nothing was recorded."""
     drawing = DRAWINGS[name]
     rows = newest(results / f"{drawing.source}.jsonl", *drawing.key)
-    return [row for row in rows if drawing.kind is None or row["kind"] == drawing.kind]
+    return [row for row in rows if drawing.kind is None or row[drawing.field] == drawing.kind]
 
 
 def draw(name: str, results: Path, figures: Path) -> None:

@@ -200,3 +200,23 @@ def prefill() -> list[str]:
         for kind, columns in (("kernel", kernel), ("chunk", chunk), ("prompt", prompt))
     ]
     return [*tables[0], "", *tables[1], "", *tables[2]]
+
+
+def hosts() -> list[str]:
+    """Tabulates exchanges over sockets between two agents, measured and predicted, as `helix bench hosts` recorded."""
+    columns: Columns = {
+        "model": at("model"),
+        "batch": at("batch"),
+        "message": lambda r: f"{r['message_bytes']:,} B",
+        "bytes of a step": lambda r: f"{r['exchange_bytes']:,}",
+        "predicted": lambda r: f"{r['predicted_bytes'] / r['exchange_bytes'] - 1:+.1%}",
+        "latency": us("latency_us", 0),
+        "bandwidth": of("gb_per_s", "GB/s", 2),
+        "exchange": us("exchange_us", 0),
+        "predicted from pings": us("predicted_us", 0),
+        "off": lambda r: f"{r['error']:+.1%}",
+        "in a step": us("step_exchange_us", 0),
+        "time per token": of("ttl_us", "ms", 2, 1e3),
+    }
+    found = results("hosts", "model", "backend", "batch", "length")
+    return lines(columns, [r for r in found if "failed" not in r])

@@ -237,3 +237,8 @@ def baselines(name: str) -> list[str]:
     }
     timed = {title: where_it_fits(cell) for title, cell in rates.items()}
     return lines({**LAYOUT, "time per token": _ttl, **timed}, results(name, *WORKLOAD))
+
+
+def best_ttl(rows: list[Row], mode: str) -> float | None:
+    """Finds the least TTL (us) of a mode among measured `rows`; None: none of them fits."""
+    return min((r["ttl_p50_us"] for r in rows if "failed" not in r and r["layout"].startswith(mode)), default=None)

@@ -32,11 +32,15 @@ BAD_BENCHMARKS = [
         1,
         "bench.kind=comm has no drafts of a model: set speculation=none (speculation.drafter=model g",
     ),
-    (["bench=all"], 1, "bench=all: bench has no option all; known: comm, decode, hopb, none, prefill, serve, tune"),
+    (
+        ["bench=all"],
+        1,
+        "bench=all: bench has no option all; known: comm, decode, hopb, hosts, none, prefill, serve, tune",
+    ),
     (
         ["bench.kind=all"],
         1,
-        "bench.kind='all' is unknown; choose one of none, decode, comm, hopb, prefill, serve, tune",
+        "bench.kind='all' is unknown; choose one of none, decode, comm, hopb, hosts, prefill, serve, tune",
     ),
     (["bench=decode", "bench.points=1x2"], 1, "bench.points=1x2 must be a list of texts, such as [a,b]"),
     (["bench=decode", "bench.points=[]"], 1, "bench.points is empty: name at least one, such as [8x131072]"),

@@ -22,7 +22,7 @@ FOLDERS = ("helix", "kernels", "comm", "launch", "benchmarks", "conf")
 PARTS = (*FOLDERS, "pyproject.toml", "torchrun_entry.py", "README.md", "LICENSE")
 RECORDS = shutil.ignore_patterns("results", "figures", "*.md")  # of the laboratory, which a wheel leaves out
 IN_A_CHECKOUT = ("bench", "demo", "fidelity", "acceptance", "plot", "tables", "needles make output=x")
-IN_A_CHECKOUT += ("planner check", "planner bill", "paper")
+IN_A_CHECKOUT += ("planner check", "planner bill", "papers")
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -107,7 +107,8 @@ PROGRAM = """
 import importlib, sys
 for command in sys.argv[1:]:
     name, *arguments = command.split()
-    module = importlib.import_module(f"{'launch' if name == 'demo' else 'benchmarks'}.{name}")
+    file = f"{name}.__main__" if name == "papers" else name
+    module = importlib.import_module(f"{'launch' if name == 'demo' else 'benchmarks'}.{file}")
     sys.argv = [name, *(arguments or ["kernels"] * (name == "bench"))]
     try:
         module.main()

@@ -270,6 +270,6 @@ def _main(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> obj
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
     try:
-        return importlib.import_module(module).main()
+        return importlib.import_module(f"{module}.__main__" if spec.submodule_search_locations else module).main()
     except SystemExit as end:
         return end.code

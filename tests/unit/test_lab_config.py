@@ -46,7 +46,7 @@ def test_its_help_and_config_are_its_own() -> None:
 
     assert "bench=KIND" in shown("--help")
     info = shown("--info", "layout=tp")
-    assert "  bench: comm, decode, hopb" in info and "mode: tp\n" in info and "\n  bench.points (" in info
+    assert "  bench: comm, decode, hopb, hosts" in info and "mode: tp\n" in info and "\n  bench.points (" in info
     job = shown("--cfg", "job", "bench=decode")
     assert "  kind: decode\n" in job and "hydra" not in job
 
@@ -70,7 +70,8 @@ def test_a_missing_laboratory_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_command_is_a_module() -> None:
     for name in cli.LABORATORY:
-        assert (cli.ROOT / "benchmarks" / f"{name}.py").is_file(), name
+        files = (cli.ROOT / "benchmarks" / file for file in (f"{name}.py", f"{name}/__main__.py"))
+        assert any(file.is_file() for file in files), name
     for name in {*cli.COMMANDS} - {"run"}:
         assert (cli.ROOT / "launch" / f"{name}.py").is_file(), name
 

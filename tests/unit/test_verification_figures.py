@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import paper
 from benchmarks.papers import verification
-from benchmarks.papers.verification_figures import Records, figures, tables
+from benchmarks.papers.verification_figures import Records, draw, figures, tables
 from benchmarks.records import style
 from tests.legible import illegible
 
@@ -63,24 +61,13 @@ def test_what_is_not_recorded_is_a_dash() -> None:
         style.plt.close(figure)
 
 
-def test_one_command_draws_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "verify.jsonl").write_text("".join(json.dumps(r) + "\n" for r in recorded()))
+def test_all_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(style.plt, "close", drawn.append)
-    paper.main(["verification", f"results={tmp_path}", f"figures={tmp_path / 'figures'}"])
+    draw(Records(recorded()), tmp_path)
     monkeypatch.undo()
-    names = {png.stem for png in (tmp_path / "figures").iterdir()}
-    assert names == {f"verify-{n}" for n in (*range(1, 7), "sorted")}
+    assert {png.stem for png in tmp_path.iterdir()} == {f"verify-{n}" for n in (*range(1, 7), "sorted")}
     for figure in drawn:
         assert not illegible(figure)
         assert any("better" in f"{panel.get_xlabel()} {panel.get_ylabel()}" for panel in figure.axes)
         style.plt.close(figure)
-    said = capsys.readouterr().out
-    assert all(f"table {n}" in said for n in range(1, 5))
-
-
-def test_without_records_it_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="run `helix bench verify` first"):
-        paper.main(["verification", f"results={tmp_path}"])

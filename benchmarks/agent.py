@@ -1,0 +1,12 @@
+"""An agent with ranks of a benchmark, as `launch/agent.sh` starts one of a run: `python -m benchmarks.agent`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from benchmarks.program import PROGRAM
+from launch.agent import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ, PROGRAM))

@@ -1,0 +1,94 @@
+"""Times decode over two agents on one machine, which only sockets connect: `helix bench hosts`.
+
+Each agent has a rank of `kvp=2` with a GPU of its own; NCCL may use neither peer access nor shared memory, so that
+messages go as they do between hosts. Without GPUs both are CPUs over gloo. A row has the bytes and the time of a step's
+exchange, measured and predicted from pings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from benchmarks.jobs import JobError
+from benchmarks.models.workloads import SHAPES, K, named
+from benchmarks.runner import Benchmark, Given, Part, Row
+from launch.job import spawn
+
+AGENTS = 2
+POINTS = [f"{batch}x{8 * K}" for batch in (1, 8, 64)]
+STEPS = 32
+SOCKETS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
+LOOK_S = 0.1
+
+
+def cases(given: Given) -> list[tuple[str]]:
+    """Lists the models.
+
+    Raises:
+        ValueError: there is one GPU.
+    """
+    if given.gpu and torch.cuda.device_count() < AGENTS:
+        raise ValueError("one GPU has no other host to send to: use two")
+    return [(model,) for model in ((given.models or ["llama-3.1-8b"]) if given.gpu else ["demo"])]
+
+
+def measure(given: Given, model: str) -> Iterator[Row]:
+    """Yields the rows of a job over two agents."""
+    points = POINTS if given.gpu else ["4x256"]
+    overrides = [*named(model), "bench=hosts", "layout.kvp=2", f"bench.points=[{','.join(points)}]"]
+    overrides += [f"bench.steps={STEPS if given.gpu else 3}", f"comm.backend={'nccl' if given.gpu else 'gloo'}"]
+    for row in over_agents(overrides, given.gpu):
+        yield {"model": model, **row}
+
+
+def over_agents(overrides: Sequence[str], gpus: bool) -> list[Row]:
+    """Runs a job over two agents of this host and returns its rows.
+
+    Raises:
+        JobError: an agent failed.
+        KeyboardInterrupt: they were interrupted.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as directory:
+        record = Path(directory) / "record.json"
+        command = (sys.executable, "-m", "benchmarks.agent", *overrides, f"record={record}")
+        shared = {"ENDPOINT": endpoint, "NODES": str(AGENTS), "RANKS": "1", **SOCKETS}
+        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // AGENTS))  # they share the cores
+        with spawn.heard() as lines, ExitStack() as stack:
+            agents = []
+            for i in range(AGENTS):
+                environment = os.environ | shared | {"CUDA_VISIBLE_DEVICES": str(i) if gpus else ""}
+                said = subprocess.DEVNULL if i else None  # both would say the same
+                agents.append(stack.enter_context(subprocess.Popen(command, stdout=said, env=environment)))
+                stack.callback(agents[-1].terminate)
+            while None in (codes := [agent.poll() for agent in agents]) and not any(codes):
+                time.sleep(LOOK_S)
+        if spawn.INTERRUPTED in codes:
+            raise KeyboardInterrupt
+        if any(codes):
+            raise JobError(spawn.cause(lines) or f"exit codes {codes}")
+        rows: list[Row] = json.loads(record.read_text(encoding="utf-8"))["hosts"]
+        return rows
+
+
+COLUMNS = (
+    "model backend batch message_bytes exchange_bytes predicted_bytes latency_us gb_per_s exchange_us predicted_us"
+)
+BENCHMARK = Benchmark(
+    "decode over two agents with sockets between them, and the exchange beside what pings predict",
+    __doc__,
+    (Part(cases, measure, f"{COLUMNS} predicted_us error step_exchange_us ttl_us"),),
+    models=SHAPES,
+)

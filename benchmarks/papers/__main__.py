@@ -1,0 +1,123 @@
+"""The papers that the runtime follows, item by item, and their tables and figures: `helix papers`.
+
+  helix papers               write docs/papers.md and docs/simulator.md, and draw the figures of all papers
+  helix papers verification  print one paper's items and tables, each with the command that makes it
+
+papers: helix, verification, vegas, gather; figures=DIR also draws those of the paper there. Figures of helix are the
+simulator's, from conf/hardware/gb200.yaml, and take seconds; all others are drawn from benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks.papers import gather_items, helix_items, vegas_items, verification_items
+from benchmarks.papers.figures import PAGE as SIMULATOR
+from benchmarks.papers.figures import write_figures
+from benchmarks.papers.items import lines_of
+from benchmarks.papers.verification_figures import CAPTIONS, drawable
+from benchmarks.papers.verification_figures import draw as draw_verification
+from benchmarks.records import figures as recorded
+from benchmarks.records.columns import filled
+from benchmarks.records.tables import TABLES
+from launch.inputs.arguments import helped, need_checkout, parse, unknown
+from launch.inputs.compose import ROOT
+
+PAGE = ROOT / "docs" / "papers.md"
+BENCHMARKS = ROOT / "benchmarks"
+PAPERS: dict[str, ModuleType] = {
+    "helix": helix_items,
+    "verification": verification_items,
+    "vegas": vegas_items,
+    "gather": gather_items,
+}
+DRAWN = {  # of `helix plot`
+    "helix": ("fronts-deepseek-r1", "fronts-llama-3.1-405b"),
+    "vegas": ("acceptance-places", "acceptance-sparsity"),
+    "gather": ("sparse-map", "sparse-map.emulated-8", "fidelity-needles", "fidelity-recall"),
+}
+
+
+def with_items(text: str) -> str:
+    """Returns the page's text with its tables and figures anew."""
+
+    def lines(name: str) -> list[str]:
+        if name in PAPERS:
+            return lines_of(PAPERS[name].items())
+        return SHOWN[name]() if name in SHOWN else TABLES[name]()
+
+    return filled(text, lines)
+
+
+def _verification() -> list[str]:
+    names = drawable(verification_items.records())
+    return [_image(CAPTIONS[name], f"verify-{name}") for name in names]
+
+
+def _fronts() -> list[str]:
+    names = [name for name in DRAWN["helix"] if recorded.rows_of(name, BENCHMARKS / "results")]
+    return [_image("Measured and simulated fronts", name) for name in names]
+
+
+def _image(caption: str, name: str) -> str:
+    return f"![{caption}](../benchmarks/figures/{name}.png)"
+
+
+SHOWN = {"verification-figures": _verification, "fronts-figures": _fronts}  # those for which there are records
+
+
+def show(name: str) -> None:
+    """Prints a paper's items, then each of its tables below the command that makes it."""
+    print(f"{PAPERS[name].__doc__}\n", *lines_of(PAPERS[name].items()), sep="\n")
+    for title, table in PAPERS[name].tabled().items():
+        print(f"\n{title}: `{table.command}`\n", *table.lines(), sep="\n")
+
+
+def draw(name: str, figures: Path) -> None:
+    """Draws a paper's figures."""
+    if name == "helix":
+        write_figures(BENCHMARKS / "results" / "simulate", figures, None)
+    elif name == "verification":
+        draw_verification(verification_items.records(), figures)
+    for drawing in DRAWN.get(name, ()):
+        recorded.draw(drawing, BENCHMARKS / "results", figures)
+
+
+def write() -> None:
+    """Writes the pages, and draws all figures."""
+    write_figures(BENCHMARKS / "results" / "simulate", BENCHMARKS / "figures", SIMULATOR)
+    draw_verification(verification_items.records(), BENCHMARKS / "figures")
+    for name in (name for names in DRAWN.values() for name in names):
+        recorded.draw(name, BENCHMARKS / "results", BENCHMARKS / "figures")
+    PAGE.write_text(with_items(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a paper, or writes all; a wrong name ends with what is known."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if helped(arguments, __doc__):
+        return
+    need_checkout("helix papers")
+    names = [text for text in arguments if "=" not in text]
+    try:
+        given = parse([text for text in arguments if "=" in text], {"figures": Path})
+        for name in names:
+            if name not in PAPERS:
+                raise ValueError(unknown(name, PAPERS))
+        if given and not names:
+            raise ValueError(f"figures={given['figures']} needs a paper: {', '.join(PAPERS)}")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    for name in names:
+        show(name)
+        if given:
+            draw(name, given["figures"])
+    if not names:
+        write()
+
+
+if __name__ == "__main__":
+    main()

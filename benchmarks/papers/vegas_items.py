@@ -1,0 +1,229 @@
+"""Vegas (Yue et al., ICML 2026): its items beside ours, from records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.papers.items import NOT_RECORDED, Item, Table, span
+from benchmarks.records.acceptance_tables import KEY, joined
+from benchmarks.records.rows import Row, results
+from benchmarks.records.tables import TABLES
+
+ACCEPTANCE, DRAFTS, KERNELS = "helix acceptance", "helix bench self-drafts", "helix bench sparse"
+# The tables that are reprinted, and what makes their records.
+RECORDED = {
+    **dict.fromkeys(
+        (f"acceptance-{name}" for name in ("policies", "variants", "places", "sparsity", "sampled", "choices")),
+        ACCEPTANCE,
+    ),
+    "sparse-collect": KERNELS,
+    "sparse-choose": KERNELS,
+    "sparse-attend": KERNELS,
+    "self-drafts": DRAFTS,
+    "self-drafts-of-8": f"{DRAFTS} ranks=8",
+}
+
+
+def _joined(kind: str, **fields: object) -> list[Row]:
+    rows = joined(
+        [r for r in results("acceptance", *KEY) if r["kind"] in ("acceptance", "sweep") and r["kind"] == kind]
+    )
+    return [r for r in rows if all(r[name] == value for name, value in fields.items())]
+
+
+def _kept(*policies: str, gamma: int = 7) -> str:
+    """Tokens an iteration of some policies with 32K tokens, the mean over three tasks."""
+    usual = {"length": 32768, "gamma": gamma, "prompts": 30, "kvp": 1, "temperature": 0.0}
+    said = []
+    for policy in policies:
+        rows = _joined("acceptance", policy=policy, **usual)
+        said.append(f"{policy} {rows[0]['mean']:.2f}" if rows else f"{policy} -")
+    return ", ".join(said)
+
+
+def _choice(policy: str, length: int, name: str) -> Sequence[float]:
+    rows = [
+        r
+        for r in results("acceptance", *KEY)
+        if r["kind"] == "choices" and (r["policy"], r["length"]) == (policy, length)
+    ]
+    return rows[-1][name] if rows else []
+
+
+def _overlap() -> str:
+    found = _choice("all", 4096, "overlap")
+    return f"neighbours {found[0]:.2f}, six apart {found[-1]:.2f}" if found else NOT_RECORDED
+
+
+def _sweep() -> str:
+    found = {r["sparsity"]: r["mean"] for r in _joined("sweep", policy="any", length=8192)}
+    return ", ".join(f"{share:.0%} {tokens:.2f}" for share, tokens in sorted(found.items())) or NOT_RECORDED
+
+
+def _collect(name: str) -> str:
+    rows = [
+        r for r in results("sparse", "kind", "group", "dim", "queries", "batch", "length") if r["kind"] == "collect"
+    ]
+    return span([r[f"{name}_over_plain"] for r in rows], ".2f", "x")
+
+
+def _attend() -> str:
+    """Attention over runs of neighbouring keys, over that of single ones at the same point."""
+    rows = [r for r in results("sparse", "kind", "heads", "batch", "length", "run") if r["kind"] == "attend"]
+    single = {(r["heads"], r["batch"], r["length"]): r["us"] for r in rows if r["run"] == 1}
+    return span([r["us"] / single[r["heads"], r["batch"], r["length"]] for r in rows], ".2f", "x of single keys")
+
+
+def _phase(model: str, phases: Sequence[str], batch: int, length: int) -> str:
+    """The share of some phases in an iteration of four drafts."""
+    found = results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
+    rows = [
+        r
+        for r in found
+        if (r["model"], r["batch"], r["length"], r["gamma"]) == (model, batch, length, 4) and r.get("phase_us")
+    ]
+    return span([sum(r["phase_us"][p] for p in phases) / sum(r["phase_us"].values()) for r in rows], ".1%")
+
+
+def _gain(models: Sequence[str], rate: str = "0.9") -> str:
+    """The most that drafts gain at a rate, by model, over all recorded points."""
+    rows = [
+        r
+        for r in results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
+        if "failed" not in r and r["gamma"]
+    ]
+    best = {m: max((r["gain_at_rates"][rate] for r in rows if r["model"] == m), default=None) for m in models}
+    return (
+        ", ".join(f"{m} {'-' if gain is None else format(gain, '.2f')} x" for m, gain in best.items())
+        + f" at a rate of {rate}"
+    )
+
+
+def items() -> list[Item]:
+    """Lists the paper's items, in its order."""
+    models = ("qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b")
+    first = ("qwen3-8b", ("choose",), 4, 112 * 1024)
+    return [
+        Item(
+            "Figure 1: iteration of drafts and verification",
+            "done",
+            "tokens are those of plain decoding",
+            "pytest tests/e2e/test_sparse_drafts.py",
+        ),
+        Item(
+            "2.2: 36.9 ms a step, Qwen3-8B, 4 x 128K, H100",
+            "partly: 4 x 112K on an H200",
+            _plain("qwen3-8b", 4),
+            DRAFTS,
+        ),
+        Item(
+            "Figure 2: Quest keeps more than a window", "done, on the demo model", _kept("quest", "window"), ACCEPTANCE
+        ),
+        Item(
+            "Figure 3: breakdown of an iteration",
+            "partly: of `any` alone; `quest` and `window` are not timed",
+            f"choice {_phase(*first)} of an iteration",
+            DRAFTS,
+        ),
+        Item(
+            "Equation 2: keys by all drafts' logits", "done: policy `all`, of the laboratory", _kept("all"), ACCEPTANCE
+        ),
+        Item("Equation 3: collect two queries", "done: policy `c2q`", _kept("c2q"), ACCEPTANCE),
+        Item("3.2: by the last accepted token", "done: policy `last`, of the laboratory", _kept("last"), ACCEPTANCE),
+        Item("Ours: best row of all", "done: policy `any`, the default", _kept("any"), ACCEPTANCE),
+        Item(
+            "Figure 4: shares by place in the chain", "done, on the demo model", "table acceptance-places", ACCEPTANCE
+        ),
+        Item(
+            "3.2: refused drafts' queries help, 3 to 14%",
+            "done: `all` beside `accepted`: no difference here",
+            _kept("all", "accepted"),
+            ACCEPTANCE,
+        ),
+        Item("Figure 5: how probable refused tokens were", "not done", "-", ACCEPTANCE),
+        Item(
+            "Figure 6: cost of collecting",
+            "done: all rows in one maximum or mean; the paper 5 to 189%",
+            f"best row {_collect('any')}, each row {_collect('each')}",
+            KERNELS,
+        ),
+        Item(
+            "Table 1: two queries keep what all keep",
+            "done, on the demo model; gamma 7 and 11",
+            f"{_kept('all', 'c2q')}; 11 drafts: {_kept('all', 'c2q', gamma=11)}",
+            ACCEPTANCE,
+        ),
+        Item("Figure 7: neighbours choose alike", "done: 7% of the keys in place of 1,024", _overlap(), ACCEPTANCE),
+        Item("Figure 8: tokens over the share of keys", "done", _sweep(), ACCEPTANCE),
+        Item("3.4: three steps of tuning", "done: `helix tune`; on a GPU not recorded", "-", "helix tune"),
+        Item("4: page size of one token", "done", _attend(), KERNELS),
+        Item("4: in vLLM", "out of reach: our own engine; vLLM has no such drafts to take", "-", DRAFTS),
+        Item(
+            "5.1: Qwen3-4B, Qwen3-8B, Qwen3-30B, gpt-oss-20b",
+            "partly: shapes with random weights, no Qwen3-4B",
+            _gain(models),
+            DRAFTS,
+        ),
+        Item("5.1: H100 NVL", "partly: H200 and emulated ranks", "-", DRAFTS),
+        Item(
+            "5.1: baselines MagicDec-Stream and -Quest",
+            "partly: acceptance of `window` and `quest`; not timed",
+            _kept("window", "quest"),
+            ACCEPTANCE,
+        ),
+        Item("5.1: baseline SpecExtend", "partly: policy `last` in every layer; not timed", _kept("last"), ACCEPTANCE),
+        Item(
+            "Figure 9: AIME25, CodeElo",
+            "out of reach: needs trained 8B weights; the step is timed at given rates",
+            _gain(models, "0.96"),
+            DRAFTS,
+        ),
+        Item(
+            "Figure 10a: drafting accuracy",
+            "done, on the demo model",
+            _kept("any", "window", "quest", "last"),
+            ACCEPTANCE,
+        ),
+        Item(
+            "Figure 10b: overhead of choosing, 5.9 to 9.4%",
+            "done: the choice, without the collecting",
+            _phase(*first),
+            DRAFTS,
+        ),
+        Item(
+            "Figure 11: LongBench-v2, 96K to 120K",
+            "partly: 1 x 128K, 4 x 112K and 8 x 1M of random data",
+            _gain(models, "0.8"),
+            DRAFTS,
+        ),
+        Item("Abstract: 1.25 to 2.81 x over vLLM", "partly: beside our own plain steps", _gain(models), DRAFTS),
+        Item("Appendix B: weights in place of logits", "done, in the laboratory", _kept("weights", "any"), ACCEPTANCE),
+        Item("Appendix C: a share or a fixed budget", "done, in the laboratory", _kept("fixed", "any"), ACCEPTANCE),
+        Item("Appendix D, Table 2: page sizes 1 to 16", "done: runs of 1 to 16 keys", _attend(), KERNELS),
+        Item("E.1: sampling parameters", "done: temperature 0.6, top-p, top-k", "table acceptance-sampled", ACCEPTANCE),
+        Item(
+            "Figure 13: map of gamma and share",
+            "partly: `helix tune` draws it; none is recorded on a GPU",
+            "-",
+            "helix tune",
+        ),
+        Item("Table 3: gammas that were chosen", "partly: 4, 6 and 8 are timed", "table self-drafts", DRAFTS),
+        Item(
+            "Over several ranks", "not in the paper: each rank chooses its share", "table acceptance-ranks", ACCEPTANCE
+        ),
+    ]
+
+
+def _plain(model: str, batch: int) -> str:
+    found = results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
+    rows = [
+        r["ttl_p50_us"] / 1e3
+        for r in found
+        if (r["model"], r["batch"], r["gamma"]) == (model, batch, 0) and "failed" not in r
+    ]
+    return span(rows, ".1f", "ms")
+
+
+def tabled() -> dict[str, Table]:
+    """Lists the tables that are reprinted."""
+    return {name: Table(command, TABLES[name]) for name, command in RECORDED.items()}

@@ -1,0 +1,109 @@
+"""Times what a decode step sends between hosts, and predicts it, inside a job (`bench=hosts`).
+
+Pings are all-to-alls of half and of twice a step's message: a line through both is the link's latency and bandwidth. An
+exchange is predicted as latency + bytes / bandwidth, and what packing and combining take where nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.ranks.collectives import microseconds
+from benchmarks.ranks.hopb import without_exchange
+from benchmarks.ranks.points import at_each, engine_at
+from benchmarks.ranks.steps import fill, rewind
+from benchmarks.schema import lab
+from comm.base import Communicator, pack_partials
+from helix.events.decision import StepKind
+from helix.models import Decoder
+from helix.run.autotune import step_seconds
+from launch.inputs.preflight import CheckedRun
+from launch.job.task import Done, Task
+
+EAGER = 60  # calls of each size on a CPU
+TURNS = 3  # in which all sizes are timed one after the other: a link shared with others changes
+ALIGNED = 64  # bytes
+
+
+def run(task: Task) -> Done:
+    """Times the exchange at each of `bench.points`; a collective.
+
+    Raises:
+        ConfigError: the only point does not fit.
+    """
+    model, _ = task.load()
+    rows = at_each(task.plan, task.comm, partial(_time_point, task.plan, task.comm, model))
+    return {"hosts": [{"kind": "exchange", "backend": task.backend} | row for row in rows]}, 0
+
+
+def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
+    config, K = lab(plan.config), len(comm.kvp_group)
+    engine, reserved = engine_at(plan, comm, model, batch, length, 3, hopb="none")
+    fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
+    kind = StepKind(batch, engine.runner.drafts, sparse=engine.runner.sparse_at(length))
+    (out, lse, shares), layers = _exchanged(comm, partial(engine.runner.step, kind))
+    rewind(engine.runner, batch, length)
+
+    def step_us() -> float:
+        return 1e6 * step_seconds(engine.runner, kind, config.bench.steps)
+
+    ttl, without = step_us(), without_exchange(engine.runner, comm, step_us)
+    engine.close()
+    exchange = partial(comm.exchange, out, lse, shares)
+    message = pack_partials(out, lse, shares).nbytes * (K - 1) // K
+    with _replaced(comm, "all_to_all", lambda x: x):
+        local_us = microseconds(comm, exchange, EAGER)[0]
+    sizes = [-(-message // 2 // ALIGNED) * ALIGNED, 2 * message]
+    pings = [partial(comm.all_to_all, out.new_empty(K, size // (K - 1), dtype=torch.uint8)) for size in sizes]
+    turns = [[microseconds(comm, call, EAGER)[0] for call in (*pings, exchange)] for _ in range(TURNS)]
+    half, twice, measured = (sorted(found)[TURNS // 2] for found in zip(*turns, strict=True))
+    us_per_byte = max(twice - half, 0.0) / (sizes[1] - sizes[0])
+    latency = half - us_per_byte * sizes[0]
+    predicted = local_us + latency + us_per_byte * message
+    return [
+        {
+            "batch": batch,
+            "length": length,
+            "ttl_us": ttl,
+            "without_us": without,
+            "exchange_bytes": layers * message,
+            "predicted_bytes": layers * lse.numel() * (out.shape[-1] * out.itemsize + 4) * (K - 1) // K,
+            "message_bytes": message,
+            "latency_us": latency,
+            "gb_per_s": 1e-3 / us_per_byte if us_per_byte else None,
+            "local_us": local_us,
+            "exchange_us": measured,
+            "predicted_us": predicted,
+            "error": predicted / measured - 1,
+            "step_exchange_us": (ttl - without) / layers,
+        }
+    ]
+
+
+def _exchanged(comm: Communicator, step: Callable[[], Any]) -> tuple[tuple[Tensor, Tensor, list[int]], int]:
+    """Runs a step; returns what its first exchange was given, and how many it has."""
+    given: list[tuple[Tensor, Tensor, list[int]]] = []
+
+    def exchange(out: Tensor, lse: Tensor, shares: list[int]) -> Tensor:
+        given.append((out.clone(), lse.clone(), shares) if not given else given[0])
+        return type(comm).exchange(comm, out, lse, shares)
+
+    with _replaced(comm, "exchange", exchange):
+        step()
+    return given[0], len(given)
+
+
+@contextmanager
+def _replaced(comm: Communicator, name: str, call: Callable[..., Tensor]) -> Iterator[None]:
+    """Replaces an operation of a communicator during the context."""
+    setattr(comm, name, call)
+    try:
+        yield
+    finally:
+        delattr(comm, name)

@@ -1,0 +1,67 @@
+"""The papers' items: each has a command that works, and the page and the terminal show the same of the records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench import BENCHMARKS
+from benchmarks.papers.__main__ import PAGE, PAPERS, main, with_items
+from benchmarks.papers.items import NOT_RECORDED, Item, lines_of, span
+from benchmarks.papers.verification_figures import drawable
+from benchmarks.records.tables import TABLES
+from launch import cli
+from launch.inputs.compose import ROOT
+
+HERE = ("done", "partly", "out of reach", "not done", "simulated", "not in the paper")
+
+
+def test_the_page_has_the_items_of_the_records() -> None:
+    assert with_items(PAGE.read_text(encoding="utf-8")) == PAGE.read_text(encoding="utf-8"), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_item_says_what_is_here_and_names_a_command(name: str) -> None:
+    items, tables = PAPERS[name].items(), PAPERS[name].tabled()
+    assert len({item.what for item in items}) == len(items) > 20
+    for item in items:
+        assert item.here.startswith(HERE) and item.ours and "|" not in "".join(item), item
+    for command in [item.command for item in items] + [table.command for table in tables.values()]:
+        words = command.split()
+        if words[0] == "pytest":
+            assert (ROOT / words[1]).is_file(), command
+        elif words[0] == "python":
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), command
+        else:
+            assert words[0] == "helix" and words[1] in cli.COMMANDS | cli.LABORATORY, command
+        known = {"bench": [*BENCHMARKS], "tables": [*TABLES], "papers": [*PAPERS]}.get(words[1], [])
+        assert not known or len(words) == 2 or words[2] in known, command
+
+
+def test_a_paper_is_printed_with_its_tables_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["verification", f"figures={tmp_path}"])
+    said = capsys.readouterr().out
+    assert "| Figure 2, F2: divergence over alpha |" in said
+    for title, table in PAPERS["verification"].tabled().items():
+        assert f"{title}: `{table.command}`" in said
+    drawn = drawable(PAPERS["verification"].records())
+    assert {png.name for png in tmp_path.iterdir()} == {f"verify-{name}.png" for name in drawn} != set()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["vega"], "vega is unknown; known: helix, .* did you mean vegas"),
+        (["figures=here"], "figures=here needs a paper"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_what_is_known(arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit, match=words.replace(" did", r" \(did")):
+        main(arguments)
+
+
+def test_cells_of_what_is_not_recorded() -> None:
+    assert span([], ".1f") == NOT_RECORDED and span([1, 1], ".1f", "us") == "1.0 us"
+    assert span([2, 1], ".1f", "x") == "1.0 to 2.0 x"
+    assert lines_of([Item("a", "done", "1", "helix papers")])[2] == "| a | done | 1 | `helix papers` |"
