@@ -54,6 +54,7 @@ class Paper:
 
     def __init__(self) -> None:
         self.setting = Setting(load_hardware("gb200"))
+        self.searched = 0  # points, for the headlines
         self.headlines: dict[str, Row] = {}
         self.frontiers: dict[str, list[Row]] = {}
         self.curves: dict[str, list[Row]] = {}
@@ -63,6 +64,7 @@ class Paper:
         for model in CLAIMS:
             spec = load_spec(model)
             self.headlines[model], base, helix = paper_rows.headline(spec, self.setting)
+            self.searched += len(base.points) + len(helix.points)
             series = {**paper_rows.components(base), "Baseline": base, "Helix": helix}
             self.frontiers[model] = [
                 r for name, step in series.items() for r in paper_rows.frontier_rows(name, step, base)
