@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
         raise ValueError(f"ENDPOINT={endpoint}: no host of that name is known here") from error
     nodes = _count(environment, "NODES", 2, 1 << 16)
     ranks = _count(environment, "RANKS", torch.cuda.device_count(), most_ranks())
+    grace: dict[str, Any] = (
+        {"shutdown_timeout": GRACE_S} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
+    )
     return LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -53,7 +57,7 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
         rdzv_configs={"timeout": MEETING_S, "read_timeout": ANSWER_S, "is_host": False},  # `meeting_store` is there
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=GRACE_S,
+        **grace,  # torch 2.11 has no such setting, and waits for 30 s
     )
 
 

@@ -19,12 +19,15 @@ from kernels.tokens.uniform import gumbel, gumbel_bound
 
 BLOCK = 512
 WARPS = 4
+REGISTERS = 80  # so that six programs fit an SM, as `slices_of` counts
+MANY = 12  # tiles of a program, of which two or three have the best column so far: fewer do not pay for ruling out
 
 
 @triton.jit(do_not_specialize=["V", "first"])
 def _draw_kernel(
     logits, best, last_key, temperature, min_p, greedy, seed, positions, candidates,
-    logits_b, logits_t, first, V, T, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_b, logits_t, first, V, T,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, RULES_OUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     wait_for_predecessor(PDL)
@@ -45,11 +48,15 @@ def _draw_kernel(
         for begin in range(part * BLOCK, V, tl.num_programs(1) * BLOCK):
             v = begin + tl.arange(0, BLOCK)
             ids = (v + first).to(tl.int64)
-            # Logarithms in fp64 take most of the time: only where fp32 does not rule out a better column.
-            x = tl.load(at + v, mask=v < V, other=float("-inf"))
-            weight = (x - best_.to(tl.float32)) / temperature_
-            most = weight + gumbel_bound(seed_, position, stream, ids) + (0.001 + tl.abs(weight) * 1e-6)
-            if tl.max(tl.where(x > float("-inf"), most, float("-inf")), 0) > least:
+            if RULES_OUT:
+                # Logarithms in fp64 take most of the time: only where fp32 does not rule out a better column.
+                x = tl.load(at + v, mask=v < V, other=float("-inf"))
+                weight = (x - best_.to(tl.float32)) / temperature_
+                most = weight + gumbel_bound(seed_, position, stream, ids) + (0.001 + tl.abs(weight) * 1e-6)
+                reads = tl.max(tl.where(x > float("-inf"), most, float("-inf")), 0) > least
+            else:
+                reads = True
+            if reads:
                 score = log_weights(at, v, v < V, best_, key, temperature_, min_p_)
                 score += gumbel(seed_, position, stream, ids)
                 place = tl.where(score > top, v, place)  # ties: the first stays
@@ -80,9 +87,11 @@ def draw(
     B, T, V = checked(p)
     assert greedy.shape == positions.shape == (B, T) and seed.shape == (B,)
     assert all(t.is_contiguous() and t.dtype == torch.int64 for t in (greedy, seed, positions))
-    candidates = torch.empty(slices_of(B * T), B * T, 2, dtype=torch.float64, device=greedy.device)
-    _draw_kernel[B * T, len(candidates)](
+    slices = slices_of(B * T)
+    candidates = torch.empty(slices, B * T, 2, dtype=torch.float64, device=greedy.device)
+    _draw_kernel[B * T, slices](
         *vars(p).values(), greedy, seed, positions, candidates, *p.logits.stride()[:2], first, V, T,
-        STREAM=stream, BLOCK=BLOCK, num_warps=WARPS, **overlapped(greedy),
+        STREAM=stream, BLOCK=BLOCK, RULES_OUT=MANY * BLOCK * slices < V, num_warps=WARPS, maxnreg=REGISTERS,
+        **overlapped(greedy),
     )  # fmt: skip
     return candidates

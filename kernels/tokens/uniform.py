@@ -37,9 +37,9 @@ def gumbel(seed, position, stream, index):
 @triton.jit
 def gumbel_bound(seed, position, stream, index):
     """Computes fp32 that is at most 1e-3 less than `gumbel`, and mostly as near to it from above."""
-    # Of the upper 32 bits: w is not more than 1 - u, u what `uniform` draws.
-    rest = (0xFFFFFFFF - (_bits(seed, position, stream, index) >> 32)).to(tl.uint32)
-    w = rest.to(tl.float32) * 2.3283064365386963e-10  # 2^-32
-    # -log(1 - w). In fp32, 1 - w is off by 2^-25, and the log by 2^-22, which matters where w is small.
-    near = w * (1.0 + w * (0.5 + w * (0.3333333 + w * 0.25)))
-    return -tl.log(tl.where(w < 0.015625, near, -tl.log(1.0 - w)))
+    upper = (_bits(seed, position, stream, index) >> 32).to(tl.uint32)
+    # Of u, that which `uniform` draws is less than `most`, and 1 - u more than `rest`.
+    most = (upper.to(tl.float32) + 1.0) * 2.3283064365386963e-10  # 2^-32
+    rest = (0xFFFFFFFF - upper).to(tl.float32) * 2.3283064365386963e-10
+    near = rest * (1.0 + rest * (0.5 + rest * (0.3333333 + rest * 0.25)))  # -log(1 - rest)
+    return -tl.log(tl.where(rest < 0.015625, near, -tl.log(most)))

@@ -86,6 +86,9 @@ def commit_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     best = {"BLOCK": 1024, "PDL": True}
     yield "best-of-rank", torch.float32, _best_of_rank_kernel, best, {"num_warps": 4}
     yield "best-column", torch.float32, _best_of_rank_kernel, best | {"V": 1, "first": 1}, {"num_warps": 4}
-    drawn = {"STREAM": 0, "BLOCK": 512, "PDL": True}
-    yield "draw", torch.float32, _draw_kernel, drawn, {"num_warps": 4}
-    yield "draw-column", torch.float32, _draw_kernel, drawn | {"V": 1, "first": 1}, {"num_warps": 4}
+    drawn, options = {"STREAM": 0, "BLOCK": 512, "PDL": True}, {"num_warps": 4, "maxnreg": 80}
+    for rules_out in (True, False):
+        name = "draw-ruled-out" if rules_out else "draw"
+        yield name, torch.float32, _draw_kernel, drawn | {"RULES_OUT": rules_out}, options
+    column = drawn | {"RULES_OUT": False, "V": 1, "first": 1}
+    yield "draw-column", torch.float32, _draw_kernel, column, options

@@ -25,8 +25,9 @@ FIRST = 1000  # id of the first column
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that take several rounds."""
+    """Programs that take several rounds, and from a few hundred columns on rule some out."""
     monkeypatch.setattr(kernels, "BLOCK", 32)
+    monkeypatch.setattr(kernels, "MANY", 1)
     monkeypatch.setattr(best_token, "PROGRAMS", 8)
 
 
