@@ -107,7 +107,8 @@ def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[
         return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
 
     for layer in runner.model.layers:
-        layer.mixer.comm = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather)  # type: ignore[attr-defined]
+        alone = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather, kvp_rank=comm.kvp_rank)
+        layer.mixer.comm = alone  # type: ignore[attr-defined]
     result = measure()
     for layer in runner.model.layers:
         layer.mixer.comm = comm  # type: ignore[attr-defined]
@@ -123,25 +124,29 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
     lse = torch.randn(batch, MLA_HEADS, device=comm.device)
     pipeline, busy = Pipeline(comm.device if comm.capturable else None), _busy(comm.device)
 
-    def exchange(found: PartialAttention) -> Tensor:
-        return comm.merge_exchange(found, shares)
+    def measured(chunks: int, attention_s: float, exchanges: bool = True) -> float:
+        cuts = _cut(batch, chunks)
+        result = out.new_empty(batch, shares[comm.kvp_rank], MLA_DIM)
 
-    def measured(chunks: int, attention_s: float, exchange: Callable[[PartialAttention], Tensor]) -> float:
-        def attend(rows: slice) -> PartialAttention:
-            busy(attention_s * len(out[rows]) / batch)
-            return PartialAttention(out[rows], lse[rows])
+        def attend(chunk: int) -> PartialAttention:
+            busy(attention_s * len(out[cuts[chunk]]) / batch)
+            return PartialAttention(out[cuts[chunk]], lse[cuts[chunk]])
+
+        def exchange(chunk: int, found: PartialAttention) -> None:
+            if exchanges:
+                comm.merge_exchange(found, shares, result[cuts[chunk]])
 
         comm.barrier()
-        chain = partial(pipeline.run, _cut(batch, chunks), attend, exchange)
+        chain = partial(pipeline.run, chunks, attend, exchange)
         return median(slowest(comm, _captured(chain, comm.device, comm.barrier)))
 
-    alone = measured(1, 0.0, exchange)
+    alone = measured(1, 0.0)
     attention = alone * ATTENTION_UNITS / EXCHANGE_UNITS
-    off = measured(1, attention, exchange)
-    without = measured(1, attention, lambda found: found.out[:, : shares[comm.kvp_rank]])
+    off = measured(1, attention)
+    without = measured(1, attention, exchanges=False)
     rows = []
     for chunks in [n for n in CHUNKS if n <= batch]:
-        on = measured(chunks, attention, exchange)
+        on = measured(chunks, attention)
         rows.append(
             {
                 "kind": "mla", "heads": MLA_HEADS, "dim": MLA_DIM, "batch": batch, "chunks": chunks,
@@ -155,10 +160,9 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
 def delays(device: torch.device) -> list[dict[str, Any]]:
     """The paper's example: eight requests, 2 units of attention and 1.2 of exchange each, one by one or pipelined."""
     pipeline, busy = Pipeline(device if device.type == "cuda" else None), _busy(device)
-    out, lse = torch.zeros(REQUESTS, 1, 1, device=device), torch.zeros(REQUESTS, 1, device=device)
 
-    def run(chunks: int, spans: list[tuple[str, int, Moment, Moment]] | None = None) -> Tensor:
-        exchanged = count()
+    def run(chunks: int, spans: list[tuple[str, int, Moment, Moment]] | None = None) -> None:
+        cuts = _cut(REQUESTS, chunks)
 
         def wait(stream: str, request: int, units: float) -> None:
             if spans is None:
@@ -168,17 +172,16 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
             busy(units * UNIT_S)
             spans.append((stream, request, begin, Moment(device)))
 
-        def attend(rows: slice) -> PartialAttention:
-            for request in range(rows.start, rows.stop):
+        def attend(chunk: int) -> slice:
+            for request in range(cuts[chunk].start, cuts[chunk].stop):
                 wait("attention", request, ATTENTION_UNITS)
-            return PartialAttention(out[rows], lse[rows])
+            return cuts[chunk]
 
-        def exchange(found: PartialAttention) -> Tensor:
-            for _ in range(len(found.out)):
-                wait("exchange", next(exchanged), EXCHANGE_UNITS)
-            return found.out
+        def exchange(chunk: int, rows: slice) -> None:
+            for request in range(rows.start, rows.stop):
+                wait("exchange", request, EXCHANGE_UNITS)
 
-        return pipeline.run(_cut(REQUESTS, chunks), attend, exchange)
+        pipeline.run(chunks, attend, exchange)
 
     rows: list[dict[str, Any]] = []
     units: dict[str, float] = {}
@@ -225,7 +228,7 @@ def _busy_kernel(ns: int) -> None:
 
 
 def _captured(
-    run: Callable[[], Tensor], device: torch.device, barrier: Callable[[], None] = lambda: None
+    run: Callable[[], object], device: torch.device, barrier: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Seconds of each replay of `run` (on a CPU, of each call), after three for warm-up."""
     if device.type != "cuda":

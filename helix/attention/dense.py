@@ -40,4 +40,4 @@ class DenseAttention(AttentionPolicy):
         keys = paged(lo.view(of_sequences), hi.view(of_sequences))
         decode = mla_decode_parts if latents else decode_parts
         sms = layer.sms(q.device)
-        return decode(q.unflatten(0, of_sequences), keys, sms=sms, early=True)
+        return decode(q.unflatten(0, of_sequences), keys, sms=sms, early=True, lane=layer.lane)

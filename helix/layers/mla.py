@@ -230,13 +230,21 @@ class MLA(ShardedAttention):
             return parts.transpose(0, 1).flatten(1, 2)
         return torch.cat([part[:, :heads] for part, heads in zip(parts, self.gathered, strict=True)], 1)
 
-    def exchange(self, partial: PartialAttention) -> Tensor:
-        """Exchanges partial outputs [N, Hq_local, R] -> exact values [N, own heads, value]."""
-        rows = partial.lse.numel() // partial.lse.shape[-1]
-        if len(self.shares) > 1 and exchanges_values(self.spec, rows):
-            out, lse = partial.merge()
-            return super().exchange(PartialAttention(per_head_linear(out, self.w_uv), lse))
-        return per_head_linear(super().exchange(partial), self.own_w_uv)
+    def sends_values(self, rows: int) -> bool:
+        """Returns whether messages of up to `rows` queries hold values instead of latents."""
+        return len(self.shares) > 1 and exchanges_values(self.spec, rows)
+
+    def sent(self, partial: PartialAttention, rows: int) -> PartialAttention:
+        if not self.sends_values(rows):
+            return partial
+        out, lse = partial.merge()
+        return PartialAttention(per_head_linear(out, self.w_uv), lse)
+
+    def sent_width(self, rows: int) -> int:
+        return self.spec.value if self.sends_values(rows) else self.spec.latent
+
+    def received(self, x: Tensor, rows: int) -> Tensor:
+        return x if self.sends_values(rows) else per_head_linear(x, self.own_w_uv)
 
 
 def _halves(spec: MLASpec, begin: int) -> list[range]:

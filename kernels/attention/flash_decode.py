@@ -209,8 +209,13 @@ def decode_parts(
     sms: int | None = None,
     early: bool = False,
     scores: KeyScores | None = None,
+    lane: int = 0,
 ) -> PartialAttention:
-    """Runs `flash_decode`, with the same arguments, up to the merge."""
+    """Runs `flash_decode`, with the same arguments, up to the merge.
+
+    Args:
+        lane: of the workspaces, the one that holds the parts until they are merged.
+    """
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse, scores=scores))
     B, T, Hq, D = q.shape
@@ -226,7 +231,7 @@ def decode_parts(
     if q.numel() == 0:
         return PartialAttention(out, lse)
     if q.is_cuda and scores is None and flash_decode_fp8_sm90.fits(q, keys):
-        return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early)
+        return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early, lane)
     tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None))
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
@@ -236,7 +241,7 @@ def decode_parts(
         assert len(kept) >= score_planes(T, group, D, q.dtype)
         kept_strides = kept.stride(0), kept.stride(1), kept_table.stride(0)
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps fill an SM's registers
-    part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, D, lane)
     _flash_decode_kernel[(programs,)](
         q, k, v, keys.k_scale, keys.v_scale, table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
         *q.stride()[:3], *k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,

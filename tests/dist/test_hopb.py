@@ -57,12 +57,18 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
         engine.runner.hopb = hopb
         run = engine.runner.model.pipeline.run
 
-        def spy(chunks: Sequence[slice], attend: object, exchange: object) -> torch.Tensor:
-            assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
-            assert {c.stop - c.start for c in chunks} <= {size := chunks[-1].stop // len(chunks), size + 1}
+        def spy(chunks: int, attend: Callable[[int], PartialAttention], exchange: object) -> None:
+            sizes: list[int] = []
+
+            def sized(chunk: int) -> PartialAttention:
+                found = attend(chunk)
+                sizes.append(found.lse.shape[:-1].numel())
+                return found
+
+            run(chunks, sized, exchange)  # type: ignore[arg-type]
+            assert len(sizes) == chunks and {*sizes} <= {size := sum(sizes) // chunks, size + 1}
             if engine.comm.rank == 0:
-                seen.add(len(chunks))
-            return run(chunks, attend, exchange)  # type: ignore[arg-type]
+                seen.add(chunks)
 
         engine.runner.model.pipeline.run = spy  # type: ignore[method-assign]
 
@@ -190,21 +196,18 @@ def test_auto_takes_more_chunks_as_long_as_they_pay(
     assert runner.chunks(8) == chosen
 
 
-def test_a_chunk_is_exchanged_before_the_next_and_results_keep_their_order() -> None:
+def test_a_chunk_is_exchanged_before_the_next_is_attended() -> None:
     calls: list[str] = []
-    x = torch.arange(12.0).view(6, 2)
 
-    def attend(rows: slice) -> PartialAttention:
-        calls.append(f"attend {rows.start}")
-        return PartialAttention(x[rows], x[rows])
+    def attend(chunk: int) -> str:
+        calls.append(f"attend {chunk}")
+        return f"attended {chunk}"
 
-    def exchange(found: PartialAttention) -> torch.Tensor:
-        calls.append(f"exchange {int(found.out[0, 0]) // 2}")
-        return -found.out
+    def exchange(chunk: int, found: str) -> None:
+        calls.append(f"exchange {chunk}, {found}")
 
-    result = Pipeline(None).run([slice(0, 3), slice(3, 5), slice(5, 6)], attend, exchange)
-    assert torch.equal(result, -x)
-    assert calls == ["attend 0", "exchange 0", "attend 3", "exchange 3", "attend 5", "exchange 5"]
+    Pipeline(None).run(3, attend, exchange)
+    assert calls == [call for i in range(3) for call in (f"attend {i}", f"exchange {i}, attended {i}")]
 
 
 @pytest.mark.gpu

@@ -75,7 +75,7 @@ FAULTS = [
         "head = tl.load(starts + to) + lane", "head = tl.load(starts + rank) + lane", (COLLECTIVES + "test_exchange",),
     ),
     Fault(
-        "LSE sent in base 2", "kernels/peers/merge_exchange.py",
+        "LSE sent in base 2", "kernels/attention/split_kv.py",
         "log = log2 * 0.6931471805599453", "log = log2",
         ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other[plain-40-torch.float32]",),
     ),
