@@ -153,9 +153,16 @@ def _flash_decode_kernel(
             )
 
 
-def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[str, int]:
-    """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys."""
-    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
+def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0, alone: bool = False) -> dict[str, int]:
+    """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys.
+
+    Args:
+        alone: the program has a multiprocessor to itself, with all the warps and all the bytes in flight of two.
+    """
+    tile = tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
+    if alone and tile["num_warps"] == 4:
+        tile |= {"num_warps": 8, "num_stages": 2 * tile["num_stages"] - 1}
+    return tile
 
 
 def score_planes(T: int, group: int, D: int, dtype: torch.dtype) -> int:
@@ -183,7 +190,8 @@ def flash_decode(
         keys: in q's dtype, or values, or both, in e4m3 with scales.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        sms: number of streaming multiprocessors to fill; all if None.
+        sms: number of streaming multiprocessors to fill; all if None. Others stay free, whole: a library's kernel that
+            exchanges takes one for each of its programs.
         early: the bounds are older than the preceding kernel, and may be read while it runs.
         scores: buffers for the scores of all keys that any of the queries reads, written if given.
 
@@ -232,7 +240,9 @@ def decode_parts(
         return PartialAttention(out, lse)
     if q.is_cuda and scores is None and flash_decode_fp8_sm90.fits(q, keys):
         return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early, lane)
-    tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None))
+    # Programs come to the emptiest multiprocessors: of two on each, some would stand alone on what was to stay free.
+    alone = sms is not None and sms < sm_count(q.device)
+    tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None), alone)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
     if scores is not None:

@@ -144,12 +144,14 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 1, 64),
         (bf16, 64, 8, 16, 64), (bf16, 256, 16, 32, 16), (bf16, 128, 8, 8, 128), (fp32, 128, 8, 8, 100),
     ):  # fmt: skip
-        tile = decode_tile(tokens * group, dim, dtype)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        tile, alone = decode_tile(tokens * group, dim, dtype), decode_tile(tokens * group, dim, dtype, alone=True)
+        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
         shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
+        paged = shared | none | {"PAGE": page, "HOLES": False}
+        yield "decode-alone", dtype, _flash_decode_kernel, paged, alone
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
@@ -321,8 +323,8 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         (fp32, 128, 8, 1, 64, "fp8"),
     ):  # fmt: skip
         few = 1 + (kv == "fp8")
-        tile = decode_tile(tokens * group, dim, dtype, few)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        tile, alone = (decode_tile(tokens * group, dim, dtype, few, alone=each) for each in (False, True))
+        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "PAGE": page}
         shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1}
@@ -331,6 +333,7 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         shared |= scales | tile
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         yield f"decode-{kv}", dtype, _flash_decode_kernel, shared | none, options
+        yield f"decode-alone-{kv}", dtype, _flash_decode_kernel, shared | none, alone
         if page == 128:
             for counted in ("ends", "any"):
                 collects = shared | {"COLLECT": counted}
