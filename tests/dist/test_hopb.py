@@ -196,6 +196,28 @@ def test_auto_takes_more_chunks_as_long_as_they_pay(
     assert runner.chunks(8) == chosen
 
 
+def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = object.__new__(ModelRunner)
+    runner.hopb, runner.hopb_chunks, runner.layout, runner.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
+    runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
+    tokens = 0
+
+    def fill(runner: ModelRunner, rows: int, length: int) -> None:
+        nonlocal tokens
+        tokens = length
+
+    def seconds(runner: ModelRunner, kind: StepKind) -> float:
+        attention, exchange, each = tokens * 1e-8, 1e-4, 1e-5  # hidden: half of the shorter
+        return attention + exchange - min(attention, exchange) / 2 * (kind.chunks > 1) + each * kind.chunks
+
+    monkeypatch.setattr("helix.run.autotune.fill", fill)
+    monkeypatch.setattr("helix.run.autotune.step_seconds", seconds)
+    choose_chunks(runner, 8, 100_000)
+    # 3,125 tokens are 31 us of attention, of which 16 are hidden at the price of 10; half of that does not pay.
+    assert runner.hopb_chunks == {8: (2, 3125)}
+    assert [runner.chunks(8, length) for length in (3124, 3125, 1 << 20)] == [1, 2, 2]
+
+
 def test_a_chunk_is_exchanged_before_the_next_is_attended() -> None:
     calls: list[str] = []
 
