@@ -1,13 +1,15 @@
 """Times what HOP-B hides of the exchange, inside a job (`bench=hopb`).
 
 Three kinds of rows. `ttl`: decode steps of a whole model with one exchange of all rows, in chunks, and with no exchange
-at all (each rank keeps its own partials of its own heads: wrong tokens, right shapes). `mla`: messages of 128 heads of
-512 beside a kernel that does nothing but take its time. `delay`: the paper's example, with delays for attention and
-exchange; its `timeline` rows say when each chunk ran.
+at all (each rank keeps its own partials of its own heads: wrong tokens, right shapes), and a step's exchanges alone.
+`mla`: messages of 128 heads of 512 beside a kernel that does nothing but take its time. `delay`: the paper's example,
+with delays for attention and exchange; its `timeline` rows say when each chunk ran. The share hidden is what chunks
+save, of the exchanges' time alone.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +30,7 @@ from benchmarks.timer import slowest
 from comm.base import Communicator
 from comm.hopb import Pipeline
 from helix.events.decision import StepKind
+from helix.layers.attention import ShardedAttention
 from helix.layout import share
 from helix.models import Decoder
 from helix.run.autotune import CHUNKS, choose_chunks, step_seconds
@@ -41,6 +44,7 @@ from launch.job.task import Done, Task
 STEPS = 32
 REQUESTS, ATTENTION_UNITS, EXCHANGE_UNITS = 8, 2.0, 1.2  # of each request (Helix Parallelism, figure 3)
 EXPECTED_UNITS = {"off": 25.6, "on": 17.2}  # 8 * 2 + 8 * 1.2, and 8 * 2 with the last exchange behind
+PEERS = "peer memory"
 UNIT_S = 200e-6  # long beside the launch of a kernel
 MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
@@ -80,6 +84,7 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
     off = microseconds(1)
     without = without_exchange(engine.runner, comm, lambda: microseconds(1))
+    exchange = exchange_us(engine.runner, comm, batch)
     choose_chunks(engine.runner, batch)
     auto = engine.runner.chunks(batch)
     auto_us = microseconds(auto)
@@ -87,16 +92,33 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     return [
         {
             "kind": "ttl", "batch": batch, "length": length, "chunks": chunks,
-            "off_us": off, "on_us": on_us, "without_us": without,
-            "hidden": _hidden(off, on_us, without), "auto_us": auto_us, "auto_chunks": auto,
+            "off_us": off, "on_us": on_us, "without_us": without, "exchange_us": exchange,
+            "hidden": (off - on_us) / exchange, "auto_us": auto_us, "auto_chunks": auto,
+            "link": link(), "layout": str(plan.layout), "layers": len(model.spec.layers),
         }
         for chunks, on_us in (on or {1: off}).items()
     ]  # fmt: skip
 
 
-def _hidden(off: float, on: float, without: float) -> float | None:
-    """The share of the exchange's time that does not show; None where it takes none."""
-    return (off - on) / (off - without) if off > without else None
+def link() -> str:
+    """What the GPUs' messages cross."""
+    return "host memory" if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" else PEERS
+
+
+def exchange_us(runner: ModelRunner, comm: Communicator, rows: int) -> float:
+    """Microseconds of a step's exchanges alone, one a layer, back to back."""
+    mixer = runner.model.layers[0].mixer
+    assert isinstance(mixer, ShardedAttention)
+    heads, width, dtype = sum(mixer.shares), mixer.sent_width(rows), runner.model.weights.dtype
+    sent = PartialAttention(
+        torch.randn(rows, heads, width, device=comm.device).to(dtype), torch.randn(rows, heads, device=comm.device)
+    )
+
+    def run() -> None:
+        for _ in runner.model.layers:
+            comm.merge_exchange(sent, mixer.shares)
+
+    return 1e6 * median(slowest(comm, _captured(run, comm.device, comm.barrier)))
 
 
 def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
@@ -151,7 +173,7 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
             {
                 "kind": "mla", "heads": MLA_HEADS, "dim": MLA_DIM, "batch": batch, "chunks": chunks,
                 "exchange_us": 1e6 * alone, "off_us": 1e6 * off, "on_us": 1e6 * on, "without_us": 1e6 * without,
-                "hidden": _hidden(off, on, without),
+                "hidden": (off - on) / alone,
             }
         )  # fmt: skip
     return rows
