@@ -6,10 +6,9 @@ import csv
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.papers.rows import CLAIMS
 from benchmarks.ranks.hopb import PEERS
 from benchmarks.records.columns import Columns, at, lines, page, share, us
-from benchmarks.records.rows import Row, kv, results, shape
+from benchmarks.records.rows import Row, grouped, kv, results, shape
 from launch.inputs.compose import ROOT
 
 RECORDS = {"hopb": "", "hopb.emulated-8": "8 emulated ranks", "hopb.emulated-16": "16 emulated ranks"}
@@ -80,10 +79,10 @@ def ablation() -> list[str]:
     """What is lost without HOP-B: in the paper (its figure 7), as simulated, and at most as measured on each link."""
     table = [["model", "where", "lost without HOP-B, at most", "there", "share hidden", "lost by auto, at most"]]
     with SIMULATED.open(encoding="utf-8") as file:
-        simulated = list(csv.DictReader(file))
-    for model, claim in CLAIMS.items():
-        table.append([model, "paper, GB200", f"{claim.hopb_off:.0%}", "1M", "-", "-"])
-        for row in (row for row in simulated if row["model"] == model):
+        simulated = grouped(csv.DictReader(file), "model")
+    for (model,), rows in simulated.items():
+        table.append([model, "paper, GB200", f"{float(rows[0]['paper']):.0%}", "1M", "-", "-"])
+        for row in rows:
             where = f"simulated, GB200, exchange {row['exchange']}"
             table.append([model, where, f"{float(row['fixed']):.1%}", row["at"], "-", "-"])
         for name, ranks in RECORDS.items():

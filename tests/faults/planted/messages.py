@@ -11,10 +11,13 @@ COLLECTIVES = "tests/kernels/test_collectives.py::"
 
 FAULTS = [
     Fault(
-        "padding lanes count", "comm/base.py",
+        "padding lanes count", "kernels/reference/merge_messages.py",
         "to_lse[k : k + n, :, h:] = -torch.inf", "to_lse[k : k + n, :, h:] = 0", MESSAGES,
     ),
-    Fault("shares begin too early", "comm/base.py", "k, head = k + n, run.stop", "k, head = k + n, head + h", MESSAGES),
+    Fault(
+        "shares begin too early", "kernels/reference/merge_messages.py",
+        "k, head = k + n, run.stop", "k, head = k + n, head + h", MESSAGES,
+    ),
     Fault(
         "sums rounded after each rank", "comm/base.py",
         "total = parts[0].to(wide, copy=True)", "total = parts[0].clone()",
