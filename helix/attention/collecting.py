@@ -31,5 +31,5 @@ class CollectingAttention(DenseAttention):
         keys = cache.paged(step.block_tables, lo, hi, layer.scale, layer.sinks)
         scores = self.scores.layer(cache.index, slice(step.first, step.first + n))
         return decode_parts(
-            q.unflatten(0, (n, -1)), keys, sms=layer.sms(q.device), early=True, scores=scores, lane=layer.lane
+            q.unflatten(0, (n, -1)), keys, sms=layer.sms(q.device), early=True, scores=scores, lane=layer.chunk
         )

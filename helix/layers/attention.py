@@ -140,7 +140,7 @@ class ShardedAttention:
 
         def attend(chunk: int) -> PartialAttention:
             # Nothing runs beside the first chunk. Others' parts are still unmerged: each has a workspace of its own.
-            beside = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, lane=chunk)
+            beside = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
             return self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
 
         def exchange(chunk: int, sent: PartialAttention) -> None:

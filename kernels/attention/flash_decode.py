@@ -48,7 +48,7 @@ def _flash_decode_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, V_APART: tl.constexpr,
     SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, READY: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
@@ -74,10 +74,13 @@ def _flash_decode_kernel(
                     start // BLOCK_N + begin - item_begin, k_cache, v_cache, block_table + i.to(tl.int64) * table_b,
                     page_stride, slot_stride, head_stride, item // tiles_m, PAGE, D, BLOCK_N,
                 )  # fmt: skip
-        if item >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
-            wait_for_predecessor(PDL)
-    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them.
-    start_successor(PDL)
+        if not READY:
+            if item >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
+                wait_for_predecessor(PDL)
+    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them. Another
+    # attention, whose programs begin as these end, is not: it would take the multiprocessors that are to stay free.
+    if not ALONE:
+        start_successor(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     while at < end:
@@ -151,6 +154,8 @@ def _flash_decode_kernel(
             i, item, item_begin, item_end, start, stop = item_at(
                 at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
             )
+    if ALONE:
+        start_successor(PDL)
 
 
 def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0, alone: bool = False) -> dict[str, int]:
@@ -218,11 +223,14 @@ def decode_parts(
     early: bool = False,
     scores: KeyScores | None = None,
     lane: int = 0,
+    ready: bool = False,
 ) -> PartialAttention:
     """Runs `flash_decode`, with the same arguments, up to the merge.
 
     Args:
         lane: of the workspaces, the one that holds the parts until they are merged.
+        ready: `early`, and the preceding kernel is an attention of other rows in another lane: what this one reads and
+            writes is older, so it does not wait.
     """
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse, scores=scores))
@@ -238,10 +246,10 @@ def decode_parts(
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
     if q.numel() == 0:
         return PartialAttention(out, lse)
-    if q.is_cuda and scores is None and flash_decode_fp8_sm90.fits(q, keys):
-        return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early, lane)
     # Programs come to the emptiest multiprocessors: of two on each, some would stand alone on what was to stay free.
     alone = sms is not None and sms < sm_count(q.device)
+    if q.is_cuda and scores is None and not alone and flash_decode_fp8_sm90.fits(q, keys):
+        return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early, lane)
     tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None), alone)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
@@ -258,6 +266,7 @@ def decode_parts(
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides,
         keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None,
-        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, **keys.shape, **overlapped(q), **tile,
+        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, READY=ready, ALONE=alone,
+        **keys.shape, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

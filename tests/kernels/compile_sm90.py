@@ -79,6 +79,7 @@ from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PLAIN = {"scales": None, "GROUP": 1, "GROUPS": 0, "BEGIN": 0}  # weights that are not of a few bits
+AMONG, BESIDE = {"READY": False, "ALONE": False}, {"READY": True, "ALONE": True}  # attention, of a whole batch or not
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 # Arguments that are no tensors of the case's dtype and no strides: type, and whether it is a multiple of 16.
@@ -148,17 +149,17 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
-        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
+        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **AMONG, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         paged = shared | none | {"PAGE": page, "HOLES": False}
-        yield "decode-alone", dtype, _flash_decode_kernel, paged, alone
+        yield "decode-alone", dtype, _flash_decode_kernel, paged | BESIDE, alone
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
         for rows in ("ends", "any")[: 1 + (tokens == 8)]:
             collects = {"PAGE": page, "HOLES": False, "COLLECT": rows}
             yield f"decode-collects-{rows}", dtype, _flash_decode_kernel, shared | collects, options
-        for name in ("BLOCK_D", *PLAIN_KEYS, "k_scales", "v_scales"):
+        for name in ("BLOCK_D", *AMONG, *PLAIN_KEYS, "k_scales", "v_scales"):
             del shared[name]
         merge = shared | {"PARTS": 64, "SLICE": SLICE}
         yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}
@@ -327,13 +328,13 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "PAGE": page}
-        shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1}
+        shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1, **AMONG}
         slots = max(page, 64)
         scales = {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
         shared |= scales | tile
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         yield f"decode-{kv}", dtype, _flash_decode_kernel, shared | none, options
-        yield f"decode-alone-{kv}", dtype, _flash_decode_kernel, shared | none, alone
+        yield f"decode-alone-{kv}", dtype, _flash_decode_kernel, shared | none | BESIDE, alone
         if page == 128:
             for counted in ("ends", "any"):
                 collects = shared | {"COLLECT": counted}
@@ -356,7 +357,7 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         shared = {"T": 1, "HEADS": 4, "GROUP": 7, "D": 128, "BLOCK_B": 8, "ROWS": 8, "PAGE": 128, "SINKS": False}
-        shared |= {"EARLY": True, "PDL": True, "HOLES": True, "kept": None, "kept_table": None, "COLLECT": ""}
+        shared |= {"EARLY": True, "PDL": True, "HOLES": True, **AMONG, "kept": None, "kept_table": None, "COLLECT": ""}
         blocks = {"V_APART": apart, "SCALE_PAGE": 128, "SCALE_NEXT": words, "SCALE_HEAD": 0} | UNSCALED[kv]
         yield f"decode-blocks-{kv}", bf16, _flash_decode_kernel, shared | blocks | tile, options
 
