@@ -4,7 +4,7 @@ Three kinds of rows. `ttl`: decode steps of a whole model with one exchange of a
 at all (each rank keeps its own partials of its own heads: wrong tokens, right shapes), and a step's exchanges alone.
 `mla`: messages of 128 heads of 512 beside a kernel that does nothing but take its time. `delay`: the paper's example,
 with delays for attention and exchange; its `timeline` rows say when each chunk ran. The share hidden is what chunks
-save, of the exchanges' time alone.
+save, of the exchanges' time alone. Chunks draw the same tokens, but for rounding: each row says which share of them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task
 
 STEPS = 32
+REPEATS = 10  # of a step whose tokens are compared
 REQUESTS, ATTENTION_UNITS, EXCHANGE_UNITS = 8, 2.0, 1.2  # of each request (Helix Parallelism, figure 3)
 EXPECTED_UNITS = {"off": 25.6, "on": 17.2}  # 8 * 2 + 8 * 1.2, and 8 * 2 with the last exchange behind
 PEERS = "peer memory"
@@ -81,7 +82,13 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     def microseconds(chunks: int) -> float:
         return 1e6 * step_seconds(engine.runner, StepKind(batch, engine.runner.drafts, chunks=chunks), steps)
 
-    on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
+    wanted = drawn(engine.runner, batch, 1, 1)
+    alike = {
+        chunks: min(float((tokens == wanted[0]).float().mean()) for tokens in drawn(engine.runner, batch, chunks))
+        for chunks in CHUNKS
+        if chunks <= batch
+    }
+    on = {chunks: microseconds(chunks) for chunks in alike}
     off = microseconds(1)
     without = without_exchange(engine.runner, comm, lambda: microseconds(1))
     exchange = exchange_us(engine.runner, comm, batch)
@@ -94,10 +101,26 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
             "kind": "ttl", "batch": batch, "length": length, "chunks": chunks,
             "off_us": off, "on_us": on_us, "without_us": without, "exchange_us": exchange,
             "hidden": (off - on_us) / exchange, "auto_us": auto_us, "auto_chunks": auto,
-            "link": link(), "layout": str(plan.layout), "layers": len(model.spec.layers),
+            "same_tokens": alike.get(chunks, 1.0), "link": link(), "layout": str(plan.layout),
+            "layers": len(model.spec.layers),
         }
         for chunks, on_us in (on or {1: off}).items()
     ]  # fmt: skip
+
+
+@torch.inference_mode()
+def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> list[Tensor]:
+    """The tokens that a step in so many chunks draws, each time from the same state: a race would change them."""
+    state, found, graphs = runner.state, [], None if runner.graphs is None else StepGraphs()
+    before = state.tokens.clone(), state.lengths.clone()
+    kind = StepKind(rows, runner.drafts, chunks=chunks)
+    for _ in range(times):
+        found.append((runner.step(kind) if graphs is None else graphs.run(runner.step, kind)).clone())
+        state.tokens.copy_(before[0])
+        state.lengths.copy_(before[1])
+    if graphs is not None:
+        graphs.close()
+    return found
 
 
 def link() -> str:

@@ -27,7 +27,7 @@ from kernels.attention.split_kv import PartialAttention
 from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
-from tests.pool import Pool, pool
+from tests.pool import APART, Pool, pool
 
 CHUNKS = ("2", "4", "8")
 # Six prompts in five slots: steps of five rows, no multiple of any number of chunks, some of them idle at the end.
@@ -167,11 +167,15 @@ def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-def test_captured_chunks_give_the_same_tokens(kind: type[TorchDistCommunicator]) -> None:
+@pytest.mark.parametrize(
+    "kind, backend",
+    [(TorchDistCommunicator, "nccl"), (SymmMemCommunicator, "nccl"), (TorchDistCommunicator, APART)],
+    ids=["nccl", "symm_mem", "host memory"],
+)
+def test_captured_chunks_give_the_same_tokens(kind: type[TorchDistCommunicator], backend: str) -> None:
     wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
     hopbs = ("none", *CHUNKS, "auto")
-    found = pool(2, "nccl").run(rank, kind, "cuda", checkpoint("qwen2"), wanted, hopbs, timeout_s=240.0)
+    found = pool(2, backend).run(rank, kind, "cuda", checkpoint("qwen2"), wanted, hopbs, timeout_s=240.0)
     for results in zip(*found, strict=True):
         check(results, wanted)
 
