@@ -43,9 +43,11 @@ class Communicator(ABC):
 
     Attributes:
         capturable: whether the tensor collectives can be part of a CUDA graph.
+        wire_rate: assumed bytes/s of a rank's messages to all its peers together, beyond the first kilobytes.
     """
 
     capturable = False
+    wire_rate = 2e11  # NVLink: docs/results/kernels.md#collectives
 
     def __init__(self, rank: int, world_size: int, kvp_group: Sequence[int], device: torch.device | str) -> None:
         self.rank = rank

@@ -11,6 +11,7 @@ import torch
 
 from comm.emulated import EmulatedCommunicator, EmulatedLink, emulating_processes
 from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import are_apart
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
@@ -137,9 +138,8 @@ def gpu_facts(place: Place) -> dict[str, Any]:
     """Returns the number of visible GPUs, and whether this rank's GPU can access those of all other ranks."""
     gpus = torch.cuda.device_count()
     ranks = range(place.world_size)
-    disabled = os.environ.get("NCCL_P2P_DISABLE", "0") != "0"  # by the user, of a host where it does not work
     peers = (
-        not (disabled and place.world_size > 1)
+        not (are_apart() and place.world_size > 1)
         and place.local_world_size == place.world_size <= gpus
         and all(r == place.local_rank or torch.cuda.can_device_access_peer(place.local_rank, r) for r in ranks)
     )

@@ -9,7 +9,6 @@ save, of the exchanges' time alone. Chunks draw the same tokens, but for roundin
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,7 @@ from benchmarks.schema import lab
 from benchmarks.timer import slowest
 from comm.base import Communicator
 from comm.hopb import Pipeline
+from comm.torch_dist import are_apart
 from helix.events.decision import StepKind
 from helix.layers.attention import ShardedAttention
 from helix.layout import share
@@ -125,7 +125,7 @@ def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> 
 
 def link() -> str:
     """What the GPUs' messages cross."""
-    return "host memory" if os.environ.get("NCCL_P2P_DISABLE", "0") != "0" else PEERS
+    return "host memory" if are_apart() else PEERS
 
 
 def exchange_us(runner: ModelRunner, comm: Communicator, rows: int) -> float:
@@ -152,7 +152,9 @@ def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[
         return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
 
     for layer in runner.model.layers:
-        alone = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather, kvp_rank=comm.kvp_rank)
+        alone = SimpleNamespace(
+            merge_exchange=keep, all_gather=comm.all_gather, kvp_rank=comm.kvp_rank, wire_rate=comm.wire_rate
+        )
         layer.mixer.comm = alone  # type: ignore[attr-defined]
     result = measure()
     for layer in runner.model.layers:
