@@ -24,7 +24,7 @@ REPLAYS = 40
 
 
 def steps(device: torch.device, dtype: torch.dtype, chunks: int) -> tuple[Tensor, Callable[[], Tensor], Tensor]:
-    """The source of the queries, a step from it (a norm, attention in chunks, messages), and what it gives as a whole."""
+    """The source of queries, a step from it (a norm, attention in chunks, messages), and what it gives as a whole."""
     on_gpu = device.type == "cuda"
     B, most, heads, dim = LARGE if on_gpu else SMALL
     lengths = [most * (7 * i % 11) // 11 for i in range(B)]
