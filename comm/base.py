@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from comm.pending import PendingSum, computed
 from kernels.attention.lse_combine import lse_combine
+from kernels.attention.merge_messages import merge_messages
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.rms_norm import rms_norm
 
@@ -43,15 +43,18 @@ class Communicator(ABC):
 
     Attributes:
         capturable: whether the tensor collectives can be part of a CUDA graph.
+        wire_rate: assumed bytes/s of a rank's messages to all its peers together, beyond the first kilobytes.
     """
 
     capturable = False
+    wire_rate = 2e11  # NVLink: docs/results/kernels.md#collectives
 
     def __init__(self, rank: int, world_size: int, kvp_group: Sequence[int], device: torch.device | str) -> None:
         self.rank = rank
         self.world_size = world_size
         self.kvp_group = tuple(kvp_group)
         self.device = torch.device(device)
+        self._starts: dict[tuple[int, ...], Tensor] = {}
         if not 0 <= rank < world_size or rank not in self.kvp_group:
             raise ValueError(f"rank {rank} must be in [0, {world_size}) and in its kvp group {self.kvp_group}")
 
@@ -109,13 +112,14 @@ class Communicator(ABC):
         """
         return
 
-    def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
+    def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
         """Turns partial attention of all the group's heads into exact attention of this rank's: the Helix re-partition.
 
         Args:
             out: [N, sum(shares), D], model dtype; attention over this rank's KV shard (0 where the shard is empty).
             lse: [N, sum(shares)], fp32; natural-log log-sum-exp of the scores (-inf where the shard is empty).
             shares: heads that kvp ranks 0..K-1 keep: contiguous runs in this order, zero allowed; the same on all.
+            result: written if given; contiguous.
 
         Returns:
             [N, shares[kvp_rank], D] in the dtype of `out`, summed in fp32 in kvp order. NaN in means NaN out.
@@ -124,14 +128,25 @@ class Communicator(ABC):
             ValueError: shapes or dtypes do not fit each other.
         """
         self._check_partials(out, lse, shares)
-        received = self.all_to_all(pack_partials(out, lse, shares))
-        partials, part_lse = partial_views(received, len(out), max(shares), out.shape[-1], out.dtype)
-        mine = shares[self.kvp_rank]
-        return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine])
+        return self._exchange(PartialAttention(out, lse), shares, result)
 
-    def merge_exchange(self, partial: PartialAttention, shares: Sequence[int]) -> Tensor:
+    def merge_exchange(self, partial: PartialAttention, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
         """Merges the splits of `partial` and exchanges the result, as `exchange` does."""
-        return self.exchange(*partial.merge(), shares)
+        return self._exchange(partial, shares, result)
+
+    def _exchange(self, partial: PartialAttention, shares: Sequence[int], result: Tensor | None) -> Tensor:
+        received = self.all_to_all(pack_partials(partial, shares, self._starts_of(shares)))
+        partials, part_lse = partial_views(received, *_message_shape(partial, shares))
+        mine = shares[self.kvp_rank]
+        return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine], out=result)
+
+    def _starts_of(self, shares: Sequence[int]) -> Tensor:
+        """Returns each rank's first head and the end, int32 on the device; cached, so that capture finds it."""
+        key = tuple(shares)
+        if key not in self._starts:
+            heads = torch.tensor([0, *key]).cumsum(0)
+            self._starts[key] = heads.to(self.device, torch.int32)
+        return self._starts[key]
 
     def _check_partials(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
         if len(shares) != len(self.kvp_group):
@@ -176,28 +191,25 @@ def check_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
         raise ValueError(f"shares {list(shares)} must be >= 0 and add up to the {out.shape[1]} heads of out")
 
 
-def pack_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
-    """Packs partial outputs `[N, Hq_local, D]` and their LSE `[N, Hq_local]` into messages, uint8 `[K, bytes]`."""
-    N, _, D = out.shape
-    hmax = max(shares)
-    send = out.new_empty(len(shares), _message_bytes(N, hmax, D, out.dtype)[1], dtype=torch.uint8)
-    to_out, to_lse = partial_views(send, N, hmax, D, out.dtype)
-    k = head = 0
-    for h, same in groupby(shares):  # balanced shares have at most two sizes: at most two rounds of copies
-        n = len(list(same))
-        run = slice(head, head + n * h)
-        to_out[k : k + n, :, :h] = out[:, run].unflatten(1, (n, h)).transpose(0, 1)  # [N, n*h, D] -> [n, N, h, D]
-        to_lse[k : k + n, :, :h] = lse[:, run].unflatten(1, (n, h)).transpose(0, 1)
-        if h < hmax:  # padding reads as an empty shard
-            to_out[k : k + n, :, h:] = 0
-            to_lse[k : k + n, :, h:] = -torch.inf
-        k, head = k + n, run.stop
+def pack_partials(parts: PartialAttention, shares: Sequence[int], starts: Tensor) -> Tensor:
+    """Packs partials of all the group's heads into messages, uint8 `[K, bytes]`, merging them on the way.
+
+    Args:
+        starts: [K + 1] int32, the first head of each rank, and the end.
+    """
+    shape = _message_shape(parts, shares)
+    send = parts.out.new_empty(len(shares), message_bytes(*shape)[1], dtype=torch.uint8)
+    merge_messages(parts, *partial_views(send, *shape), shares, starts)
     return send
+
+
+def _message_shape(parts: PartialAttention, shares: Sequence[int]) -> tuple[int, int, int, torch.dtype]:
+    return parts.lse.shape[:-1].numel(), max(shares), parts.out.shape[-1], parts.out.dtype
 
 
 def partial_views(messages: Tensor, N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Views messages, uint8 `[K, bytes]`, as outputs `[K, N, hmax, D]` and LSEs `[K, N, hmax]` (fp32); no copy."""
-    lse_at, end = _message_bytes(N, hmax, D, dtype)
+    lse_at, end = message_bytes(N, hmax, D, dtype)
     out_bytes, lse_bytes = N * hmax * D * dtype.itemsize, N * hmax * torch.float32.itemsize
     assert messages.shape[1] == end, f"messages of {messages.shape[1]} bytes, expected {end}"
     out = messages[:, :out_bytes].view(dtype).view(len(messages), N, hmax, D)
@@ -205,7 +217,7 @@ def partial_views(messages: Tensor, N: int, hmax: int, D: int, dtype: torch.dtyp
     return out, lse
 
 
-def _message_bytes(N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[int, int]:
+def message_bytes(N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[int, int]:
     """Returns the offset of the LSEs in a message and the message's length, in bytes.
 
     Both are multiples of 64 bytes: Triton proves alignment only from strides divisible by 16 elements, here of fp32.

@@ -86,9 +86,9 @@ class EmulatedTransport(TorchDistCommunicator):
         self._from_other = torch.tensor([source for source in range(ranks) if source != mine], device=self.device)
         return None
 
-    def _swap(self, x: Tensor) -> Tensor:
+    def _swap(self, x: Tensor, received: Tensor | None = None) -> Tensor:
         """Swaps `x` with the other process's tensor of the same shape; contiguous."""
-        received, sizes = torch.empty_like(x), [0] * self._processes
+        received, sizes = torch.empty_like(x) if received is None else received, [0] * self._processes
         sizes[self._other] = x.numel()
         dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes)
         return received
@@ -121,6 +121,20 @@ class EmulatedTransport(TorchDistCommunicator):
         gathered = super().all_gather_object(obj)
         half = self.world_size // self._processes
         return [gathered[min(rank // half, self._processes - 1)] for rank in range(self.world_size)]
+
+
+class EmulatedLink(EmulatedTransport):
+    """`EmulatedTransport` of GPUs that do not reach each other's memory: a message of all ranks' parts each way.
+
+    Nothing is copied to put parts in the order of their sources, since W GPUs would not do so either.
+    """
+
+    def all_to_all(self, send: Tensor) -> Tensor:
+        received = torch.empty_like(send)
+        received[:1] = send[:1]
+        if len(send) > 1:
+            self._swap(send[1:], received[1:])
+        return received
 
 
 class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):

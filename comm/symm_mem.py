@@ -84,7 +84,6 @@ class SymmMemCommunicator(TorchDistCommunicator):
         }
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._aside = torch.cuda.Stream(self.device)
-        self._starts: dict[tuple[int, ...], Tensor] = {}
         self.reset()
 
     def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
@@ -130,28 +129,33 @@ class SymmMemCommunicator(TorchDistCommunicator):
             rank=self.rank, pieces=SCATTER_PIECES, spins=self._spins,
         )  # fmt: skip
 
-    def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
+    def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
         N, _, D = out.shape
         lanes = max(shares)
         whole = not any(size * out.element_size() % 4 for size in (*out.stride()[:2], out.storage_offset()))  # words
         if out.stride(2) != 1 or not whole or not self._boxes_take(N, D, out.dtype, shares):
-            return super().exchange(out, lse, shares)
+            return super().exchange(out, lse, shares, result)
         self._check_partials(out, lse, shares)
         return exchange.exchange(
-            out, lse, out.new_empty(N, shares[self.kvp_rank], D), self._starts_of(shares), self._peers["exchange"],
+            out, lse, self._result(out, N, shares, result), self._starts_of(shares), self._peers["exchange"],
             (self._counts["sent"], self._counts["received"]), self._status,
             rank=self.kvp_rank, lanes=lanes, pieces=EXCHANGE_PIECES, spins=self._spins,
         )  # fmt: skip
 
-    def merge_exchange(self, partial: PartialAttention, shares: Sequence[int]) -> Tensor:
-        N, D, dtype = partial.lse.numel() // partial.lse.shape[-1], partial.out.shape[-1], partial.out.dtype
-        if not isinstance(partial, UnmergedAttention) or not self._boxes_take(N, D, dtype, shares):
-            return super().merge_exchange(partial, shares)
+    def merge_exchange(self, partial: PartialAttention, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
+        N, D, dtype = partial.lse.shape[:-1].numel(), partial.out.shape[-1], partial.out.dtype
+        if not isinstance(partial, UnmergedAttention):
+            return self.exchange(*partial.merge(), shares, result)
+        if not self._boxes_take(N, D, dtype, shares):
+            return super().merge_exchange(partial, shares, result)
         return merge_exchange(
-            partial, partial.out.new_empty(N, shares[self.kvp_rank], D), self._starts_of(shares),
+            partial, self._result(partial.out, N, shares, result), self._starts_of(shares),
             self._peers["exchange"], (self._counts["sent"], self._counts["received"]), self._status,
             rank=self.kvp_rank, lanes=max(shares), pieces=EXCHANGE_PIECES, spins=self._spins,
         )  # fmt: skip
+
+    def _result(self, out: Tensor, N: int, shares: Sequence[int], result: Tensor | None) -> Tensor:
+        return out.new_empty(N, shares[self.kvp_rank], out.shape[-1]) if result is None else result
 
     def _boxes_take(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
         """Returns whether the partials of N tokens, D values per head, fit the boxes of the exchange."""
@@ -194,14 +198,6 @@ class SymmMemCommunicator(TorchDistCommunicator):
     def _spreads(self, pieces: int, alike: bool) -> bool:
         """Returns whether a two-shot reduction can split these pieces among ranks; `alike`: all have one size."""
         return True
-
-    def _starts_of(self, shares: Sequence[int]) -> Tensor:
-        """Returns each rank's first head and the end, int32 on the device; cached, so that capture finds it."""
-        key = tuple(shares)
-        if key not in self._starts:
-            heads = torch.tensor([0, *key]).cumsum(0)
-            self._starts[key] = heads.to(self.device, torch.int32)
-        return self._starts[key]
 
     def close(self) -> None:
         if self._gloo is not None:  # peers may still read this rank's boxes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,12 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 # Rank 0's host may tokenize for minutes, or its caller pause, while the others wait for its next message. A rank that
 # dies closes its connections, which ends all waits for it; a job's watchdog finds a rank that is stopped.
 CONTROL_TIMEOUT = timedelta(days=1)
+HOST_RATE = 2e10  # bytes/s of messages through the host's memory
+
+
+def are_apart() -> bool:
+    """Returns whether the user has NCCL keep GPUs out of each other's memory: messages go through the host's."""
+    return os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
 
 
 class TorchDistCommunicator(Communicator):
@@ -46,6 +53,8 @@ class TorchDistCommunicator(Communicator):
             raise ValueError(f"kvp groups {kvp_groups} must be in ascending order: process groups sort their ranks")
         super().__init__(rank, world_size, next(tuple(group) for group in kvp_groups if rank in group), device)
         self.capturable = self.device.type == "cuda"
+        if are_apart():
+            self.wire_rate = HOST_RATE
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
         self._kvp = self._connect(kvp_groups)

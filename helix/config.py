@@ -114,7 +114,7 @@ class CommConfig:
     backend: symm_mem (kernels of our own between the GPUs of one host, NCCL for large messages), nccl, gloo, or auto:
         the first of these that works here. emulated (benchmarks only): one or two GPUs run one rank each of a larger
         layout and send each other what is for the absent ranks; times are realistic (over one GPU, without the
-        link's), tokens are not.
+        link's), tokens are not. NCCL_P2P_DISABLE=1: through host memory.
     timeout_s: deadline of each collective, seconds.
     """
 
@@ -126,7 +126,8 @@ class CommConfig:
 class HopBConfig:
     """Attributes:
     chunks: of the batch, of which one is exchanged while the next is in attention: none (one exchange of all), 2, 4, 8,
-        or auto: none or whichever of them is fastest, timed at the start for each batch size.
+        or auto: none or whichever of them is fastest, timed at the start for each batch size, from the length on at
+        which it pays.
     """
 
     chunks: str = "auto"

@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 
-from comm.emulated import EmulatedCommunicator, emulating_processes
+from comm.emulated import EmulatedCommunicator, EmulatedLink, emulating_processes
 from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import are_apart
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 
-KINDS = {"symm_mem": SymmMemCommunicator, "emulated": EmulatedCommunicator}  # others: TorchDistCommunicator
+EMULATED_LINK = "emulated over nccl"
+KINDS = {  # others: TorchDistCommunicator
+    "symm_mem": SymmMemCommunicator,
+    "emulated": EmulatedCommunicator,
+    EMULATED_LINK: EmulatedLink,
+}
 
 
 @dataclass(frozen=True)
@@ -113,9 +119,7 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
             "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
             "use comm.backend=nccl"
         )
-    if backend == "emulated" and not within_reach:
-        raise ConfigError("comm.backend=emulated needs two GPUs of one host that reach each other's memory, or one")
-    return backend
+    return EMULATED_LINK if backend == "emulated" and not within_reach else backend
 
 
 def take_device(backend: str, place: Place) -> torch.device:
@@ -135,8 +139,10 @@ def gpu_facts(place: Place) -> dict[str, Any]:
     """Returns the number of visible GPUs, and whether this rank's GPU can access those of all other ranks."""
     gpus = torch.cuda.device_count()
     ranks = range(place.world_size)
-    peers = place.local_world_size == place.world_size <= gpus and all(
-        r == place.local_rank or torch.cuda.can_device_access_peer(place.local_rank, r) for r in ranks
+    peers = (
+        not (are_apart() and place.world_size > 1)
+        and place.local_world_size == place.world_size <= gpus
+        and all(r == place.local_rank or torch.cuda.can_device_access_peer(place.local_rank, r) for r in ranks)
     )
     return {"gpus": gpus, "peers": peers}
 

@@ -57,7 +57,7 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
         rdzv_configs={"timeout": MEETING_S, "read_timeout": ANSWER_S, "is_host": False},  # `meeting_store` is there
         max_restarts=0,
         monitor_interval=0.1,
-        **grace,  # torch 2.11 has no such setting, and waits for 30 s
+        **grace,
     )
 
 

@@ -41,6 +41,7 @@ _context.set_forkserver_preload(
     ["torch.distributed", *([] if torch.cuda.is_available() else ["tests.e2e.checkpoints"])]
 )
 
+APART = "nccl, apart"  # a backend: GPUs that do not reach each other's memory, whose messages cross that of the host
 GRACE_S = 5.0  # for peers of a failed rank to report what they saw
 
 
@@ -167,6 +168,8 @@ def _init(rank: int, world_size: int, backend: str, directory: Path) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        if backend == APART:
+            backend, os.environ["NCCL_P2P_DISABLE"] = "nccl", "1"
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     store = dist.FileStore(str(directory / "rendezvous"), world_size)

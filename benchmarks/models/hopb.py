@@ -1,50 +1,97 @@
-"""Times steps with HOP-B and without it, a job for each backend and model: `helix bench hopb`."""
+"""Times steps with HOP-B and without it, a job for each backend, model and grid: `helix bench hopb`.
+
+Models are cut to the layers that fit, and to MOST_LAYERS: more of the same make a step longer, and nothing else. One or
+two GPUs emulate `ranks=8` or 16: a rank then has its shapes of that many, and sends what it would send to all others
+over the one link. With NCCL_P2P_DISABLE=1 that link leads through host memory:
+
+  helix bench hopb ranks=8 models=llama-3.1-405b,deepseek-r1
+  NCCL_P2P_DISABLE=1 helix bench hopb ranks=8 models=llama-3.1-405b,deepseek-r1
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+
 from benchmarks import jobs
-from benchmarks.models.workloads import SHAPES, named
-from benchmarks.ranks.hopb import STEPS
+from benchmarks.models.workloads import SHAPES, Items, fitting_layers, named
+from benchmarks.ranks.hopb import PEERS, STEPS, link
 from benchmarks.runner import Benchmark, Given, Part, Row
+from helix.layout import HelixLayout
+from launch.inputs.shapes import spec_of
 
 K = 1024
-# One sequence has nothing to be cut into.
-POINTS = [*(f"{batch}x{length}" for length in (8 * K, 128 * K) for batch in (4, 16, 64)), f"4x{K * K}"]
-ON_CPU = ["4x64"]
+POINTS = [(batch, length) for length in (8 * K, 32 * K, 128 * K) for batch in (8, 16, 32, 64)]
+ON_CPU = [(4, 64)]  # one sequence has nothing to be cut into
+MOST_LAYERS = 12
+FP8 = {"llama-3.1-405b": ("model.weights=fp8",)}  # as the paper's FP4, a fraction of bf16; deepseek-r1 is stored so
 
 
-def cases(given: Given) -> list[tuple[str, str]]:
-    """A job for each model and backend; on a CPU a tiny one.
+@dataclass(frozen=True)
+class Case:
+    """A job: a model over a backend in a grid."""
+
+    model: str
+    backend: str
+    layout: HelixLayout
+
+
+def cases(given: Given) -> list[tuple[Case]]:
+    """A job for each model, backend and grid with an exchange; on a CPU a tiny one.
 
     Raises:
         ValueError: there is one rank.
     """
     if given.ranks < 2:
         raise ValueError("one GPU has nobody to exchange with: use two or more")
-    backends = ("emulated",) if given.emulated else ("symm_mem", "nccl") if given.gpu else ("gloo",)
-    models = (given.models or ["qwen2.5-7b"]) if given.gpu else ["demo"]
-    return [(model, backend) for model in models for backend in backends]
+    own = ("symm_mem", "nccl") if link() == PEERS else ("nccl",)
+    backends = ("emulated",) if given.emulated else own if given.gpu else ("gloo",)
+    found = []
+    for model in (given.models or ["qwen2.5-7b"]) if given.gpu else ["demo"]:
+        heads = spec_of(model).attention.kv_heads
+        for tpa in (n for n in range(1, given.ranks) if given.ranks % n == 0 and heads % n == 0):
+            layout = HelixLayout.create("helix", given.ranks // tpa, tpa)
+            found += [(Case(model, backend, layout),) for backend in backends]
+    return found
 
 
-def measure(given: Given, model: str, backend: str) -> list[Row]:
-    """Rows of a job; what does not depend on a model or on a backend counts once."""
+def measure(given: Given, case: Case) -> list[Row]:
+    """Rows of a job; what does not depend on a model, a backend or a grid counts once."""
+    points = POINTS if given.gpu else ON_CPU
     overrides = [
-        *named(model), "bench=hopb", f"layout.kvp={given.ranks}",
-        f"bench.points=[{','.join(POINTS if given.gpu else ON_CPU)}]", f"bench.steps={STEPS if given.gpu else 3}",
-        *([] if given.emulated else [f"comm.backend={backend}"]),
+        *named(case.model), "bench=hopb", f"layout.kvp={case.layout.kvp}", f"layout.tpa={case.layout.tpa}",
+        f"bench.points=[{','.join(f'{batch}x{length}' for batch, length in points)}]",
+        f"bench.steps={STEPS if given.gpu else 3}",
+        *([] if given.emulated else [f"comm.backend={case.backend}"]),
+        *(cut(case.model, given.ranks, points) if given.gpu else []),
     ]  # fmt: skip
     rows: list[Row] = jobs.measure(given.ranks, overrides)["hopb"]
-    first = cases(given)[0]
-    kinds = {"ttl", "failed", *["mla"] * (model == first[0]), *["delay", "timeline"] * ((model, backend) == first)}
-    rows = [row | {"model": model} if row["kind"] in ("ttl", "failed") else row for row in rows]
+    (first,), *_ = cases(given)
+    alike = case.model == first.model and case.layout == first.layout
+    kinds = {"ttl", "failed", *["mla"] * alike, *["delay", "timeline"] * (case == first)}
+    rows = [row | {"model": case.model} if row["kind"] in ("ttl", "failed") else row for row in rows]
     return [row for row in rows if row["kind"] in kinds]
 
 
-COLUMNS = "model backend batch length chunks off_us on_us without_us hidden auto_us auto_chunks off_units on_units"
+def cut(model: str, ranks: int, points: list[tuple[int, int]]) -> list[str]:
+    """The overrides of a model in few bits, with the layers that fit beside the largest point's KV."""
+    overrides = list(FP8.get(model, ()))
+    spec = spec_of(model)
+    keeps = spec.keeps(HelixLayout.create(), 0, torch.bfloat16)
+    tokens = max(batch * length for batch, length in points)
+    each = sum(tokens * sum(kept.bytes for kept in layer) for layer in keeps) / len(keeps) / ranks
+    memory = torch.cuda.get_device_properties(0).total_memory
+    fit = fitting_layers(spec, ranks, memory, Items.of([*named(model), *overrides]), kv=each)
+    layers = min(fit, MOST_LAYERS)
+    return [*overrides, *([f"model.config.num_hidden_layers={layers}"] if layers < len(spec.layers) else [])]
+
+
+COLUMNS = "model backend batch length chunks off_us on_us without_us exchange_us hidden auto_us auto_chunks"
 BENCHMARK = Benchmark(
     "decode steps with and without HOP-B, and the paper's example of it, over all GPUs",
     __doc__,
-    (Part(cases, measure, COLUMNS),),
+    (Part(cases, measure, f"{COLUMNS} off_units on_units"),),
     models=SHAPES,
     emulated=True,
 )

@@ -112,15 +112,18 @@ def _layer_bytes(spec: DecoderSpec, layer: LayerSpec, experts: float, items: Ite
     return of + layer.ffn.multiplications(spec.hidden) * items.weights
 
 
-def fitting_layers(spec: DecoderSpec, ranks: int, memory: int, items: Items = BF16) -> int:
+def fitting_layers(spec: DecoderSpec, ranks: int, memory: int, items: Items = BF16, kv: float = 0.0) -> int:
     """How many of a model's first layers fit on GPUs of `memory` bytes each, a fifth of it left to everything else.
 
     Weights are spread evenly: of MLA's, a kvp group's ranks hold some alike, which the fifth has to take as well.
+
+    Args:
+        kv: bytes beside a layer's weights, on each GPU.
     """
     experts = 0 if spec.experts is None else spec.experts.experts
     left = 0.8 * ranks * memory - 2 * 2 * spec.vocab * spec.hidden
     for index, layer in enumerate(spec.layers):
-        left -= _layer_bytes(spec, layer, experts, items)
+        left -= _layer_bytes(spec, layer, experts, items) + ranks * kv
         if left < 0:
             return index
     return len(spec.layers)

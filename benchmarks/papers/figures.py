@@ -74,7 +74,7 @@ class Paper:
             for exchange in ("batched", "serial"):
                 rows, worst = paper_rows.hopb(spec, self.setting, exchange)
                 self.hopb[model] += rows
-                self.lost.append({"model": model, **worst})
+                self.lost.append({"model": model, "paper": CLAIMS[model].hopb_off, **worst})
             self.sensitivity[model] = paper_rows.sensitivity(spec, self.setting)
 
     def csv(self) -> dict[str, list[Row]]:

@@ -1,9 +1,10 @@
 """Times what HOP-B hides of the exchange, inside a job (`bench=hopb`).
 
 Three kinds of rows. `ttl`: decode steps of a whole model with one exchange of all rows, in chunks, and with no exchange
-at all (each rank keeps its own partials of its own heads: wrong tokens, right shapes). `mla`: messages of 128 heads of
-512 beside a kernel that does nothing but take its time. `delay`: the paper's example, with delays for attention and
-exchange; its `timeline` rows say when each chunk ran.
+at all (each rank keeps its own partials of its own heads: wrong tokens, right shapes), and a step's exchanges alone.
+`mla`: messages of 128 heads of 512 beside a kernel that does nothing but take its time. `delay`: the paper's example,
+with delays for attention and exchange; its `timeline` rows say when each chunk ran. The share hidden is what chunks
+save, of the exchanges' time alone. Chunks draw the same tokens, but for rounding: each row says which share of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from benchmarks.schema import lab
 from benchmarks.timer import slowest
 from comm.base import Communicator
 from comm.hopb import Pipeline
+from comm.torch_dist import are_apart
 from helix.events.decision import StepKind
+from helix.layers.attention import ShardedAttention
 from helix.layout import share
 from helix.models import Decoder
 from helix.run.autotune import CHUNKS, choose_chunks, step_seconds
@@ -39,8 +42,10 @@ from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task
 
 STEPS = 32
+REPEATS = 10  # of a step whose tokens are compared
 REQUESTS, ATTENTION_UNITS, EXCHANGE_UNITS = 8, 2.0, 1.2  # of each request (Helix Parallelism, figure 3)
 EXPECTED_UNITS = {"off": 25.6, "on": 17.2}  # 8 * 2 + 8 * 1.2, and 8 * 2 with the last exchange behind
+PEERS = "peer memory"
 UNIT_S = 200e-6  # long beside the launch of a kernel
 MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
@@ -77,9 +82,16 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     def microseconds(chunks: int) -> float:
         return 1e6 * step_seconds(engine.runner, StepKind(batch, engine.runner.drafts, chunks=chunks), steps)
 
-    on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
+    wanted = drawn(engine.runner, batch, 1, 1)
+    alike = {
+        chunks: min(float((tokens == wanted[0]).float().mean()) for tokens in drawn(engine.runner, batch, chunks))
+        for chunks in CHUNKS
+        if chunks <= batch
+    }
+    on = {chunks: microseconds(chunks) for chunks in alike}
     off = microseconds(1)
     without = without_exchange(engine.runner, comm, lambda: microseconds(1))
+    exchange = exchange_us(engine.runner, comm, batch)
     choose_chunks(engine.runner, batch)
     auto = engine.runner.chunks(batch)
     auto_us = microseconds(auto)
@@ -87,16 +99,49 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     return [
         {
             "kind": "ttl", "batch": batch, "length": length, "chunks": chunks,
-            "off_us": off, "on_us": on_us, "without_us": without,
-            "hidden": _hidden(off, on_us, without), "auto_us": auto_us, "auto_chunks": auto,
+            "off_us": off, "on_us": on_us, "without_us": without, "exchange_us": exchange,
+            "hidden": (off - on_us) / exchange, "auto_us": auto_us, "auto_chunks": auto,
+            "same_tokens": alike.get(chunks, 1.0), "link": link(), "layout": str(plan.layout),
+            "layers": len(model.spec.layers),
         }
         for chunks, on_us in (on or {1: off}).items()
     ]  # fmt: skip
 
 
-def _hidden(off: float, on: float, without: float) -> float | None:
-    """The share of the exchange's time that does not show; None where it takes none."""
-    return (off - on) / (off - without) if off > without else None
+@torch.inference_mode()
+def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> list[Tensor]:
+    """The tokens that a step in so many chunks draws, each time from the same state: a race would change them."""
+    state, found, graphs = runner.state, [], None if runner.graphs is None else StepGraphs()
+    before = state.tokens.clone(), state.lengths.clone()
+    kind = StepKind(rows, runner.drafts, chunks=chunks)
+    for _ in range(times):
+        found.append((runner.step(kind) if graphs is None else graphs.run(runner.step, kind)).clone())
+        state.tokens.copy_(before[0])
+        state.lengths.copy_(before[1])
+    if graphs is not None:
+        graphs.close()
+    return found
+
+
+def link() -> str:
+    """What the GPUs' messages cross."""
+    return "host memory" if are_apart() else PEERS
+
+
+def exchange_us(runner: ModelRunner, comm: Communicator, rows: int) -> float:
+    """Microseconds of a step's exchanges alone, one a layer, back to back."""
+    mixer = runner.model.layers[0].mixer
+    assert isinstance(mixer, ShardedAttention)
+    heads, width, dtype = sum(mixer.shares), mixer.sent_width(rows), runner.model.weights.dtype
+    sent = PartialAttention(
+        torch.randn(rows, heads, width, device=comm.device).to(dtype), torch.randn(rows, heads, device=comm.device)
+    )
+
+    def run() -> None:
+        for _ in runner.model.layers:
+            comm.merge_exchange(sent, mixer.shares)
+
+    return 1e6 * median(slowest(comm, _captured(run, comm.device, comm.barrier)))
 
 
 def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
@@ -107,7 +152,10 @@ def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[
         return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
 
     for layer in runner.model.layers:
-        layer.mixer.comm = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather)  # type: ignore[attr-defined]
+        alone = SimpleNamespace(
+            merge_exchange=keep, all_gather=comm.all_gather, kvp_rank=comm.kvp_rank, wire_rate=comm.wire_rate
+        )
+        layer.mixer.comm = alone  # type: ignore[attr-defined]
     result = measure()
     for layer in runner.model.layers:
         layer.mixer.comm = comm  # type: ignore[attr-defined]
@@ -123,30 +171,34 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
     lse = torch.randn(batch, MLA_HEADS, device=comm.device)
     pipeline, busy = Pipeline(comm.device if comm.capturable else None), _busy(comm.device)
 
-    def exchange(found: PartialAttention) -> Tensor:
-        return comm.merge_exchange(found, shares)
+    def measured(chunks: int, attention_s: float, exchanges: bool = True) -> float:
+        cuts = _cut(batch, chunks)
+        result = out.new_empty(batch, shares[comm.kvp_rank], MLA_DIM)
 
-    def measured(chunks: int, attention_s: float, exchange: Callable[[PartialAttention], Tensor]) -> float:
-        def attend(rows: slice) -> PartialAttention:
-            busy(attention_s * len(out[rows]) / batch)
-            return PartialAttention(out[rows], lse[rows])
+        def attend(chunk: int) -> PartialAttention:
+            busy(attention_s * len(out[cuts[chunk]]) / batch)
+            return PartialAttention(out[cuts[chunk]], lse[cuts[chunk]])
+
+        def exchange(chunk: int, found: PartialAttention) -> None:
+            if exchanges:
+                comm.merge_exchange(found, shares, result[cuts[chunk]])
 
         comm.barrier()
-        chain = partial(pipeline.run, _cut(batch, chunks), attend, exchange)
+        chain = partial(pipeline.run, chunks, attend, exchange)
         return median(slowest(comm, _captured(chain, comm.device, comm.barrier)))
 
-    alone = measured(1, 0.0, exchange)
+    alone = measured(1, 0.0)
     attention = alone * ATTENTION_UNITS / EXCHANGE_UNITS
-    off = measured(1, attention, exchange)
-    without = measured(1, attention, lambda found: found.out[:, : shares[comm.kvp_rank]])
+    off = measured(1, attention)
+    without = measured(1, attention, exchanges=False)
     rows = []
     for chunks in [n for n in CHUNKS if n <= batch]:
-        on = measured(chunks, attention, exchange)
+        on = measured(chunks, attention)
         rows.append(
             {
                 "kind": "mla", "heads": MLA_HEADS, "dim": MLA_DIM, "batch": batch, "chunks": chunks,
                 "exchange_us": 1e6 * alone, "off_us": 1e6 * off, "on_us": 1e6 * on, "without_us": 1e6 * without,
-                "hidden": _hidden(off, on, without),
+                "hidden": (off - on) / alone,
             }
         )  # fmt: skip
     return rows
@@ -155,10 +207,9 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
 def delays(device: torch.device) -> list[dict[str, Any]]:
     """The paper's example: eight requests, 2 units of attention and 1.2 of exchange each, one by one or pipelined."""
     pipeline, busy = Pipeline(device if device.type == "cuda" else None), _busy(device)
-    out, lse = torch.zeros(REQUESTS, 1, 1, device=device), torch.zeros(REQUESTS, 1, device=device)
 
-    def run(chunks: int, spans: list[tuple[str, int, Moment, Moment]] | None = None) -> Tensor:
-        exchanged = count()
+    def run(chunks: int, spans: list[tuple[str, int, Moment, Moment]] | None = None) -> None:
+        cuts = _cut(REQUESTS, chunks)
 
         def wait(stream: str, request: int, units: float) -> None:
             if spans is None:
@@ -168,17 +219,16 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
             busy(units * UNIT_S)
             spans.append((stream, request, begin, Moment(device)))
 
-        def attend(rows: slice) -> PartialAttention:
-            for request in range(rows.start, rows.stop):
+        def attend(chunk: int) -> slice:
+            for request in range(cuts[chunk].start, cuts[chunk].stop):
                 wait("attention", request, ATTENTION_UNITS)
-            return PartialAttention(out[rows], lse[rows])
+            return cuts[chunk]
 
-        def exchange(found: PartialAttention) -> Tensor:
-            for _ in range(len(found.out)):
-                wait("exchange", next(exchanged), EXCHANGE_UNITS)
-            return found.out
+        def exchange(chunk: int, rows: slice) -> None:
+            for request in range(rows.start, rows.stop):
+                wait("exchange", request, EXCHANGE_UNITS)
 
-        return pipeline.run(_cut(REQUESTS, chunks), attend, exchange)
+        pipeline.run(chunks, attend, exchange)
 
     rows: list[dict[str, Any]] = []
     units: dict[str, float] = {}
@@ -225,7 +275,7 @@ def _busy_kernel(ns: int) -> None:
 
 
 def _captured(
-    run: Callable[[], Tensor], device: torch.device, barrier: Callable[[], None] = lambda: None
+    run: Callable[[], object], device: torch.device, barrier: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Seconds of each replay of `run` (on a CPU, of each call), after three for warm-up."""
     if device.type != "cuda":

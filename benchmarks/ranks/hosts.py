@@ -19,10 +19,11 @@ from benchmarks.ranks.hopb import without_exchange
 from benchmarks.ranks.points import at_each, engine_at
 from benchmarks.ranks.steps import fill, rewind
 from benchmarks.schema import lab
-from comm.base import Communicator, pack_partials
+from comm.base import Communicator, message_bytes
 from helix.events.decision import StepKind
 from helix.models import Decoder
 from helix.run.autotune import step_seconds
+from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task
 
@@ -56,7 +57,7 @@ def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int
     ttl, without = step_us(), without_exchange(engine.runner, comm, step_us)
     engine.close()
     exchange = partial(comm.exchange, out, lse, shares)
-    message = pack_partials(out, lse, shares).nbytes * (K - 1) // K
+    message = message_bytes(len(lse), max(shares), out.shape[-1], out.dtype)[1] * (K - 1)
     with _replaced(comm, "all_to_all", lambda x: x):
         local_us = microseconds(comm, exchange, EAGER)[0]
     sizes = [-(-message // 2 // ALIGNED) * ALIGNED, 2 * message]
@@ -90,11 +91,12 @@ def _exchanged(comm: Communicator, step: Callable[[], Any]) -> tuple[tuple[Tenso
     """Runs a step; returns what its first exchange was given, and how many it has."""
     given: list[tuple[Tensor, Tensor, list[int]]] = []
 
-    def exchange(out: Tensor, lse: Tensor, shares: list[int]) -> Tensor:
+    def exchange(parts: PartialAttention, shares: list[int], result: Tensor | None = None) -> Tensor:
+        out, lse = parts.merge()
         given.append((out.clone(), lse.clone(), shares) if not given else given[0])
-        return type(comm).exchange(comm, out, lse, shares)
+        return type(comm).merge_exchange(comm, parts, shares, result)
 
-    with _replaced(comm, "exchange", exchange):
+    with _replaced(comm, "merge_exchange", exchange):
         step()
     return given[0], len(given)
 

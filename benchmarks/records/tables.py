@@ -19,6 +19,7 @@ from benchmarks.records import (
     fidelity_tables,
     fp8_tables,
     fronts,
+    hopb_tables,
     kernel_tables,
     serving_tables,
     sparse_bill,
@@ -36,8 +37,6 @@ from benchmarks.records.columns import (
     ms,
     of,
     page,
-    share,
-    us,
     where_it_fits,
 )
 from benchmarks.records.planner_check import check_table, errors_table, regrets, summary
@@ -64,38 +63,6 @@ RESULTS = [
 GUIDES = ["planner", "sparse", "tiering", "serving", "serving-engine", "speculation"]
 ROWS, MOST_ROWS = 8, 12  # of a table of results on a page
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/results/{name}.md" for name in RESULTS)]
-
-
-def hopb(name: str = "hopb") -> list[str]:
-    """HOP-B on and off."""
-    columns: Columns = {
-        "backend": at("backend"),
-        "KV": kv,
-        "chunks": at("chunks"),
-        "off": us("off_us", 0),
-        "on": us("on_us", 0),
-        "without the exchange": us("without_us", 0),
-        "share hidden": share("hidden"),
-        "auto": us("auto_us", 0),
-    }
-    found = results(name, "kind", "backend", "model", "batch", "length", "chunks", "regime")
-    return lines(columns, [r for r in found if r["kind"] == "ttl"])
-
-
-def chunks() -> list[str]:
-    """The best of HOP-B's chunk counts beside none, over both backends."""
-    ttl = [r for r in results("hopb", "kind", "backend", "batch", "length", "chunks") if r["kind"] == "ttl"]
-    table = [["KV"]]
-    for name in ("own kernels", "NCCL"):
-        table[0] += [f"{name}: no chunks", "best chunks", "difference"]
-    for point in dict.fromkeys(kv(r) for r in ttl):
-        line = [point]
-        for backend in ("symm_mem", "nccl"):
-            same = [r for r in ttl if r["backend"] == backend and kv(r) == point]
-            off, on = same[0]["off_us"], min(r["on_us"] for r in same)
-            line += [f"{off:.0f} us", f"{on:.0f} us", f"{on / off - 1:+.1%}"]
-        table.append(line)
-    return page(table)
 
 
 def gains() -> list[str]:
@@ -212,9 +179,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "fidelity-policies": fidelity_tables.policies,
     **{f"fidelity-{name}": partial(fidelity_tables.table, name) for name in fidelity_tables.COLUMNS},
     **{f"acceptance-{name}": make for name, make in acceptance_tables.PAGE.items()},
-    "chunks": chunks,
-    "hopb": hopb,
-    "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),
+    **hopb_tables.PAGE,
     **fp8_tables.PAGE,
     **fronts.PAGE,
     **sparse_tables.PAGE,

@@ -31,6 +31,8 @@ class LayerAttention:
         sinks: [Hq_local] fp32, or None: each head's score of an additional key of value 0 that every query reads; it is
             part of the LSE. Given to only one rank of a kvp group.
         reserved_sms: number of multiprocessors to leave to concurrent kernels.
+        chunk: index of the chunk of rows, whose attention directly follows that of the chunk before; its parts
+            stay until the next layer's attention of this chunk.
     """
 
     window: int | None
@@ -38,6 +40,7 @@ class LayerAttention:
     latent: int | None = None
     sinks: Tensor | None = None
     reserved_sms: int = 0
+    chunk: int = 0
 
     def sms(self, device: torch.device) -> int:
         """Returns the number of multiprocessors for its kernels, at least one."""
@@ -75,7 +78,7 @@ class AttentionPolicy(ABC):
         Returns:
             A result whose `merge` gives the partial output [N, Hq_local, D or R] in q's dtype and its natural-log LSE
             [N, Hq_local] fp32; for a query without keys here 0 and -inf (with sinks: the sink's score). It must be
-            merged, here or in the exchange, before the next attention.
+            merged, here or in the exchange, before the next attention of the same chunk.
         """
 
     def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:

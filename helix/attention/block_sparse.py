@@ -90,7 +90,7 @@ class BlockSparseAttention(AttentionPolicy):
         sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
         keys = cache.paged(table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
-        return decode_parts(q[:, None], keys, sms=sms, early=True)
+        return decode_parts(q[:, None], keys, sms=sms, early=True, lane=layer.chunk)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
         """Chooses blocks in one layer; returns the page table [N, Hkv, width] of each query and KV head."""

@@ -66,4 +66,4 @@ class ChosenAttention(AttentionPolicy):
         table = self.tables[self._places[cache.index], step.first : step.first + n]
         keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (cache.keys, cache.values))  # [slots, 1, Hkv, D]
         chosen = PagedKeys(keys, values, table, lo, hi, layer.scale, layer.sinks, *cache.scales)
-        return decode_parts(q[:, None], chosen, sms=layer.sms(q.device), early=True)
+        return decode_parts(q[:, None], chosen, sms=layer.sms(q.device), early=True, lane=layer.chunk)

@@ -30,5 +30,6 @@ class CollectingAttention(DenseAttention):
         lo, hi = (bound.view(n, -1) for bound in step.bounds(None))
         keys = cache.paged(step.block_tables, lo, hi, layer.scale, layer.sinks)
         scores = self.scores.layer(cache.index, slice(step.first, step.first + n))
-        sms = layer.sms(q.device)
-        return decode_parts(q.unflatten(0, (n, -1)), keys, sms=sms, early=True, scores=scores)
+        return decode_parts(
+            q.unflatten(0, (n, -1)), keys, sms=layer.sms(q.device), early=True, scores=scores, lane=layer.chunk
+        )

@@ -38,6 +38,7 @@ class DenseAttention(AttentionPolicy):
             return PartialAttention(*prefill(q, paged(lo, hi), step.cu_q, step.max_q, most))
         of_sequences = (len(step.slots), -1)
         keys = paged(lo.view(of_sequences), hi.view(of_sequences))
-        decode = mla_decode_parts if latents else decode_parts
-        sms = layer.sms(q.device)
-        return decode(q.unflatten(0, of_sequences), keys, sms=sms, early=True)
+        q, sms, chunk = q.unflatten(0, of_sequences), layer.sms(q.device), layer.chunk
+        if latents:
+            return mla_decode_parts(q, keys, sms=sms, early=True, lane=chunk)
+        return decode_parts(q, keys, sms=sms, early=True, lane=chunk, ready=chunk > 0)

@@ -90,7 +90,7 @@ class TieredAttention(BlockSparseAttention):
             self._join(self._ahead[cache.lane])
         self._fetch(table, cache, step, self.budget, cache.misses)
         keys = cache.every_place.paged(table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
-        return decode_parts(q[:, None], keys, sms=sms, early=True)
+        return decode_parts(q[:, None], keys, sms=sms, early=True, lane=layer.chunk)
 
     def _fetch(self, table: Tensor, cache: TieredLayer, step: Step, budget: BlockBudget, misses: FetchList) -> None:
         """Replaces the pages of a table by places on the GPU, and fetches the blocks that had none."""

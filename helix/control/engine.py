@@ -171,16 +171,18 @@ class Engine:
         if runner.graphs is None:
             return
         for rows in sizes:
-            fill(runner, rows, max(1, min(runner.max_length, tokens // rows)) - 1)
-            choose_chunks(runner, rows)
+            longest = max(1, min(runner.max_length, tokens // rows)) - 1
+            choose_chunks(runner, rows, longest)
+            fill(runner, rows, longest)
             if len(self.draft_sizes) > 1:
                 for drafts in self.draft_sizes:
                     kind = StepKind(rows, drafts, chunks=runner.chunks(rows))
                     self.step_seconds[rows, drafts] = step_seconds(runner, kind, kept=True)
             fill(runner, 0, 0)
             for kind in kinds:
-                for _ in range(2):  # once eagerly, once captured; no slot is active, so no state changes
-                    runner.decode(replace(kind, rows=rows))
+                for row_tokens in dict.fromkeys((longest, 0)) if runner.chunks(rows) > 1 else (0,):
+                    for _ in range(2):  # once eagerly, once captured; no slot is active, so no state changes
+                        runner.decode(replace(kind, rows=rows), row_tokens)
         torch.cuda.synchronize()
         mark("capture")
 

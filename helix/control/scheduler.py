@@ -317,6 +317,7 @@ class Scheduler:
                 # Shorter sequences read all keys in a sparse step too, so the batch does not affect their tokens.
                 sparse=any(s.known + s.most > self._sparse_from for s in decoding),
             ),
+            row_tokens=sum(s.known + s.most for s in decoding) // max(rows, 1),
             draft_limits=plan.draft_limits,
             holds_draw=self._held_tokens > 0,
             masks=masks,

@@ -142,6 +142,7 @@ class Decision:
         masks: masks of the tokens that slots may draw in the held step, int32 [W], see `Grammar`.
         tables: table writes of slots that are in use before `admit`.
         kind: kind of the decode steps; the prompts' first tokens are drawn in the same way.
+        row_tokens: tokens of the decode steps' sequences, per row of a step.
         draft_limits: limits of the decode steps; see `StepPlan`.
         holds_draw: the only decode step is held: the allowed tokens depend on tokens that rank 0 has not read.
         counts: of a rank's share in mode dp: prompt tokens of each rank; empty: as many on all ranks.
@@ -154,6 +155,7 @@ class Decision:
     prefill: tuple[Segment, ...]
     decode_steps: int
     kind: StepKind = StepKind()
+    row_tokens: int = 0
     draft_limits: tuple[int, ...] = ()
     holds_draw: bool = False
     masks: dict[int, np.ndarray] = field(default_factory=dict)

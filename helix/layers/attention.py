@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -121,26 +121,45 @@ class ShardedAttention:
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Attends with queries [N, Hq_local, D] on all ranks; returns the exact output of own heads [N, heads, D]."""
-        sequences = len(step.slots)
-        chunks = min(step.chunks, sequences)
-        if chunks == 1 or step.cu_q is not None:
-            return self.exchange(policy.attend(q, cache, step, self._layer(0)))
+        sequences, rows = len(step.slots), len(q)
+        chunks = 1 if step.cu_q is not None else min(step.chunks, sequences)
+        layer = LayerAttention(self.window, self.scale, self.latent, self.sinks)
+        if len(self.shares) == 1:  # there is nobody to exchange with
+            return self.received(policy.attend(q, cache, step, layer).merge()[0], rows)
+        if chunks == 1:
+            sent = self.sent(policy.attend(q, cache, step, layer), rows)
+            return self.received(self.comm.merge_exchange(sent, self.shares), rows)
 
-        layer = self._layer(RESERVED_SMS)
-
-        def attend(rows: slice) -> PartialAttention:
-            return PartialAttention(*policy.attend(q[rows], cache, rows_of(step, rows), layer).merge())
-
-        each = len(q) // sequences
+        each = rows // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
-        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
+        rows = len(cuts[0]) * each  # the most of a chunk
+        result = q.new_empty(len(q), self.shares[self.comm.kvp_rank], self.sent_width(rows))
 
-    def _layer(self, reserved_sms: int) -> LayerAttention:
-        return LayerAttention(self.window, self.scale, self.latent, self.sinks, reserved_sms)
+        def of(chunk: int) -> slice:
+            return slice(cuts[chunk].start * each, cuts[chunk].stop * each)
 
-    def exchange(self, partial: PartialAttention) -> Tensor:
-        # A kvp group of one has nothing to exchange.
-        return partial.merge()[0] if len(self.shares) == 1 else self.comm.merge_exchange(partial, self.shares)
+        def attend(chunk: int) -> PartialAttention:
+            # Nothing runs beside the first chunk. Others' parts are still unmerged: each has a workspace of its own.
+            beside = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
+            return self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
+
+        def exchange(chunk: int, sent: PartialAttention) -> None:
+            self.comm.merge_exchange(sent, self.shares, result[of(chunk)])
+
+        self.pipeline.run(chunks, attend, exchange)
+        return self.received(result, rows)
+
+    def sent(self, partial: PartialAttention, rows: int) -> PartialAttention:
+        """Computes what is exchanged of partial attention, in messages of up to `rows` queries."""
+        return partial
+
+    def sent_width(self, rows: int) -> int:
+        """Returns the width of what is exchanged per head, in messages of up to `rows` queries."""
+        raise NotImplementedError
+
+    def received(self, x: Tensor, rows: int) -> Tensor:
+        """Computes the exact output of own heads from what was exchanged, in messages of up to `rows` queries."""
+        return x
 
 
 class Attention(ShardedAttention):
@@ -196,6 +215,9 @@ class Attention(ShardedAttention):
             spec.hidden,
             spec.output_bias,
         )
+
+    def sent_width(self, rows: int) -> int:
+        return self.spec.head_dim
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""

@@ -9,7 +9,7 @@ See DeepSeek-V2, section 2.1. The up-projections are absorbed into the queries, 
 
 With one latent, tensor parallelism duplicates the cache on every rank (mode tp); Helix shards it over all ranks
 (tpa=1), and every rank's attention then needs the queries of all heads. Two choices remain, each made by its estimated
-time on an H200:
+time on an H200 and over the link:
 
 - Where W_UV is applied: after the exchange, by each rank to its own heads, so that R values per head are sent; or
   before, by every rank to all heads, so that only `value` values are sent. For few rows the weights dominate, for many
@@ -41,8 +41,7 @@ from kernels.mla.append import mla_append
 from kernels.mla.per_head_linear import per_head_linear
 
 READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
-WIRE_RATE = 2e11  # bytes/s of a rank's messages to all its peers together, beyond the first kilobytes
-CALL_S = 2.5e-6  # seconds of a small collective (both: docs/results/kernels.md#collectives)
+CALL_S = 2.5e-6  # seconds of a small collective (docs/results/kernels.md#collectives)
 ROWS = 8  # assumed rows of a step for the choice of queries: weights are placed before rows are known
 
 
@@ -123,25 +122,26 @@ class MLASpec:
         return MLA(weights, comm, layout, self, place)
 
 
-def exchanges_values(spec: MLASpec, rows: int) -> bool:
+def exchanges_values(spec: MLASpec, rows: int, wire_rate: float) -> bool:
     """Returns whether the exchange of `rows` tokens is faster with W_UV applied before it, to all heads.
 
     Then messages are shorter by `rows * (latent - value)` values per head, and `value * latent` more weights are read.
     On K ranks, both count for K - 1 of K heads: the remaining heads are local, and their weights are read anyway.
     """
-    return rows * (spec.latent - spec.value) / WIRE_RATE > spec.value * spec.latent / READ_RATE
+    return rows * (spec.latent - spec.value) / wire_rate > spec.value * spec.latent / READ_RATE
 
 
-def gathers_queries(spec: MLASpec, ranks: int, item: int) -> bool:
+def gathers_queries(spec: MLASpec, ranks: int, item: int, wire_rate: float) -> bool:
     """Returns whether it is faster that ranks compute their own heads' queries and gather the others.
 
     Args:
         ranks: number of ranks that attend with the same heads.
         item: bytes of a weight, and of a sent value.
+        wire_rate: see `Communicator`.
     """
     others = spec.q_heads * (ranks - 1) / ranks * item
     weights = spec.query * (spec.q_rank or spec.hidden) + spec.nope * spec.latent  # per head: its query's, and W_UK
-    return others * weights / READ_RATE > CALL_S + others * ROWS * spec.entry / WIRE_RATE
+    return others * weights / READ_RATE > CALL_S + others * ROWS * spec.entry / wire_rate
 
 
 class MLA(ShardedAttention):
@@ -163,7 +163,7 @@ class MLA(ShardedAttention):
         self.spec, self.latent, name = spec, spec.latent, f"{place.name}.self_attn"
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
-        gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize)
+        gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize, comm.wire_rate)
         self.gathered = [len(share(spec.q_heads, layout.kvp, k)) for k in range(layout.kvp)] if gathers else []
         makes = share(spec.q_heads, layout.kvp, comm.kvp_rank) if gathers else attends
 
@@ -230,13 +230,21 @@ class MLA(ShardedAttention):
             return parts.transpose(0, 1).flatten(1, 2)
         return torch.cat([part[:, :heads] for part, heads in zip(parts, self.gathered, strict=True)], 1)
 
-    def exchange(self, partial: PartialAttention) -> Tensor:
-        """Exchanges partial outputs [N, Hq_local, R] -> exact values [N, own heads, value]."""
-        rows = partial.lse.numel() // partial.lse.shape[-1]
-        if len(self.shares) > 1 and exchanges_values(self.spec, rows):
-            out, lse = partial.merge()
-            return super().exchange(PartialAttention(per_head_linear(out, self.w_uv), lse))
-        return per_head_linear(super().exchange(partial), self.own_w_uv)
+    def sends_values(self, rows: int) -> bool:
+        """Returns whether messages of up to `rows` queries hold values instead of latents."""
+        return len(self.shares) > 1 and exchanges_values(self.spec, rows, self.comm.wire_rate)
+
+    def sent(self, partial: PartialAttention, rows: int) -> PartialAttention:
+        if not self.sends_values(rows):
+            return partial
+        out, lse = partial.merge()
+        return PartialAttention(per_head_linear(out, self.w_uv), lse)
+
+    def sent_width(self, rows: int) -> int:
+        return self.spec.value if self.sends_values(rows) else self.spec.latent
+
+    def received(self, x: Tensor, rows: int) -> Tensor:
+        return x if self.sends_values(rows) else per_head_linear(x, self.own_w_uv)
 
 
 def _halves(spec: MLASpec, begin: int) -> list[range]:

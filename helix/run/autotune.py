@@ -43,14 +43,20 @@ def tried_chunks(runner: ModelRunner, rows: int) -> list[int]:
     return [1, *(n for n in CHUNKS if n <= rows)]
 
 
-def choose_chunks(runner: ModelRunner, rows: int) -> None:
-    """Chooses the HOP-B chunks of steps of `rows` rows if that is `auto`, by timing at the slots' current lengths.
+def choose_chunks(runner: ModelRunner, rows: int, longest: int | None = None) -> None:
+    """Chooses the HOP-B chunks of steps of `rows` rows if that is `auto`, by timing; alike on all ranks.
 
     On a CPU nothing overlaps, so there is nothing to choose.
+
+    Args:
+        longest: tokens of the longest sequences. The slots are filled with such, and where chunks pay, with shorter
+            ones, until they do not: shorter steps are not cut. None: the choice is for the slots' current lengths.
     """
     _, *more = tried_chunks(runner, rows)
     if not more:
         return
+    if longest is not None:
+        fill(runner, rows, longest)
     kind = StepKind(rows, runner.drafts)
     best, least = 1, (1 - GAIN) * step_seconds(runner, kind)
     for chunks in more:
@@ -58,7 +64,14 @@ def choose_chunks(runner: ModelRunner, rows: int) -> None:
         if runner.comm.broadcast_object(seconds >= least):
             break  # even more chunks cost more launches and would not pay either
         best, least = chunks, seconds
-    runner.hopb_chunks[rows] = best
+    from_tokens = longest or 0
+    while best > 1 and longest is not None and from_tokens > 1:
+        fill(runner, rows, from_tokens // 2)
+        off, on = step_seconds(runner, kind), step_seconds(runner, replace(kind, chunks=best))
+        if runner.comm.broadcast_object(on >= (1 - GAIN) * off):
+            break
+        from_tokens //= 2
+    runner.hopb_chunks[rows] = best, from_tokens
 
 
 @torch.inference_mode()

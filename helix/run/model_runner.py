@@ -6,6 +6,7 @@ only rank 0 reads them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +86,8 @@ class ModelRunner:
         admitted: admissions by slot, of the slots in use.
         drafts: most tokens that a step verifies for each sequence.
         graphs: captured steps; None if steps cannot be captured.
-        hopb_chunks: HOP-B chunks by rows of a step, as chosen by `helix.run.autotune`.
+        hopb_chunks: HOP-B chunks by rows of a step, and tokens per row from which on they pay, as chosen by
+            `helix.run.autotune`.
         shaper: changes logits as requested; None until the first sequence requests it.
         mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
             with None; for benchmarks.
@@ -125,7 +127,7 @@ class ModelRunner:
         history = max_length + self.drafts + 1 if self.drafts else 0
         self.state = DecodeState(max_batch, max_pages, placement, self.device, history, cache.rings)
         self.admitted: dict[int, Admission] = {}
-        self.hopb_chunks: dict[int, int] = {}
+        self.hopb_chunks: dict[int, tuple[int, int]] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs() if comm.capturable else None
         self.shaper: Shaper | None = None
@@ -133,11 +135,14 @@ class ModelRunner:
         self._drafting = True  # whether the last steps had drafts
         self._slots = torch.arange(max_batch, device=self.device)
 
-    def chunks(self, rows: int) -> int:
-        """Returns the number of HOP-B chunks of a step of `rows` rows."""
+    def chunks(self, rows: int, row_tokens: float = math.inf) -> int:
+        """Returns the number of HOP-B chunks of a step of `rows` rows with so many tokens each, on average."""
         if self.layout.kvp == 1 or self.hopb == "none":  # a kvp group of one has nothing to exchange
             return 1
-        return self.hopb_chunks.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
+        if self.hopb != "auto":
+            return min(int(self.hopb), rows)
+        chunks, least = self.hopb_chunks.get(rows, (1, 0))
+        return chunks if row_tokens >= least else 1
 
     def execute(self, decision: Decision) -> list[StepTokens]:
         """Launches the work of a decision.
@@ -186,12 +191,12 @@ class ModelRunner:
             limits = to_device(torch.tensor(decision.draft_limits), self.device)
             self.state.draft_limits[: len(limits)] = limits
         if decision.holds_draw:
-            kind = self._in_chunks(decision.kind)
+            kind = self._in_chunks(decision.kind, decision.row_tokens)
             computed = self._captured(self._compute, kind)
             self._held = HeldStep(decision, kind, computed, drawn[-1].end if drawn else begin, Moment(self.device))
             return drawn
         for _ in range(decision.decode_steps):
-            keep(self.decode(decision.kind))
+            keep(self.decode(decision.kind, decision.row_tokens))
         return drawn
 
     @property
@@ -273,18 +278,18 @@ class ModelRunner:
         """Gathers x [n, ...] of own slots: [n * dp, ...] in the order of all ranks' slots; a collective in mode dp."""
         return x if self.layout.dp == 1 else self.comm.all_gather(x.contiguous()).transpose(0, 1).flatten(0, 1)
 
-    def decode(self, kind: StepKind) -> Tensor:
+    def decode(self, kind: StepKind, row_tokens: float = math.inf) -> Tensor:
         """Launches a decode step, in HOP-B chunks as `chunks` says; a collective for which the host does not wait.
 
         Returns:
             Tokens [rows, 1 + drafts], see `DecodeState.commit`; a later step overwrites them. In mode dp of all ranks'
             slots.
         """
-        taken: Tensor = self._captured(self.step, self._in_chunks(kind))
+        taken: Tensor = self._captured(self.step, self._in_chunks(kind, row_tokens))
         return taken
 
-    def _in_chunks(self, kind: StepKind) -> StepKind:
-        return replace(kind, chunks=self.chunks(kind.rows))
+    def _in_chunks(self, kind: StepKind, row_tokens: float) -> StepKind:
+        return replace(kind, chunks=self.chunks(kind.rows, row_tokens))
 
     def _captured(self, part: Callable[[StepKind], Any], kind: StepKind) -> Any:
         """Runs a part of a step, from a captured graph if possible."""

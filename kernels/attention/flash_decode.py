@@ -48,7 +48,7 @@ def _flash_decode_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, V_APART: tl.constexpr,
     SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, READY: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
@@ -74,10 +74,13 @@ def _flash_decode_kernel(
                     start // BLOCK_N + begin - item_begin, k_cache, v_cache, block_table + i.to(tl.int64) * table_b,
                     page_stride, slot_stride, head_stride, item // tiles_m, PAGE, D, BLOCK_N,
                 )  # fmt: skip
-        if item >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
-            wait_for_predecessor(PDL)
-    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them.
-    start_successor(PDL)
+        if not READY:
+            if item >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
+                wait_for_predecessor(PDL)
+    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them. Another
+    # attention, whose programs begin as these end, is not: it would take the multiprocessors that are to stay free.
+    if not ALONE:
+        start_successor(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     while at < end:
@@ -151,11 +154,20 @@ def _flash_decode_kernel(
             i, item, item_begin, item_end, start, stop = item_at(
                 at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
             )
+    if ALONE:
+        start_successor(PDL)
 
 
-def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[str, int]:
-    """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys."""
-    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
+def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0, alone: bool = False) -> dict[str, int]:
+    """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys.
+
+    Args:
+        alone: the program has a multiprocessor to itself, with all the warps and all the bytes in flight of two.
+    """
+    tile = tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
+    if alone and tile["num_warps"] == 4:
+        tile |= {"num_warps": 8, "num_stages": 2 * tile["num_stages"] - 1}
+    return tile
 
 
 def score_planes(T: int, group: int, D: int, dtype: torch.dtype) -> int:
@@ -183,7 +195,8 @@ def flash_decode(
         keys: in q's dtype, or values, or both, in e4m3 with scales.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        sms: number of streaming multiprocessors to fill; all if None.
+        sms: number of streaming multiprocessors to fill; all if None. Others stay free, whole: a library's kernel that
+            exchanges takes one for each of its programs.
         early: the bounds are older than the preceding kernel, and may be read while it runs.
         scores: buffers for the scores of all keys that any of the queries reads, written if given.
 
@@ -209,8 +222,16 @@ def decode_parts(
     sms: int | None = None,
     early: bool = False,
     scores: KeyScores | None = None,
+    lane: int = 0,
+    ready: bool = False,
 ) -> PartialAttention:
-    """Runs `flash_decode`, with the same arguments, up to the merge."""
+    """Runs `flash_decode`, with the same arguments, up to the merge.
+
+    Args:
+        lane: of the workspaces, the one that holds the parts until they are merged.
+        ready: `early`, and the preceding kernel is an attention of other rows in another lane: what this one reads and
+            writes is older, so it does not wait.
+    """
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse, scores=scores))
     B, T, Hq, D = q.shape
@@ -225,9 +246,11 @@ def decode_parts(
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
     if q.numel() == 0:
         return PartialAttention(out, lse)
-    if q.is_cuda and scores is None and flash_decode_fp8_sm90.fits(q, keys):
-        return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early)
-    tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None))
+    # Programs come to the emptiest multiprocessors: of two on each, some would stand alone on what was to stay free.
+    alone = sms is not None and sms < sm_count(q.device)
+    if q.is_cuda and scores is None and not alone and flash_decode_fp8_sm90.fits(q, keys):
+        return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early, lane)
+    tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None), alone)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
     if scores is not None:
@@ -236,13 +259,14 @@ def decode_parts(
         assert len(kept) >= score_planes(T, group, D, q.dtype)
         kept_strides = kept.stride(0), kept.stride(1), kept_table.stride(0)
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps fill an SM's registers
-    part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, D, lane)
     _flash_decode_kernel[(programs,)](
         q, k, v, keys.k_scale, keys.v_scale, table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
         *q.stride()[:3], *k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides,
         keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None,
-        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, **keys.shape, **overlapped(q), **tile,
+        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, READY=ready, ALONE=alone,
+        **keys.shape, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -357,7 +357,7 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
 
 
 def launch(
-    q: torch.Tensor, keys: PagedKeys, out: torch.Tensor, lse: torch.Tensor, sms: int | None, early: bool
+    q: torch.Tensor, keys: PagedKeys, out: torch.Tensor, lse: torch.Tensor, sms: int | None, early: bool, lane: int
 ) -> UnmergedAttention:
     """Runs `kernels.attention.flash_decode.flash_decode` up to the merge, for tensors that fit."""
     B, T, Hq, D = q.shape
@@ -367,7 +367,7 @@ def launch(
     tile = WARPS.value * OF_WARP[queries]
     rows = min(queries, triton.next_power_of_2(T * group))
     programs = 2 * (sms or sm_count(q.device))
-    part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, D, lane)
     _flash_decode_fp8_sm90_kernel[(programs,)](
         q, keys.k, keys.v, keys.k_scale, keys.v_scale, table, lo, hi, keys.sinks, out, lse, part, part_lse,
         *q.stride()[:3], *keys.k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,

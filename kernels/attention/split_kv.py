@@ -148,6 +148,26 @@ def merge_slice(
 
 
 @triton.jit
+def merged_or_whole(
+    out, lse, part, part_lse, sink, item_begin, run, first, parts, row, d, live,
+    D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Reads columns d [SLICE] of a query's result at `out`, or merges its parts; also its natural-log LSE.
+
+    A query that is not `live` has no parts: zeros and -inf.
+    """
+    if parts > 1:
+        values, log2 = merge_slice(
+            part, part_lse, sink, item_begin, run, first, parts, row, d, D, ROWS, PARTS, SLICE, SINKS
+        )
+        log = log2 * 0.6931471805599453
+    else:  # one program has written the result
+        values = tl.load(out + d, mask=live & (d < D), other=0.0).to(tl.float32)
+        log = tl.load(lse, mask=live, other=float("-inf"))
+    return values, log
+
+
+@triton.jit
 def _merge_parts_kernel(
     lo, hi, sinks, out, lse, part, part_lse,
     lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
@@ -181,9 +201,9 @@ def _merge_parts_kernel(
 
 @cache
 def workspace(
-    device: torch.device, dtype: torch.dtype, programs: int, rows: int, D: int
+    device: torch.device, dtype: torch.dtype, programs: int, rows: int, D: int, lane: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocates the parts and their LSEs in base 2; cached, shared by all launches on one stream.
+    """Allocates the parts and their LSEs in base 2; cached, shared by all launches on one stream with this `lane`.
 
     Large parts have the output's dtype, to save bytes; small ones are fp32, which the merge adds up faster.
     """
@@ -217,7 +237,7 @@ class UnmergedAttention(PartialAttention):
 
     Attributes:
         out, lse, lo, hi, sinks: see `flash_decode`; queries [B, T].
-        part, part_lse: the workspace, valid until attention's next launch.
+        part, part_lse: the workspace, valid until attention's next launch with the same lane.
         programs: number of runs of the schedule.
         heads: KV heads of the schedule.
         block_m, block_n: rows and keys of a tile.

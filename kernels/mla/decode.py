@@ -119,8 +119,13 @@ def decode_parts(
     lse: torch.Tensor | None = None,
     sms: int | None = None,
     early: bool = False,
+    lane: int = 0,
 ) -> PartialAttention:
-    """Runs `mla_decode`, with the same arguments, up to the merge."""
+    """Runs `mla_decode`, with the same arguments, up to the merge.
+
+    Args:
+        lane: of the workspaces, the one that holds the parts until they are merged.
+    """
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse))
     B, T, Hq, width = q.shape
@@ -136,11 +141,11 @@ def decode_parts(
 
     if q.is_cuda and decode_common_sm90.fits(q, keys):
         on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MOST_ROWS else decode_many_rows_sm90
-        return on_hopper.launch(q, keys, out, lse, sms or sm_count(q.device), early)
+        return on_hopper.launch(q, keys, out, lse, sms or sm_count(q.device), early, lane)
     tile = latent_tile(T * Hq, latent, P, q.dtype, keys.k_scale is not None)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
     programs = sms or sm_count(q.device)
-    part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, latent, lane)
     _mla_decode_kernel[(programs,)](
         q, cache, keys.k_scale, keys.rope, table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], *keys.page_strides, table.stride(0),

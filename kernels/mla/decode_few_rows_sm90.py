@@ -290,13 +290,14 @@ def launch(
     lse: torch.Tensor,
     programs: int,
     early: bool,
+    lane: int,
 ) -> UnmergedAttention:
     """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit and at most MOST_ROWS rows."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     page_rows, latents, ropes = pieces(keys)
     rows = max(16, triton.next_power_of_2(T * Hq))  # the fewest that give all threads 16-byte accesses
-    part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, latent, lane)
     _mla_decode_few_sm90_kernel[(programs,)](
         latents, keys.k_scale, ropes, q, table, lo, hi, out, lse, part, part_lse,
         0 if keys.rope is None else latents.stride(0), *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(),

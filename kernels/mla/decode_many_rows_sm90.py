@@ -385,6 +385,7 @@ def launch(
     lse: torch.Tensor,
     programs: int,
     early: bool,
+    lane: int,
 ) -> UnmergedAttention:
     """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit."""
     B, T, Hq, width = q.shape
@@ -393,7 +394,7 @@ def launch(
     tiles_m = triton.cdiv(T * Hq, TILE.value)
     runs = max(1, programs // tiles_m)
     rows = min(tiles_m * TILE.value, triton.next_power_of_2(T * Hq))
-    part, part_lse = workspace(q.device, q.dtype, runs, rows, latent)
+    part, part_lse = workspace(q.device, q.dtype, runs, rows, latent, lane)
     _mla_decode_sm90_kernel[(runs * tiles_m,)](
         latents, keys.k_scale, ropes, q, table, lo, hi, out, lse, part, part_lse,
         0 if keys.rope is None else latents.stride(0), *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(),

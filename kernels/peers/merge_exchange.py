@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.split_kv import UnmergedAttention, item_of, merge_shape, merge_slice, schedule
+from kernels.attention.split_kv import UnmergedAttention, item_of, merge_shape, merged_or_whole, schedule
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, combine
 from kernels.peers.mailbox import DTYPES, TURN, box, boxes_of, end_turn, pack, patience, receive, send, turn
@@ -57,17 +57,11 @@ def _merge_exchange_kernel(
     w = s * (SLICE // VALUES) + tl.arange(0, SLICE // VALUES)
     if PUSH:
         d = s * SLICE + tl.arange(0, SLICE)
-        if parts > 1:
-            values, log2 = merge_slice(
-                part, part_lse, sinks + head if SINKS else sinks, item_begin, run, first, parts, row, d,
-                D, ROWS, PARTS, SLICE, SINKS,
-            )  # fmt: skip
-            log = log2 * 0.6931471805599453
-        else:  # one program has written the result, or the destination has no such head
-            at = i.to(tl.int64) * out_b + t * out_t + head * out_h + d
-            values = tl.load(out + at, mask=live & (d < D), other=0.0).to(tl.float32)
-            at_lse = i.to(tl.int64) * lse_b + t * lse_t + head * lse_h
-            log = tl.load(lse + at_lse, mask=live, other=float("-inf"))
+        b = i.to(tl.int64)
+        values, log = merged_or_whole(
+            out + b * out_b + t * out_t + head * out_h, lse + b * lse_b + t * lse_t + head * lse_h, part, part_lse,
+            sinks + head if SINKS else sinks, item_begin, run, first, parts, row, d, live, D, ROWS, PARTS, SLICE, SINKS,
+        )  # fmt: skip
         if VALUES == 1:
             words = values.to(tl.int32, bitcast=True)
         else:

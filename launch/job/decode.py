@@ -58,7 +58,7 @@ def run(task: Task) -> Done:
         hopb_chunks = engine.runner.hopb_chunks
         measured = summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": hopb_chunks}
         measured |= {} if blocks is None else {"blocks_read_per_rank": blocks}
-        chosen = ", ".join(f"{rows} rows in {chunks}" for rows, chunks in hopb_chunks.items() if chunks > 1)
+        chosen = ", ".join(f"{rows} rows in {chunks}" for rows, (chunks, _) in hopb_chunks.items() if chunks > 1)
         title = f"{len(results.lines) - refused} served, {refused} refused"
         title += "" if blocks is None else f"; {config.attention.policy} attention (lossy)"
         console.finish(title + (f"; HOP-B: {chosen} chunks" if chosen else ""), measured)

@@ -81,7 +81,7 @@ class Console:
         sizes = {"append_block": plan.config.blocks.append, "page_size": plan.config.blocks.page}
         if taken := [f"kv.{key}={size}" for key, size in sizes.items() if getattr(plan.config.kv, key) is None]:
             self._terminal.print(f"{' and '.join(taken)}, as attention and drafts want", markup=False)
-        emulated = f", of which {job.place.world_size} are real" if job.backend == "emulated" else ""
+        emulated = f", of which {job.place.world_size} are real" if job.backend.startswith("emulated") else ""
         ranks = f"{plan.layout.world_size} ranks{emulated}"
         self._terminal.print(f"{plan.layout}: {ranks} on {where} over {job.backend}{auto}")
 

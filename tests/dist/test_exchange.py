@@ -10,6 +10,7 @@ from torch import Tensor
 
 from comm.base import Communicator, pack_partials, partial_views
 from comm.loopback import LoopbackWorld, run_ranks
+from kernels.attention.split_kv import PartialAttention
 from tests.dist.ranks import (
     DTYPES,
     balanced,
@@ -160,7 +161,7 @@ def test_messages_hold_each_share_then_padding(N: int, shares: list[int], head_d
     heads = sum(shares)
     out = torch.arange(1, 1 + N * heads * head_dim).view(N, heads, head_dim).to(dtype)
     lse = torch.arange(N * heads).view(N, heads).float()
-    send = pack_partials(out, lse, shares)
+    send = pack_partials(PartialAttention(out, lse), shares, torch.tensor([0, *shares]).cumsum(0).int())
     to_out, to_lse = partial_views(send, N, max(shares), head_dim, dtype)
     assert send.is_contiguous() and send.shape[0] == len(shares) and send.shape[1] % 64 == 0
     payload = N * max(shares) * (head_dim * dtype.itemsize + 4)

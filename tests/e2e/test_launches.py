@@ -117,3 +117,38 @@ def test_one_launch_follows_the_gather(
         return behind_logits(world.communicator(rank, (0,)), monkeypatch, drafter, sampling)
 
     assert run_ranks(1, body, timeout_s=120.0) == [[*before, GATHER, FUSED]]
+
+
+def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: str) -> list[str]:
+    """The launches of the first layer's attention, behind its queries, in the last of some steps."""
+    layout = HelixLayout.create("helix", comm.world_size)
+    sizes: dict[str, Any] = {"page_size": 64, "max_length": 200, "max_batch": 4, "prefill_chunk": 256}
+    engine = build_engine(DEMO, layout, comm, 16, **sizes)
+    engine.runner.hopb = chunks
+    launches = Launches()
+    if patch is not None:
+        patch.setattr(comm, "all_to_all", launches.named("all_to_all", comm.all_to_all))
+        patch.setattr(GridExecutor, "__call__", launches.named(None, GridExecutor.__call__))
+        patch.setattr(dispatch, "on_gpu", lambda t: launches.counts)
+        mixer = engine.runner.model.layers[0].mixer
+        attend = mixer.attend  # type: ignore[attr-defined]
+
+        def counted(*args: Any) -> Tensor:
+            launches.names.clear()
+            with launches.counted(True):
+                found: Tensor = attend(*args)
+            return found
+
+        patch.setattr(mixer, "attend", counted)
+    with launches:
+        list(engine.generate([Request(i, list(range(5, 60)), 4) for i in range(4)]))
+    return launches.names
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_chunk_adds_nothing_but_its_attention_and_its_exchange(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: LoopbackWorld, rank: int) -> list[str]:
+        return of_attention(world.communicator(rank, (0, 1)), monkeypatch if rank == 0 else None, str(chunks))
+
+    each = ["_flash_decode_kernel", "_merge_messages_kernel", "all_to_all", "_lse_combine_kernel"]
+    assert run_ranks(2, body, timeout_s=120.0)[0] == each * chunks

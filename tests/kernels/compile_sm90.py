@@ -29,6 +29,7 @@ from kernels.attention.flash_prefill import _flash_prefill_kernel
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
+from kernels.attention.merge_messages import _merge_messages_kernel
 from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
 from kernels.attention.unpacked_prefill import _unpack_pages_kernel
@@ -79,6 +80,7 @@ from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PLAIN = {"scales": None, "GROUP": 1, "GROUPS": 0, "BEGIN": 0}  # weights that are not of a few bits
+AMONG, BESIDE = {"READY": False, "ALONE": False}, {"READY": True, "ALONE": True}  # attention, of a whole batch or not
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 # Arguments that are no tensors of the case's dtype and no strides: type, and whether it is a multiple of 16.
@@ -88,7 +90,7 @@ SPECIAL = {
     ),
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
-    **dict.fromkeys(("out_lse", "lse", "part_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
+    **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
@@ -127,7 +129,7 @@ TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
-    "ropes",
+    "ropes", "to_out",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
@@ -144,22 +146,25 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 1, 64),
         (bf16, 64, 8, 16, 64), (bf16, 256, 16, 32, 16), (bf16, 128, 8, 8, 128), (fp32, 128, 8, 8, 100),
     ):  # fmt: skip
-        tile = decode_tile(tokens * group, dim, dtype)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        tile, alone = decode_tile(tokens * group, dim, dtype), decode_tile(tokens * group, dim, dtype, alone=True)
+        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
-        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
+        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **AMONG, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
+        paged = shared | none | {"PAGE": page, "HOLES": False}
+        yield "decode-alone", dtype, _flash_decode_kernel, paged | BESIDE, alone
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
         for rows in ("ends", "any")[: 1 + (tokens == 8)]:
             collects = {"PAGE": page, "HOLES": False, "COLLECT": rows}
             yield f"decode-collects-{rows}", dtype, _flash_decode_kernel, shared | collects, options
-        for name in ("BLOCK_D", *PLAIN_KEYS, "k_scales", "v_scales"):
+        for name in ("BLOCK_D", *AMONG, *PLAIN_KEYS, "k_scales", "v_scales"):
             del shared[name]
         merge = shared | {"PARTS": 64, "SLICE": SLICE}
         yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}
+        yield "merge-messages", dtype, _merge_messages_kernel, merge, {"num_warps": 2}
         world = {"RANKS": 8, "BLOCK_RANKS": 8, "PIECES": 1024, "SIZE": PIECE_WORDS, "IN_GROUP": IN_GROUP}
         world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True, "AHEAD": dim == 128}
         yield "merge-exchange", dtype, _merge_exchange_kernel, merge | world, {"num_warps": 2}
@@ -321,16 +326,17 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         (fp32, 128, 8, 1, 64, "fp8"),
     ):  # fmt: skip
         few = 1 + (kv == "fp8")
-        tile = decode_tile(tokens * group, dim, dtype, few)
-        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        tile, alone = (decode_tile(tokens * group, dim, dtype, few, alone=each) for each in (False, True))
+        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "PAGE": page}
-        shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1}
+        shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1, **AMONG}
         slots = max(page, 64)
         scales = {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
         shared |= scales | tile
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         yield f"decode-{kv}", dtype, _flash_decode_kernel, shared | none, options
+        yield f"decode-alone-{kv}", dtype, _flash_decode_kernel, shared | none | BESIDE, alone
         if page == 128:
             for counted in ("ends", "any"):
                 collects = shared | {"COLLECT": counted}
@@ -353,7 +359,7 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         shared = {"T": 1, "HEADS": 4, "GROUP": 7, "D": 128, "BLOCK_B": 8, "ROWS": 8, "PAGE": 128, "SINKS": False}
-        shared |= {"EARLY": True, "PDL": True, "HOLES": True, "kept": None, "kept_table": None, "COLLECT": ""}
+        shared |= {"EARLY": True, "PDL": True, "HOLES": True, **AMONG, "kept": None, "kept_table": None, "COLLECT": ""}
         blocks = {"V_APART": apart, "SCALE_PAGE": 128, "SCALE_NEXT": words, "SCALE_HEAD": 0} | UNSCALED[kv]
         yield f"decode-blocks-{kv}", bf16, _flash_decode_kernel, shared | blocks | tile, options
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
 from benchmarks.records.step_tables import largest_batch
 from benchmarks.runner import Benchmark, Given, Part, record, run
+from helix.layout import HelixLayout
 from helix.place import ranks as ranks_of
 from launch.inputs.shapes import spec_of
 from launch.job import spawn
@@ -176,11 +178,35 @@ def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(jobs, "measure", lambda ranks, overrides: job)
     given = Given(torch.device("cuda"), 2, ["qwen2.5-3b", "qwen2.5-7b"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    counted = {case: [row["kind"] for row in hopb.measure(given, *case)] for case in hopb.cases(given)}
+    monkeypatch.setattr(hopb, "cut", lambda *args: [])
+    counted = {case: [row["kind"] for row in hopb.measure(given, case)] for (case,) in hopb.cases(given)}
+    grid = HelixLayout.create("helix", 2)
     assert counted == {
-        ("qwen2.5-3b", "symm_mem"): [*kinds], ("qwen2.5-3b", "nccl"): ["ttl", "mla"],
-        ("qwen2.5-7b", "symm_mem"): ["ttl"], ("qwen2.5-7b", "nccl"): ["ttl"],
+        hopb.Case("qwen2.5-3b", "symm_mem", grid): [*kinds], hopb.Case("qwen2.5-3b", "nccl", grid): ["ttl", "mla"],
+        hopb.Case("qwen2.5-7b", "symm_mem", grid): ["ttl"], hopb.Case("qwen2.5-7b", "nccl", grid): ["ttl"],
     }  # fmt: skip
+
+
+def test_every_grid_with_an_exchange_over_the_link_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    given = Given(torch.device("cuda"), 16, ["llama-3.1-405b", "deepseek-r1"])
+    found = [(case.model, case.backend, case.layout.kvp, case.layout.tpa) for (case,) in hopb.cases(given)]
+    assert found == [
+        *(("llama-3.1-405b", "emulated", 16 // tpa, tpa) for tpa in (1, 2, 4, 8)), ("deepseek-r1", "emulated", 16, 1)
+    ]  # fmt: skip
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert [case.backend for (case,) in hopb.cases(Given(torch.device("cuda"), 2))] == ["nccl"]
+
+
+def test_models_are_cut_to_the_layers_that_fit_beside_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30), raising=False
+    )
+    # Of 68.7 GB, embedding and head take 1.05; a layer 0.4 of weights, and 4.3 of keys and values of 64 x 128K.
+    for length, layers in ((128 << 10, hopb.MOST_LAYERS), (256 << 10, int((68.7 - 1.05) / (0.4 + 8.6)))):
+        fits = ["model.weights=fp8", f"model.config.num_hidden_layers={layers}"]
+        assert hopb.cut("llama-3.1-405b", 8, [(64, length), (8, 8192)]) == fits
+    assert hopb.cut("qwen2.5-3b", 2, [(1, 8192)]) == [f"model.config.num_hidden_layers={hopb.MOST_LAYERS}"]
 
 
 def test_rows_come_while_a_job_measures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

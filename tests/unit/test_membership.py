@@ -9,9 +9,11 @@ import sys
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from helix.place import Place, choose_backend, gpu_facts
+from comm.emulated import EmulatedLink
+from helix.place import EMULATED_LINK, KINDS, Place, choose_backend, gpu_facts
 from launch import agent
 from launch.inputs.compose import ROOT
 from launch.job import membership
@@ -53,10 +55,20 @@ def test_a_gpu_too_few_is_refused(backend: str) -> None:
         choose_backend(backend, ONE_HOST, facts)
 
 
-def test_a_gpu_alone_can_emulate_but_not_two_apart() -> None:
+def test_gpus_apart_emulate_over_their_link() -> None:
     assert choose_backend("emulated", Place(0, 1, 0, 1), [{"gpus": 1, "peers": True}]) == "emulated"
-    with pytest.raises(ValueError, match="reach each other's memory, or one"):
-        choose_backend("emulated", Place(0, 2, 0, 2), [{"gpus": 2, "peers": False}] * 2)
+    apart = [{"gpus": 2, "peers": False}] * 2
+    assert choose_backend("emulated", Place(0, 2, 0, 2), apart) == EMULATED_LINK
+    assert KINDS[EMULATED_LINK] is EmulatedLink
+
+
+def test_peers_that_the_user_keeps_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    for disabled, peers in (("0", True), ("1", False)):
+        monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+        assert gpu_facts(Place(0, 2, 0, 2))["peers"] is peers
+        assert gpu_facts(Place(0, 1, 0, 1))["peers"] is True
 
 
 def test_ranks_of_two_hosts_are_no_peers() -> None:

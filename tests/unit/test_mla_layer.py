@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
+from comm.base import Communicator
 from comm.loopback import LoopbackWorld
+from comm.torch_dist import HOST_RATE
 from helix.build.checks import check_layout
 from helix.layers import mla
 from helix.layers.mlp import MLPSpec
@@ -22,6 +24,8 @@ from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.models.loading import Checkpoint, randomize, read_config
 from launch.inputs.shapes import spec_of
 from tests.e2e.checkpoints import checkpoint
+
+NVLINK = Communicator.wire_rate
 
 
 def spec(config: Any, architecture: str, **more: Any) -> DecoderSpec:
@@ -72,15 +76,16 @@ def test_values_travel_from_nine_rows_on() -> None:
     """512 x 128 weights at 4.2 TB/s against 384 values a row at 0.2 TB/s."""
     r1 = spec_of("deepseek-r1").attention
     assert isinstance(r1, mla.MLASpec)
-    assert next(rows for rows in range(1, 20) if mla.exchanges_values(r1, rows)) == 9
-    assert not mla.exchanges_values(replace(r1, value=512), 10_000)  # nothing to save
+    assert next(rows for rows in range(1, 20) if mla.exchanges_values(r1, rows, NVLINK)) == 9
+    assert not mla.exchanges_values(replace(r1, value=512), 10_000, NVLINK)  # nothing to save
 
 
 def test_queries_are_gathered_where_their_weights_are_many() -> None:
     r1, lite = spec_of("deepseek-r1").attention, spec_of("deepseek-v2-lite").attention
     assert r1 is not None and lite is not None
-    assert mla.gathers_queries(r1, 8, 2) and mla.gathers_queries(r1, 2, 2)
-    assert not mla.gathers_queries(lite, 8, 2)
+    assert mla.gathers_queries(r1, 8, 2, NVLINK) and mla.gathers_queries(r1, 2, 2, NVLINK)
+    assert not mla.gathers_queries(lite, 8, 2, NVLINK)
+    assert not mla.gathers_queries(r1, 8, 2, HOST_RATE) and mla.exchanges_values(r1, 1, HOST_RATE)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_a_layer_for_multi_token_prediction_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek-v2-lite", "deepseek-v3-yarn"])
 def test_ranks_without_heads_know_all_tensors(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr(mla, "gathers_queries", lambda spec, ranks, item: True)
+    monkeypatch.setattr(mla, "gathers_queries", lambda *args: True)
     s = spec_from_config(read_config(checkpoint(family)))
     layout = HelixLayout.create("helix", 12)
     for rank in (0, 11):
@@ -146,7 +151,7 @@ def test_random_queries_do_not_depend_on_who_makes_them(monkeypatch: pytest.Monk
     layout = HelixLayout.create("helix", 2)
     rows = []
     for gathers in (False, True):
-        monkeypatch.setattr(mla, "gathers_queries", lambda spec, ranks, item, gathers=gathers: gathers)
+        monkeypatch.setattr(mla, "gathers_queries", lambda *args, gathers=gathers: gathers)
         models = [decoder(s, layout, rank) for rank in range(2)]
         for model in models:
             randomize(model.weights, 5)

@@ -11,10 +11,13 @@ COLLECTIVES = "tests/kernels/test_collectives.py::"
 
 FAULTS = [
     Fault(
-        "padding lanes count", "comm/base.py",
+        "padding lanes count", "kernels/reference/merge_messages.py",
         "to_lse[k : k + n, :, h:] = -torch.inf", "to_lse[k : k + n, :, h:] = 0", MESSAGES,
     ),
-    Fault("shares begin too early", "comm/base.py", "k, head = k + n, run.stop", "k, head = k + n, head + h", MESSAGES),
+    Fault(
+        "shares begin too early", "kernels/reference/merge_messages.py",
+        "k, head = k + n, run.stop", "k, head = k + n, head + h", MESSAGES,
+    ),
     Fault(
         "sums rounded after each rank", "comm/base.py",
         "total = parts[0].to(wide, copy=True)", "total = parts[0].clone()",
@@ -75,7 +78,7 @@ FAULTS = [
         "head = tl.load(starts + to) + lane", "head = tl.load(starts + rank) + lane", (COLLECTIVES + "test_exchange",),
     ),
     Fault(
-        "LSE sent in base 2", "kernels/peers/merge_exchange.py",
+        "LSE sent in base 2", "kernels/attention/split_kv.py",
         "log = log2 * 0.6931471805599453", "log = log2",
         ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other[plain-40-torch.float32]",),
     ),

@@ -108,10 +108,13 @@ FAULTS = [
     ),
     Fault(
         "chunks of tokens instead of sequences", "helix/layers/attention.py",
-        "[slice(c.start * each, c.stop * each) for c in cuts]", "[slice(c.start, c.stop) for c in cuts]",
+        "slice(cuts[chunk].start * each, cuts[chunk].stop * each)", "slice(cuts[chunk].start, cuts[chunk].stop)",
         ("tests/dist/test_hopb.py::test_sequences_stay_whole_with_their_drafts",),
     ),
-    Fault("chunks in the other order", "comm/hopb.py", "torch.cat(exchanged)", "torch.cat(exchanged[::-1])", HOPB),
+    Fault(
+        "chunks in the other order", "helix/layers/attention.py", "self.shares, result[of(chunk)]",
+        "self.shares, result[of(chunks - 1 - chunk)]", HOPB,
+    ),
     Fault(
         "halves of a key turned the wrong way", "kernels/attention/kv_append.py",
         "other = second * c + first * s", "other = second * c - first * s", KV_APPEND,

@@ -1,0 +1,94 @@
+"""Merge of a rank's attention parts straight into the messages of the exchange, one for each rank of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention.split_kv import (
+    PartialAttention,
+    UnmergedAttention,
+    item_of,
+    merge_shape,
+    merged_or_whole,
+    schedule,
+)
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.merge_messages import merge_messages as reference
+
+
+@triton.jit
+def _merge_messages_kernel(
+    lo, hi, sinks, out, lse, part, part_lse, to_out, to_lse, starts,
+    lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h, to_k, to_n, to_h, to_lse_k, to_lse_n, to_lse_h,
+    B, programs, lanes, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = (D + SLICE - 1) // SLICE
+    tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
+    piece = tl.program_id(0) // SLICES  # a query and a lane: the lane-th head of each destination
+    n = piece // lanes
+    lane = piece % lanes
+    to = tl.program_id(1)
+    # The bounds are older than the predecessor, so the schedule is computed while the predecessor runs.
+    _, _, tiles, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N)
+    head = tl.load(starts + to) + lane
+    live = head < tl.load(starts + to + 1)
+    head = tl.minimum(head, HEADS * GROUP - 1)
+    i = n // T
+    t = n % T
+    item_begin, length, row = item_of(i, t, head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
+    first = item_begin // run
+    parts = tl.where(live, (item_begin + length - 1) // run - first + 1, 0)
+    if parts >= 0:  # Always true: it keeps the wait after the schedule.
+        wait_for_predecessor(PDL)
+    start_successor(PDL)
+    s = tl.program_id(0) % SLICES
+    d = s * SLICE + tl.arange(0, SLICE)
+    b = i.to(tl.int64)
+    values, log = merged_or_whole(
+        out + b * out_b + t * out_t + head * out_h, lse + b * lse_b + t * lse_t + head * lse_h, part, part_lse,
+        sinks + head if SINKS else sinks, item_begin, run, first, parts, row, d, live, D, ROWS, PARTS, SLICE, SINKS,
+    )  # fmt: skip
+    k = to.to(tl.int64)
+    tl.store(to_out + k * to_k + n.to(tl.int64) * to_n + lane * to_h + d, values, mask=d < D)
+    if s == 0:
+        tl.store(to_lse + k * to_lse_k + n.to(tl.int64) * to_lse_n + lane * to_lse_h, log)
+
+
+def merge_messages(
+    parts: PartialAttention, to_out: torch.Tensor, to_lse: torch.Tensor, shares: Sequence[int], starts: torch.Tensor
+) -> None:
+    """Merges `parts` and writes each destination's heads into its message; lanes beyond them read as an empty shard.
+
+    Args:
+        parts: attention of N queries, in their order.
+        to_out: [K, N, lanes, D] in the dtype of `parts`, written; last dim contiguous.
+        to_lse: [K, N, lanes] fp32, written.
+        shares: number of heads of each destination, contiguous runs in this order.
+        starts: [K + 1] int32, the first head of each destination, and the end.
+
+    Source:
+        Helix Parallelism (arXiv:2507.07120), section 2.1.2.
+    """
+    if not isinstance(parts, UnmergedAttention) or not dispatch.on_gpu(parts.out):
+        reference(*parts.merge(), to_out, to_lse, shares)
+        return
+    B, T, Hq, D = parts.out.shape
+    K, N, lanes, _ = to_out.shape
+    assert B * T == N and to_out.stride(3) == 1 and to_lse.shape == (K, N, lanes) and to_lse.dtype == torch.float32
+    part = parts.part
+    at_once, width, warps = merge_shape(N * lanes * K, D, part.itemsize, parts.items, parts.programs)
+    _merge_messages_kernel[N * lanes * triton.cdiv(D, width), K](
+        parts.lo, parts.hi, parts.sinks, parts.out, parts.lse, part, parts.part_lse, to_out, to_lse, starts,
+        *parts.lo.stride(), *parts.hi.stride(), *parts.out.stride()[:3], *parts.lse.stride(),
+        *to_out.stride()[:3], *to_lse.stride(), B, parts.programs, lanes,
+        T=T, HEADS=parts.heads, GROUP=Hq // parts.heads, D=D, BLOCK_B=triton.next_power_of_2(B),
+        BLOCK_M=parts.block_m, BLOCK_N=parts.block_n, ROWS=part.shape[1], PARTS=at_once, SLICE=width,
+        SINKS=parts.sinks is not None, num_warps=warps, **overlapped(to_out),
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Merge straight into messages: what the merge and then the copies of the reference give."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import merge_messages as kernel
+from kernels.attention.merge_messages import merge_messages
+from kernels.attention.split_kv import PartialAttention
+from kernels.reference.merge_messages import merge_messages as reference
+from tests.kernels.test_merge_exchange import PROGRAMS, SHAPES, parts_of
+from tests.pairs import params
+
+
+def messages(shares: list[int], N: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Poisoned messages, strided: in the gaps between them nothing may be written."""
+    K, lanes = len(shares), max(shares)
+    wide = torch.full((K, N + 1, lanes, dim), torch.nan, dtype=dtype, device=device)
+    return wide, torch.full((K, N + 1, lanes + 1), torch.nan, device=device)
+
+
+def error(shape: str, sms: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The largest difference of outputs and LSEs, of all ranks' messages."""
+    shares, dim = SHAPES[shape]["shares"], SHAPES[shape]["dim"]
+    starts = torch.tensor([0, *shares]).cumsum(0).to(device, torch.int32)
+    worst = 0.0
+    for rank in range(len(shares)):
+        parts = parts_of(shape, rank, sms, dtype, device)
+        N, lanes = parts.lse.shape[:-1].numel(), max(shares)
+        wide, wide_lse = messages(shares, N, dim, dtype, device)
+        to_out, to_lse = wide[:, :N], wide_lse[:, :N, :lanes]
+        merge_messages(parts, to_out, to_lse, shares, starts)
+        assert wide[:, N:].isnan().all() and wide_lse[:, N:].isnan().all() and wide_lse[..., lanes:].isnan().all()
+        out, lse = parts.merge()
+        wanted, wanted_lse = torch.empty_like(to_out), torch.empty_like(to_lse)
+        reference(out, lse, wanted, wanted_lse, shares)
+        assert not to_out.isnan().any() and torch.equal(to_lse == -torch.inf, wanted_lse == -torch.inf)
+        to_lse[wanted_lse == -torch.inf] = wanted_lse[wanted_lse == -torch.inf] = 0
+        assert not to_lse.isnan().any()
+        off = to_out.float() - wanted.float(), to_lse - wanted_lse
+        worst = max(worst, *(float(x.abs().max()) for x in off))
+    return worst
+
+
+CASES = [
+    *params([*product(SHAPES, PROGRAMS, (torch.float32, torch.float16))]),
+    *(pytest.param(*case, torch.bfloat16, marks=pytest.mark.gpu) for case in product(SHAPES, PROGRAMS)),
+]
+# The same sums of the same parts, in fp32, in slices of another width: a unit of outputs and LSEs up to 8, rounded once
+# to the output's dtype.
+TOLERANCE = {torch.float32: 2**-20, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+
+
+@pytest.mark.parametrize("shape, sms, dtype", CASES)
+def test_as_the_merge_and_then_copies(shape: str, sms: int, dtype: torch.dtype, device: torch.device) -> None:
+    assert error(shape, sms, dtype, device) <= TOLERANCE[dtype]
+
+
+def test_partials_that_are_merged_are_copied(device: torch.device) -> None:
+    out, lse = torch.randn(3, 5, 24, device=device), torch.randn(3, 5, device=device)
+    to_out, to_lse = out.new_empty(2, 3, 3, 24), lse.new_empty(2, 3, 3)
+    merge_messages(PartialAttention(out, lse), to_out, to_lse, [3, 2], torch.tensor([0, 3, 5], dtype=torch.int32))
+    assert torch.equal(to_out[0], out[:, :3]) and torch.equal(to_out[1, :, :2], out[:, 3:])
+    assert (to_out[1, :, 2] == 0).all() and (to_lse[1, :, 2] == -torch.inf).all()
+
+
+def test_a_head_of_another_destination_is_caught(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """A planted error: every destination gets the heads of the one before it."""
+    launch = kernel._merge_messages_kernel
+
+    class Wrong:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def run(*args: object, **options: object) -> None:
+                place = launch.arg_names.index("starts")
+                starts = args[place]
+                assert isinstance(starts, Tensor)
+                launch[grid](*args[:place], starts - starts[1], *args[place + 1 :], **options)
+
+            return run
+
+    monkeypatch.setattr(kernel, "_merge_messages_kernel", Wrong())
+    with pytest.raises(AssertionError):
+        assert error("drafts", 3, torch.float32, device) <= TOLERANCE[torch.float32]
