@@ -160,7 +160,12 @@ def items() -> list[Item]:
         ),
         Item("3.1: baseline TP", "done", _modes("tp"), "helix bench baselines ranks=8"),
         Item("3.1: baseline Medha (KVP, FFN on TP)", "done", _modes("medha"), "helix bench baselines ranks=8"),
-        Item("3.1: baseline EP with data-parallel attention", "partly: simulated", claims[r1][0], "helix papers"),
+        Item(
+            "3.1: baseline EP with data-parallel attention",
+            "done: `layout.mode=dp`, rows to all ranks and not to those of their experts alone; the fronts are simulated",
+            f"simulated: {claims[r1][0]}",
+            "helix bench modes",
+        ),
         Item(
             "3.1: baseline PP",
             "partly: simulated; the runtime has no pipeline",
@@ -239,9 +244,9 @@ def items() -> list[Item]:
         ),
         Item(
             "5: short contexts are DP attention and TP FFN",
-            "partly: simulated",
-            "mode `dp` of the simulator",
-            "helix simulate point",
+            "done: `layout.mode=dp`",
+            "tokens of transformers on every number of ranks",
+            "pytest tests/e2e/test_dp.py",
         ),
         Item(
             "6: sparse attention",
