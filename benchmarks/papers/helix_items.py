@@ -162,7 +162,7 @@ def items() -> list[Item]:
         Item("3.1: baseline Medha (KVP, FFN on TP)", "done", _modes("medha"), "helix bench baselines ranks=8"),
         Item(
             "3.1: baseline EP with data-parallel attention",
-            "done: `layout.mode=dp`, rows to all ranks and not to those of their experts alone; the fronts are simulated",
+            "done: `layout.mode=dp`, whose rows go to all ranks; the fronts are simulated",
             f"simulated: {claims[r1][0]}",
             "helix bench modes",
         ),
