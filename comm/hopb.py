@@ -39,9 +39,8 @@ class Pipeline:
         """
         side = self._side
         main = None if side is None else torch.cuda.current_stream(side.device)
-        attended: list[
-            T
-        ] = []  # to the end: the allocator may reuse memory freed by one stream while the other reads it
+        # All live to the end: the allocator may reuse memory freed by one stream while the other reads it.
+        attended: list[T] = []
         for chunk in range(chunks):
             attended.append(attend(chunk))
             if side is None or main is None:
@@ -51,5 +50,6 @@ class Pipeline:
                 with torch.cuda.stream(side):
                     exchange(chunk, attended[-1])
             else:
-                main.wait_stream(side)
+                if chunks > 1:  # a stream that nothing was given would end the capture of a graph
+                    main.wait_stream(side)
                 exchange(chunk, attended[-1])

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import jobs
 from benchmarks.models.workloads import SHAPES, Items, fitting_layers, named
-from benchmarks.ranks.hopb import PEERS, STEPS, link
+from benchmarks.ranks.hopb import PEER_MEMORY, STEPS, link
 from benchmarks.runner import Benchmark, Given, Part, Row
 from helix.layout import HelixLayout
 from launch.inputs.shapes import spec_of
@@ -45,7 +45,7 @@ def cases(given: Given) -> list[tuple[Case]]:
     """
     if given.ranks < 2:
         raise ValueError("one GPU has nobody to exchange with: use two or more")
-    own = ("symm_mem", "nccl") if link() == PEERS else ("nccl",)
+    own = ("symm_mem", "nccl") if link() == PEER_MEMORY else ("nccl",)
     backends = ("emulated",) if given.emulated else own if given.gpu else ("gloo",)
     found = []
     for model in (given.models or ["qwen2.5-7b"]) if given.gpu else ["demo"]:

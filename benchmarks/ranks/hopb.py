@@ -45,7 +45,7 @@ STEPS = 32
 REPEATS = 10  # of a step whose tokens are compared
 REQUESTS, ATTENTION_UNITS, EXCHANGE_UNITS = 8, 2.0, 1.2  # of each request (Helix Parallelism, figure 3)
 EXPECTED_UNITS = {"off": 25.6, "on": 17.2}  # 8 * 2 + 8 * 1.2, and 8 * 2 with the last exchange behind
-PEERS = "peer memory"
+PEER_MEMORY = "peer memory"
 UNIT_S = 200e-6  # long beside the launch of a kernel
 MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
@@ -125,7 +125,7 @@ def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> 
 
 def link() -> str:
     """What the GPUs' messages cross."""
-    return "host memory" if are_apart() else PEERS
+    return "host memory" if are_apart() else PEER_MEMORY
 
 
 def exchange_us(runner: ModelRunner, comm: Communicator, rows: int) -> float:

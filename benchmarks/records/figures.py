@@ -19,9 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from benchmarks.ranks.hopb import PEER_MEMORY
 from benchmarks.records import acceptance_figures, fronts
 from benchmarks.records.acceptance_tables import KEY as ACCEPTANCE
 from benchmarks.records.fidelity_tables import KEY as FIDELITY
+from benchmarks.records.hopb_tables import POINT as HOPB
 from benchmarks.records.recorded_steps import cell_of
 from benchmarks.records.rows import WORKLOAD, Row, grouped, newest
 from benchmarks.records.sparse_bill import Account, accounts
@@ -245,14 +247,19 @@ def _user(row: Row) -> float:
 
 
 def hopb(rows: list[Row]) -> Figure:
-    """Time per token with HOP-B over the time without."""
-    rows = [{**row, "ratio": row["on_us"] / row["off_us"]} for row in rows]
+    """Time per token with HOP-B over the time without, in grids without TPA."""
+    rows = [
+        {"link": PEER_MEMORY, **row, "ratio": row["on_us"] / row["off_us"]}
+        for row in rows
+        if "tpa=1 " in row.get("layout", "tpa=1 ")
+    ]
     colours = _styles(rows, "length", "{} tokens", color=COLOURS)
     dashes = _styles(rows, "chunks", "{} chunks", linestyle=DASHES)
     return facets(
-        grouped(rows, "model", "backend"),
+        grouped(rows, "model", "backend", "link"),
         partial(curves, x="batch", y="ratio", over={"marker": "o"}, length=colours, chunks=dashes),
-        [*colours.values(), *dashes.values()], lambda model, backend: f"{model}, {BACKENDS.get(backend, backend)}",
+        [*colours.values(), *dashes.values()],
+        lambda model, backend, link: f"{model}, {BACKENDS.get(backend, backend)}" + f", {link}" * (link != PEER_MEMORY),
         "sequences", "time per token with HOP-B / without\n(lower is better)", level="", base=2, sharey=True,
     )  # fmt: skip
 
@@ -431,7 +438,7 @@ DRAWINGS = {
     "baselines.emulated-8": Drawing(baselines, "baselines.emulated-8", WORKLOAD),
     "fronts-deepseek-r1": Drawing(fronts.figure, "fronts", fronts.KEY, "deepseek-r1", "model"),
     "fronts-llama-3.1-405b": Drawing(fronts.figure, "fronts", fronts.KEY, "llama-3.1-405b", "model"),
-    "hopb": Drawing(hopb, "hopb", ("kind", "backend", "model", "batch", "length", "chunks"), "ttl"),
+    "hopb": Drawing(hopb, "hopb", HOPB, "ttl"),
     "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),
     "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
     "sparse-map": Drawing(sparse_map, "sparse-steps", (*WORKLOAD, "attention")),

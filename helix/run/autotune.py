@@ -18,6 +18,7 @@ from helix.run.model_runner import ModelRunner
 
 CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` tries
 GAIN = 0.01  # least share of a step's time that HOP-B must save
+SHORTER = 4  # ratio of the lengths at which chunks are timed
 
 
 def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
@@ -66,11 +67,11 @@ def choose_chunks(runner: ModelRunner, rows: int, longest: int | None = None) ->
         best, least = chunks, seconds
     from_tokens = longest or 0
     while best > 1 and longest is not None and from_tokens > 1:
-        fill(runner, rows, from_tokens // 2)
+        fill(runner, rows, from_tokens // SHORTER)
         off, on = step_seconds(runner, kind), step_seconds(runner, replace(kind, chunks=best))
         if runner.comm.broadcast_object(on >= (1 - GAIN) * off):
             break
-        from_tokens //= 2
+        from_tokens //= SHORTER
     runner.hopb_chunks[rows] = best, from_tokens
 
 

@@ -217,9 +217,9 @@ def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("helix.run.autotune.fill", fill)
     monkeypatch.setattr("helix.run.autotune.step_seconds", seconds)
     choose_chunks(runner, 8, 100_000)
-    # 3,125 tokens are 31 us of attention, of which 16 are hidden at the price of 10; half of that does not pay.
-    assert runner.hopb_chunks == {8: (2, 3125)}
-    assert [runner.chunks(8, length) for length in (3124, 3125, 1 << 20)] == [1, 2, 2]
+    # 6,250 tokens are 62 us of attention, of which 31 are hidden at the price of 10; a quarter of that does not pay.
+    assert runner.hopb_chunks == {8: (2, 6250)}
+    assert [runner.chunks(8, length) for length in (6249, 6250, 1 << 20)] == [1, 2, 2]
 
 
 def test_a_chunk_is_exchanged_before_the_next_is_attended() -> None:

@@ -119,7 +119,7 @@ def test_one_launch_follows_the_gather(
     assert run_ranks(1, body, timeout_s=120.0) == [[*before, GATHER, FUSED]]
 
 
-def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: str) -> list[str]:
+def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: str, collective: str) -> list[str]:
     """The launches of the first layer's attention, behind its queries, in the last of some steps."""
     layout = HelixLayout.create("helix", comm.world_size)
     sizes: dict[str, Any] = {"page_size": 64, "max_length": 200, "max_batch": 4, "prefill_chunk": 256}
@@ -127,7 +127,7 @@ def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: s
     engine.runner.hopb = chunks
     launches = Launches()
     if patch is not None:
-        patch.setattr(comm, "all_to_all", launches.named("all_to_all", comm.all_to_all))
+        patch.setattr(comm, collective, launches.named(collective, getattr(comm, collective)))
         patch.setattr(GridExecutor, "__call__", launches.named(None, GridExecutor.__call__))
         patch.setattr(dispatch, "on_gpu", lambda t: launches.counts)
         mixer = engine.runner.model.layers[0].mixer
@@ -146,9 +146,18 @@ def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: s
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_a_chunk_adds_nothing_but_its_attention_and_its_exchange(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "collective, exchange",
+    [
+        ("all_to_all", ["_merge_messages_kernel", "all_to_all", "_lse_combine_kernel"]),  # of a library
+        ("merge_exchange", ["merge_exchange"]),  # one kernel of ours
+    ],
+)
+def test_a_chunk_adds_nothing_but_its_attention_and_its_exchange(
+    collective: str, exchange: list[str], chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def body(world: LoopbackWorld, rank: int) -> list[str]:
-        return of_attention(world.communicator(rank, (0, 1)), monkeypatch if rank == 0 else None, str(chunks))
+        patch = monkeypatch if rank == 0 else None
+        return of_attention(world.communicator(rank, (0, 1)), patch, str(chunks), collective)
 
-    each = ["_flash_decode_kernel", "_merge_messages_kernel", "all_to_all", "_lse_combine_kernel"]
-    assert run_ranks(2, body, timeout_s=120.0)[0] == each * chunks
+    assert run_ranks(2, body, timeout_s=120.0)[0] == ["_flash_decode_kernel", *exchange] * chunks

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ranks.hopb import PEERS
+from benchmarks.ranks.hopb import PEER_MEMORY
 from benchmarks.records import hopb_tables
 
 SLOW = "host memory"
@@ -28,7 +28,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> None:
         "hopb.emulated-8": [
             row("llama-3.1-405b", SLOW, 2, 930.0, 925.0),
             row("llama-3.1-405b", SLOW, 4, 880.0, 1004.0),
-            row("llama-3.1-405b", PEERS, 2, 1010.0),
+            row("llama-3.1-405b", PEER_MEMORY, 2, 1010.0),
         ],
     }
     monkeypatch.setattr(hopb_tables, "results", lambda name, *key: found.get(name, []))
@@ -44,7 +44,7 @@ def test_the_ablation_has_the_best_of_each_link() -> None:
     assert measured == [
         f"| llama-3.1-405b | measured, {SLOW}, nccl | 5.0% | {there}, 2 chunks | 25% | 0.0% |",
         f"| llama-3.1-405b | {emulated}, {SLOW}, nccl | 12.0% | {there}, 4 chunks | 60% | 0.4% |",
-        f"| llama-3.1-405b | {emulated}, {PEERS}, nccl | -1.0% | {there}, 2 chunks | -5% | 0.0% |",
+        f"| llama-3.1-405b | {emulated}, {PEER_MEMORY}, nccl | -1.0% | {there}, 2 chunks | -5% | 0.0% |",
     ]
 
 

@@ -19,6 +19,11 @@ FAULTS = [
         "k, head = k + n, run.stop", "k, head = k + n, head + h", MESSAGES,
     ),
     Fault(
+        "every destination gets the first one's heads", "kernels/attention/merge_messages.py",
+        "head = tl.load(starts + to) + lane", "head = tl.load(starts) + lane",
+        ("tests/kernels/test_merge_messages.py::test_as_the_merge_and_then_copies",),
+    ),
+    Fault(
         "sums rounded after each rank", "comm/base.py",
         "total = parts[0].to(wide, copy=True)", "total = parts[0].clone()",
         ("tests/dist/test_communicator.py::test_rank_order_sum_rounds_once",),
