@@ -42,7 +42,7 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 OF_ROWS, OF_KEYS = (gl.constexpr(gl.SliceLayout(axis, SCORES.value)) for axis in (1, 0))
 FOUND = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-QUERIES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key, or a query, a thread
 
 
 @gluon.jit
@@ -149,10 +149,11 @@ def _keep(
             tl.debug_barrier()
             mbarrier.arrive(scored)
         else:
+            found = gl.convert_layout(found, EACH)
             mbarrier.wait(scored, phase)
-            others = handed.load(OF_KEYS)
+            others = handed.load(EACH)
             found = gl.maximum(found, others) if COLLECT == "any" else found + others
-            n = key + gl.arange(0, TILE, layout=OF_KEYS)
+            n = key + gl.arange(0, TILE, layout=EACH)
             to = kept + page.to(gl.int64) * kept_page + n % PAGE
             gl.store(to, (found * share).to(kept.dtype.element_ty), mask=(n >= start) & (n < stop))
 
@@ -195,7 +196,7 @@ def _attend(
         page = 0
         if COLLECT != "":
             # Queries that read no key may be NaN: those before a rank's first key, and unused drafts behind the last.
-            query = gl.arange(0, 128, layout=QUERIES)
+            query = gl.arange(0, 128, layout=EACH)
             los = gl.load(lo + b * lo_b + query * lo_t, mask=query < T, other=0)
             his = gl.load(hi + b * hi_b + query * hi_t, mask=query < T, other=0)
             earliest = gl.min(gl.where(los < his, query, T), 0)
