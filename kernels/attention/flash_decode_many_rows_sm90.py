@@ -142,7 +142,7 @@ def _keep(
     found, side: gl.constexpr, handed, scored, phase, key, start, stop, kept, page, kept_page, share,
     PAGE: gl.constexpr, COLLECT: gl.constexpr,
 ):  # fmt: skip
-    """Passes a tile's scores of keys on to the second group, which stores those of all rows."""
+    """Sends a tile's scores of keys to the second group, which stores those of all rows."""
     if COLLECT != "":
         if side == 0:
             handed.store(found)
