@@ -128,11 +128,11 @@ def adaptively(given: Given, model: str, batch: int) -> Iterator[Row]:
     plain = None
     with tempfile.TemporaryDirectory() as directory:
         prompts = Path(directory) / "prompts.jsonl"
-        asked = [
+        wanted = [
             {"id": i, "prompt_ids": [draw.randrange(spec.vocab // 2) for _ in range(PROMPT)], "ignore_eos": True}
             for i in range(batch)
         ]
-        prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in asked), encoding="utf-8")
+        prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in wanted), encoding="utf-8")
         for policy in ("none", "any", "ngram"):
             drafted = ["speculation=none"] if policy == "none" else drafting(policy, GAMMAS[-1])
             job = [*named(model), f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", "decode.stream=false"]

@@ -25,7 +25,7 @@ def kept(task: str, counts: list[int], **options: Any) -> str:
 
 
 def test_tokens_of_an_iteration_are_measured_ones(records: Path) -> None:
-    """Of the latest record of the drafter as it ships, with as many drafts or more."""
+    """They are those of the latest record of the drafter as it ships, with as many drafts or more."""
     records.write_text(
         kept("code", [1, 1, 1]) + kept("code", [9, 6, 3]) + kept("copy", [8]) + kept("copy", [5, 5], reach=0)
         + kept("facts", [5, 4], policy="window"), "utf-8",
