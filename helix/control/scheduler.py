@@ -287,7 +287,7 @@ class Scheduler:
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
         if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
             shaped = {slot for slot, s in self.running.items() if s.request.sampling.is_shaped}
-            plan = self._pace(rows, sum(s.cached for s in decoding), shaped)
+            plan = self._pace(rows, sum(s.cached for s in self.running.values()), shaped)
             steps = self._steps(plan, min(left), 1 if masked else self._runner.run_steps)
         most = steps * (1 + plan.drafts)
         held, self._held_tokens = bool(self._held_tokens), most if masked else 0
