@@ -133,6 +133,14 @@ def test_a_slow_number_of_drafts_is_not_chosen(slow: int, timed: bool) -> None:
     assert rate >= 0.97 * slow / 2 / planted(slow // 2) * (1 + 2 / slow)
 
 
+def test_a_price_that_is_ignored_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By acceptance alone as many drafts as there may be are chosen."""
+    monkeypatch.setattr(DraftPolicy, "_step_seconds", lambda *_: 1.0)
+    price = PRICES["gpt-oss-20b 1 x 128K"]
+    w = World(1, DraftPolicy(tuple(price), {}))
+    assert w.run(lambda n: price[n] / 1e3, [0.8], 1000) * price[0] / 1e3 < 0.7
+
+
 def test_prices_of_other_lengths_are_no_prices() -> None:
     """Plain steps become slower with the keys that they read; what they took before is no reason to return to them."""
     w = World(1, DraftPolicy((0, 4), {}))
@@ -142,9 +150,7 @@ def test_prices_of_other_lengths_are_no_prices() -> None:
     w.kv_tokens *= 64
     dear: Seconds = lambda n: 0.1 + 0.01 * n  # noqa: E731
     w.run(dear, [0.9], 400)
-    w.drafts.clear()
-    rate = w.run(dear, [0.9], 2000)
-    assert rate >= 0.97 * best_rate(dear, [0.9]) or set(w.drafts[-100:]) == {4}
+    assert w.drafts[-100:].count(4) > 95
     w.kv_tokens //= 64
     w.drafts.clear()
     w.run(cheap, [0.9], 100)
