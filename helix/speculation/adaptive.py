@@ -22,6 +22,7 @@ TRIAL_STEPS = 4
 TRIAL_SHARE = 0.01  # share of all tokens that trials may cost
 WAIT = 16, 4096  # least and most steps between two trials
 SECONDS_MEMORY = 0.95  # weight of earlier times, per step
+SMALL_KV = 13  # bits of a batch's KV tokens up to which steps take alike
 OUTLIER = 1.5  # longer times are clamped to this multiple of the usual one
 ROW_GAIN, ROW_MARGIN = 0.25, 4.0
 
@@ -29,6 +30,11 @@ ROW_GAIN, ROW_MARGIN = 0.25, 4.0
 def draft_sizes(limit: int, adaptive: bool) -> tuple[int, ...]:
     """Returns the numbers of drafts that steps may have: `limit`; if adaptive, also 0 and the powers of two below."""
     return tuple(sorted({0, limit, *(1 << i for i in range(limit.bit_length()))})) if adaptive else (limit,)
+
+
+def kv_bucket(kv_tokens: int) -> int:
+    """Returns which KV sizes count as alike in what a step takes: 8K tokens or less, then powers of four."""
+    return (max(kv_tokens.bit_length() - SMALL_KV, 0) + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,9 @@ class DraftPolicy:
             without: slots of sequences that take no drafts.
         """
         self._without = without
-        self._bucket = kv_tokens.bit_length()
+        self._bucket = kv_bucket(kv_tokens)
+        if not self._observed(rows, self._bucket):  # prices of other batches say little of this one's
+            self._wait = min(self._wait, WAIT[0])
         tokens = self._acceptance.expected_tokens()
         rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
         self._in_use = drafts = max(self.sizes, key=lambda n: (rates[n], -n))
@@ -153,7 +161,7 @@ class DraftPolicy:
         """
         if not seconds or not outcomes:
             return
-        bucket, rate = kv_tokens.bit_length(), self._rate_in_use(rows)
+        bucket, rate = kv_bucket(kv_tokens), self._rate_in_use(rows)
         key, observed = (rows, bucket, drafts), self._seconds.setdefault(rows, {}).setdefault(bucket, {})
         age = self._clock - self._last_run.get(key, self._clock)
         self._clock += len(seconds)

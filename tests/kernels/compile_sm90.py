@@ -167,7 +167,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         many = {"T": tokens, "HEADS": 1 + (group == 8), "GROUP": group, "PAGE": page, "BLOCK_B": 32, "ROWS": 128}
         many |= {"SINKS": group == 8, "EARLY": True, "COLLECT": collect}
         many |= {} if collect else {"kept": None, "kept_table": None}
-        yield f"decode-many-sm90{collect}", bf16, _flash_decode_many_sm90_kernel, many, {"num_warps": 4}
+        yield f"many-rows-sm90{'-' * bool(collect)}{collect}", bf16, _flash_decode_many_sm90_kernel, many, {"num_warps": 4}
     yield from scaled_cases()
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)

@@ -44,8 +44,9 @@ def test_sm_90(part: int) -> None:
     most = {"mla-decode-64": 384, "mla-prefill-64": 384, "mla-decode-sm90": 64, "mla-decode-few-sm90": 64}
     # Their forms over e4m3 unpack beside that.
     most |= {"mla-decode-64-fp8": 384, "mla-decode-sm90-fp8": 160}
-    # Where scores go, kept beside 128 rows of queries.
+    # Where scores go, kept beside 128 rows of queries; of warps that go apart, what each loads again for an item.
     most |= {"decode-collects-ends": 96, "prefill-sm90": 24}
+    most |= dict.fromkeys(("many-rows-sm90", "many-rows-sm90-any", "many-rows-sm90-ends"), 128)
     assert [line for line in lines if line[1] == "bf16" and int(line[-1]) > most.get(line[0], 16)] == [], printed
     # Attention starts while programs of its predecessor still take room (kernels/attention/kv_append.py,
     # kernels/mla/append.py): as many of its own must fit an SM as are meant for it, eight warps' worth, or of latents

@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from helix.speculation import adaptive
-from helix.speculation.adaptive import Acceptance, DraftOutcome, DraftPolicy, draft_sizes
+from helix.speculation.adaptive import Acceptance, DraftOutcome, DraftPolicy, draft_sizes, kv_bucket
 
 RUN_STEPS = 8
 LIMIT = 16
@@ -131,6 +131,11 @@ def test_a_slow_number_of_drafts_is_not_chosen(slow: int, timed: bool) -> None:
     rate = w.run(planted, [1.0], 4000)
     assert sum(n >= slow for n in w.drafts) <= 0.01 * len(w.drafts), "only to be timed"
     assert rate >= 0.97 * slow / 2 / planted(slow // 2) * (1 + 2 / slow)
+
+
+def test_kv_sizes_that_count_as_alike() -> None:
+    assert [kv_bucket(n) for n in (0, 1, 8191)] == [0] * 3
+    assert [kv_bucket(n) for n in (8192, 32767, 32768, 131071, 131072, 1 << 20)] == [1, 1, 2, 2, 3, 4]
 
 
 def test_a_price_that_is_ignored_shows(monkeypatch: pytest.MonkeyPatch) -> None:
