@@ -31,7 +31,7 @@ from launch.inputs.compose import ROOT
 
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 POLICIES = ("any", "c2q", "window", "quest", "ngram")
-BATCHES = (1, 4, 8, 20, 32)
+BATCHES = ((1, 4), (8, 20, 32))  # of a job
 LENGTHS = (8 * K, 32 * K, 112 * K)
 GAMMAS = [0, 2, 4, 6]
 STEPS = 12
@@ -70,14 +70,16 @@ def accepted(policy: str, gamma: int) -> dict[str, float]:
     return found
 
 
-def cases(given: Given) -> Iterator[tuple[str, str]]:
-    """A job for each model and drafter; on a CPU the tiniest."""
-    return product(given.models or MODELS, POLICIES) if given.gpu else product(["demo"], ["any", "ngram"])
+def cases(given: Given) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """A job for each model, some batches and a drafter; on a CPU the tiniest."""
+    if given.gpu:
+        return product(given.models or MODELS, BATCHES, POLICIES)
+    return product(["demo"], [(2,)], ["any", "ngram"])
 
 
-def measure(given: Given, model: str, policy: str) -> list[Row]:
+def measure(given: Given, model: str, batches: tuple[int, ...], policy: str) -> list[Row]:
     """Rows of a job in the grid with the widest tpa that splits the KV."""
-    points = [*product(BATCHES, LENGTHS)] if given.gpu else [(2, 512)]
+    points = [*product(batches, LENGTHS if given.gpu else [512])]
     gammas, steps = (GAMMAS, STEPS) if given.gpu else ([0, 2], 3)
     spec, overrides = fitting_spec(model, given.ranks)
     layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
