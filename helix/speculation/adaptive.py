@@ -2,8 +2,8 @@
 
 The policy maximises expected tokens per step over seconds per step. Seconds depend on the batch, on how much KV it has,
 and on the number of drafts in ways that no rule tells (experts of more rows, a further tile): they are measured. Both
-are known only for numbers of drafts that ran lately, so another number is tried for a few steps from time to time. A
-trial may lose tokens, and the next one waits until the loss is a hundredth of the tokens drawn since: this bounds the
+are known only for numbers of drafts that ran lately, so another number is tried for a few steps from time to time:
+no number is in use before it was tried, whatever an estimate promises. A trial may lose tokens, and the next one waits until the loss is a hundredth of the tokens drawn since: this bounds the
 cost of adapting for drafts of any quality and price.
 Pure Python, no torch.
 """
@@ -118,20 +118,30 @@ class DraftPolicy:
             self._wait = min(self._wait, WAIT[0])
         tokens = self._acceptance.expected_tokens()
         rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
-        self._in_use = drafts = max(self.sizes, key=lambda n: (rates[n], -n))
-        trial = len(self.sizes) > 1 and self._wait <= 0
-        if trial:
-            at = self.sizes.index(drafts)
-            others = {self.sizes[0], *self.sizes[max(at - 1, 0) : at + 2]} - {drafts}
-            drafts = min(sorted(others), key=lambda n: self._last_run.get((rows, self._bucket, n), -1))
-        is_new = len(self.sizes) > 1 and drafts not in self._observed(rows, self._bucket)
+        best = max(self.sizes, key=lambda n: (rates[n], -n))
+        ran = self._observed(rows, self._bucket)
+        self._in_use = drafts = max((n for n in self.sizes if n in ran or not ran), key=lambda n: (rates[n], -n))
+        is_trial = len(self.sizes) > 1 and self._wait <= 0
+        if is_trial:
+            self._wait = WAIT[0]  # until this trial has ended, which says how long it is
+            drafts = self._tried(rows, best)
+        is_new = len(self.sizes) > 1 and drafts not in ran
         return StepPlan(
             drafts,
             tokens[drafts],
-            TRIAL_STEPS if trial or is_new else None,
+            TRIAL_STEPS if is_trial or is_new else None,
             self._new_limits(rows, drafts),
             self.seconds(rows, drafts),
         )
+
+    def _tried(self, rows: int, best: int) -> int:
+        """Returns the number of drafts to try: the next one on the way to `best`, an estimate, else the oldest price."""
+        ran, at = self._observed(rows, self._bucket), self.sizes.index(self._in_use)
+        way = self.sizes[at:] if best > self._in_use else self.sizes[at::-1]
+        if best != self._in_use and (new := [n for n in way if n not in ran]):
+            return new[0]
+        others = {self.sizes[0], *self.sizes[max(at - 1, 0) : at + 2]} - {self._in_use}
+        return min(sorted(others), key=lambda n: self._last_run.get((rows, self._bucket, n), -1))
 
     def seconds(self, rows: int, drafts: int) -> float | None:
         """Returns the observed seconds of a step, else those timed in advance; None if there are neither."""

@@ -114,7 +114,7 @@ def test_no_model_loses_more_than_2_percent(priced: str, timed: bool, chance: fl
     rate = w.run(lambda n: price[n] / 1e3, [chance], 2500)
     assert rate * price[0] / 1e3 >= 0.98, "slower than without drafts"
     best = max(sum(chance**i for i in range(n + 1)) / ms for n, ms in price.items())
-    assert rate / 1e3 >= 0.93 * best
+    assert rate / 1e3 >= 0.9 * best
 
 
 @pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
