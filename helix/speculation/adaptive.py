@@ -2,9 +2,9 @@
 
 The policy maximises expected tokens per step over seconds per step. Seconds depend on the batch, on how much KV it has,
 and on the number of drafts in ways that no rule tells (experts of more rows, a further tile): they are measured. Both
-are known only for numbers of drafts that ran lately, so another number is tried for a few steps from time to time:
-no number is in use before it was tried, whatever an estimate promises. A trial may lose tokens, and the next one waits until the loss is a hundredth of the tokens drawn since: this bounds the
-cost of adapting for drafts of any quality and price.
+are known only for numbers of drafts that ran lately, so another number is tried for a few steps from time to time: none
+is in use before, whatever an estimate promises. A trial may lose tokens, and the next one waits until the loss is a
+hundredth of the tokens drawn since: this bounds the cost of adapting for drafts of any quality and price.
 Pure Python, no torch.
 """
 
@@ -135,7 +135,7 @@ class DraftPolicy:
         )
 
     def _tried(self, rows: int, best: int) -> int:
-        """Returns the number of drafts to try: the next one on the way to `best`, an estimate, else the oldest price."""
+        """Returns the number of drafts to try: the next on the way to `best`, an estimate, else the oldest price."""
         ran, at = self._observed(rows, self._bucket), self.sizes.index(self._in_use)
         way = self.sizes[at:] if best > self._in_use else self.sizes[at::-1]
         if best != self._in_use and (new := [n for n in way if n not in ran]):
