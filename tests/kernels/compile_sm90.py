@@ -25,6 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
+from kernels.attention.flash_decode_many_rows_sm90 import _flash_decode_many_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.attention.kv_append import _kv_append_kernel
@@ -168,6 +169,12 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         world = {"RANKS": 8, "BLOCK_RANKS": 8, "PIECES": 1024, "SIZE": PIECE_WORDS, "IN_GROUP": IN_GROUP}
         world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True, "AHEAD": dim == 128}
         yield "merge-exchange", dtype, _merge_exchange_kernel, merge | world, {"num_warps": 2}
+    for group, tokens, page, collect in ((7, 12, 64, ""), (7, 12, 128, "any"), (8, 16, 64, "ends")):
+        name = "many-rows-sm90" + f"-{collect}" * bool(collect)
+        many = {"T": tokens, "HEADS": 1 + (group == 8), "GROUP": group, "PAGE": page, "BLOCK_B": 32, "ROWS": 128}
+        many |= {"SINKS": group == 8, "EARLY": True, "COLLECT": collect}
+        many |= {} if collect else {"kept": None, "kept_table": None}
+        yield name, bf16, _flash_decode_many_sm90_kernel, many, {"num_warps": 4}
     yield from scaled_cases()
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
