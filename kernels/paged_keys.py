@@ -82,10 +82,20 @@ class PagedKeys:
             assert self.k.shape[2] + P == width and self.rope.stride()[1:] == (P, 1) and self.k_scale.is_contiguous()
         assert self.k.stride()[1:] == (self.k.shape[2], 1), f"a page must be contiguous, got strides {self.k.stride()}"
 
+    def in_parts(self, parts: int) -> PagedKeys:
+        """Returns the same keys and values in pages of `parts` parts, one part a page of the table."""
+        if parts == 1:
+            return self
+        return replace(self, k=_in_parts(self.k, parts), v=_in_parts(self.v, parts))
+
     def unpacked(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
         """Returns the same keys and values, those in e4m3 as numbers of `dtype`: exact in bf16 and fp32."""
         k = _unpacked(self.k, self.k_scale, dtype)
         return replace(self, k=k, v=_unpacked(self.v, self.v_scale, dtype), k_scale=None, v_scale=None)
+
+
+def _in_parts(kept: torch.Tensor, parts: int) -> torch.Tensor:
+    return kept.unflatten(1, (parts, -1)).flatten(0, 1)  # a view: pages follow each other
 
 
 def _unpacked(kept: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -34,6 +34,13 @@ def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Ten
     return found.amax(1)  # NaN propagates
 
 
+def _bounds(bounds: torch.Tensor, entries: torch.Tensor, parts: int) -> torch.Tensor:
+    """Looks up the bounds [n, Hkv, 2, D] of entries [Hkv, n], pages or parts."""
+    head = torch.arange(len(entries), device=entries.device)[:, None]
+    found = bounds[entries, head] if parts == 1 else bounds[entries // parts, head, entries % parts]
+    return found.transpose(0, 1)
+
+
 def select_blocks(
     q: torch.Tensor,
     bounds: torch.Tensor,
@@ -50,18 +57,20 @@ def select_blocks(
 ) -> torch.Tensor:
     """Selects the pages that queries read; shapes as in `kernels.sparse.select_blocks.select_blocks`."""
     N, T = len(q), len(q) // len(block_table)
-    heads = bounds.shape[1]
+    heads, parts = bounds.shape[1], bounds.shape[2] if bounds.dim() == 5 else 1
     table = torch.full((N, heads, width), -1, dtype=torch.int32, device=q.device)
     for n in range(N):
-        row = block_table[n // T]
+        row = block_table[n // T].expand(heads, -1)
+        if parts > 1:
+            row = (row[..., None] * parts + torch.arange(parts, device=row.device)).flatten(1)
         begin, end, held = int(first[n]), int(last[n]), int(pages[n])
-        found = ordered(block_scores(q[n], bounds[row[begin:end].long()], score))
+        found = ordered(block_scores(q[n], _bounds(bounds, row[:, begin:end].long(), parts), score))
         # Stable: ties go to the earlier page.
         chosen = found.sort(dim=-1, descending=True, stable=True).indices[:, : min(topk, end - begin)].sort(-1).values
         sinks = torch.arange(begin, device=q.device).expand(heads, -1)
         local = torch.arange(end, held, device=q.device).expand(heads, -1)
         read = torch.cat([sinks, begin + chosen, local], 1)  # [Hkv, pages read]
-        table[n, :, : read.shape[1]] = row[read]
+        table[n, :, : read.shape[1]] = row.gather(1, read)
         counted += torch.tensor([read.numel(), heads], device=q.device)
         if candidates is not None:
             candidates[n] = NONE

@@ -80,21 +80,31 @@ def _largest(keys, count, k, low):
 
 
 @triton.jit
-def _read_anyway(pages, to, begin, end, held, k, BLOCK: tl.constexpr):
+def _entry(pages, i, inside, PARTS: tl.constexpr):
+    """Returns entries i of a row of pages, or of the parts of its pages, which are numbered page by page."""
+    if PARTS == 1:
+        entry = tl.load(pages + i, mask=inside, other=0)
+    else:
+        entry = tl.load(pages + i // PARTS, mask=inside, other=0) * PARTS + i % PARTS
+    return entry
+
+
+@triton.jit
+def _read_anyway(pages, to, begin, end, held, k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the always-read pages, before and after the candidates, of one query and KV head."""
     count = begin + held - end
     lane = tl.arange(0, BLOCK)
     for at in range(0, count, BLOCK):
         i = at + lane
         behind = i >= begin
-        page = tl.load(pages + i + tl.where(behind, end - begin, 0), mask=i < count, other=0)
+        page = _entry(pages, i + tl.where(behind, end - begin, 0), i < count, PARTS)
         tl.store(to + i + tl.where(behind, tl.minimum(k, end - begin), 0), page, mask=i < count)
 
 
 @triton.jit
 def _choose(
     scores, best, list_, pages, to, report, begin, end, k,
-    LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, REPORT: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
     """Writes the chosen pages of one query and KV head: the k best of [begin, end)."""
     SEATS: tl.constexpr = LANES // TILE
@@ -111,7 +121,7 @@ def _choose(
         page = tl.load(list_ + lane // TILE) * TILE + lane % TILE
     inside = (page >= begin) & (page < end)
     keys = tl.load(scores + page, mask=inside, other=_NONE, cache_modifier=".cg")
-    entries = tl.load(pages + page, mask=inside, other=0)
+    entries = _entry(pages, page, inside, PARTS)
     taken, place, low = _largest(keys, end - begin, k, low)
     tl.store(to + begin + place, entries, mask=taken)
     if REPORT:
@@ -124,8 +134,9 @@ def _choose(
 @triton.jit
 def _score_tiles(
     meets_one, meets_two, block_bounds, pages, firsts, lasts, scores, best, first, last, start, stop,
-    page_stride, kind_stride, score_row, best_row,
+    page_stride, part_stride, kind_stride, score_row, best_row,
     T: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCORE: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Scores the pages of tiles first..last-1 for an item's queries; stores them and the best of each tile."""
     lane = tl.arange(0, TILE)
@@ -133,14 +144,14 @@ def _score_tiles(
     t = tl.arange(0, meets_one.shape[0]) // GROUP
     # Loaded one iteration ahead, as attention's tables are.
     ahead = first * TILE + lane
-    next_page = tl.load(pages + ahead, mask=(first < last) & (ahead >= start) & (ahead < stop), other=0)
+    next_page = tl.load(pages + ahead // PARTS, mask=(first < last) & (ahead >= start) & (ahead < stop), other=0)
     for tile in range(first, last):
         page = next_page.to(tl.int64)
         ahead = (tile + 1) * TILE + lane
-        next_page = tl.load(pages + ahead, mask=(tile + 1 < last) & (ahead < stop), other=0)
+        next_page = tl.load(pages + ahead // PARTS, mask=(tile + 1 < last) & (ahead < stop), other=0)
         j = tile * TILE + lane
         live = (j >= start) & (j < stop)
-        where = (page * page_stride)[:, None] + d[None, :]
+        where = (page * page_stride + j % PARTS * part_stride)[:, None] + d[None, :]
         mask = live[:, None] & (d < D)[None, :]
         one = tl.load(block_bounds + where, mask=mask, other=0.0)
         found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
@@ -172,10 +183,10 @@ def _prefetch_tile(block_bounds, pages, first, start, stop, page_stride, D: tl.c
 @triton.jit
 def _select_blocks_kernel(
     q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report, counted,
-    q_n, q_h, page_stride, head_stride, kind_stride, table_b, score_row, best_row, B, topk, width,
+    q_n, q_h, page_stride, head_stride, part_stride, kind_stride, table_b, table_h, score_row, best_row, B, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
     SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, PARTS: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     starts, stops, tiles, ends, run = schedule(
         firsts, lasts, T, 1, T, 1, B, T, HEADS, tl.num_programs(0), BLOCK_B, TILE
@@ -187,7 +198,7 @@ def _select_blocks_kernel(
     i, head, item_begin, item_end, start, stop = item_at(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS, BLOCK_B
     )
-    if PDL:
+    if PDL and PARTS == 1:  # a table of candidates is the predecessor's
         if (begin < end) & (start < stop):
             pages = block_table + i.to(tl.int64) * table_b
             from_tile = start // TILE + begin - item_begin
@@ -213,20 +224,20 @@ def _select_blocks_kernel(
         else:
             meets_one = query
             meets_two = query
-        pages = block_table + b * table_b
+        pages = block_table + b * table_b + head * table_h
         done = tl.minimum(end, item_end) - at
         from_tile = start // TILE + at - item_begin
         if LANES > 0:
             _score_tiles(
                 meets_one, meets_two, block_bounds + head * head_stride, pages, firsts + b * T, lasts + b * T,
                 scores + row * score_row, tile_best + row * best_row, from_tile, from_tile + done, start, stop,
-                page_stride, kind_stride, score_row, best_row, T, GROUP, D, SCORE, TILE,
+                page_stride, part_stride, kind_stride, score_row, best_row, T, GROUP, D, SCORE, TILE, PARTS,
             )  # fmt: skip
         if at == item_begin:
             for query_t in range(T):
                 n = b * T + query_t
                 first, last, whole = tl.load(firsts + n), tl.load(lasts + n), tl.load(held + n)
-                _read_anyway(pages, table + (n * HEADS + head) * width, first, last, whole, topk, 128)
+                _read_anyway(pages, table + (n * HEADS + head) * width, first, last, whole, topk, PARTS, 128)
                 reads = whole - tl.maximum(last - first - topk, 0)
                 tl.atomic_add(counted, reads.to(tl.int64), sem="relaxed")
                 tl.atomic_add(counted + 1, reads.to(tl.int64) * 0 + 1, sem="relaxed")
@@ -237,7 +248,8 @@ def _select_blocks_kernel(
                 tl.store(arrived + b * HEADS + head, 0)
                 _choose(
                     scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE), pages,
-                    table + row * width, report + row * topk * 2, start, stop, topk, LANES, BLOCK_G, TILE, REPORT,
+                    table + row * width, report + row * topk * 2, start, stop, topk, LANES, BLOCK_G, TILE, PARTS,
+                    REPORT,
                 )  # fmt: skip
         at = tl.minimum(end, item_end)
         if at < end:
@@ -260,7 +272,7 @@ def _choose_kernel(
     _choose(
         scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE), block_table + b * table_b,
         table + (n * HEADS + head) * width, report + (n * HEADS + head) * topk * 2, begin, end, topk,
-        LANES, BLOCK_G, TILE, REPORT,
+        LANES, BLOCK_G, TILE, 1, REPORT,
     )  # fmt: skip
 
 
@@ -305,16 +317,20 @@ def select_blocks(
 
     Args:
         q: [N, Hq, D] bf16, fp16 or fp32, N / B queries of each sequence; last dim contiguous.
-        bounds: [pages, Hkv, 2, D] in q's dtype, from `kernels.sparse.block_bounds`; last dim contiguous.
-        block_table: [B, max_pages] int32, rows contiguous.
+        bounds: [pages, Hkv, 2, D] in q's dtype, from `kernels.sparse.block_bounds`; last dim contiguous. With bounds of
+            parts, [pages, Hkv, parts, 2, D], all that is said of pages is of parts, and part j of a row is part
+            `j % parts` of the page in column `j // parts`; its number in the result is `page * parts + j % parts`.
+        block_table: [B, max_pages] int32, rows contiguous. With bounds of parts [N, Hkv, max_pages]: pages of each
+            query and KV head, which may be younger than `first`, `last` and `pages`.
         first, last, pages: int32 [N], contiguous: of `pages` pages, those before `first` and from `last` on are always
             read.
         topk: at most MOST_CHOSEN.
         width: columns of the result, at least the pages that any query reads.
         score: bounds or mean.
         counted: [2] int64, incremented by the pages in all tables and by the number of tables.
-        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each chosen page, as a number of
-            the same order, and its column in the block table; the score of unused entries is the least int32.
+        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given, not for parts: the score of each chosen page,
+            as a number of the same order, and its column in the block table; the score of unused entries is the least
+            int32.
         sms: number of streaming multiprocessors to fill; all if None.
         lane: distinct for launches that may run concurrently on one device.
 
@@ -327,14 +343,18 @@ def select_blocks(
     if not dispatch.on_gpu(q):
         return reference(q, bounds, block_table, first, last, pages, topk, width, score, counted, candidates=candidates)
     N, Hq, D = q.shape
-    B, most = block_table.shape
-    heads = bounds.shape[1]
+    parts = bounds.shape[2] if bounds.dim() == 5 else 1
+    page_stride, head_stride, *part_stride, kind_stride, last_stride = bounds.stride()
+    heads, B = bounds.shape[1], len(block_table)
+    most = block_table.shape[-1] * parts
     T, group = N // B, Hq // heads
-    assert bounds.dtype == q.dtype and q.stride(2) == bounds.stride(3) == block_table.stride(1) == 1
+    assert bounds.dtype == q.dtype and q.stride(2) == last_stride == block_table.stride(-1) == 1
+    assert parts == 1 or (T == 1 and candidates is None and block_table.dim() == 3)
     assert topk <= MOST_CHOSEN and most <= MOST_PAGES
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (first, last, pages))
     table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
     lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0
+    lanes = min(lanes, max(LANES, triton.next_power_of_2(most)))
     scores, best, lists = _workspace(q.device, lane, N * heads, most, lanes // TILE)
     arrived = _arrivals(q.device, lane, B * heads)
     report = table if candidates is None else candidates
@@ -342,10 +362,11 @@ def select_blocks(
         T=T, HEADS=heads, LANES=lanes, TILE=TILE, BLOCK_G=triton.next_power_of_2(best.shape[1]),
         REPORT=candidates is not None, num_warps=4, **overlapped(q),
     )  # fmt: skip
+    table_strides = block_table.stride(0), block_table.stride(1) if parts > 1 else 0
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
         q, bounds, block_table, first, last, pages, scores, best, lists, arrived, table, report, counted,
-        *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
-        GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
+        *q.stride()[:2], page_stride, head_stride, *(part_stride or [0]), kind_stride, *table_strides, scores.stride(0),
+        best.stride(0), B, topk, width, PARTS=parts, GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
         BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)),
         num_stages=STAGES, **item,
     )  # fmt: skip
