@@ -125,7 +125,7 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
+    "block_bounds", "part_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
     "ropes",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
@@ -357,17 +357,19 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """One query and five drafted ones of a group of seven, and pages of 16 among which 64 are chosen."""
+    """One query and five drafted ones of a group of seven; pages of 16; candidates, and parts of them."""
     bf16 = torch.bfloat16
-    for dtype, queries, chosen, tiles, score in (
-        (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "bounds"), (bf16, 1, 64, 2048, "mean"),
+    for dtype, queries, chosen, tiles, score, parts in (
+        (bf16, 1, 32, 256, "bounds", 1), (bf16, 5, 32, 256, "bounds", 1), (bf16, 1, 64, 2048, "mean", 1),
+        (bf16, 1, 64, 256, "bounds", 1), (bf16, 1, 128, 32, "bounds", 8),
     ):  # fmt: skip
         item = {
             "T": queries,
             "HEADS": 4,
             "GROUP": 7,
             "D": 128,
-            "LANES": max(LANES, chosen * TILE),
+            "LANES": max(LANES, chosen * TILE) if parts == 1 else LANES,
+            "PARTS": parts,
             "SCORE": score,
             "TILE": TILE,
         }
@@ -377,10 +379,18 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         if queries > 1:
             names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "REPORT", "PDL"
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
-    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
+    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128}
     for mean in (False, True):
         for unscaled in ({"k_scales": None}, {}):
-            yield "fold", bf16, _fold_blocks_kernel, grid | {"MEAN": mean} | unscaled, {"num_warps": 4}
+            whole = grid | {"MEAN": mean, "SLOTS": 32, "part_bounds": None} | unscaled
+            yield "fold", bf16, _fold_blocks_kernel, whole, {"num_warps": 4}
+    yield (
+        "fold-parts",
+        bf16,
+        _fold_blocks_kernel,
+        grid | {"MEAN": False, "SLOTS": 16, "k_scales": None},
+        {"num_warps": 4},
+    )
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
