@@ -341,7 +341,7 @@ def check(config: Config) -> None:
         "decode.max_length": (1, 1 << 40),
         "attention.block": (1, 1 << 14),
         "attention.part": (1, 1 << 13),
-        "attention.candidates": (1, MOST_CHOSEN),
+        "attention.candidates": (1, 1024),
         "attention.topk": (0, MOST_CHOSEN),
         "attention.sink_blocks": (0, 1 << 20),
         "attention.local_blocks": (1, 1 << 20),

@@ -126,8 +126,9 @@ class BlockSparseAttention(AttentionPolicy):
         if budget.parts == 1:
             return select_blocks(*blocks, budget.topk, self.width, self.score, counted, sms=sms, **more)
         looked_at = select_blocks(
-            *blocks, budget.candidates, self.looked_at, self.score, self._uncounted, sms=sms, **more
+            *blocks, budget.candidates, self.looked_at, self.score, self._uncounted, stretches=True, sms=sms, **more
         )  # fmt: skip
         return select_blocks(
-            q, cache.part_bounds, looked_at, *of_parts, budget.topk, self.width, self.score, counted, sms=sms, **more
+            q, cache.part_bounds, looked_at, *of_parts, budget.topk, self.width, self.score, counted,
+            most=budget.candidates * budget.parts, sms=sms, **more,
         )  # fmt: skip

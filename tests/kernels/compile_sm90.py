@@ -125,8 +125,8 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "block_bounds", "part_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
-    "ropes",
+    "block_bounds", "part_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits",
+    "q_logits", "part", "ropes",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
@@ -359,16 +359,18 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """One query and five drafted ones of a group of seven; pages of 16; candidates, and parts of them."""
     bf16 = torch.bfloat16
-    for dtype, queries, chosen, tiles, score, parts in (
-        (bf16, 1, 32, 256, "bounds", 1), (bf16, 5, 32, 256, "bounds", 1), (bf16, 1, 64, 2048, "mean", 1),
-        (bf16, 1, 64, 256, "bounds", 1), (bf16, 1, 128, 32, "bounds", 8),
+    for dtype, queries, lanes, tiles, score, parts, stretches in (
+        (bf16, 1, LANES, 256, "bounds", 1, 1), (bf16, 5, LANES, 256, "bounds", 1, 1),
+        (bf16, 1, 2048, 2048, "mean", 1, 1), (bf16, 1, LANES, 256, "bounds", 1, 17),
+        (bf16, 5, LANES, 256, "bounds", 1, 17), (bf16, 1, 2048, 128, "bounds", 8, 1),
     ):  # fmt: skip
         item = {
             "T": queries,
             "HEADS": 4,
             "GROUP": 7,
             "D": 128,
-            "LANES": max(LANES, chosen * TILE) if parts == 1 else LANES,
+            "LANES": lanes,
+            "STRETCHES": stretches,
             "PARTS": parts,
             "SCORE": score,
             "TILE": TILE,
@@ -377,7 +379,7 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
         yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}
         if queries > 1:
-            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "REPORT", "PDL"
+            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "STRETCHES", "REPORT", "PDL"
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
     grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128}
     for mean in (False, True):

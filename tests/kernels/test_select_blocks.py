@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.block_bounds import SCORES
+from kernels.reference.select_blocks import block_scores
 from kernels.reference.select_blocks import select_blocks as reference
 from kernels.sparse.select_blocks import TILE, select_blocks
 from tests.kernels.interleaving import Streams
@@ -151,6 +152,42 @@ def test_parts(
         check_parts(op(**c, score="bounds"), c)
     reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
     assert c["counted"].tolist() == [4 * int(reads.sum()), 4 * len(reads)]
+
+
+def stretches_of(begin: int, end: int, k: int) -> list[tuple[int, int, int]]:
+    """Stretches of at most two tiles, and their shares of the k."""
+    tiles = sorted({j // TILE for j in range(begin, end)})
+    count = -(-len(tiles) // 2)
+    each = -(-len(tiles) // count)
+    found, given = [], 0
+    for at in range(0, len(tiles), each):
+        pages = [j for j in range(begin, end) if j // TILE in tiles[at : at + each]]
+        until = (pages[-1] + 1 - begin) * k // (end - begin)
+        found.append((pages[0], pages[-1] + 1, until - given))
+        given = until
+    return found
+
+
+@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("shape", ["plain", "many-tiles", "tiles-and-edges", "drafts", "thousands", "one"])
+def test_stretches(shape: str, op: Any, device: torch.device) -> None:
+    """Each stretch gives the best of its own."""
+    c = case(shape, device)
+    c["topk"], c["width"] = 11, c["width"] + 11
+    how: dict[str, Any] = {"stretches": True} if op is select_blocks else {"stretch": 64}
+    for _ in range(2):
+        found = op(**c, score="bounds", **how).cpu()
+        for n in range(len(c["q"])):
+            first, last, pages = (int(c[x][n]) for x in ("first", "last", "pages"))
+            row = c["block_table"][n // (len(c["q"]) // len(c["block_table"]))].cpu()
+            scores = block_scores(c["q"][n].double().cpu(), c["bounds"][row.long().to(device)].double().cpu(), "bounds")
+            for h, of_head in enumerate(scores.tolist()):
+                read = [*range(first)]
+                for begin, end, k in stretches_of(first, last, min(11, last - first)) if first < last else []:
+                    read += sorted(sorted(range(begin, end), key=lambda j: (-of_head[j], j))[:k])
+                read += range(last, pages)
+                assert len(read) == pages - max(0, last - first - 11)
+                assert found[n, h, : len(read)].tolist() == row[read].tolist(), (n, h)
 
 
 @pytest.mark.parametrize("lanes", [256, 512])
