@@ -101,7 +101,7 @@ class AttentionConfig:
     policy: str = "dense"
     block: int = 128
     part: int | None = None
-    candidates: int = 64
+    candidates: int = 256
     topk: int = 32
     sink_blocks: int = 1
     local_blocks: int = 4

@@ -255,7 +255,7 @@ class Layer:
         return found
 
     def _finding(self, window: int | None) -> list[Phase]:
-        """Lists the phases of block selection, which reads two vectors of every block and has a fixed cost."""
+        """Lists the phases of block selection: it reads vectors of blocks and of candidates' parts, and has a fixed cost."""
         sparse = self._chooses(window)
         if sparse is None:
             return []
@@ -267,7 +267,7 @@ class Layer:
                 "or take dense attention"
             )
         kvp = self.points.kvp
-        scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # without a choice no scores
+        scored = sparse.scored(self.length, kvp) if sparse.topk else 0.0  # without a choice no scores
         bounds = self.sequences * 2 * self.kv * self.head_dim * scored
         free, level = self.zeros, self.zeros.astype(int) + price.level
         seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)

@@ -153,8 +153,8 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     short = [window for window in spec.windows if window is not None and (window <= RING_MOST or options.tier)]
     long = sum(window is not None for window in spec.windows) - len(short)  # windows in pages
     each = paged * numbers * ((len(spec.layers) - len(short) - long) * kv + long * plain)
-    if (sparse := options.sparse) is not None:  # two vectors per block, a key and a value per token
-        each = each + paged * numbers * (len(spec.layers) - len(short)) * plain / sparse.block
+    if (sparse := options.sparse) is not None:  # two vectors per block or part, a key and a value per token
+        each = each + paged * numbers * (len(spec.layers) - len(short)) * plain * sparse.kept / sparse.block
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
     each = each + windows
     if layer.self_drafts is not None:
