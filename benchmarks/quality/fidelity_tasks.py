@@ -44,7 +44,7 @@ def policies() -> list[Policy]:
         Policy("window-4736", blocks(0, 36)),
         *(Policy(f"{score}-{k}", blocks(k), score=score) for score in ("bounds", "mean") for k in (4, 8, 16, 32)),
         Policy("quest-64", blocks(64, 32), page=16),
-        *(Policy(f"parts-{k}-of-{n}", parts(k, n)) for k, n in ((64, 32), (64, 64), (128, 64), (128, 128))),
+        *(Policy(f"parts-{k}-of-{n}", parts(k, n)) for k, n in ((64, 64), (128, 64), (128, 128), (128, 256))),
         *(Policy(f"{stored}-32", blocks(32), stored=stored) for stored in ("int8", "fp8")),
         *(Policy(f"{name}-32", blocks(32), layers=n) for name, n in (("pairs", 2), ("fours", 4))),
     ]

@@ -255,7 +255,7 @@ class Layer:
         return found
 
     def _finding(self, window: int | None) -> list[Phase]:
-        """Lists the phases of block selection: it reads vectors of blocks and of candidates' parts, and has a fixed cost."""
+        """Lists the phases of block selection, which reads vectors of blocks and of candidates' parts."""
         sparse = self._chooses(window)
         if sparse is None:
             return []
