@@ -406,10 +406,10 @@ def check_parts(config: Config) -> None:
             f"attention.part={attention.part} is chosen by each rank from its own blocks: set "
             "attention.choice=local, or leave out attention.part"
         )
-    if config.kv.tier == "host":
+    if config.kv.tier == "host" and config.kv.dtype != "auto":
         raise ValueError(
-            f"attention.part={attention.part} with kv.tier=host would fetch whole blocks for parts of them: leave out "
-            "attention.part"
+            f"attention.part={attention.part} with kv.tier=host needs keys and values of equal size, and kv.dtype is "
+            f"{config.kv.dtype}: leave out one of the two"
         )
 
 

@@ -188,7 +188,7 @@ class Placement:
         Returns:
             first, last, pages, hi: int32 [N]; `hi` is the number of keys in a table of what is read. If parts are
             chosen, also part_first, part_last, part_pages: like the first three, in parts, of a table of all pages that
-            are always read and of the candidates, which are chosen by their own bounds.
+            are always read and of the candidates, which are chosen by their own bounds; and used, the sequence's parts.
         """
         if dispatch.on_gpu(positions):
             where = {"page_size": self.page_size, **self.grid, **asdict(budget)}
@@ -213,6 +213,7 @@ class Placement:
         found = [first, last, pages, length - left_out * (page // parts)]
         if parts > 1:
             found += [x * parts for x in (first, first + looked_at, pages - (last - first) + looked_at)]
+            found.append(-(-length // (page // parts)))
         return tuple(x.int() for x in found)
 
     def draft_ranges(

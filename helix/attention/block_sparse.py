@@ -122,6 +122,7 @@ class BlockSparseAttention(AttentionPolicy):
     ) -> Tensor:
         """Chooses the blocks, or parts, that promise most to this rank, within a budget."""
         first, last, pages, _, _, *of_parts = self.ranges(step, budget)
+        of_parts = of_parts[:3]
         blocks = q, cache.bounds, step.block_tables, first, last, pages
         if budget.parts == 1:
             return select_blocks(*blocks, budget.topk, self.width, self.score, counted, sms=sms, **more)

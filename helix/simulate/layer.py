@@ -311,7 +311,7 @@ class Layer:
                 f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
                 "its description (helix calibrate), or leave out tier=host"
             )
-        chosen = np.minimum(_up(sparse.topk, self.points.kvp) * sparse.block, self._seen(None))
+        chosen = np.minimum(_up(sparse.touched, self.points.kvp) * sparse.block, self._seen(None))
         tokens = share * (1 - tier.hits) * chosen
         come = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
         level = self.zeros.astype(int) + max(INTERPOLATED, rate.level, fixed.level)

@@ -142,6 +142,11 @@ class Sparse:
         return blocks + np.minimum(blocks, -(-self.candidates // kvp)) * self.parts
 
     @property
+    def touched(self) -> int:
+        """Number of blocks between the first and the last ones of which anything is read, over all ranks."""
+        return self.topk if self.parts == 1 else min(self.topk, self.candidates)
+
+    @property
     def kept(self) -> int:
         """Number of pairs of vectors that are kept of a block."""
         return 1 if self.parts == 1 else 1 + self.parts

@@ -51,6 +51,8 @@ def _block_ranges_kernel(
         tl.store(to + 4 * N, (begin * PARTS).to(tl.int32), mask=inside)
         tl.store(to + 5 * N, ((begin + looked_at) * PARTS).to(tl.int32), mask=inside)
         tl.store(to + 6 * N, ((held - (end - begin) + looked_at) * PARTS).to(tl.int32), mask=inside)
+        PART: tl.constexpr = PAGE // PARTS
+        tl.store(to + 7 * N, ((length + PART - 1) // PART).to(tl.int32), mask=inside)
     tl.store(to + 3 * N, (length - left_out * (PAGE // PARTS)).to(tl.int32), mask=inside)
 
 
@@ -78,9 +80,9 @@ def block_ranges(
         live: bool [N], contiguous.
 
     Returns:
-        first, last, pages, hi, with `parts` part_first, part_last, part_pages, too: int32 [N].
+        first, last, pages, hi, with `parts` part_first, part_last, part_pages, used, too: int32 [N].
     """
-    out = torch.empty(7 if parts > 1 else 4, len(positions), dtype=torch.int32, device=positions.device)
+    out = torch.empty(8 if parts > 1 else 4, len(positions), dtype=torch.int32, device=positions.device)
     assert positions.is_contiguous() and starts.is_contiguous() and live.is_contiguous()
     _block_ranges_kernel[(triton.cdiv(len(positions), BLOCK),)](
         positions, starts, live.view(torch.uint8), out, len(positions), queries,

@@ -139,6 +139,16 @@ def test_mistakes_are_caught(tamper: Callable[[Engine], None]) -> None:
     assert tokens("qwen2", layout, parts(), tamper) != wanted("qwen2", layout, BUDGET)
 
 
+@pytest.mark.parametrize("kvp, hot", [(1, 64), pytest.param(3, 64, marks=SLOW)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_from_host_memory(ahead: bool, kvp: int, hot: int) -> None:
+    """Parts of blocks that come from the host, with few places for them, give the same tokens."""
+    layout = HelixLayout.create("helix", kvp)
+    sparse = Sparse(BUDGET, choice="local", hot=hot, ahead=ahead)
+    for drafts in (0, 3):
+        assert tokens("qwen2", layout, sparse, drafts=drafts) == wanted("qwen2", layout, BUDGET)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen2", "gpt-oss"])
 def test_loopback_ranks_on_one_gpu(family: str) -> None:

@@ -61,4 +61,9 @@ def test_ranges(name: str, parts: int, candidates: int, device: torch.device) ->
             if parts > 1:
                 columns = [*range(first), *["candidate"] * looked_at, *range(last, pages)]
                 here = [i for i, column in enumerate(columns) if column == "candidate"] or [first]
-                assert of_parts == [here[0] * parts, (here[0] + looked_at) * parts, len(columns) * parts]
+                assert of_parts == [
+                    here[0] * parts,
+                    (here[0] + looked_at) * parts,
+                    len(columns) * parts,
+                    -(-len(own) // (page // parts)),
+                ]
