@@ -44,6 +44,8 @@ CHOSEN = (8, 32)
 PARTS = 8  # of a block
 CANDIDATES = [(128, 256), (128, 128), (64, 64)]  # chosen parts, and blocks whose parts are considered
 
+Ranges = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 @dataclass
 class SparseCase:
@@ -76,7 +78,7 @@ class SparseCase:
             stretches=True,
         )  # fmt: skip
 
-    def select_parts(self, topk: int, count: int, copy: int, ranges: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def select_parts(self, topk: int, count: int, copy: int, ranges: Ranges) -> torch.Tensor:
         """A table [B, Hkv, topk + 8 * PARTS] of the parts that are read; `ranges` are those of the candidates."""
         return select_blocks(
             self.q[copy], self.part_bounds, self.candidates(count, copy), *ranges, topk, topk + 8 * PARTS, "bounds",
@@ -196,13 +198,17 @@ def measure_parts(given: Given, q_heads: int, kv_heads: int, batch: int, length:
     between, rows = held - SINK - LOCAL, []
     for topk, count in CANDIDATES:
         looked_at = min(between, count)
-        ranges = tuple(torch.full_like(s.first, n * PARTS) for n in (SINK, SINK + looked_at, SINK + looked_at + LOCAL))
+        candidates_end = SINK + looked_at
+        first, last, pages = (
+            torch.full_like(s.first, n * PARTS) for n in (SINK, candidates_end, candidates_end + LOCAL)
+        )
+        ranges = first, last, pages
         read = (SINK + LOCAL) * PAGE + min(topk, looked_at * PARTS) * PAGE // PARTS
         hi = torch.full_like(s.lo, read)
         check_parts(s, topk, count, ranges)
         tables = [s.select_parts(topk, count, i, ranges).clone() for i in range(len(s.q))]
 
-        def select(i: int, given: tuple[int, int] = (topk, count), ranges: Any = ranges) -> torch.Tensor:
+        def select(i: int, given: tuple[int, int] = (topk, count), ranges: Ranges = ranges) -> torch.Tensor:
             return s.select_parts(*given, i, ranges)
 
         def attend(i: int, tables: list[torch.Tensor] = tables, hi: torch.Tensor = hi) -> torch.Tensor:
@@ -223,7 +229,7 @@ def measure_parts(given: Given, q_heads: int, kv_heads: int, batch: int, length:
     return rows
 
 
-def check_parts(s: SparseCase, topk: int, count: int, ranges: tuple[torch.Tensor, ...]) -> None:
+def check_parts(s: SparseCase, topk: int, count: int, ranges: Ranges) -> None:
     """Raises AssertionError unless parts promise as much as the best, by torch, of the candidates' parts."""
     of_candidates = s.candidates(count, 0)
     table = s.select_parts(topk, count, 0, ranges)

@@ -110,9 +110,9 @@ def fold_blocks(
     layers, _, page_size, heads, D = keys.shape
     assert keys.stride(4) == bounds.stride(4) == tables.stride(1) == 1 and (scales is None or scales.stride(3) == 1)
     assert all(t.is_contiguous() for t in (starts, before, after))
-    slots, part_strides = SLOTS, (0,) * 5
+    slots, part_strides = SLOTS, [0] * 5
     if part_bounds is not None:
-        slots, part_strides = page_size // part_bounds.shape[3], part_bounds.stride()[:5]
+        slots, part_strides = page_size // part_bounds.shape[3], [*part_bounds.stride()[:5]]
         assert slots * part_bounds.shape[3] == page_size and part_bounds.stride(5) == 1
     _fold_blocks_kernel[len(tables) * most, heads, layers](
         keys, scales, bounds, part_bounds, tables, starts, before, after, tables.stride(0),

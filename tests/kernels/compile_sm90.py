@@ -397,8 +397,8 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
-    for block, guess, parts in ((1024, False, 1), (64, False, 1), (64, True, 1), (256, False, 8)):
-        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess, "PARTS": parts, "APART": 2 * parts - parts % 2}
+    for block, guess, parts, apart in ((1024, False, 1, 1), (64, False, 1, 1), (64, True, 1, 1), (256, False, 8, 16)):
+        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess, "PARTS": parts, "APART": apart}
         yield "resolve", bf16, _resolve_kernel, found, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
     for words in (16384, *(words for _, words, _ in BLOCKS.values())):
