@@ -122,14 +122,14 @@ class BlockSparseAttention(AttentionPolicy):
     ) -> Tensor:
         """Chooses the blocks, or parts, that promise most to this rank, within a budget."""
         first, last, pages, _, _, *of_parts = self.ranges(step, budget)
-        of_parts = of_parts[:3]
         blocks = q, cache.bounds, step.block_tables, first, last, pages
         if budget.parts == 1:
             return select_blocks(*blocks, budget.topk, self.width, self.score, counted, sms=sms, **more)
         looked_at = select_blocks(
             *blocks, budget.candidates, self.looked_at, self.score, self._uncounted, stretches=True, sms=sms, **more
         )  # fmt: skip
+        first, last, pages, _ = of_parts
         return select_blocks(
-            q, cache.part_bounds, looked_at, *of_parts, budget.topk, self.width, self.score, counted,
+            q, cache.part_bounds, looked_at, first, last, pages, budget.topk, self.width, self.score, counted,
             most=budget.candidates * budget.parts, sms=sms, **more,
         )  # fmt: skip
