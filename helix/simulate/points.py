@@ -142,6 +142,11 @@ class Sparse:
         return blocks + np.minimum(blocks, -(-self.candidates // kvp)) * self.parts
 
     @property
+    def chosen(self) -> str:
+        """What is chosen, in words."""
+        return f"{self.topk} chosen {'blocks' if self.parts == 1 else 'parts'} of {self.block // self.parts} tokens"
+
+    @property
     def touched(self) -> int:
         """Number of blocks between the first and the last ones of which anything is read, over all ranks."""
         return self.topk if self.parts == 1 else min(self.topk, self.candidates)
