@@ -129,8 +129,8 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
-    "ropes", "to_out",
+    "block_bounds", "part_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits",
+    "q_logits", "part", "ropes", "to_out",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
@@ -372,17 +372,21 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """One query and five drafted ones of a group of seven, and pages of 16 among which 64 are chosen."""
+    """One query and five drafted ones of a group of seven; pages of 16; candidates, and parts of them."""
     bf16 = torch.bfloat16
-    for dtype, queries, chosen, tiles, score in (
-        (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "bounds"), (bf16, 1, 64, 2048, "mean"),
+    for dtype, queries, lanes, tiles, score, parts, stretches in (
+        (bf16, 1, LANES, 256, "bounds", 1, 1), (bf16, 5, LANES, 256, "bounds", 1, 1),
+        (bf16, 1, 2048, 2048, "mean", 1, 1), (bf16, 1, LANES, 256, "bounds", 1, 17),
+        (bf16, 5, LANES, 256, "bounds", 1, 17), (bf16, 1, 2048, 128, "bounds", 8, 1),
     ):  # fmt: skip
         item = {
             "T": queries,
             "HEADS": 4,
             "GROUP": 7,
             "D": 128,
-            "LANES": max(LANES, chosen * TILE),
+            "LANES": lanes,
+            "STRETCHES": stretches,
+            "PARTS": parts,
             "SCORE": score,
             "TILE": TILE,
         }
@@ -390,18 +394,26 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
         yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}
         if queries > 1:
-            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "REPORT", "PDL"
+            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "STRETCHES", "REPORT", "PDL"
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
-    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
+    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128}
     for mean in (False, True):
         for unscaled in ({"k_scales": None}, {}):
-            yield "fold", bf16, _fold_blocks_kernel, grid | {"MEAN": mean} | unscaled, {"num_warps": 4}
+            whole = grid | {"MEAN": mean, "SLOTS": 32, "part_bounds": None} | unscaled
+            yield "fold", bf16, _fold_blocks_kernel, whole, {"num_warps": 4}
+    yield (
+        "fold-parts",
+        bf16,
+        _fold_blocks_kernel,
+        grid | {"MEAN": False, "SLOTS": 16, "k_scales": None},
+        {"num_warps": 4},
+    )
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
-    for block, guess in ((1024, False), (64, False), (64, True)):
-        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess}
+    for block, guess, parts, apart in ((1024, False, 1, 1), (64, False, 1, 1), (64, True, 1, 1), (256, False, 8, 16)):
+        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess, "PARTS": parts, "APART": apart}
         yield "resolve", bf16, _resolve_kernel, found, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
     for words in (16384, *(words for _, words, _ in BLOCKS.values())):

@@ -368,7 +368,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("model=demo gpus=8 context=1 sparse=129", "attention.topk=129 must be from 0 to 128"),
         (
             "model=demo gpus=8 context=1 sparse=8 attention=dense",
-            "attention=dense is unknown; known: block_sparse, quest",
+            "attention=dense is unknown; known: block_sparse, parts, quest",
         ),
         ("model=demo gpus=8 context=1 sparse=8 hardware=gb200", "price of finding blocks is not known on GB200 NVL72"),
         ("model=demo gpus=8 context=1 hits=0.5", "hits=0.5 is of tier=host: add it"),
