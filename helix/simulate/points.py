@@ -144,7 +144,7 @@ class Sparse:
 
     @property
     def chosen(self) -> str:
-        """What is chosen, in words."""
+        """The choice in words."""
         return f"{self.topk} chosen {'blocks' if self.parts == 1 else 'parts'} of {self.block // self.parts} tokens"
 
     @property
