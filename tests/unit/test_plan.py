@@ -65,7 +65,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def test_mode_dp_is_compared_where_the_runtime_has_it() -> None:
-    """Where it is asked for: for plain steps of at least one sequence a rank."""
+    """Mode dp is compared if it is named, for plain steps of at least one sequence a rank."""
     modes = ("tp", "helix", "dp")
     names = {choice.name for choice in ask("qwen3-30b-a3b", context=M // 8, batch=8, modes=modes).choices}
     assert {"dp dp=8", "dp dp=8 tpf=1 ep=8", "tp tpa=8", "helix kvp=8"} <= names
