@@ -14,6 +14,7 @@ from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import paired
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, keys_and_values
@@ -27,7 +28,11 @@ from kernels.scaled import as_tensor, matrix_rows
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shape of one layer's attention in the checkpoint."""
+    """Shape of one layer's attention in the checkpoint.
+
+    Attributes:
+        rotated: number of a head's first dimensions that are rotated; None: all.
+    """
 
     hidden: int
     q_heads: int
@@ -39,6 +44,7 @@ class AttentionSpec:
     norm_eps: float
     window: int | None
     sinks: bool
+    rotated: int | None = None
 
     @property
     def scale(self) -> float:
@@ -184,22 +190,33 @@ class Attention(ShardedAttention):
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec, name = spec, f"{place.name}.self_attn"
 
-        def rows(part: str, total: int, share: range) -> Rows:
-            dim = spec.head_dim
-            return Rows(f"{name}.{part}_proj", total * dim, range(share.start * dim, share.stop * dim), spec.qkv_bias)
+        dim, whole = spec.head_dim, [range(spec.head_dim)]
+        order = paired(dim, spec.rotated or dim)
+
+        def rows(part: str, total: int, share: range, of_head: list[range]) -> list[Rows]:
+            if len(of_head) == 1:
+                found = [range(share.start * dim, share.stop * dim)]
+            else:
+                found = [range(h * dim + r.start, h * dim + r.stop) for h in share for r in of_head] or [range(0)]
+            return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in found]
 
         q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
         self._q_rows = len(q) * spec.head_dim
         self.qkv = ColumnParallel(
             weights,
             spec.hidden,
-            [rows("q", spec.q_heads, q), rows("k", spec.kv_heads, kv), rows("v", spec.kv_heads, kv)],
+            [
+                *rows("q", spec.q_heads, q, order),
+                *rows("k", spec.kv_heads, kv, order),
+                *rows("v", spec.kv_heads, kv, whole),
+            ],
         )
         self.norms: tuple[Tensor, Tensor, float] | None = None
         if spec.qk_norm:
             gains = weights.parameter(spec.head_dim), weights.parameter(spec.head_dim)
             for gain, part in zip(gains, ("q_norm", "k_norm"), strict=True):
-                weights.bind(gain, f"{name}.{part}.weight", (spec.head_dim,))
+                for some, at in zip(gain.split([len(r) for r in order]), order, strict=True):
+                    weights.bind(some, f"{name}.{part}.weight", (dim,), at)
             self.norms = *gains, spec.norm_eps
         if spec.sinks and layout.kvp_rank(comm.rank) == 0:
             self.sinks = weights.parameter(len(q), dtype=torch.float32)

@@ -40,13 +40,15 @@ class MoESpec:
         width: inner columns of one expert.
         shared_width: inner columns of the shared experts, which every token uses, together; 0: none.
         scoring: this and the following up to `group_score` as in `kernels.moe.router.route`.
-        choice_bias: whether scores get a learned bias for the choice of experts, which weights do not include.
+        choice_bias: name within `block` of a learned bias on scores for the choice of experts, which weights do not
+            include; None: there is none.
         router_bias: whether the router's logits have a bias.
         exact_router: whether these logits stay unrounded.
         expert_bias: whether each expert's matrices have a bias.
         clamp_at: limit of the clamped SwiGLU; None: plain SwiGLU.
         block: name of the layer's FFN.
         router: name of the router in it.
+        shared: name of the shared experts in it.
         matrices: names of gate, up and down, if each expert has its own tensors.
         storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved) or `mxfp4`
             (like `stacked`, but [E, out, in] in packed 4-bit blocks).
@@ -62,13 +64,14 @@ class MoESpec:
     groups: int = 1
     top_groups: int = 1
     group_score: int = 1
-    choice_bias: bool = False
+    choice_bias: str | None = None
     router_bias: bool = False
     exact_router: bool = False
     expert_bias: bool = False
     clamp_at: float | None = None
     block: str = "mlp"
     router: str = "gate"
+    shared: str = "shared_experts"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     storage: Literal["apart", "stacked", "mxfp4"] = "apart"
 
@@ -104,9 +107,9 @@ class MoE:
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
         self.router = ColumnParallel(weights, hidden, [router])
         self.choice_bias: Tensor | None = None
-        if spec.choice_bias:
+        if spec.choice_bias is not None:
             self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
-            weights.bind(self.choice_bias, f"{router.name}.e_score_correction_bias", (spec.experts,))
+            weights.bind(self.choice_bias, f"{name}.{spec.choice_bias}", (spec.experts,))
 
         plain = spec.storage == "apart" and spec.clamp_at is None
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
@@ -123,14 +126,14 @@ class MoE:
             self._read_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
         if spec.shared_width and not self.shared_count:
-            self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
+            self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.{spec.shared}")
 
     def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
         """Lists the tensors of gate and up, and of down; none if these are not both kept in few bits."""
         spec = self.spec
         if spec.storage == "apart":
             blocks = [f"{name}.experts.{e}" for e in self.experts]
-            blocks += [f"{name}.shared_experts"] * (self.shared_count > 0)
+            blocks += [f"{name}.{spec.shared}"] * (self.shared_count > 0)
             gate_up, down = (
                 [f"{block}.{matrix}.weight" for block in blocks for matrix in matrices]
                 for matrices in (spec.matrices[:2], spec.matrices[2:])
@@ -148,7 +151,7 @@ class MoE:
         assert not spec.expert_bias, "no family has it"
         for i in range(self.shared_count):
             held = i if self.experts else None
-            self._read_expert(weights, hidden, f"{name}.shared_experts", held, spec.shared_width, i * spec.width)
+            self._read_expert(weights, hidden, f"{name}.{spec.shared}", held, spec.shared_width, i * spec.width)
         for e in range(spec.experts):
             held = self.shared_count + e - self.experts.start if e in self.experts else None
             self._read_expert(weights, hidden, f"{name}.experts.{e}", held, spec.width, 0)

@@ -7,19 +7,34 @@ from collections.abc import Callable, Mapping
 from itertools import chain, combinations, islice
 from typing import Any
 
-from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from helix.models import (
+    deepseek,
+    glm4_moe,
+    gpt_oss,
+    hy_v3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+)
 from helix.models.decoder import Decoder, DecoderSpec
 from helix.models.hf import read_as
 
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", deepseek.spec_v2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek.spec_v3),
+    "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe.spec),
+    "HYV3ForCausalLM": ("hy_v3", hy_v3.spec),
     "LlamaForCausalLM": ("llama", llama.spec),
     "MistralForCausalLM": ("mistral", mistral.spec),
     "MixtralForCausalLM": ("mixtral", mixtral.spec),
     "Qwen2ForCausalLM": ("qwen2", qwen2.spec),
     "Qwen3ForCausalLM": ("qwen3", qwen3.spec),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe.spec),
+    "SeedOssForCausalLM": ("seed_oss", seed_oss.spec),
     "GptOssForCausalLM": ("gpt_oss", gpt_oss.spec),
 }
 

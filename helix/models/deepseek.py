@@ -21,18 +21,23 @@ def spec_v2(config: Any) -> DecoderSpec:
 
 
 def spec_v3(config: Any) -> DecoderSpec:
-    """Reads a V3 config: experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
+    """Reads a V3 config."""
+    return _spec(config, sigmoid_experts(config), interleaved=bool(config.rope_interleave))
+
+
+def sigmoid_experts(config: Any) -> MoESpec:
+    """Reads experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
     check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
     moe = replace(
         _experts(config, grouped=True),
         scoring="sigmoid",
         group_score=2,
-        choice_bias=True,
+        choice_bias="gate.e_score_correction_bias",
         normalise=bool(config.norm_topk_prob),
     )
     if moe.experts < 2 * moe.groups:
         raise ValueError(f"n_group={moe.groups} leaves a group fewer than two of n_routed_experts={moe.experts}")
-    return _spec(config, moe, interleaved=bool(config.rope_interleave))
+    return moe
 
 
 def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:

@@ -97,6 +97,7 @@ def decoder_spec(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     sinks: bool = False,
+    partial_rotary: bool = False,
     moe: MoESpec | None = None,
     moe_layers: tuple[bool, ...] | None = None,
     formats: Iterable[str] = FP8,
@@ -107,6 +108,7 @@ def decoder_spec(
         config: result of `read_as`.
         windows: each layer's sliding window; None: full attention in all.
         kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
+        partial_rotary: whether the family may rotate a part of a head alone.
         moe_layers: whether each layer has experts; None: all, if there are experts.
         formats: methods of quantisation that the family supports.
 
@@ -140,9 +142,11 @@ def decoder_spec(
     eos = config.eos_token_id
     positions, limited_by = _context(config)
     eps = float(config.rms_norm_eps)
+    rope = RopeSpec.from_config(config, head_dim, partial_rotary)
     attention = AttentionSpec(
-        hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks
-    )
+        hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks,
+        rotated=rope.head_dim,
+    )  # fmt: skip
     dense = MLPSpec(config.intermediate_size, mlp_bias)
     return DecoderSpec(
         vocab=config.vocab_size,
@@ -151,7 +155,7 @@ def decoder_spec(
             LayerSpec(replace(attention, window=window), moe if moe is not None and has_experts else dense)
             for window, has_experts in zip(windows or (None,) * layers, moe_layers or (True,) * layers, strict=True)
         ),
-        rope=RopeSpec.from_config(config, head_dim),
+        rope=rope,
         norm_eps=eps,
         tied=bool(config.tie_word_embeddings),
         max_positions=positions,

@@ -12,13 +12,16 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
     GptOssConfig,
+    HYV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
@@ -81,6 +84,9 @@ FAMILIES: dict[str, Any] = {
         **_COMMON,
     ),
     "qwen3": lambda: Qwen3Config(hidden_size=72, num_attention_heads=12, num_key_value_heads=6, head_dim=16, **_COMMON),
+    "seed-oss": lambda: SeedOssConfig(
+        hidden_size=56, num_attention_heads=10, num_key_value_heads=2, head_dim=8, mlp_bias=True, **_COMMON
+    ),
     "mistral-windowed": lambda: MistralConfig(
         hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=16, sliding_window=19, **_COMMON
     ),
@@ -109,6 +115,34 @@ MOE_FAMILIES: dict[str, Any] = {
         num_experts_per_tok=2,
         sliding_window=19,
         **_COMMON,
+    ),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        hidden_size=48,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=12,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=26,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+        **_COMMON,
+    ),
+    "hy-v3": lambda: HYV3Config(
+        hidden_size=44,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=26,
+        num_experts=7,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        **_COMMON | dict(num_hidden_layers=3),
     ),
     # The widths are multiples of 32, MXFP4's block, but a rank's share is none.
     "gpt-oss": lambda: GptOssConfig(
