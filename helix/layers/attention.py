@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, keys_and_values
 from helix.memory.kv_cache import KVCache, LayerCache
 from helix.steps.step import Step
+from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
@@ -31,6 +33,7 @@ class AttentionSpec:
     """Shape of one layer's attention in the checkpoint.
 
     Attributes:
+        qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
         rotated: number of a head's first dimensions that are rotated; None: all.
     """
 
@@ -45,6 +48,7 @@ class AttentionSpec:
     window: int | None
     sinks: bool
     rotated: int | None = None
+    norm_over: Literal["head", "all"] = "head"
 
     @property
     def scale(self) -> float:
@@ -168,6 +172,30 @@ class ShardedAttention:
         return x
 
 
+class HeadSquares:
+    """Mean squares of all query heads and of all key heads, for norms over all of them.
+
+    Attributes:
+        spread: whether ranks have different heads, and add up what they have.
+    """
+
+    def __init__(self, comm: Communicator, layout: HelixLayout, spec: AttentionSpec) -> None:
+        self.comm = comm
+
+        def own(rank: int) -> tuple[int, int]:
+            return len(layout.q_heads(rank, spec.q_heads, spec.kv_heads)), len(layout.kv_heads(rank, spec.kv_heads))
+
+        self.spread = own(comm.rank) != (spec.q_heads, spec.kv_heads)
+        ranks = [own(rank) for rank in (range(comm.world_size) if self.spread else [comm.rank])]
+        q, k = (sum(heads) * spec.head_dim for heads in zip(*ranks, strict=True))  # on several ranks: counted by each
+        self._shares = 1 / q, 1 / k
+
+    def __call__(self, heads: Tensor, kv_heads: int, summed: bool = True) -> Tensor:
+        """Computes them [N, 2] fp32 for own heads [N, Hq + 2 kv_heads, D]; not `summed`: without other ranks' heads."""
+        squares = head_squares(heads, kv_heads, self._shares)
+        return self.comm.all_gather(squares).sum(0) if self.spread and summed else squares
+
+
 class Attention(ShardedAttention):
     """Attention with QKV replicated in the kvp group, one exchange, and the output projection over all ranks.
 
@@ -202,22 +230,21 @@ class Attention(ShardedAttention):
 
         q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
         self._q_rows = len(q) * spec.head_dim
-        self.qkv = ColumnParallel(
-            weights,
-            spec.hidden,
-            [
-                *rows("q", spec.q_heads, q, order),
-                *rows("k", spec.kv_heads, kv, order),
-                *rows("v", spec.kv_heads, kv, whole),
-            ],
-        )
+        of_q, of_k = rows("q", spec.q_heads, q, order), rows("k", spec.kv_heads, kv, order)
+        self.qkv = ColumnParallel(weights, spec.hidden, [*of_q, *of_k, *rows("v", spec.kv_heads, kv, whole)])
         self.norms: tuple[Tensor, Tensor, float] | None = None
+        self._squares: HeadSquares | None = None
         if spec.qk_norm:
-            gains = weights.parameter(spec.head_dim), weights.parameter(spec.head_dim)
-            for gain, part in zip(gains, ("q_norm", "k_norm"), strict=True):
-                for some, at in zip(gain.split([len(r) for r in order]), order, strict=True):
-                    weights.bind(some, f"{name}.{part}.weight", (dim,), at)
-            self.norms = *gains, spec.norm_eps
+            each = [(order, dim), (order, dim)]
+            if spec.norm_over == "all":
+                each = [([r.share for r in of], of[0].total) for of in (of_q, of_k)]
+                self._squares = HeadSquares(comm, layout, spec)
+            gains = [weights.parameter(sum(map(len, parts))) for parts, _ in each]
+            for gain, part, (parts, total) in zip(gains, ("q_norm", "k_norm"), each, strict=True):
+                for some, at in zip(gain.split([len(r) for r in parts]), parts, strict=True):
+                    weights.bind(some, f"{name}.{part}.weight", (total,), at)
+            q_gain, k_gain = (gain if len(gain) == dim else gain.view(-1, dim) for gain in gains)
+            self.norms = q_gain, k_gain, spec.norm_eps
         if spec.sinks and layout.kvp_rank(comm.rank) == 0:
             self.sinks = weights.parameter(len(q), dtype=torch.float32)
             weights.bind(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
@@ -233,6 +260,11 @@ class Attention(ShardedAttention):
             spec.output_bias,
         )
 
+    @property
+    def adds_squares(self) -> bool:
+        """Whether `project` sums over ranks."""
+        return self._squares is not None and self._squares.spread
+
     def sent_width(self, rows: int) -> int:
         return self.spec.head_dim
 
@@ -241,8 +273,15 @@ class Attention(ShardedAttention):
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
         to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
         if len(self.shares) > 1 and step.overlapped:
-            return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
+            return self._append(self._gathered(x), *to)
+        if self._squares is not None:
+            return self._append(self.qkv(x), *to)
         return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
+
+    def _append(self, qkv: Tensor, *to: Any) -> Tensor:
+        """Normalises, rotates and appends heads of qkv [N, rows]; `to` as in `kv_append`."""
+        heads = qkv.unflatten(1, (-1, self.spec.head_dim))
+        return kv_append(heads, *to, None if self._squares is None else self._squares(heads, to[2].shape[2]))
 
     def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.
@@ -255,7 +294,10 @@ class Attention(ShardedAttention):
         heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
         of_keys, of_values = (s if s is None else s[:, :0] for s in mine.scales)
-        return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values))
+        # Own heads' squares stand for those of all: a factor on a row of queries changes no choice.
+        squares = None if self._squares is None else self._squares(heads, 0, summed=False)
+        to = *angles, *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values)
+        return kv_append(heads, *to, squares)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""

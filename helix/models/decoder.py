@@ -171,6 +171,7 @@ class Decoder:
         self.norm = AllReduceNorm(weights, self.own, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
+        self._adds_squares = any(isinstance(layer.mixer, Attention) and layer.mixer.adds_squares for layer in self.layers)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on all ranks of `own`.
@@ -179,9 +180,9 @@ class Decoder:
             policy: chooses the keys that a query reads in this step; steps of different policies may share a cache.
         """
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
-        # which depend on all earlier tokens.
+        # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
         whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
-        if whole or len(step.tokens) < 2 * turns.LEAST:
+        if whole or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
             *_, normed = self._through(cache, step, policy)
             assert normed is not None
             return normed

@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -96,6 +96,7 @@ def decoder_spec(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    norm_over: Literal["head", "all"] = "head",
     sinks: bool = False,
     partial_rotary: bool = False,
     moe: MoESpec | None = None,
@@ -108,6 +109,7 @@ def decoder_spec(
         config: result of `read_as`.
         windows: each layer's sliding window; None: full attention in all.
         kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
+        norm_over: what norms of queries and keys are over.
         partial_rotary: whether the family may rotate a part of a head alone.
         moe_layers: whether each layer has experts; None: all, if there are experts.
         formats: methods of quantisation that the family supports.
@@ -145,7 +147,7 @@ def decoder_spec(
     rope = RopeSpec.from_config(config, head_dim, partial_rotary)
     attention = AttentionSpec(
         hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks,
-        rotated=rope.head_dim,
+        rotated=rope.head_dim, norm_over=norm_over,
     )  # fmt: skip
     dense = MLPSpec(config.intermediate_size, mlp_bias)
     return DecoderSpec(

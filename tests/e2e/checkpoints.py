@@ -16,6 +16,7 @@ from transformers import (
     GptOssConfig,
     HYV3Config,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
@@ -143,6 +144,16 @@ MOE_FAMILIES: dict[str, Any] = {
         num_experts_per_tok=3,
         num_shared_experts=1,
         **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "minimax-m2": lambda: MiniMaxM2Config(
+        hidden_size=40,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
+        **_COMMON | dict(intermediate_size=26),
     ),
     # The widths are multiples of 32, MXFP4's block, but a rank's share is none.
     "gpt-oss": lambda: GptOssConfig(

@@ -27,6 +27,7 @@ from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
+from kernels.attention.head_squares import _head_squares_kernel
 from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
 from kernels.attention.merge_messages import _merge_messages_kernel
@@ -90,9 +91,9 @@ SPECIAL = {
     ),
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
-    **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
+    **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales", "means"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_share", "k_share"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
@@ -209,14 +210,19 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield f"combine-{rows}", bf16, _lse_combine_kernel, tile, {"num_warps": warps}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
+    squared = {"Q": 6144, "K": 1024, "BLOCK": 1024, "PDL": True}
+    yield "head-squares", bf16, _head_squares_kernel, squared, {"num_warps": 4}
     for kv, unscaled in UNSCALED.items():
-        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128} | unscaled
+        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128, "means": None} | unscaled
         append |= {"SCALE_NEXT": 128, "SCALE_HEAD": 64}
         yield f"append-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
         yield f"append-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
+        del append["means"]
+        yield f"append-over-all-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
+        yield f"append-over-all-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
     for kv, (head, words, apart) in BLOCKS.items():
         append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "PAGE": 128, "SLOT": 128, "HEAD": head, "TOKENS": 1}
-        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words} | UNSCALED[kv]
+        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words, "means": None} | UNSCALED[kv]
         yield f"append-block-{kv}", bf16, _kv_append_kernel, append, {"num_warps": 1}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
