@@ -15,7 +15,7 @@ from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
-from helix.layers.rotary import paired
+from helix.layers.rotary import Angles, paired
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, keys_and_values
@@ -268,22 +268,23 @@ class Attention(ShardedAttention):
     def sent_width(self, rows: int) -> int:
         return self.spec.head_dim
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
-        to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
+        to = angles.cos, angles.sin, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
         if len(self.shares) > 1 and step.overlapped:
-            return self._append(self._gathered(x), *to)
+            return angles.scaled(self._append(self._gathered(x), *to))
         if self._squares is not None:
-            return self._append(self.qkv(x), *to)
-        return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
+            return angles.scaled(self._append(self.qkv(x), *to))
+        return angles.scaled(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
 
     def _append(self, qkv: Tensor, *to: Any) -> Tensor:
         """Normalises, rotates and appends heads of qkv [N, rows]; `to` as in `kv_append`."""
         heads = qkv.unflatten(1, (-1, self.spec.head_dim))
-        return kv_append(heads, *to, None if self._squares is None else self._squares(heads, to[2].shape[2]))
+        means = None if self._squares is None else self._squares(heads, to[2].shape[2])
+        return kv_append(heads, *to, means=means)
 
-    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.
 
         It may run concurrently with another layer: it uses the library's product, since our kernels share a workspace.
@@ -296,8 +297,8 @@ class Attention(ShardedAttention):
         of_keys, of_values = (s if s is None else s[:, :0] for s in mine.scales)
         # Own heads' squares stand for those of all: a factor on a row of queries changes no choice.
         squares = None if self._squares is None else self._squares(heads, 0, summed=False)
-        to = *angles, *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values)
-        return kv_append(heads, *to, squares)
+        to = *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values), squares
+        return angles.scaled(kv_append(heads, angles.cos, angles.sin, *to))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""

@@ -26,6 +26,7 @@ class RopeSpec:
         head_dim: number of rotated dimensions, a head's first.
         scaling: the kind's own parameters, named as in a Hugging Face config.
         resting: number of a head's further dimensions, which are not rotated.
+        query_scale: (b, n): queries at position p grow by a factor 1 + b ln(1 + floor(p / n)); None: they do not.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class RopeSpec:
     head_dim: int
     scaling: Mapping[str, Any] = field(default_factory=dict)
     resting: int = 0
+    query_scale: tuple[float, int] | None = None
 
     @classmethod
     def from_config(cls, config: Any, head_dim: int, partial: bool = False) -> RopeSpec:
@@ -118,6 +120,24 @@ class RopeSpec:
         return 1.0 if stretch <= 1 else 0.1 * weight * math.log(stretch) + 1.0
 
 
+@dataclass(frozen=True)
+class Angles:
+    """What positions do to the queries and keys of a step.
+
+    Attributes:
+        cos, sin: [N, D/2] of the angles of rotation, in the model's dtype.
+        query_scale: [N] fp32, factor on queries; None: there is none.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_scale: Tensor | None = None
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Multiplies queries [N, Hq, D] by their factor, in place."""
+        return q if self.query_scale is None else q.mul_(self.query_scale.to(q.dtype)[:, None, None])
+
+
 def rotated_of(head_dim: int, share: Any) -> int:
     """Returns the number of a head's rotated dimensions, from `partial_rotary_factor`.
 
@@ -149,7 +169,12 @@ class Rotary:
         inv_freq, self.factor = spec.frequencies()
         self.inv_freq = F.pad(inv_freq, (0, spec.resting // 2)).to(device)  # an angle of 0 rotates nothing
         self.dtype = dtype
+        self.query_scale = spec.query_scale
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes cos, sin [N, D/2] of positions [N], in fp32, rounded to the model's dtype."""
-        return angles(positions, self.inv_freq, self.factor, self.dtype)
+    def angles(self, positions: Tensor) -> Angles:
+        """Computes the angles of positions [N], in fp32, rounded to the model's dtype."""
+        cos, sin = angles(positions, self.inv_freq, self.factor, self.dtype)
+        if self.query_scale is None:
+            return Angles(cos, sin)
+        beta, trained = self.query_scale
+        return Angles(cos, sin, 1 + beta * torch.log1p((positions // trained).float()))

@@ -22,7 +22,7 @@ from helix.layers.mla import MLASpec
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layers.norm import AllReduceNorm
-from helix.layers.rotary import RopeSpec, Rotary
+from helix.layers.rotary import Angles, RopeSpec, Rotary
 from helix.layers.rows import over_all_ranks
 from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
@@ -125,7 +125,7 @@ class DecoderLayer:
         self.ffn_norm = AllReduceNorm(weights, own, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.ffn = layer.ffn.build(weights, comm, layout, spec.hidden, name)
 
-    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes queries [N, Hq, D] of this TPA slice for a guessed input x [N, H]; appends no keys."""
         assert isinstance(self.mixer, Attention), "latents have no block selection"
         return self.mixer.queries(self.input_norm.of(x), angles, cache, step)
@@ -171,7 +171,9 @@ class Decoder:
         self.norm = AllReduceNorm(weights, self.own, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
-        self._adds_squares = any(isinstance(layer.mixer, Attention) and layer.mixer.adds_squares for layer in self.layers)
+        self._adds_squares = any(
+            isinstance(layer.mixer, Attention) and layer.mixer.adds_squares for layer in self.layers
+        )
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on all ranks of `own`.

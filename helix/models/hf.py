@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -175,6 +176,21 @@ def quantisation(config: Any) -> str | None:
     """
     found = WeightFormat.from_config(getattr(config, "quantization_config", None))
     return found.method if found else None
+
+
+def with_query_scale(spec: DecoderSpec) -> DecoderSpec:
+    """Adds the growth of queries with their position, which RoPE's parameters state.
+
+    Raises:
+        ValueError: they lack it.
+    """
+    given = spec.rope.scaling
+    beta, trained = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
+        raise ValueError(f"config.json: RoPE's llama_4_scaling_beta={beta!r} must be a number, and not negative")
+    if not _is_size(trained) or trained is None:
+        raise ValueError(f"config.json: RoPE's original_max_position_embeddings={trained!r} must be a positive integer")
+    return replace(spec, rope=replace(spec.rope, query_scale=(float(beta), trained)))
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:

@@ -111,7 +111,8 @@ def _store_few(
 
 @triton.jit(do_not_specialize=["N"])
 def _kv_append_kernel(
-    qkv, cos, sin, slots, k_cache, v_cache, q, k_scales, v_scales, q_norm, k_norm, means, x_n, x_h, k_page, v_page, eps, N,
+    qkv, cos, sin, slots, k_cache, v_cache, q, k_scales, v_scales, q_norm, k_norm, means, x_n, x_h, k_page, v_page,
+    eps, N,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
     HEAD: tl.constexpr, V_HEAD: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,

@@ -17,6 +17,7 @@ from transformers import (
     HYV3Config,
     LlamaConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
@@ -85,6 +86,14 @@ FAMILIES: dict[str, Any] = {
         **_COMMON,
     ),
     "qwen3": lambda: Qwen3Config(hidden_size=72, num_attention_heads=12, num_key_value_heads=6, head_dim=16, **_COMMON),
+    "ministral3": lambda: Ministral3Config(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        rope_parameters=_YARN | dict(llama_4_scaling_beta=0.4, mscale=1.0, mscale_all_dim=1.0),
+        **_COMMON,
+    ),
     "seed-oss": lambda: SeedOssConfig(
         hidden_size=56, num_attention_heads=10, num_key_value_heads=2, head_dim=8, mlp_bias=True, **_COMMON
     ),

@@ -91,7 +91,9 @@ SPECIAL = {
     ),
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
-    **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales", "means"), ("*fp32", True)),
+    **dict.fromkeys(
+        ("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales", "means"), ("*fp32", True)
+    ),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_share", "k_share"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
