@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ class AttentionSpec:
     Attributes:
         qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
         rotated: number of a head's first dimensions that are rotated; None: all.
+        fused: whether one matrix has the rows of queries, keys and values.
     """
 
     hidden: int
@@ -49,6 +50,7 @@ class AttentionSpec:
     sinks: bool
     rotated: int | None = None
     norm_over: Literal["head", "all"] = "head"
+    fused: bool = False
 
     @property
     def scale(self) -> float:
@@ -220,12 +222,16 @@ class Attention(ShardedAttention):
 
         dim, whole = spec.head_dim, [range(spec.head_dim)]
         order = paired(dim, spec.rotated or dim)
+        before = {"q": 0, "k": spec.q_heads, "v": spec.q_heads + spec.kv_heads}  # heads in a fused matrix
 
         def rows(part: str, total: int, share: range, of_head: list[range]) -> list[Rows]:
             if len(of_head) == 1:
                 found = [range(share.start * dim, share.stop * dim)]
             else:
                 found = [range(h * dim + r.start, h * dim + r.stop) for h in share for r in of_head] or [range(0)]
+            if spec.fused:
+                part, begin, total = "qkv", before[part] * dim, spec.q_heads + 2 * spec.kv_heads
+                found = [range(begin + r.start, begin + r.stop) for r in found]
             return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in found]
 
         q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
@@ -272,17 +278,12 @@ class Attention(ShardedAttention):
         """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
         to = angles.cos, angles.sin, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
-        if len(self.shares) > 1 and step.overlapped:
-            return angles.scaled(self._append(self._gathered(x), *to))
-        if self._squares is not None:
-            return angles.scaled(self._append(self.qkv(x), *to))
-        return angles.scaled(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
-
-    def _append(self, qkv: Tensor, *to: Any) -> Tensor:
-        """Normalises, rotates and appends heads of qkv [N, rows]; `to` as in `kv_append`."""
-        heads = qkv.unflatten(1, (-1, self.spec.head_dim))
-        means = None if self._squares is None else self._squares(heads, to[2].shape[2])
-        return kv_append(heads, *to, means=means)
+        gathers = len(self.shares) > 1 and step.overlapped
+        if not gathers and self._squares is None:
+            return angles.scaled(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
+        heads = (self._gathered(x) if gathers else self.qkv(x)).unflatten(1, (-1, self.spec.head_dim))
+        means = None if self._squares is None else self._squares(heads, mine.keys.shape[2])
+        return angles.scaled(kv_append(heads, *to, means))
 
     def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.

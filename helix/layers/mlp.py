@@ -20,14 +20,16 @@ class MLPSpec:
     Attributes:
         width: number of inner columns.
         bias: whether all three products have a bias.
+        fused: whether one matrix has the rows of gate and up.
     """
 
     width: int
     bias: bool = False
+    fused: bool = False
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> GatedMLP:
         """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
-        return GatedMLP(weights, comm, layout, hidden, self.width, self.bias, f"{layer}.mlp")
+        return GatedMLP(weights, comm, layout, hidden, self, f"{layer}.mlp")
 
     def multiplications(self, hidden: int) -> int:
         """Counts multiplications with weights for one token, over all ranks."""
@@ -42,12 +44,15 @@ class GatedMLP:
     """FFN W_down (silu(W_gate x) * W_up x), each rank with its inner columns: a part of the sum over ranks."""
 
     def __init__(
-        self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, width: int, bias: bool, name: str
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, spec: MLPSpec, name: str
     ) -> None:
+        width, bias = spec.width, spec.bias
         columns = layout.ffn_columns(comm.rank, width)
-        self.gate_up = ColumnParallel(
-            weights, hidden, [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
-        )
+        rows = [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
+        if spec.fused:
+            ups = range(width + columns.start, width + columns.stop)
+            rows = [Rows(f"{name}.gate_up_proj", 2 * width, part, bias) for part in (columns, ups)]
+        self.gate_up = ColumnParallel(weights, hidden, rows)
         self.down = RowParallel(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
     def __call__(self, x: Tensor) -> PendingProjection:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.layers.linear import ColumnParallel, Rows
-from helix.layers.mlp import GatedMLP
+from helix.layers.mlp import GatedMLP, MLPSpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from kernels.moe.experts import RoutedExperts
@@ -126,7 +126,7 @@ class MoE:
             self._read_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
         if spec.shared_width and not self.shared_count:
-            self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.{spec.shared}")
+            self.shared = GatedMLP(weights, comm, layout, hidden, MLPSpec(spec.shared_width), f"{name}.{spec.shared}")
 
     def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
         """Lists the tensors of gate and up, and of down; none if these are not both kept in few bits."""

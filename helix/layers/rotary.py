@@ -126,7 +126,7 @@ class Angles:
 
     Attributes:
         cos, sin: [N, D/2] of the angles of rotation, in the model's dtype.
-        query_scale: [N] fp32, factor on queries; None: there is none.
+        query_scale: [N], factor on queries; None: there is none.
     """
 
     cos: Tensor
@@ -135,7 +135,7 @@ class Angles:
 
     def scaled(self, q: Tensor) -> Tensor:
         """Multiplies queries [N, Hq, D] by their factor, in place."""
-        return q if self.query_scale is None else q.mul_(self.query_scale.to(q.dtype)[:, None, None])
+        return q if self.query_scale is None else q.mul_(self.query_scale[:, None, None])
 
 
 def rotated_of(head_dim: int, share: Any) -> int:
@@ -177,4 +177,4 @@ class Rotary:
         if self.query_scale is None:
             return Angles(cos, sin)
         beta, trained = self.query_scale
-        return Angles(cos, sin, 1 + beta * torch.log1p((positions // trained).float()))
+        return Angles(cos, sin, (1 + beta * torch.log1p((positions // trained).float())).to(self.dtype))

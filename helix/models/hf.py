@@ -100,6 +100,7 @@ def decoder_spec(
     norm_over: Literal["head", "all"] = "head",
     sinks: bool = False,
     partial_rotary: bool = False,
+    fused: bool = False,
     moe: MoESpec | None = None,
     moe_layers: tuple[bool, ...] | None = None,
     formats: Iterable[str] = FP8,
@@ -112,6 +113,7 @@ def decoder_spec(
         kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
         norm_over: what norms of queries and keys are over.
         partial_rotary: whether the family may rotate a part of a head alone.
+        fused: whether one matrix has queries, keys and values, and one gate and up.
         moe_layers: whether each layer has experts; None: all, if there are experts.
         formats: methods of quantisation that the family supports.
 
@@ -149,8 +151,9 @@ def decoder_spec(
     attention = AttentionSpec(
         hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks,
         rotated=rope.head_dim, norm_over=norm_over,
+        fused=fused,
     )  # fmt: skip
-    dense = MLPSpec(config.intermediate_size, mlp_bias)
+    dense = MLPSpec(config.intermediate_size, mlp_bias, fused)
     return DecoderSpec(
         vocab=config.vocab_size,
         hidden=hidden,

@@ -20,6 +20,7 @@ from transformers import (
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -92,6 +93,14 @@ FAMILIES: dict[str, Any] = {
         num_key_value_heads=4,
         head_dim=8,
         rope_parameters=_YARN | dict(llama_4_scaling_beta=0.4, mscale=1.0, mscale_all_dim=1.0),
+        **_COMMON,
+    ),
+    "phi3": lambda: Phi3Config(
+        hidden_size=96,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
+        sliding_window=24,
         **_COMMON,
     ),
     "seed-oss": lambda: SeedOssConfig(
