@@ -55,6 +55,7 @@ class GatedMLP:
         self.gate_up = ColumnParallel(weights, hidden, rows)
         self.down = RowParallel(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
-    def __call__(self, x: Tensor) -> PendingProjection:
-        """Computes this rank's part [N, H] from x [N, H], the same on every rank."""
-        return self.down(self.gate_up(x, gated=True))
+    def __call__(self, x: Tensor, factor: Tensor | None = None) -> PendingProjection:
+        """Computes this rank's part [N, H] from x [N, H], the same on every rank; times `factor` [N, 1] if given."""
+        inner = self.gate_up(x, gated=True)
+        return self.down(inner if factor is None else inner.mul_(factor))

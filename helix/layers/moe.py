@@ -49,6 +49,7 @@ class MoESpec:
         block: name of the layer's FFN.
         router: name of the router in it.
         shared: name of the shared experts in it.
+        shared_gate: name of a row whose sigmoid weighs the shared experts; None: their weight is 1.
         matrices: names of gate, up and down, if each expert has its own tensors.
         storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved) or `mxfp4`
             (like `stacked`, but [E, out, in] in packed 4-bit blocks).
@@ -72,6 +73,7 @@ class MoESpec:
     block: str = "mlp"
     router: str = "gate"
     shared: str = "shared_experts"
+    shared_gate: str | None = None
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     storage: Literal["apart", "stacked", "mxfp4"] = "apart"
 
@@ -105,13 +107,14 @@ class MoE:
         self.experts = layout.experts(comm.rank, spec.experts)
         self.columns = layout.expert_columns(comm.rank, spec.width)
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
-        self.router = ColumnParallel(weights, hidden, [router])
+        gate = [Rows(f"{name}.{spec.shared_gate}", 1, range(1))] if spec.shared_gate is not None else []
+        self.router = ColumnParallel(weights, hidden, [router, *gate])
         self.choice_bias: Tensor | None = None
         if spec.choice_bias is not None:
             self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
             weights.bind(self.choice_bias, f"{name}.{spec.choice_bias}", (spec.experts,))
 
-        plain = spec.storage == "apart" and spec.clamp_at is None
+        plain = spec.storage == "apart" and spec.clamp_at is None and spec.shared_gate is None
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
         self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token chooses
         local, width = len(self.experts) + self.shared_count * bool(self.experts), len(self.columns)
@@ -207,8 +210,10 @@ class MoE:
     def __call__(self, x: Tensor) -> RoutedExperts:
         """Routes x [N, H], the same on every rank; returns this rank's part [N, H], not computed yet."""
         spec = self.spec
+        logits, gate = self.router(x, exact=spec.exact_router).tensor_split([spec.experts], 1)  # [N, E], [N, 1 or 0]
+        factor = gate.sigmoid() if spec.shared_gate is not None else None
         ids, scores = route(
-            self.router(x, exact=spec.exact_router),
+            logits,
             spec.top_k,
             scoring=spec.scoring,
             bias=self.choice_bias,
@@ -229,7 +234,7 @@ class MoE:
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             clamp_at=spec.clamp_at,
-            addend=None if self.shared is None else self.shared(x).compute(),
+            addend=None if self.shared is None else self.shared(x, factor).compute(),
             total_experts=spec.experts + self.shared_count,
             shared_count=self.shared_count,
         )
