@@ -51,8 +51,8 @@ class MoESpec:
         shared: name of the shared experts in it.
         shared_gate: name of a row whose sigmoid weighs the shared experts; None: their weight is 1.
         matrices: names of gate, up and down, if each expert has its own tensors.
-        storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved) or `mxfp4`
-            (like `stacked`, but [E, out, in] in packed 4-bit blocks).
+        storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved), `mxfp4` (like
+            `stacked`, but [E, out, in] in packed 4-bit blocks) or `joined` ([E, out, in], gate's rows, then up's).
     """
 
     experts: int
@@ -75,7 +75,7 @@ class MoESpec:
     shared: str = "shared_experts"
     shared_gate: str | None = None
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    storage: Literal["apart", "stacked", "mxfp4"] = "apart"
+    storage: Literal["apart", "stacked", "mxfp4", "joined"] = "apart"
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> MoE:
         """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
@@ -174,9 +174,11 @@ class MoE:
         weights.bind(self.down[held], down, (hidden, total), range(hidden), columns)
 
     def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
-        """Binds tensors that stack all experts, with alternating rows of gate and up."""
+        """Binds tensors that stack all experts, with alternating rows of gate and up, or one behind the other."""
         spec, columns, width = self.spec, self.columns, len(self.columns)
         gate, up = (range(2 * columns.start + odd, 2 * columns.stop + odd, 2) for odd in (0, 1))
+        if spec.storage == "joined":
+            gate, up = columns, range(spec.width + columns.start, spec.width + columns.stop)
         # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors as well.
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
         for part, target, shape, ranges in (
@@ -195,7 +197,10 @@ class MoE:
                     weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=True)
                 else:
                     assert isinstance(here, Tensor), "such tensors are not kept in few bits"
-                    weights.bind(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
+                    if spec.storage == "joined":
+                        weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges)
+                    else:
+                        weights.bind(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
         if spec.expert_bias:
             self.gate_up_bias = weights.parameter(len(self.experts), 2 * width)
             shape = spec.experts, 2 * spec.width

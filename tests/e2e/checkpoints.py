@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
@@ -29,6 +30,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
+from helix.models import FAMILIES as KNOWN
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import Continuation
 from tests.ending import folder
@@ -252,7 +254,8 @@ def checkpoint(family: str) -> Path:
         pack(checkpoint(family.removesuffix(MXFP4)), directory)
         return directory
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config_of(family))
+    config = config_of(family)
+    model = class_of(config)._from_config(config)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             # transformers starts them at 0 and 1, where mistakes hide
@@ -337,6 +340,11 @@ def config_of(family: str) -> Any:
     return {**FAMILIES, **MOE_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES}[family.removesuffix(MXFP4)]()
 
 
+def class_of(config: Any) -> Any:
+    """Returns transformers' class of a text model; AutoModelForCausalLM knows not all of them."""
+    return getattr(transformers, next(name for name, (kind, _) in KNOWN.items() if kind == config.model_type))
+
+
 def kv_heads(family: str) -> int:
     """Returns the number of KV heads, which limits the layouts; the demo model has 2."""
     return 2 if family == "demo" else config_of(family).num_key_value_heads
@@ -354,7 +362,7 @@ def continuations(directory: Path, lengths: tuple[int, ...], new_tokens: int) ->
     Args:
         lengths: of the prompts; the first one is continued by FIRST_TOKENS alone.
     """
-    model = AutoModelForCausalLM.from_pretrained(
+    model = class_of(AutoConfig.from_pretrained(directory)).from_pretrained(
         directory,
         dtype=torch.float32,
         attn_implementation="eager",
