@@ -36,6 +36,7 @@ class AttentionSpec:
         qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
         rotated: number of a head's first dimensions that are rotated; None: all.
         fused: whether one matrix has the rows of queries, keys and values.
+        multiplier: factor on q.k; None: head_dim^-0.5.
     """
 
     hidden: int
@@ -51,10 +52,12 @@ class AttentionSpec:
     rotated: int | None = None
     norm_over: Literal["head", "all"] = "head"
     fused: bool = False
+    multiplier: float | None = None
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        """Factor on q.k."""
+        return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
 
     @property
     def attends(self) -> bool:
@@ -220,36 +223,35 @@ class Attention(ShardedAttention):
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec, name = spec, f"{place.name}.self_attn"
 
-        dim, whole = spec.head_dim, [range(spec.head_dim)]
+        dim, q, kv = spec.head_dim, layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
         order = paired(dim, spec.rotated or dim)
-        before = {"q": 0, "k": spec.q_heads, "v": spec.q_heads + spec.kv_heads}  # heads in a fused matrix
 
-        def rows(part: str, total: int, share: range, of_head: list[range]) -> list[Rows]:
+        def places(heads: range, of_head: list[range]) -> list[range]:
             if len(of_head) == 1:
-                found = [range(share.start * dim, share.stop * dim)]
-            else:
-                found = [range(h * dim + r.start, h * dim + r.stop) for h in share for r in of_head] or [range(0)]
-            if spec.fused:
-                part, begin, total = "qkv", before[part] * dim, spec.q_heads + 2 * spec.kv_heads
-                found = [range(begin + r.start, begin + r.stop) for r in found]
-            return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in found]
+                return [range(heads.start * dim, heads.stop * dim)]
+            return [range(h * dim + r.start, h * dim + r.stop) for h in heads for r in of_head] or [range(0)]
 
-        q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
-        self._q_rows = len(q) * spec.head_dim
-        of_q, of_k = rows("q", spec.q_heads, q, order), rows("k", spec.kv_heads, kv, order)
-        self.qkv = ColumnParallel(weights, spec.hidden, [*of_q, *of_k, *rows("v", spec.kv_heads, kv, whole)])
+        def rows(part: str, total: int, places: list[range], before: int) -> list[Rows]:
+            if spec.fused:  # behind the rows of so many heads
+                part, total = "qkv", spec.q_heads + 2 * spec.kv_heads
+                places = [range(before * dim + r.start, before * dim + r.stop) for r in places]
+            return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in places]
+
+        self._q_rows = len(q) * dim
+        stacked = [
+            *rows("q", spec.q_heads, places(q, order), 0),
+            *rows("k", spec.kv_heads, places(kv, order), spec.q_heads),
+            *rows("v", spec.kv_heads, places(kv, [range(dim)]), spec.q_heads + spec.kv_heads),
+        ]
+        self.qkv = ColumnParallel(weights, spec.hidden, stacked)
         self.norms: tuple[Tensor, Tensor, float] | None = None
         self._squares: HeadSquares | None = None
-        if spec.qk_norm:
-            each = [(order, dim), (order, dim)]
-            if spec.norm_over == "all":
-                each = [([r.share for r in of], of[0].total) for of in (of_q, of_k)]
-                self._squares = HeadSquares(comm, layout, spec)
-            gains = [weights.parameter(sum(map(len, parts))) for parts, _ in each]
-            for gain, part, (parts, total) in zip(gains, ("q_norm", "k_norm"), each, strict=True):
-                for some, at in zip(gain.split([len(r) for r in parts]), parts, strict=True):
-                    weights.bind(some, f"{name}.{part}.weight", (total,), at)
-            q_gain, k_gain = (gain if len(gain) == dim else gain.view(-1, dim) for gain in gains)
+        if spec.qk_norm and spec.norm_over == "all":
+            q_gain = weights.gain(f"{name}.q_norm.weight", spec.q_heads * dim, places(q, order)).view(-1, dim)
+            k_gain = weights.gain(f"{name}.k_norm.weight", spec.kv_heads * dim, places(kv, order)).view(-1, dim)
+            self.norms, self._squares = (q_gain, k_gain, spec.norm_eps), HeadSquares(comm, layout, spec)
+        elif spec.qk_norm:
+            q_gain, k_gain = (weights.gain(f"{name}.{part}_norm.weight", dim, order) for part in "qk")
             self.norms = q_gain, k_gain, spec.norm_eps
         if spec.sinks and layout.kvp_rank(comm.rank) == 0:
             self.sinks = weights.parameter(len(q), dtype=torch.float32)

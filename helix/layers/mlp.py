@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
@@ -21,11 +23,13 @@ class MLPSpec:
         width: number of inner columns.
         bias: whether all three products have a bias.
         fused: whether one matrix has the rows of gate and up.
+        activation: silu, or gelu in its approximation by tanh.
     """
 
     width: int
     bias: bool = False
     fused: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> GatedMLP:
         """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
@@ -41,12 +45,12 @@ class MLPSpec:
 
 
 class GatedMLP:
-    """FFN W_down (silu(W_gate x) * W_up x), each rank with its inner columns: a part of the sum over ranks."""
+    """FFN W_down (f(W_gate x) * W_up x) with activation f, each rank with its inner columns: a part of the sum."""
 
     def __init__(
         self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, spec: MLPSpec, name: str
     ) -> None:
-        width, bias = spec.width, spec.bias
+        width, bias, self.activation = spec.width, spec.bias, spec.activation
         columns = layout.ffn_columns(comm.rank, width)
         rows = [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
         if spec.fused:
@@ -57,5 +61,9 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, factor: Tensor | None = None) -> PendingProjection:
         """Computes this rank's part [N, H] from x [N, H], the same on every rank; times `factor` [N, 1] if given."""
-        inner = self.gate_up(x, gated=True)
+        if self.activation == "silu":
+            inner = self.gate_up(x, gated=True)
+        else:
+            gate, up = self.gate_up(x).chunk(2, 1)
+            inner = F.gelu(gate, approximate="tanh").mul_(up)
         return self.down(inner if factor is None else inner.mul_(factor))

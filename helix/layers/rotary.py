@@ -32,21 +32,22 @@ class RopeSpec:
     kind: str
     theta: float
     head_dim: int
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     resting: int = 0
     query_scale: tuple[float, int] | None = None
 
     @classmethod
-    def from_config(cls, config: Any, head_dim: int, partial: bool = False) -> RopeSpec:
+    def from_config(cls, config: Any, head_dim: int, partial: bool = False, layers: str | None = None) -> RopeSpec:
         """Reads `rope_parameters` of a transformers config object, which collects all spellings.
 
         Args:
             partial: whether the family may rotate a part of a head alone, `partial_rotary_factor`.
+            layers: type of the layers, where parameters differ by it; None: they do not.
 
         Raises:
             ValueError: a kind or a parameter is not supported, missing or out of range.
         """
-        parameters = dict(config.rope_parameters)
+        parameters = dict(config.rope_parameters if layers is None else config.rope_parameters[layers])
         theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
         if kind not in ROPE_TYPES:
             raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")

@@ -9,8 +9,10 @@ from typing import Any
 
 from helix.models import (
     deepseek,
+    gemma3,
     glm4_moe,
     gpt_oss,
+    granite,
     hy_v3,
     llama,
     minimax_m2,
@@ -18,6 +20,7 @@ from helix.models import (
     mistral,
     mistral4,
     mixtral,
+    olmo2,
     phi3,
     qwen2,
     qwen2_moe,
@@ -31,7 +34,9 @@ from helix.models.hf import read_as
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", deepseek.spec_v2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek.spec_v3),
+    "Gemma3ForCausalLM": ("gemma3_text", gemma3.spec),
     "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe.spec),
+    "GraniteForCausalLM": ("granite", granite.spec),
     "HYV3ForCausalLM": ("hy_v3", hy_v3.spec),
     "LlamaForCausalLM": ("llama", llama.spec),
     "MiniMaxM2ForCausalLM": ("minimax_m2", minimax_m2.spec),
@@ -39,6 +44,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "MistralForCausalLM": ("mistral", mistral.spec),
     "Mistral4ForCausalLM": ("mistral4", mistral4.spec),
     "MixtralForCausalLM": ("mixtral", mixtral.spec),
+    "Olmo2ForCausalLM": ("olmo2", olmo2.spec),
+    "Olmo3ForCausalLM": ("olmo3", olmo2.spec),
     "Phi3ForCausalLM": ("phi3", phi3.spec),
     "Qwen2ForCausalLM": ("qwen2", qwen2.spec),
     "Qwen2MoeForCausalLM": ("qwen2_moe", qwen2_moe.spec),

@@ -19,7 +19,9 @@ def spec_v2(config: Any) -> DecoderSpec:
     """Reads a V2 config: experts by softmax scores, from all (`greedy`) or from the groups with the best experts."""
     check_only(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
     check_only(config, norm_topk_prob=(False,))
-    return latent_spec(config, experts_of(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True)
+    return latent_spec(
+        config, experts_of(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True
+    )
 
 
 def spec_v3(config: Any) -> DecoderSpec:

@@ -27,6 +27,7 @@ LABELS = ("num_labels", "id2label", "label2id")  # of classifiers; transformers 
 MOST_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
 MOST_HEAD_DIM = 1 << 16
 MOST_LAYERS = 1 << 16  # configs have lists with an entry per layer
+TWO_ROPES = ("gemma3_text", "olmo3")  # families whose RoPE differs by layer type
 
 
 def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
@@ -37,7 +38,7 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
     """
     from transformers import CONFIG_MAPPING  # seconds
 
-    _check_before(config)
+    _check_before(config, model_type)
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.CRITICAL)  # its warnings are checked below, and would appear once per rank
@@ -98,6 +99,8 @@ def decoder_spec(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     norm_over: Literal["head", "all"] = "head",
+    scale: float | None = None,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
     sinks: bool = False,
     partial_rotary: bool = False,
     fused: bool = False,
@@ -112,6 +115,7 @@ def decoder_spec(
         windows: each layer's sliding window; None: full attention in all.
         kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
         norm_over: what norms of queries and keys are over.
+        scale: factor on q.k; None: head_dim^-0.5.
         partial_rotary: whether the family may rotate a part of a head alone.
         fused: whether one matrix has queries, keys and values, and one gate and up.
         moe_layers: whether each layer has experts; None: all, if there are experts.
@@ -147,18 +151,25 @@ def decoder_spec(
     eos = config.eos_token_id
     positions, limited_by = _context(config)
     eps = float(config.rms_norm_eps)
-    rope = RopeSpec.from_config(config, head_dim, partial_rotary)
+    full, local = ("full_attention", "sliding_attention") if config.model_type in TWO_ROPES else (None, None)
+    rope = RopeSpec.from_config(config, head_dim, partial_rotary, full)
+    windowed_rope = RopeSpec.from_config(config, head_dim, partial_rotary, local) if local is not None else None
     attention = AttentionSpec(
         hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks,
         rotated=rope.head_dim, norm_over=norm_over,
         fused=fused,
+        multiplier=scale,
     )  # fmt: skip
-    dense = MLPSpec(config.intermediate_size, mlp_bias, fused)
+    dense = MLPSpec(config.intermediate_size, mlp_bias, fused, activation)
     return DecoderSpec(
         vocab=config.vocab_size,
         hidden=hidden,
         layers=tuple(
-            LayerSpec(replace(attention, window=window), moe if moe is not None and has_experts else dense)
+            LayerSpec(
+                replace(attention, window=window),
+                moe if moe is not None and has_experts else dense,
+                None if window is None else windowed_rope,
+            )
             for window, has_experts in zip(windows or (None,) * layers, moe_layers or (True,) * layers, strict=True)
         ),
         rope=rope,
@@ -169,6 +180,14 @@ def decoder_spec(
         dtype=dtype,
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     )
+
+
+def check_positive(config: Any, *keys: str) -> None:
+    """Raises ValueError, with their names, unless these attributes are positive numbers."""
+    for key in keys:
+        value = getattr(config, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"config.json: {key}={value!r} must be a positive number")
 
 
 def quantisation(config: Any) -> str | None:
@@ -234,7 +253,7 @@ def _context(config: Any) -> tuple[int, str]:
     return limits[name], name
 
 
-def _check_before(config: Mapping[str, Any]) -> None:
+def _check_before(config: Mapping[str, Any], model_type: str) -> None:
     """Raises ValueError, with the key, for values on which transformers fails without naming the key."""
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)
@@ -252,6 +271,8 @@ def _check_before(config: Mapping[str, Any]) -> None:
             raise ValueError(f"config.json: {key}={config[key]!r:.80} must be {what}, or null")
     rope = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None]
     for part in rope:
+        if model_type in TWO_ROPES:
+            break
         if nested := [key for key, value in part.items() if isinstance(value, Mapping)]:
             raise ValueError(
                 f"config.json: RoPE's parameters differ by layer type ({', '.join(nested)}), which is not supported"

@@ -13,14 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    GraniteConfig,
     HYV3Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -104,6 +108,40 @@ FAMILIES: dict[str, Any] = {
         num_key_value_heads=4,
         rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
         sliding_window=24,
+        **_COMMON,
+    ),
+    "olmo2": lambda: Olmo2Config(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, **_COMMON),
+    "olmo3": lambda: Olmo3Config(
+        hidden_size=96,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        sliding_window=24,
+        rope_parameters=dict(full_attention=_YARN, sliding_attention=dict(rope_type="default", rope_theta=5_000.0)),
+        **_COMMON | dict(num_hidden_layers=4),
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        query_pre_attn_scalar=12,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+        ),
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "granite": lambda: GraniteConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=0.5,
         **_COMMON,
     ),
     "seed-oss": lambda: SeedOssConfig(
@@ -362,12 +400,16 @@ def continuations(directory: Path, lengths: tuple[int, ...], new_tokens: int) ->
     Args:
         lengths: of the prompts; the first one is continued by FIRST_TOKENS alone.
     """
-    model = class_of(AutoConfig.from_pretrained(directory)).from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    ).eval()
+    model = (
+        class_of(AutoConfig.from_pretrained(directory))
+        .from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+        .eval()
+    )
     generator = torch.Generator().manual_seed(11)
     found = []
     for number, length in enumerate(lengths):

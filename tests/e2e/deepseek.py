@@ -1,4 +1,4 @@
-"""Tiny models with latents, of DeepSeek and Mistral: what their families differ in, and sizes that ranks do not divide."""
+"""Tiny models with latents, of DeepSeek and Mistral: what families differ in, and sizes that ranks do not divide."""
 
 from __future__ import annotations
 
