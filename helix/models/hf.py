@@ -23,7 +23,8 @@ from helix.models.decoder import DecoderSpec, LayerSpec
 from helix.models.quantized import FP8, WeightFormat, refused
 
 DTYPES = ("float32", "bfloat16", "float16")
-LABELS = ("num_labels", "id2label", "label2id")  # of classifiers; transformers would create any number of them
+# Labels of classifiers, of which transformers would create any number, and what `read_as` is told itself.
+NOT_READ = ("num_labels", "id2label", "label2id", "model_type")
 MOST_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
 MOST_HEAD_DIM = 1 << 16
 MOST_LAYERS = 1 << 16  # configs have lists with an entry per layer
@@ -43,7 +44,7 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
     level = log.level
     log.setLevel(logging.CRITICAL)  # its warnings are checked below, and would appear once per rank
     try:
-        read = CONFIG_MAPPING[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in LABELS}))
+        read = CONFIG_MAPPING[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in NOT_READ}))
         read.standardize_rope_params()  # as transformers does before each use: outer keys override nested ones
         return read
     except Exception as error:  # of any type: AttributeError, KeyError, TypeError and more
@@ -183,11 +184,11 @@ def decoder_spec(
 
 
 def check_positive(config: Any, *keys: str) -> None:
-    """Raises ValueError, with their names, unless these attributes are positive numbers."""
+    """Raises ValueError, with their names, unless these attributes are positive numbers, neither tiny nor huge."""
     for key in keys:
         value = getattr(config, key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"config.json: {key}={value!r} must be a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 <= value <= 1e9:
+            raise ValueError(f"config.json: {key}={value!r} must be a number from 1e-9 to 1e9")
 
 
 def quantisation(config: Any) -> str | None:

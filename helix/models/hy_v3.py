@@ -40,6 +40,8 @@ def spec(config: Any) -> DecoderSpec:
 
 def check_kinds(config: Any) -> None:
     """Raises ValueError unless `mlp_layer_types` has one of both kinds for each layer."""
-    kinds = config.mlp_layer_types
-    if len(kinds) != config.num_hidden_layers or {*kinds} - {"dense", "sparse"}:
-        raise ValueError(f"config.json: mlp_layer_types={kinds!r:.100} must be dense or sparse for each layer")
+    kinds, layers = config.mlp_layer_types, config.num_hidden_layers
+    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types={kinds!r:.80} must be dense or sparse for each of num_hidden_layers={layers}"
+        )

@@ -12,9 +12,12 @@ from helix.models.hf import check_sizes, with_query_scale
 
 def spec(config: Any) -> DecoderSpec:
     check_sizes(config, "qk_rope_head_dim", "qk_nope_head_dim")
-    rope, head = config.qk_rope_head_dim, config.qk_nope_head_dim + config.qk_rope_head_dim
-    if (share := config.rope_parameters.pop("partial_rotary_factor", None)) not in (None, rope / head):
-        raise ValueError(f"config.json: partial_rotary_factor={share!r} is not qk_rope_head_dim={rope} of {head}")
+    rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
+    if (share := config.rope_parameters.pop("partial_rotary_factor", None)) not in (None, rope / (rope + nope)):
+        raise ValueError(
+            f"config.json: partial_rotary_factor={share!r} must be the share of qk_rope_head_dim={rope} beside "
+            f"qk_nope_head_dim={nope}"
+        )
     moe = replace(
         experts_of(config, grouped=True),
         group_score=2,
