@@ -129,7 +129,9 @@ def decoder_spec(
         raise refused(f"{method} in {config.model_type} models")
     if config.is_heterogeneous:
         raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
-    check_only(config, hidden_act=("silu", "swish"), is_causal=(True,), is_encoder_decoder=(False,))
+    check_only(config, is_causal=(True,), is_encoder_decoder=(False,))
+    if activation == "silu":
+        check_only(config, hidden_act=("silu", "swish"))
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
     check_sizes(config, *sizes, "max_position_embeddings")
     hidden, q_heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
