@@ -298,9 +298,12 @@ class Attention(ShardedAttention):
         heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
         of_keys, of_values = (s if s is None else s[:, :0] for s in mine.scales)
-        # Own heads' squares stand for those of all: a factor on a row of queries changes no choice.
-        squares = None if self._squares is None else self._squares(heads, 0, summed=False)
-        to = *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values), squares
+        norms, means = self.norms, None
+        if norms is not None and self._squares is not None:
+            norms = norms[0], norms[1][:0], norms[2]
+            # Own heads stand for all: a factor on a row of queries changes no choice.
+            means = self._squares(heads, 0, summed=False)
+        to = *no_heads, step.new_slots(self.window), norms, (of_keys, of_values), means
         return angles.scaled(kv_append(heads, angles.cos, angles.sin, *to))
 
     def _gathered(self, x: Tensor) -> Tensor:

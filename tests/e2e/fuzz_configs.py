@@ -364,7 +364,8 @@ def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.
     content = {**config, "model_type": model_type, "architectures": [ARCHITECTURES[model_type]], "dtype": "float32"}
     if model_type in TWO_ROPES:
         local = {"rope_type": "default", "rope_theta": 10_000.0}
-        return content | {"rope_parameters": {"full_attention": dict(rope), "sliding_attention": local}}
+        full = {key: value for key, value in rope.items() if key != "truncate"}  # transformers reads it elsewhere
+        return content | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if plain:
         return content | {"rope_parameters": dict(rope), "transformers_version": "5.17.0"}
     content |= _written_rope(rope, config["max_position_embeddings"], rng)
