@@ -123,7 +123,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class Angles:
-    """What positions do to the queries and keys of a step.
+    """Effect of positions on the queries and keys of a step.
 
     Attributes:
         cos, sin: [N, D/2] of the angles of rotation, in the model's dtype.
