@@ -368,7 +368,10 @@ def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.
         return content | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if plain:
         return content | {"rope_parameters": dict(rope), "transformers_version": "5.17.0"}
-    content |= _written_rope(rope, config["max_position_embeddings"], rng)
+    if model_type == "mistral4":  # of other spellings transformers rotates too much
+        content |= {"rope_parameters": dict(rope)}
+    else:
+        content |= _written_rope(rope, config["max_position_embeddings"], rng)
     defaults = CONFIG_MAPPING[model_type]()
     for key in list(content):
         default = getattr(defaults, key, "none")

@@ -42,6 +42,7 @@ from kernels.dense.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.dense.linear_sm90 import SHARED as SLICED
 from kernels.dense.qkv_append import _qkv_append_kernel
 from kernels.dense.rms_norm import _rms_norm_kernel
+from kernels.dense.rotary import _angles_kernel
 from kernels.mla.append import _mla_append_kernel
 from kernels.mla.decode import _mla_decode_kernel
 from kernels.mla.decode_few_rows_sm90 import _mla_decode_few_sm90_kernel
@@ -91,11 +92,10 @@ SPECIAL = {
     ),
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
-    **dict.fromkeys(
-        ("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales", "means"), ("*fp32", True)
-    ),
+    **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
+    **dict.fromkeys(("means", "inv_freq"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_share", "k_share"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_share", "k_share", "factor"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
@@ -212,6 +212,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield f"combine-{rows}", bf16, _lse_combine_kernel, tile, {"num_warps": warps}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
+    yield "angles", bf16, _angles_kernel, {"HALF": 64, "BLOCK": 64}, {"num_warps": 1}
     squared = {"Q": 6144, "K": 1024, "BLOCK": 1024, "PDL": True}
     yield "head-squares", bf16, _head_squares_kernel, squared, {"num_warps": 4}
     for kv, unscaled in UNSCALED.items():
