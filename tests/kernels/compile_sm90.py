@@ -28,6 +28,7 @@ from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kerne
 from kernels.attention.flash_decode_many_rows_sm90 import _flash_decode_many_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
+from kernels.attention.head_squares import _head_squares_kernel
 from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
 from kernels.attention.merge_messages import _merge_messages_kernel
@@ -42,6 +43,7 @@ from kernels.dense.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.dense.linear_sm90 import SHARED as SLICED
 from kernels.dense.qkv_append import _qkv_append_kernel
 from kernels.dense.rms_norm import _rms_norm_kernel
+from kernels.dense.rotary import _angles_kernel
 from kernels.mla.append import _mla_append_kernel
 from kernels.mla.decode import _mla_decode_kernel
 from kernels.mla.decode_few_rows_sm90 import _mla_decode_few_sm90_kernel
@@ -92,8 +94,9 @@ SPECIAL = {
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
     **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
+    **dict.fromkeys(("means", "inv_freq"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_share", "k_share", "factor"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
@@ -216,14 +219,20 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield f"combine-{rows}", bf16, _lse_combine_kernel, tile, {"num_warps": warps}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
+    yield "angles", bf16, _angles_kernel, {"HALF": 64, "BLOCK": 64}, {"num_warps": 1}
+    squared = {"Q": 6144, "K": 1024, "BLOCK": 1024, "PDL": True}
+    yield "head-squares", bf16, _head_squares_kernel, squared, {"num_warps": 4}
     for kv, unscaled in UNSCALED.items():
-        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128} | unscaled
+        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128, "means": None} | unscaled
         append |= {"SCALE_NEXT": 128, "SCALE_HEAD": 64}
         yield f"append-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
         yield f"append-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
+        del append["means"]
+        yield f"append-over-all-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
+        yield f"append-over-all-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
     for kv, (head, words, apart) in BLOCKS.items():
         append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "PAGE": 128, "SLOT": 128, "HEAD": head, "TOKENS": 1}
-        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words} | UNSCALED[kv]
+        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words, "means": None} | UNSCALED[kv]
         yield f"append-block-{kv}", bf16, _kv_append_kernel, append, {"num_warps": 1}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
