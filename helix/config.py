@@ -213,15 +213,18 @@ class ScheduleConfig:
     """Settings of how requests share the ranks, whether a file or a server brings them.
 
     Attributes:
-        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes.
-        decode_share: share of the time for decode steps while prompts wait and any sequence decodes.
+        goal: latency, balance or throughput, which set the two bounds below; balance widens them while prompts wait.
+        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes; unset: as the goal has it.
+        decode_share: share of the time for decode steps while prompts wait and any sequence decodes; unset: as the goal
+            has it.
         run_ms: most milliseconds of decode steps between two decisions of rank 0.
         patience_s: seconds for which others may overtake a request that does not fit; then pages are kept for it.
         lease: new tokens for which a sequence takes pages at a time.
     """
 
-    stall_ms: float = 50.0
-    decode_share: float = 0.25
+    goal: str = "balance"
+    stall_ms: float | None = None
+    decode_share: float | None = None
     run_ms: float = 20.0
     patience_s: float = 30.0
     lease: int = 1024
@@ -322,6 +325,7 @@ def check(config: Config) -> None:
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
+        "schedule.goal": ("latency", "balance", "throughput"),
         "speculation.drafter": ("none", "ngram", "model", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
