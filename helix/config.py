@@ -185,7 +185,8 @@ class DecodeConfig:
     prompts: JSON lines of prompts.
     output: JSON lines of results; unset: text on the terminal alone.
     resume: keep what `output` already holds and run the rest.
-    max_batch: slots; more prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
+    max_batch: slots, or auto: as many as there are prompts and memory, up to 512 tokens a step; 8 on CPUs and with
+        kv.tier=host. More prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
     max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     stream: print text as it comes.
@@ -195,7 +196,7 @@ class DecodeConfig:
     prompts: str | None = None
     output: str | None = None
     resume: bool = False
-    max_batch: int = 8
+    max_batch: str = "auto"
     max_length: int | None = None
     prefill_chunk: str = "auto"
     stream: bool = True
@@ -333,13 +334,14 @@ def check(config: Config) -> None:
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-    if (chunk := config.decode.prefill_chunk) != "auto" and not re.fullmatch(r"[1-9]\d{0,8}", chunk):
-        raise ValueError(f"decode.prefill_chunk={chunk} must be auto or a number of tokens from 1 to 999999999")
+    for key, top in {"decode.prefill_chunk": 999_999_999, "decode.max_batch": MOST_SEQUENCES}.items():
+        text = _get(config, key)
+        if text != "auto" and not (re.fullmatch(r"[1-9]\d{0,8}", text) and int(text) <= top):
+            raise ValueError(f"{key}={text} must be auto or a number from 1 to {top}")
     ranges = {
         "kv.append_block": (1, 1 << 24),
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
         "kv.tokens": (1, 1 << 50),
-        "decode.max_batch": (1, MOST_SEQUENCES),
         "decode.max_new_tokens": (1, 1 << 40),
         "decode.max_length": (1, 1 << 40),
         "attention.block": (1, 1 << 14),

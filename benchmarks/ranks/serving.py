@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import lab
+from helix.build.buffers import most_slots
 from helix.build.engine import build_engine
 from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
@@ -340,7 +341,8 @@ def run(task: Task) -> Done:
     wanted = 4 * M if small == 1 else 16 * M // small
     if unknown := set(traces := lab(plan.config).bench.traces) - set(TRACES):
         raise ConfigError(f"bench.traces has {min(unknown)!r}: choose of {', '.join(TRACES)}")
-    engine = build_engine(plan.layout, comm, model, plan.config, plan.config.decode.max_batch, wanted)
+    slots, auto = most_slots(plan.config, comm.device.type), plan.config.decode.max_batch == "auto"
+    engine = build_engine(plan.layout, comm, model, plan.config, slots, wanted, fewer=auto)
     keep(engine.runner, lab(plan.config))
     for tensor in engine.runner.cache.tensors:
         for layer in tensor:
