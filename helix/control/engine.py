@@ -32,10 +32,9 @@ from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.run.model_runner import ModelRunner, StepTokens
 from helix.run.rehearsal import rehearse
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
+from helix.steps.chunk_size import DEEP, SIZES, captured_first
 
 T = TypeVar("T")
-LARGE_CHUNK = 1024  # tokens: longer chunks use the same kernels
-DEEP = 32 << 10  # tokens before a chunk from which on it uses kernels for many keys
 RUN_STEPS = 32  # most per decision: pages are allocated for them, however short schedule.run_ms makes runs
 BEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
 
@@ -170,6 +169,8 @@ class Engine:
         mark("first_request")
         if runner.graphs is None:
             return
+        for size in captured_first(self.prefill_chunk, self._room(tokens) // runner.layout.kvp) if runner.pads else ():
+            runner.warm_chunk(size)
         for rows in sizes:
             longest = max(1, min(runner.max_length, tokens // rows)) - 1
             choose_chunks(runner, rows, longest)
@@ -192,14 +193,16 @@ class Engine:
         Args:
             tokens: tokens of KV that all pages hold.
         """
-        room = min(tokens, self.runner.max_length) - 1
+        room, deep = self._room(tokens), DEEP * self.runner.layout.kvp
         most = max(min(self.prefill_chunk, room), 1)
-        sizes = [1 << i for i in range(LARGE_CHUNK.bit_length()) if 1 << i < most]
-        yield from ((1, size, 0) for size in (*sizes, most))
-        yield from ((1, size, DEEP) for size in sizes if size + DEEP <= room)
+        sizes = [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+        yield from ((1, size, depth) for size in sizes for depth in (0, deep) if size + depth <= room)
         slots = self.runner.max_batch
         several = sorted({min(1 << i, slots) for i in range(1, slots.bit_length() + 1)} - {1})
-        yield from product(several, [1], [0, DEEP] if room >= 1 + DEEP else [0])
+        yield from product(several, [1], [0, deep] if room > deep else [0])
+
+    def _room(self, tokens: int) -> int:
+        return min(tokens, self.runner.max_length) - 1
 
     def close(self) -> None:
         """Frees captured steps and host memory; to be called before the communicator is closed."""
@@ -258,6 +261,7 @@ class Engine:
             keep_drawn=not runner.drafter.lags,
             sparse_from=runner.policy.from_tokens,
             lacking=runner.lacking,
+            chunk_sizes=SIZES if runner.pads else (),
         )
         scheduler = Scheduler(self.tables, self._times, traits, self.schedule, policy.pace)
         serving = Serving(

@@ -117,6 +117,7 @@ class RunnerTraits:
         keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
         sparse_from: length from which decode steps of a sequence are sparse; None: none are.
         lacking: tokens before the end of a prefix hit that are computed again.
+        chunk_sizes: sizes, ascending, to which chunks are cut while somebody decodes, as they are launched at once.
     """
 
     max_batch: int
@@ -127,6 +128,7 @@ class RunnerTraits:
     keep_drawn: bool = True
     sparse_from: int | None = None
     lacking: float = 0.0
+    chunk_sizes: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -496,6 +498,8 @@ class Scheduler:
             tokens, work = tokens - count, work - self._times.work(s.prefilled, s.prefilled + count)
             ends[s] = s.prefilled + count
         ends[oldest] = oldest.prefilled + max(half, self._cut(oldest, half + tokens, of_half + work))
+        if decoding:
+            self._round(oldest, ends)
         done = 0.0
         for s, end in ends.items():
             if end > s.prefilled:
@@ -508,6 +512,18 @@ class Scheduler:
                 self._changed.append(_Change(s, s.held, columns.start, len(columns)))
         if decoding:
             self._owed += self._goal.owed_s(self._times.seconds(done))
+
+    def _round(self, oldest: Scheduled, ends: dict[Scheduled, int]) -> None:
+        """Cuts a chunk to one of the runner's sizes, at a prompt that goes on behind it anyway."""
+        sizes, counts = self._runner.chunk_sizes, {s: end - s.prefilled for s, end in ends.items()}
+        size = max((size for size in sizes if size <= sum(counts.values()) <= sizes[-1]), default=0)
+        later = [s for s, end in ends.items() if end < len(s.tokens)]
+        if not size or not later:
+            return
+        last = max(later, key=lambda s: (s is not oldest, len(s.tokens) - s.prefilled))
+        left = counts[last] - (sum(counts.values()) - size)
+        if left > 0 and (last is not oldest or 2 * left >= size):
+            ends[last] = last.prefilled + left
 
     def _most_work(self, others: list[Scheduled]) -> float:
         """Returns the most work of a chunk while somebody decodes, where other prompts wait beside the oldest."""

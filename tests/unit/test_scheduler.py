@@ -37,6 +37,7 @@ class AnyRequests(RuleBasedStateMachine):
         lease=st.sampled_from([1, 8, 30]),
         drafts=st.sampled_from([0, 0, 3]),
         patience_s=st.sampled_from([0.0, 0.05, 30.0]),
+        chunk_sizes=st.sampled_from([(), (8, 12, 16, 24, 32)]),
         goal=st.sampled_from(["latency", "balance", "throughput"]),
         bounds=st.sampled_from([{}, {"stall_s": 0.002, "decode_share": 0.7}, {"stall_s": 0.05}, {"decode_share": 0.1}]),
     )
@@ -145,6 +146,23 @@ def test_thousands_at_once_stay_within_the_goals_bounds_and_nobody_starves(
     assert last_of_crowd == sorted(last_of_crowd), "a crowd passes the one before"
     gaps = [b - a for s in serving.served.values() for a, b in pairwise(s.times)]
     assert max(gaps) <= most + 2 * serving.step_s, "a stream has waited for more than a chunk and a step"
+
+
+def test_chunks_are_cut_to_sizes_that_are_launched_at_once() -> None:
+    """Where somebody waits for tokens, and where a prompt goes on behind the chunk."""
+    serving = Serving(9000, prefill_chunk=8192, ahead=0, chunk_sizes=(64, 96, 128, 192, 256))
+    serving.submit(words(100), 3000)
+    decision = serving.turn()
+    assert decision is not None and decision.prefill[0].end == 100
+    serving.submit(words(1000, 1), 1)
+    serving.submit(words(50, 2), 1)
+    sizes = []
+    while not (serving.served[1].ended and serving.served[2].ended):
+        decision = serving.turn()
+        assert decision is not None
+        sizes.append(sum(s.end - s.begin for s in decision.prefill))
+    few = [size for size in sizes if 0 < size <= 256]
+    assert {*few[:-1]} <= {64, 96, 128, 192, 256} and len(few) > 2 and sum(sizes) == 1050, sizes
 
 
 def test_a_long_prompt_alone_is_no_queue() -> None:
