@@ -514,7 +514,7 @@ class Scheduler:
             self._owed += self._goal.owed_s(self._times.seconds(done))
 
     def _round(self, oldest: Scheduled, ends: dict[Scheduled, int]) -> None:
-        """Cuts a chunk to one of the runner's sizes, at a prompt that goes on behind it anyway."""
+        """Limits a chunk to one of the runner's sizes, at a prompt that goes on behind it anyway."""
         sizes, counts = self._runner.chunk_sizes, {s: end - s.prefilled for s, end in ends.items()}
         size = max((size for size in sizes if size <= sum(counts.values()) <= sizes[-1]), default=0)
         later = [s for s, end in ends.items() if end < len(s.tokens)]

@@ -305,7 +305,7 @@ class ModelRunner:
         return hidden
 
     def warm_chunk(self, size: ChunkSize) -> None:
-        """Captures chunks of a size, after one that runs eagerly; writes no KV."""
+        """Runs a chunk of a size eagerly and captures another; writes no KV."""
         self._packed[size] = self.state.packed([PromptChunk(0, 0, torch.zeros(1, dtype=torch.int64), 1)], size)
         for _ in range(2):
             self.chunk(size, captures=True)

@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "chunks as long as they may be", "helix/control/scheduler.py",
-        "self._times.within(self._stall_s) if decoding else math.inf", "math.inf", SCHEDULER,
+        "self._most_work(others) if decoding else math.inf", "math.inf", SCHEDULER,
     ),
     Fault(
         "many steps that nobody has timed", "helix/control/scheduler.py",
