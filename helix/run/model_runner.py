@@ -305,8 +305,8 @@ class ModelRunner:
         return hidden
 
     def warm_chunk(self, size: ChunkSize) -> None:
-        """Runs a chunk of a size eagerly and captures another; writes no KV."""
-        self._packed[size] = self.state.packed([PromptChunk(0, 0, torch.zeros(1, dtype=torch.int64), 1)], size)
+        """Runs a chunk of a size eagerly and captures another; the first page of slot 0 is overwritten."""
+        self._packed[size] = self.state.packed([PromptChunk(0, 0, torch.zeros(1, dtype=torch.int64))], size)
         for _ in range(2):
             self.chunk(size, captures=True)
 

@@ -28,6 +28,7 @@ from helix.errors import RankError
 from helix.events.decision import StepKind
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
+from kernels.ahead import on_compilation
 from launch.job.task import Done, Task
 from launch.serving.frames import (
     Cancel,
@@ -72,6 +73,7 @@ def run(task: Task) -> Done:
     if comm.device.type == "cuda":
         engine.warm_up(PLAIN, SHAPED, task.phases.mark)
     task.console.note(f"ready after {task.phases}")
+    on_compilation(lambda kernel: task.console.note(f"compiled while serving: {kernel}"))
     path = plan.config.model.path
     serve(engine, inbox, link, None if path is None else Path(path).resolve(), random=plan.checkpoint is None)
     return {}, 0
