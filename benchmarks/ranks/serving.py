@@ -40,6 +40,10 @@ from launch.job.task import Done, Task
 
 K, M = 1 << 10, 1 << 20
 SMALLER = 256  # without a GPU, contexts are so many times shorter
+CROWDS = (  # requests, tokens of each prompt, new ones; the first is what a server meets first
+    (4, 2 * K, 16), (4, 2 * K, 16), (1, 32 * K, 1), (1, 128 * K, 1), (8, 32 * K, 128), (64, K, 256), (64, K, 256),
+    (16, 8 * K, 256), (256, 512, 128),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,27 @@ def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
+def crowds(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """Requests of one size, all at once: the time of all of them."""
+    for count, length, new in CROWDS:
+        if small > 1:
+            count, length, new = min(count, 8), max(length // small, 4), min(new, 4)
+        requests = [client.request(client.tokens(0), length, new) for _ in range(count)]
+        begin = perf_counter()
+        seen = client.serve([Arrival(0.0, request) for request in requests])
+        if client.leads:
+            seconds, timings = perf_counter() - begin, client.engine.timings
+            gaps, first = [g for s in seen.values() for g in s.gaps_s], [s.first_s for s in seen.values()]
+            yield {
+                "trace": "crowd", "requests": count, "length": length, "new": new, "seconds": seconds,
+                "tokens_per_s": count * new / seconds, "first_p50_ms": _ms(first, 50), "first_p99_ms": _ms(first, 99),
+                "gap_p50_ms": _ms(gaps, 50), "gap_p99_ms": _ms(gaps, 99), "gap_max_ms": _ms(gaps, 100),
+                "prefill_s": timings.prefill_s, "decode_s": sum(timings.ttl_s), "steps": len(timings.ttl_s),
+                "decisions": timings.decisions, "preemptions": timings.preemptions,
+                "goal": client.engine.schedule.goal,
+            }  # fmt: skip
+
+
 def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """Requests of 1K to 32K at random times: the curve of tokens over rate, up to what the engine can do.
 
@@ -323,6 +348,7 @@ TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
     "streams": streams,
     "first_tokens": first_tokens,
     "beside_prefill": beside_prefill,
+    "crowds": crowds,
     "churn": churn,
     "poisson": poisson,
 }

@@ -29,6 +29,7 @@ from helix.speculation import (
     NoDrafts,
     SparseDrafter,
 )
+from helix.steps.chunk_size import SIZES
 from kernels.attention.unpacked_prefill import PIECE_BYTES
 
 SLOT_TOKENS = 1024  # for which each slot of decode.max_batch=auto has pages
@@ -188,7 +189,9 @@ def build_engine(
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
-    room = min(int(free * kv.memory_fraction), free - chunk * buffers)
+    # Captured chunks have memory of their own.
+    buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
+    room = min(int(free * kv.memory_fraction), free - buffered * buffers)
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
     if fewer:
         max_batch = auto_slots(config, spec, dtype, placement, comm, needs, draft)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIZES = tuple(n << i for i in range(7) for n in ((96, 128) if i else (128,)))  # 128, 192, 256, 384, .. 8192 tokens
-SEQUENCES = 2, 8, 32  # of a captured chunk, the padding's included
+SEQUENCES = 2, 20  # of a captured chunk, the padding's included: each adds programs that end at once
 LAUNCHED = 1024  # tokens up to which a chunk takes as long as its launch: padding costs nothing
 PADDING = 8  # a longer chunk is padded by at most this part of its tokens
 DEEP = 16 << 10  # keys of a sequence from which on other kernels attend

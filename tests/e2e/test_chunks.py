@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from comm.loopback import LoopbackWorld, run_ranks
+from comm.solo import SoloCommunicator
 from helix.control.engine import Engine
 from helix.events.request import Request
 from helix.layout import HelixLayout
@@ -26,7 +27,9 @@ from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
 
 def test_sizes() -> None:
-    assert padded([3], 7) == ChunkSize(128, 2, 128, KEYS[0]) and padded([100, 28], 7) == ChunkSize(128, 8, 128, KEYS[0])
+    assert padded([3], 7) == ChunkSize(128, 2, 128, KEYS[0]) and padded([100, 28], 7) == ChunkSize(
+        128, 20, 128, KEYS[0]
+    )
     assert padded([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1])
     assert padded([1400], 9).tokens == 1536 and not padded([1300], 9).captured, "a ninth is padding, more is too much"
     assert padded([1300, 50], 1400) == ChunkSize(1360, 3, 1300, 1400), "as long as it is, but for its last few tokens"
@@ -156,16 +159,14 @@ def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(monkeypatch
             e.runner._hidden(prompts, (), False)
             assert [name for name, *_ in recorder.launches][-1] == "graph"
             assert sum(name.endswith("_kernel") for name, *_ in recorder.launches) == 0
-    assert {key[0].sequences for key in e.runner.graphs.of} == {2, 8}  # type: ignore[attr-defined]
+    assert {key[0].sequences for key in e.runner.graphs.of} == {2, 20}  # type: ignore[attr-defined]
     assert min(len(launches) for launches in e.runner.graphs.of.values()) > 20  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures graphs")
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [128, 1536, 8192])
 def test_a_replayed_chunk_is_the_eager_one(tokens: int) -> None:
     """Bitwise: the same kernels run, over whatever was packed last."""
-    from comm.solo import SoloCommunicator
-
     comm = SoloCommunicator(torch.device("cuda", 0))
     e = build_engine(
         DEMO, HelixLayout.create(), comm, 16, page_size=64, max_length=9000, max_batch=3, prefill_chunk=8192,

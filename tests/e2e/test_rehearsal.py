@@ -104,7 +104,7 @@ def test_what_is_served_later_needs_no_other_kernel(case: str) -> None:
     assert rehearsed > 30 and later == 0, done.stdout
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for a GPU")
+@pytest.mark.gpu
 def test_nothing_is_compiled_while_300_requests_are_served() -> None:
     """Random lengths, sampling and arrivals, prompts of up to 12K tokens, beginnings that are known."""
     device = torch.device("cuda", 0)
