@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.models.workloads import CROWDS
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import lab
 from helix.build.buffers import most_slots
@@ -40,10 +41,6 @@ from launch.job.task import Done, Task
 
 K, M = 1 << 10, 1 << 20
 SMALLER = 256  # without a GPU, contexts are so many times shorter
-CROWDS = (  # requests, tokens of each prompt, new ones; the first is what a server meets first
-    (4, 2 * K, 16), (4, 2 * K, 16), (1, 32 * K, 1), (1, 128 * K, 1), (8, 32 * K, 128), (64, K, 256), (64, K, 256),
-    (16, 8 * K, 256), (256, 512, 128),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

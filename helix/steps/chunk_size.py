@@ -59,4 +59,5 @@ def captured_first(most: int, room: int) -> list[ChunkSize]:
     """
     sizes = [size for size in reversed(SIZES) if size <= most]
     one = [ChunkSize(size, SEQUENCES[0], size, keys) for keys in KEYS[: 1 + (room >= DEEP)] for size in sizes]
-    return sorted([*one, *(ChunkSize(size, SEQUENCES[1], size, KEYS[0]) for size in sizes)], reverse=True)
+    several = [ChunkSize(size, SEQUENCES[1], size, KEYS[0]) for size in sizes if size >= LAUNCHED]
+    return sorted([*one, *several], reverse=True)
