@@ -35,6 +35,7 @@ from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
 from helix.steps.chunk_size import DEEP, SIZES, captured_first
 
 T = TypeVar("T")
+LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
 RUN_STEPS = 32  # most per decision: pages are allocated for them, however short schedule.run_ms makes runs
 BEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
 
@@ -195,8 +196,9 @@ class Engine:
         """
         room, deep = self._room(tokens), DEEP * self.runner.layout.kvp
         most = max(min(self.prefill_chunk, room), 1)
-        sizes = [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
-        yield from ((1, size, depth) for size in sizes for depth in (0, deep) if size + depth <= room)
+        small = [1 << i for i in range(LARGE.bit_length()) if 1 << i <= most]
+        yield from ((1, size, 0) for size in sorted({*small, min(2 * LARGE, most), most}))
+        yield from ((1, size, deep) for size in small if size + deep <= room)
         slots = self.runner.max_batch
         several = sorted({min(1 << i, slots) for i in range(1, slots.bit_length() + 1)} - {1})
         yield from product(several, [1], [0, deep] if room > deep else [0])
