@@ -171,7 +171,7 @@ class Engine:
         if runner.graphs is None:
             return
         for size in captured_first(self.prefill_chunk, self._room(tokens) // runner.layout.kvp) if runner.pads else ():
-            runner.warm_chunk(size)
+            runner.capture_chunk(size)
         for rows in sizes:
             longest = max(1, min(runner.max_length, tokens // rows)) - 1
             choose_chunks(runner, rows, longest)

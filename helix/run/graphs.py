@@ -42,6 +42,10 @@ class StepGraphs:
         graph.replay()
         return result
 
+    def has(self, step: Callable[..., Any], *args: Hashable) -> bool:
+        """Returns whether a step is captured; arguments as in `run`."""
+        return (step, *args) in self._captured
+
     def close(self) -> None:
         """Frees the captured graphs: NCCL would wait for them forever when its communicator is destroyed."""
         torch.cuda.synchronize()

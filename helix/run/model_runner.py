@@ -189,6 +189,8 @@ class ModelRunner:
                 follower.write(table)
         for admission in decision.admit:
             self.admit(admission)
+        if decision.captures and (size := self.eager_size) is not None:
+            self.capture_chunk(size, known=1)
         if decision.prefill or decision.counts:
             keep(*self._by_slot(*self._prefill(decision.prefill, decision)))
         if decision.decode_steps:
@@ -251,8 +253,7 @@ class ModelRunner:
             self.model.hidden(self.cache, self.state.padding_step(decision.counts), self.policy)
             return self._slots.new_full((1, 1), PAST), [0]
         prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known) for s in segments]
-        # A chunk is captured only while nobody waits for a token.
-        hidden = self._hidden(prompts, decision.counts, decision.decode_steps == 0)
+        hidden = self._hidden(prompts, decision.counts)
         last = [i for i, s in enumerate(segments) if s.last]
         of_all = to_device(torch.tensor([[p.slot, p.written[1]] for p in prompts]), self.device)
         slots, ends = of_all.unbind(1)
@@ -272,23 +273,21 @@ class ModelRunner:
         self.state.activate(slots, tokens, lengths)
         return tokens[:n, None], [segments[i].slot for i in last]
 
-    def _hidden(self, prompts: list[PromptChunk], counts: tuple[int, ...], captures: bool) -> Tensor:
-        """Runs a chunk of prompts, from a captured graph if possible; returns the last tokens' hidden states [n, H].
+    def _hidden(self, prompts: list[PromptChunk], counts: tuple[int, ...]) -> Tensor:
+        """Runs a chunk of prompts, captured if it can be; returns the last tokens' hidden states [n, H].
 
         Args:
             counts: see `Step.counts`.
-            captures: whether a size that ran before may be captured now.
         """
         state = self.state
         if self.pads:
             size = padded([len(p.tokens) for p in prompts], state.most_keys(prompts))
             packed = state.packed(prompts, size)
-            if not size.captured:
+            if not size.captured or self.graphs is None:
                 return self._last_hidden(state.packed_step(packed, size))
-            if size not in self._packed:
-                self._packed[size] = torch.empty_like(packed)
-            self._packed[size].copy_(packed)
-            return self.chunk(size, captures)
+            self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
+            of_ends: Tensor = self.graphs.run(self._chunk, size, captures=False)
+            return of_ends
         step = state.prefill_step(prompts, counts)
         hidden = self.model.hidden(self.cache, step, self.policy)
         span = state.prompts_span(step, prompts)
@@ -297,18 +296,23 @@ class ModelRunner:
         assert step.cu_q is not None
         return hidden[step.cu_q[1:] - 1]
 
-    def chunk(self, size: ChunkSize, captures: bool) -> Tensor:
-        """Launches the chunk of a captured size that was packed last; see `_hidden`."""
-        if self.graphs is None:
-            return self._chunk(size)
-        hidden: Tensor = self.graphs.run(self._chunk, size, captures=captures)
-        return hidden
+    @property
+    def eager_size(self) -> ChunkSize | None:
+        """A size of chunks that ran eagerly and can be captured in a pause."""
+        graphs = self.graphs
+        return None if graphs is None else next((s for s in self._packed if not graphs.has(self._chunk, s)), None)
 
-    def warm_chunk(self, size: ChunkSize) -> None:
-        """Runs a chunk of a size eagerly and captures another; the first page of slot 0 is overwritten."""
-        self._packed[size] = self.state.packed([PromptChunk(0, 0, torch.zeros(1, dtype=torch.int64))], size)
-        for _ in range(2):
-            self.chunk(size, captures=True)
+    def capture_chunk(self, size: ChunkSize, known: int = 0) -> None:
+        """Runs chunks of a size until they are captured: eagerly before, if none has run.
+
+        Args:
+            known: 1: no KV is written; 0: a token of the first page of slot 0 is.
+        """
+        assert self.graphs is not None
+        packed = self.state.packed([PromptChunk(0, 0, torch.zeros(1, dtype=torch.int64), known)], size)
+        self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
+        while not self.graphs.has(self._chunk, size):
+            self.graphs.run(self._chunk, size)
 
     def _chunk(self, size: ChunkSize) -> Tensor:
         return self._last_hidden(self.state.packed_step(self._packed[size], size))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.solo import SoloCommunicator
 from helix.control.engine import Engine
+from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
@@ -156,11 +159,57 @@ def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(monkeypatch
     with recorder, torch.inference_mode():
         for prompts in contents:
             recorder.launches.clear()
-            e.runner._hidden(prompts, (), False)
+            e.runner._hidden(prompts, ())
             assert [name for name, *_ in recorder.launches][-1] == "graph"
             assert sum(name.endswith("_kernel") for name, *_ in recorder.launches) == 0
     assert {key[0].sequences for key in e.runner.graphs.of} == {2, 20}  # type: ignore[attr-defined]
     assert min(len(launches) for launches in e.runner.graphs.of.values()) > 20  # type: ignore[attr-defined]
+
+
+class Graphs(Replays):
+    """In place of graphs: a key is captured with its second run, if that may be."""
+
+    def __init__(self) -> None:
+        self.warm, self.captured = set[Hashable](), list[Any]()
+
+    def run(self, step: Callable[..., Any], *args: Any, captures: bool = True) -> Any:
+        if captures and args in self.warm and args not in self.captured:
+            self.captured.append(args)
+        self.warm.add(args)
+        return step(*args)
+
+    def has(self, step: Callable[..., Any], *args: Hashable) -> bool:
+        return args in self.captured
+
+
+def test_sizes_that_came_are_captured_in_a_pause(small_sizes: None) -> None:
+    """Not while requests are served; and pages that others share stay as they are."""
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    e = build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 4)
+    e.runner.pads, e.runner.graphs = True, (graphs := Graphs())
+    wanted, inbox, seen = oracle("qwen2", MOE_LENGTHS, MOE_TOKENS), Inbox(), dict[Any, list[int]]()
+
+    def feed() -> None:
+        for turn in range(2):
+            for i, c in enumerate(wanted):
+                inbox.submit(Request((turn, i), c.prompt, len(c.tokens)))
+            while sum(map(len, seen.values())) < (turn + 1) * sum(len(c.tokens) for c in wanted):
+                time.sleep(0.01)
+            before.append([key for key in graphs.captured if isinstance(key[0], ChunkSize)])
+            while e.runner.eager_size is not None:
+                time.sleep(0.01)
+        inbox.close()
+
+    before: list[list[Any]] = []
+    thread = Thread(target=feed)
+    thread.start()
+    for update in e.serve(inbox):
+        seen.setdefault(update.id, []).extend(update.new_ids)
+    thread.join()
+    assert before[0] == [] and len(before[1]) >= 2, before
+    assert {i: tuple(tokens) for i, tokens in seen.items()} == {
+        (turn, i): c.tokens for turn in range(2) for i, c in enumerate(wanted)
+    }
 
 
 @pytest.mark.gpu
