@@ -42,7 +42,7 @@ def compiled_ahead() -> Iterator[None]:
 
 
 def on_compilation(tell: Callable[[str], None] | None) -> None:
-    """Calls `tell` with the name and the launch options of each kernel that is compiled, or loaded, from now on."""
+    """Sends each kernel that is compiled, or loaded, from now on to `tell`: its name and its arguments' types."""
 
     def hook(*, fn: Any, repr: str, **of_kernel: Any) -> None:
         tell(f"{fn.name} {repr}")  # type: ignore[misc]

@@ -372,7 +372,7 @@ def run(task: Task) -> Done:
             layer.normal_()
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up({StepKind()}, mark=task.phases.mark)
+        engine.warm_up({StepKind()}, mark=task.phases.mark, chunks=True)
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []
     for name in traces or TRACES:

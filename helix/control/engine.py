@@ -136,6 +136,8 @@ class Engine:
         variants: Iterable[StepKind],
         later: Iterable[StepKind] = (),
         mark: Callable[[str], None] = lambda phase: None,
+        *,
+        chunks: bool = False,
     ) -> None:
         """Compiles kernels and captures the steps of every batch size, so that no request waits for that; a collective.
 
@@ -144,6 +146,7 @@ class Engine:
             later: kinds of sampling whose kernels are compiled now; their steps are captured when they run for the
                 second time, which delays that step by about two launches.
             mark: called at the end of each phase, with its name.
+            chunks: whether the common sizes of prompt chunks are captured, too.
         """
         runner = self.runner
         tokens = self._pages * runner.placement.stripes.page_tokens
@@ -170,8 +173,10 @@ class Engine:
         mark("first_request")
         if runner.graphs is None:
             return
-        for size in captured_first(self.prefill_chunk, self._room(tokens) // runner.layout.kvp) if runner.pads else ():
-            runner.capture_chunk(size)
+        if chunks and runner.pads:
+            for size in captured_first(self.prefill_chunk, self._room(tokens) // runner.layout.kvp):
+                runner.capture_chunk(size)
+            mark("chunks")
         for rows in sizes:
             longest = max(1, min(runner.max_length, tokens // rows)) - 1
             choose_chunks(runner, rows, longest)

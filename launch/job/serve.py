@@ -71,7 +71,7 @@ def run(task: Task) -> Done:
             task.console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(PLAIN, SHAPED, task.phases.mark)
+        engine.warm_up(PLAIN, SHAPED, task.phases.mark, chunks=True)
     task.console.note(f"ready after {task.phases}")
     on_compilation(lambda kernel: task.console.note(f"compiled while serving: {kernel}"))
     path = plan.config.model.path

@@ -222,7 +222,7 @@ def test_a_replayed_chunk_is_the_eager_one(tokens: int) -> None:
         dtype=torch.bfloat16,
     )  # fmt: skip
     assert e.runner.pads
-    e.warm_up([])
+    e.warm_up([], chunks=True)
     prompts = [tuple((7 * i + seed) % 4000 + 1 for i in range(n)) for seed, n in enumerate((tokens, tokens - 9, 40))]
     requests = [Request(i, prompt, 5) for i, prompt in enumerate(prompts)]
     graphs, found = e.runner.graphs, []

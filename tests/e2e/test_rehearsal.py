@@ -113,7 +113,7 @@ def test_nothing_is_compiled_while_300_requests_are_served() -> None:
         prefill_chunk=8192, dtype=torch.bfloat16, pages=6000,
     )  # fmt: skip
     draws = [StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)]
-    e.warm_up(draws)
+    e.warm_up(draws, chunks=True)
     made: list[str] = []
     on_compilation(made.append)
     rng = random.Random(0)
