@@ -34,7 +34,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from benchmarks import jobs
-from benchmarks.models.workloads import CROWDS
+from benchmarks.ranks.crowds import CROWDS
 from benchmarks.runner import Benchmark, Given, Part, Row
 from launch.inputs.compose import ROOT, composed
 

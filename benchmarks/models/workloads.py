@@ -22,11 +22,6 @@ from launch.inputs.shapes import spec_of
 K, M = 1024, 1 << 20
 SHAPES = tuple(sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml")))
 
-CROWDS = (  # requests at once, tokens of each prompt, new ones; the first is what a server meets first
-    (4, 2 * K, 16), (4, 2 * K, 16), (1, 32 * K, 1), (1, 128 * K, 1), (8, 32 * K, 128), (64, K, 256), (64, K, 256),
-    (16, 8 * K, 256), (256, 512, 128),
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Workload:

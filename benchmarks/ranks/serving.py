@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models.workloads import CROWDS
+from benchmarks.ranks.crowds import CROWDS
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import lab
 from helix.build.buffers import most_slots
