@@ -206,7 +206,10 @@ class Engine:
         yield from ((1, size, deep) for size in small if size + deep <= room)
         slots = self.runner.max_batch
         several = sorted({min(1 << i, slots) for i in range(1, slots.bit_length() + 1)} - {1})
-        yield from product(several, [1], [0, deep] if room > deep else [0])
+        stripes, shares = self.runner.placement.stripes, not self.runner.drafter.own_pages
+        for n, depth in product(several, [0, deep] if room > deep else [0]):
+            if shares or n * stripes.pages_for(depth + 1) <= self._pages:
+                yield n, 1, depth
 
     def _room(self, tokens: int) -> int:
         return min(tokens, self.runner.max_length) - 1

@@ -31,6 +31,21 @@ from tests.e2e.parity import ModelDrafts, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
 
+def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key scores are a sequence's own: four deep prompts would want more pages of them than there are."""
+    monkeypatch.setattr("helix.control.engine.DEEP", 64)
+    own, shared = SelfDrafts(2, DraftBudget(sparsity=0.2)), NgramDrafter(3, 2)
+    for drafter, wanted in ((own, {0: [2, 4, 8], 64: [2]}), (shared, {0: [2, 4, 8], 64: [2, 4, 8]})):
+        layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
+        e = build_engine(checkpoint("qwen2"), layout, comm, 16, max_length=192, pages=19, drafter=drafter, max_batch=8)
+        met: dict[int, list[int]] = {}
+        for prompts, _, depth in e._chunks(e._pages * e.runner.placement.stripes.page_tokens):
+            if prompts > 1:
+                met.setdefault(depth, []).append(prompts)
+        assert met == wanted
+        e.close()
+
+
 @pytest.mark.parametrize(
     "family, options",
     [
