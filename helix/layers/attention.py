@@ -138,14 +138,13 @@ class ShardedAttention:
         def of(chunk: int) -> slice:
             return slice(cuts[chunk].start * each, cuts[chunk].stop * each)
 
-        # Over latents attention has one program an SM, and the SMs that it leaves free are whole, whoever comes first.
-        leads = self.latent is None and self.comm.takes_sms(rows, result.shape[2], q.dtype, self.shares)
+        large = self.comm.takes_sms(rows, result.shape[2], q.dtype, self.shares)
 
         def attend(chunk: int) -> PartialAttention | Messages:
             # Nothing runs beside the first chunk. Others' parts are still unmerged: each has a workspace of its own.
             beside = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
             sent = self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
-            return self.comm.pack(sent, self.shares) if leads else sent
+            return self.comm.pack(sent, self.shares) if large else sent  # by all SMs
 
         def exchange(chunk: int, sent: PartialAttention | Messages) -> None:
             if isinstance(sent, Messages):
@@ -153,7 +152,8 @@ class ShardedAttention:
             else:
                 self.comm.merge_exchange(sent, self.shares, result[of(chunk)])
 
-        self.pipeline.run(chunks, attend, exchange, leads)
+        # Over latents attention has one program an SM, and the SMs that it leaves free are whole, whoever comes first.
+        self.pipeline.run(chunks, attend, exchange, leads=large and self.latent is None)
         return self.received(result, rows)
 
     def sent(self, partial: PartialAttention, rows: int) -> PartialAttention:

@@ -66,7 +66,7 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
                 return found
 
             assert leads
-            run(chunks, sized, exchange, leads)  # type: ignore[arg-type]
+            run(chunks, sized, exchange, leads=leads)  # type: ignore[arg-type]
             assert len(sizes) == chunks and {*sizes} <= {size := sum(sizes) // chunks, size + 1}
             if engine.comm.rank == 0:
                 seen.add(chunks)
