@@ -83,7 +83,7 @@ from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PLAIN = {"scales": None, "GROUP": 1, "GROUPS": 0, "BEGIN": 0}  # weights that are not of a few bits
-AMONG, BESIDE = {"READY": False, "ALONE": False}, {"READY": True, "ALONE": True}  # attention, of a whole batch or not
+AMONG, BESIDE = {"READY": False}, {"READY": True}  # attention of a whole batch, of a chunk behind another's
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 # Arguments that are no tensors of the case's dtype and no strides: type, and whether it is a multiple of 16.
@@ -150,14 +150,14 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 1, 64),
         (bf16, 64, 8, 16, 64), (bf16, 256, 16, 32, 16), (bf16, 128, 8, 8, 128), (fp32, 128, 8, 8, 100),
     ):  # fmt: skip
-        tile, alone = decode_tile(tokens * group, dim, dtype), decode_tile(tokens * group, dim, dtype, alone=True)
-        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
+        tile = decode_tile(tokens * group, dim, dtype)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
         shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **AMONG, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         paged = shared | none | {"PAGE": page, "HOLES": False}
-        yield "decode-alone", dtype, _flash_decode_kernel, paged | BESIDE, alone
+        yield "decode-beside", dtype, _flash_decode_kernel, paged | BESIDE, options
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
@@ -342,8 +342,8 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         (fp32, 128, 8, 1, 64, "fp8"),
     ):  # fmt: skip
         few = 1 + (kv == "fp8")
-        tile, alone = (decode_tile(tokens * group, dim, dtype, few, alone=each) for each in (False, True))
-        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
+        tile = decode_tile(tokens * group, dim, dtype, few)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "PAGE": page}
         shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1, **AMONG}
@@ -352,7 +352,7 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         shared |= scales | tile
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         yield f"decode-{kv}", dtype, _flash_decode_kernel, shared | none, options
-        yield f"decode-alone-{kv}", dtype, _flash_decode_kernel, shared | none | BESIDE, alone
+        yield f"decode-beside-{kv}", dtype, _flash_decode_kernel, shared | none | BESIDE, options
         if page == 128:
             for counted in ("ends", "any"):
                 collects = shared | {"COLLECT": counted}
@@ -366,11 +366,12 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     ):  # fmt: skip
         slots = max(page, 64)
         given = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 32, "ROWS": 16, "PAGE": page}
-        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1}
+        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1, **AMONG}
         given |= {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
         given |= {"QUERIES": 16, "OF_WARP": 32} if tokens * group <= 16 else {"QUERIES": 32, "OF_WARP": 16}
         given["STAGES"] = (3 if kv == "fp8" else 2) * 32 // given["OF_WARP"]
         yield f"decode-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given, {"num_warps": 4}
+        yield f"decode-beside-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given | BESIDE, {"num_warps": 4}
     for kv, (_, words, apart) in BLOCKS.items():  # over blocks, of which each head reads its own, and of prompts
         tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
