@@ -38,7 +38,11 @@ BLOCK_K, PARTS = gl.constexpr(128), gl.constexpr(2)  # columns of a product; pro
 SHARED_KB = 104  # of a program's stages; two programs fit an SM
 COPIED = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-LOW = gl.constexpr(64)  # sums of e2m1 are 2^-64 of their values, so that no weight overflows bf16
+# Of a step's scales of e2m1, those of `_words`: a thread's rows, its quarter.
+QUARTERS = gl.constexpr(
+    gl.DistributedLinearLayout([[8]], [[64], [128], [1], [2], [4]], [[16], [32]], [], [4 * ROWS.value])
+)
+LOW, LIFT = gl.constexpr(64), gl.constexpr(2.0**64)  # sums of e2m1 are so much lower, so that no weight overflows bf16
 _ALPHA = gl.constexpr(ALPHA)
 
 
@@ -164,8 +168,8 @@ def _copy_scales(
         r, inside = i // 8 % 2 * F + f, f < F
     else:
         r, inside = tile * ROWS + i, tile * ROWS + i < H
-    at = scales + (e * GROUPS + group) * (2 * F if GATE else H) + r
-    async_copy.async_copy_global_to_shared(to, at, mask=(group < GROUPS) & inside)
+    at = scales + (e * GROUPS + group) * (2 * F if GATE else H) + gl.max_contiguous(gl.multiple_of(r, 4), 4)
+    async_copy.async_copy_global_to_shared(to, at, mask=gl.max_constancy((group < GROUPS) & inside, 4))
 
 
 @gluon.jit
@@ -173,7 +177,8 @@ def _numbers(words, scales, PACKED: gl.constexpr, A: gl.constexpr):
     """Converts words [ROWS, WORDS] to bf16 [ROWS, BLOCK_K], those of e2m1 scaled, in the order of `_copy_rows`."""
     if PACKED:
         words = gl.reshape(words, [ROWS, 4, 4])
-        scale = scales.reshape([4, ROWS]).permute((1, 0)).load(gl.SliceLayout(2, words.type.layout)).to(gl.int32)
+        scale = gl.permute(gl.reshape(scales.load(QUARTERS), [4, ROWS]), (1, 0)).to(gl.int32)
+        scale = gl.convert_layout(scale, gl.SliceLayout(2, words.type.layout))
         factor = (gl.minimum(scale + (126 - LOW), 254) << 7) * 0x10001
         factor = factor[:, :, None] + gl.full_like(words, 0)
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
@@ -292,7 +297,7 @@ def _moe_scaled_sm90_kernel(
                 acc += scale[:, None] * one + next_scale[:, None] * two
             step += 1
         if PACKED:
-            acc *= 1 << LOW
+            acc *= LIFT
         whole = at // STEPS
         tile, row, e, _ = _locate(at, lists, first_block, GATE, H, F, BEGIN, COLUMNS)
         if GATE:
