@@ -365,8 +365,8 @@ def fits(
 
 
 def launch(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, first: int,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix,
+    down: torch.Tensor | ScaledMatrix, first: int,    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
     h: torch.Tensor, outputs: torch.Tensor, columns: int,
 ) -> None:  # fmt: skip
     """Computes the outputs [N k, H] of all local pairs for tensors that fit, by blocks of `columns` pairs.
@@ -375,14 +375,17 @@ def launch(
     """
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
     P = N * k
-    a_word, words = (8, 16) if down.packed else (4, 32)
+    gate_data, gate_scales, gate_groups = stored(gate_up)
+    down_data, down_scales, down_groups = stored(down)
+    a_word = 8 if down_data.dtype == torch.uint8 else 4
+    words = BLOCK_K.value // a_word
     gates = TensorDescriptor(
-        gate_up.data.view(torch.int32), [E, F // 8, 2, 8, H // a_word],
+        gate_data.view(torch.int32), [E, F // 8, 2, 8, H // a_word],
         [2 * F * H // a_word, 8 * H // a_word, F * H // a_word, H // a_word, 1],
         [1, HALF.value // 8, 2, 8, words], words_shared(words, 5),
     )  # fmt: skip
     downs = TensorDescriptor(
-        down.data.view(torch.int32), [E, H, F // a_word], [H * F // a_word, F // a_word, 1],
+        down_data.view(torch.int32), [E, H, F // a_word], [H * F // a_word, F // a_word, 1],
         [1, ROWS.value, words], words_shared(words, 3),
     )  # fmt: skip
     programs = 2 * sm_count(x.device)
@@ -392,9 +395,11 @@ def launch(
     sums = workspace(x.device, programs * HALF.value * columns)
     stage = PARTS.value * (ROWS.value * words * 4 + columns * BLOCK_K.value * 2) + 512
     stages = min(8, SHARED_KB * 1024 // stage)
-    both = ((True, gates, gate_up, x, gate_up_bias, h), (False, downs, down, h, down_bias, outputs))
-    for gate, w, matrix, xs, bias, y in both:
-        _, scales, groups = stored(matrix)
+    both = (
+        (True, gates, gate_scales, gate_groups, x, gate_up_bias, h),
+        (False, downs, down_scales, down_groups, h, down_bias, outputs),
+    )
+    for gate, w, scales, groups, xs, bias, y in both:
         _moe_scaled_sm90_kernel[(programs,)](
             w, scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32), lists[int(gate)],
             xs.stride(0) // 8, P, first, clamp_at if clamp_at is not None else 0.0,
