@@ -130,15 +130,18 @@ def _locate(at, lists, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.c
 @gluon.jit
 def _load_weights(tile, e, column, w, slots, slot, ready, GATE: gl.constexpr):
     """Starts the load of a step's weights, in words."""
-    WORDS: gl.constexpr = slots.shape[2]
-    mbarrier.expect(ready, PARTS * ROWS * WORDS * 4)
+    WORDS: gl.constexpr = slots[0].shape[2]
     for part in gl.static_range(PARTS):
-        to, k = slots.index(slot * PARTS + part), column // (BLOCK_K // WORDS) + part * WORDS
+        mbarrier.expect(ready[part].index(slot), ROWS * WORDS * 4)
+    for part in gl.static_range(PARTS):
+        to, k = slots[part].index(slot), column // (BLOCK_K // WORDS) + part * WORDS
         if GATE:
             to = to.reshape([1, HALF // 8, 2, 8, WORDS])
-            tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, k], ready, to)
+            tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, k], ready[part].index(slot), to)
         else:
-            tma.async_copy_global_to_shared(w, [e, tile * ROWS, k], ready, to.reshape([1, ROWS, WORDS]))
+            tma.async_copy_global_to_shared(
+                w, [e, tile * ROWS, k], ready[part].index(slot), to.reshape([1, ROWS, WORDS])
+            )
 
 
 @gluon.jit
@@ -202,17 +205,19 @@ def _multiply(
     w_shared, slot, x, scales, acc, part: gl.constexpr, PACKED: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
     """Starts the product of a part of a step; returns it, added to `acc` if scaled, its weights, and rows' scales."""
-    WORDS: gl.constexpr = w_shared.shape[2]
+    WORDS: gl.constexpr = w_shared[part].shape[2]
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
     COUNT: gl.constexpr = scales.shape[0] // PARTS
-    words = w_shared.index(slot * PARTS + part).load(_words(WORDS))
+    words = w_shared[part].index(slot).load(_words(WORDS))
     scales = scales.slice(part * COUNT, COUNT)
     w = _numbers(words, scales, PACKED, A)
     columns = x.slice(part * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
     if PACKED:
         return hopper.warpgroup_mma(w, columns, acc, is_async=True), w, 1.0
     else:
-        acc = hopper.warpgroup_mma(w, columns, gl.zeros_like(acc), use_acc=False, is_async=True)
+        COLUMNS: gl.constexpr = x.shape[0]
+        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
+        acc = hopper.warpgroup_mma(w, columns, zeros, use_acc=False, is_async=True)
         return acc, w, scales.load(gl.SliceLayout(1, PRODUCT))
 
 
@@ -233,12 +238,20 @@ def _moe_scaled_sm90_kernel(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
     dtype: gl.constexpr = x.dtype.element_ty
-    w_shared = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, ROWS, WORDS], words_shared(WORDS))
+    # Apart, so that the compiler puts no barrier between the loads of both parts.
+    w_shared = (
+        gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WORDS], words_shared(WORDS)),
+        gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WORDS], words_shared(WORDS)),
+    )
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, PARTS * BLOCK_K], SHARED)
     scales_shared = gl.allocate_shared_memory(scales.dtype.element_ty, [STAGES, PARTS * BLOCK_K // SPAN * ROWS], SCALES)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
+    ready = (
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+    )
+    for part in gl.static_range(PARTS):
+        for s in gl.static_range(STAGES):
+            mbarrier.init(ready[part].index(s), count=1)
     hopper.fence_async_shared()
     tl.debug_barrier()
     if GATE:
@@ -255,7 +268,7 @@ def _moe_scaled_sm90_kernel(
     tl.debug_barrier()
     for s in range(gl.minimum(steps, STAGES - 1)):
         tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS)
-        _load_weights(tile, e, column, w, w_shared, s, ready.index(s), GATE)
+        _load_weights(tile, e, column, w, w_shared, s, ready, GATE)
     if not GATE:
         gdc_wait()
     if steps < STAGES:
@@ -271,28 +284,31 @@ def _moe_scaled_sm90_kernel(
         stop = gl.minimum(end, (at // STEPS + 1) * STEPS)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
         for _ in range(at, stop):
-            slot = step % STAGES
+            slot, ahead = step % STAGES, step - 1 + STAGES
+            tile, row, e, column = _locate(
+                gl.minimum(begin + ahead, end - 1), lists, first_block, GATE, H, F, BEGIN, COLUMNS
+            )
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(ready[part].index(slot), step // STAGES % 2)
             async_copy.wait_group(STAGES - 2)
-            mbarrier.wait(ready.index(slot), step // STAGES % 2)
-            hopper.fence_async_shared()
             tl.debug_barrier()  # all warps have their rows, and are done with the step before
-            ahead = step - 1 + STAGES
+            hopper.fence_async_shared()
+            x_slot, scales_slot = x_shared.index(slot), scales_shared.index(slot)
+            one, one_w, scale = _multiply(w_shared, slot, x_slot, scales_slot, acc, 0, PACKED, PRODUCT)
+            two, two_w, next_scale = _multiply(
+                w_shared, slot, x_slot, scales_slot, one if PACKED else acc, 1, PACKED, PRODUCT
+            )
             if ahead < steps:
                 into = ahead % STAGES
-                tile, row, e, column = _locate(begin + ahead, lists, first_block, GATE, H, F, BEGIN, COLUMNS)
-                _load_weights(tile, e, column, w, w_shared, into, ready.index(into), GATE)
+                _load_weights(tile, e, column, w, w_shared, into, ready, GATE)
                 _copy_rows(row, column, x, x_n, x_shared.index(into), GATE, TOP_K, K)
                 _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(into), GATE, H, F, GROUP, GROUPS)
                 if ahead == steps - 1:  # the last load has been issued
                     gdc_launch_dependents()
             async_copy.commit_group()
-            x_slot, scales_slot = x_shared.index(slot), scales_shared.index(slot)
-            one, one_w, scale = _multiply(w_shared, slot, x_slot, scales_slot, acc, 0, PACKED, PRODUCT)
             if PACKED:
-                acc, two_w, scale = _multiply(w_shared, slot, x_slot, scales_slot, one, 1, PACKED, PRODUCT)
-                acc, _, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc, one_w, two_w])
+                acc, _, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[two, one_w, two_w])
             else:
-                two, two_w, next_scale = _multiply(w_shared, slot, x_slot, scales_slot, acc, 1, PACKED, PRODUCT)
                 one, two, _, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[one, two, one_w, two_w])
                 acc += scale[:, None] * one + next_scale[:, None] * two
             step += 1
@@ -339,6 +355,12 @@ def columns_of(pairs: int, experts: int) -> int:
     return min(MOST_COLUMNS, max(8, triton.next_power_of_2(2 * pairs // experts)))
 
 
+def stages_of(columns: int, packed: bool) -> int:
+    """Computes how many steps a program has in shared memory."""
+    step = PARTS.value * BLOCK_K.value * (ROWS.value // (2 if packed else 1) + 2 * columns) + 512
+    return min(8, SHARED_KB * 1024 // step)
+
+
 def fits(
     x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix
 ) -> bool:
@@ -366,7 +388,8 @@ def fits(
 
 def launch(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix,
-    down: torch.Tensor | ScaledMatrix, first: int,    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
+    down: torch.Tensor | ScaledMatrix, first: int,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
     h: torch.Tensor, outputs: torch.Tensor, columns: int,
 ) -> None:  # fmt: skip
     """Computes the outputs [N k, H] of all local pairs for tensors that fit, by blocks of `columns` pairs.
@@ -393,8 +416,6 @@ def launch(
     most = triton.cdiv(min(block_p, E + block_p // columns), programs) + 2  # blocks that a program has
     lists = torch.empty(2, programs, most, columns + 8, dtype=torch.int32, device=x.device)
     sums = workspace(x.device, programs * HALF.value * columns)
-    stage = PARTS.value * (ROWS.value * words * 4 + columns * BLOCK_K.value * 2) + 512
-    stages = min(8, SHARED_KB * 1024 // stage)
     both = (
         (True, gates, gate_scales, gate_groups, x, gate_up_bias, h),
         (False, downs, down_scales, down_groups, h, down_bias, outputs),
@@ -403,6 +424,7 @@ def launch(
         _moe_scaled_sm90_kernel[(programs,)](
             w, scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32), lists[int(gate)],
             xs.stride(0) // 8, P, first, clamp_at if clamp_at is not None else 0.0,
-            TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **groups, COLUMNS=columns, STAGES=stages, LISTS=most,
-            GATE=gate, BIAS=bias is not None, CLAMPED=clamp_at is not None, num_warps=WARPS.value, launch_pdl=True,
+            TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **groups, COLUMNS=columns,
+            STAGES=stages_of(columns, a_word == 8), LISTS=most, GATE=gate, BIAS=bias is not None,
+            CLAMPED=clamp_at is not None, num_warps=WARPS.value, launch_pdl=True,
         )  # fmt: skip

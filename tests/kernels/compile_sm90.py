@@ -59,6 +59,7 @@ from kernels.moe.experts import (
     tiles_of,
     way_of,
 )
+from kernels.moe.experts_scaled_sm90 import _moe_scaled_sm90_kernel, stages_of, words_shared
 from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
 from kernels.moe.router import _route_kernel
@@ -306,6 +307,20 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             if not gate:
                 world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": H > 4096, "out": None}
                 yield "moe-sm90-send", bf16, _moe_sm90_kernel, shape | extra | world, {"num_warps": 4}
+    for E, H, F, k, tokens, columns, clamped, group, begin in (
+        (128, 2048, 768, 8, 40, 8, False, 128, 0),  # of Qwen3-30B-A3B, DeepSeek-R1; of gpt-oss-20b
+        (32, 7168, 2048, 8, 128, 16, False, 128, 0),
+        (8, 2880, 1440, 4, 128, 32, True, 128, 96),
+        (32, 2880, 2880, 4, 5, 8, True, 32, 0),
+        (32, 2880, 2880, 4, 40, 16, True, 32, 0),
+        (32, 2880, 2880, 4, 128, 32, True, 32, 0),
+    ):
+        shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(128, triton.next_power_of_2(tokens * k))}
+        shape |= {"COLUMNS": columns, "STAGES": stages_of(columns, group == 32), "LISTS": 3, "CLAMPED": clamped}
+        for gate in (True, False):
+            groups = triton.cdiv(begin * (not gate) + (H if gate else F), group)
+            extra = {"GATE": gate, "BIAS": clamped, "GROUP": group, "GROUPS": groups, "BEGIN": begin * (not gate)}
+            yield "moe-scaled-sm90", bf16, _moe_scaled_sm90_kernel, shape | extra, {"num_warps": 4}
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
@@ -500,7 +515,9 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*i32"  # words of four numbers
         elif name in DESCRIPTORS and isinstance(function, GluonJITFunction):
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
-        if name == "words" and function in (_linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel):
+        if name == "words" and function in (
+            _linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel, _moe_scaled_sm90_kernel,
+        ):  # fmt: skip
             kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS", "D")) else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
             rows = ROWS.value if name == "weights" else constants["N_MAX"]
@@ -521,7 +538,11 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             if constants["GROUPS"]:
                 layout, element = E4M3_GATE_UP if constants["GATE"] else E4M3_DOWN, "fp8e4nv"
             kind, aligned = f"tensordesc<{element}{block},{layout.value!r}>", False
-        if function is _moe_sm90_kernel and name == "x_n":
+        if function is _moe_scaled_sm90_kernel and name == "w":
+            columns = BLOCK_K.value // (8 if constants["GROUP"] == 32 else 4)
+            block = [1, HALF.value // 8, 2, 8, columns] if constants["GATE"] else [1, DOWN_ROWS.value, columns]
+            kind, aligned = f"tensordesc<i32{block},{words_shared(columns, len(block))!r}>", False
+        if function in (_moe_sm90_kernel, _moe_scaled_sm90_kernel) and name == "x_n":
             aligned = False
         signature[name] = "constexpr" if name in constants else kind
         if name in constants:

@@ -485,9 +485,11 @@ def test_hopper_of_e4m3(
 @pytest.mark.parametrize(
     "N, k, experts, E, H, F, clamped, packed, group, begins",
     [
-        (40, 8, 128, 128, 2048, 768, False, False, 128, (0, 0)), (128, 8, 128, 16, 2048, 768, False, False, 128, (0, 0)),
-        (17, 8, 256, 32, 7168, 2048, False, False, 128, (0, 0)), (9, 4, 32, 8, 2880, 1440, True, False, 128, (0, 96)),
-        (64, 8, 16, 16, 2064, 400, False, False, 4096, (0, 384)), (33, 8, 16, 5, 2048, 208, True, False, 256, (128, 208)),
+        (40, 8, 128, 128, 2048, 768, False, False, 128, (0, 0)),
+        (17, 8, 256, 32, 7168, 2048, False, False, 128, (0, 0)),
+        (128, 8, 128, 16, 2048, 768, False, False, 128, (0, 0)), (9, 4, 32, 8, 2880, 1440, True, False, 128, (0, 96)),
+        (64, 8, 16, 16, 2064, 400, False, False, 4096, (0, 384)),
+        (33, 8, 16, 5, 2048, 208, True, False, 256, (128, 208)),
         (1, 4, 32, 32, 2880, 2880, True, True, 32, (0, 0)), (5, 4, 32, 32, 2880, 2880, True, True, 32, (0, 0)),
         (40, 4, 32, 32, 2880, 2880, True, True, 32, (0, 0)), (128, 4, 128, 16, 2880, 2880, True, True, 32, (0, 0)),
         (19, 3, 7, 5, 352, 224, False, True, 32, (32, 96)), (128, 4, 8, 8, 288, 192, True, True, 64, (0, 32)),
@@ -516,22 +518,10 @@ def test_hopper_of_a_few_bits(
             wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
             with pytest.raises(AssertionError, match="not close"):
                 check(replace(case, **{name: wrong}).result(), case)
-    crowded = replace(case, weights=case.weights / k)  # all on one expert, once; then nobody here
-    crowded.ids[:] = case.first + E
+    crowded = replace(scaled_case(whole, packed, group, begins), ids=torch.full_like(case.ids, case.first + E))
+    check_hopper(crowded)  # nobody here
     crowded.ids[:, 0] = case.first + E // 2
-    poisoned = {
-        name: ScaledMatrix(w.data.clone(), w.scales.clone(), group, w.begin)
-        for name, w in (
-            ("gate_up", scaled(whole.gate_up, packed, group, begins[0])),
-            ("down", scaled(whole.down, packed, group, begins[1])),
-        )
-    }
-    crowded = replace(crowded, **poisoned)
     check_hopper(crowded)
-    crowded.ids[:] = case.first + E
-    check_hopper(crowded)
-    if case.addend is not None:
-        assert torch.equal(crowded.result(), case.addend)
 
 
 @pytest.mark.gpu
