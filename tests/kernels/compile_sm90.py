@@ -35,8 +35,7 @@ from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
 from kernels.attention.unpacked_prefill import _unpack_pages_kernel
 from kernels.dense.linear import _linear_kernel
-from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel
-from kernels.dense.linear_fp8_sm90 import HALF as PAIRS
+from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel, rows_of
 from kernels.dense.linear_scaled import _scaled_linear_kernel, _unpack_kernel
 from kernels.dense.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.dense.linear_sm90 import SHARED as SLICED
@@ -260,16 +259,17 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             yield "linear-sm90-send", bf16, _linear_sm90_kernel, tile | world | none, {"num_warps": 4}
     for gated, split, most, parts, stages in (
         (False, 4, 8, 2, 5), (False, 16, 16, 2, 4), (False, 1, 32, 1, 6), (True, 3, 8, 2, 5), (True, 1, 32, 1, 6),
-        (False, 2, 64, 1, 4), (True, 1, 64, 1, 4),
+        (False, 2, 64, 1, 4), (True, 1, 64, 1, 4), (False, 4, 128, 1, 4), (True, 3, 128, 1, 4),
     ):  # fmt: skip
         tile = {"SPLIT": split, "N_MAX": most, "PARTS": parts, "STAGES": stages, "GROUP": 128, "BEGIN": 64}
-        tile |= {"BIAS": True, "GATED": gated}
-        yield "linear-fp8-sm90", bf16, _linear_fp8_sm90_kernel, tile | alone | none, {"num_warps": 4}
+        tile |= {"BIAS": True, "GATED": gated, "ROWS": rows_of(most)}
+        warps = {"num_warps": rows_of(most) // 16}
+        yield "linear-fp8-sm90", bf16, _linear_fp8_sm90_kernel, tile | alone | none, warps
         if gated:
             to_heads = tile | alone | heads | {"GATED": False, "out": None}
-            yield "qkv-append-fp8-sm90", bf16, _linear_fp8_sm90_kernel, to_heads, {"num_warps": 4}
+            yield "qkv-append-fp8-sm90", bf16, _linear_fp8_sm90_kernel, to_heads, warps
         else:
-            yield "linear-fp8-sm90-send", bf16, _linear_fp8_sm90_kernel, tile | world | none, {"num_warps": 4}
+            yield "linear-fp8-sm90-send", bf16, _linear_fp8_sm90_kernel, tile | world | none, warps
     for rows, block_r, block_k, stages, warps in ((64, 64, 128, 5, 4), (8, 64, 128, 5, 4), (256, 128, 64, 4, 8)):
         tile = {"R": 2112, "K": 7168, "GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": block_r, "BLOCK_K": block_k}
         tile |= {"BLOCK_N": min(128, max(16, rows)), "STAGES": stages, "TOGETHER": 8, "BIAS": True, "PDL": True}
@@ -526,7 +526,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if function is _linear_fp8_sm90_kernel and name == "weights":
             paired = constants["GATED"] or constants["D"]
             columns = constants["PARTS"] * BLOCK_K.value
-            block = [1, PAIRS.value // 8, 2, 8, columns] if paired else [DOWN_ROWS.value, columns]
+            rows = constants["ROWS"]
+            block = [1, rows // 16, 2, 8, columns] if paired else [rows, columns]
             kind, aligned = f"tensordesc<fp8e4nv{block},{(E4M3_PAIRS if paired else E4M3).value!r}>", False
         if function is _linear_fp8_sm90_kernel and name == "xs":
             block = [constants["N_MAX"], constants["PARTS"] * BLOCK_K.value]
