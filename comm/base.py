@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Messages:
+class PackedPartials:
     """The messages that a rank sends in an exchange.
 
     Attributes:
@@ -159,12 +159,12 @@ class Communicator(ABC):
         """
         return True
 
-    def pack(self, partial: PartialAttention, shares: Sequence[int]) -> Messages:
+    def pack(self, partial: PartialAttention, shares: Sequence[int]) -> PackedPartials:
         """Merges the splits of `partial` into messages: the first part of `merge_exchange`, on this rank alone."""
         packed = pack_partials(partial, shares, self._starts_of(shares))
-        return Messages(packed, _message_shape(partial, shares))
+        return PackedPartials(packed, _message_shape(partial, shares))
 
-    def exchange_packed(self, sent: Messages, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
+    def exchange_packed(self, sent: PackedPartials, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
         """Exchanges and combines what was packed: the rest of `merge_exchange`."""
         partials, part_lse = partial_views(self.all_to_all(sent.packed), *sent.shape)
         mine = shares[self.kvp_rank]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.base import Communicator, Messages
+from comm.base import Communicator, PackedPartials
 from comm.hopb import RESERVED_SMS
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
@@ -155,14 +155,14 @@ class ShardedAttention:
 
         large = self.comm.takes_sms(rows, result.shape[2], q.dtype, self.shares)
 
-        def attend(chunk: int) -> PartialAttention | Messages:
+        def attend(chunk: int) -> PartialAttention | PackedPartials:
             # Nothing runs beside the first chunk. Others' parts are still unmerged: each has a workspace of its own.
             beside = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
             sent = self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
             return self.comm.pack(sent, self.shares) if large else sent  # by all SMs
 
-        def exchange(chunk: int, sent: PartialAttention | Messages) -> None:
-            if isinstance(sent, Messages):
+        def exchange(chunk: int, sent: PartialAttention | PackedPartials) -> None:
+            if isinstance(sent, PackedPartials):
                 self.comm.exchange_packed(sent, self.shares, result[of(chunk)])
             else:
                 self.comm.merge_exchange(sent, self.shares, result[of(chunk)])

@@ -219,8 +219,8 @@ def decode_parts(
 
     Args:
         lane: of the workspaces, the one that holds the parts until they are merged.
-        ready: `early`, and the preceding kernel is an attention of other rows in another lane: what this one reads and
-            writes is older, so it does not wait.
+        ready: `early`, and what this one reads and writes is older than the preceding kernel, an attention of other
+            rows in another lane or a pause: it does not wait.
     """
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse, scores=scores))

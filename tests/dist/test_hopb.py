@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comm.base import Communicator, Messages
+from comm.base import Communicator, PackedPartials
 from comm.hopb import Pipeline
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
@@ -57,10 +57,10 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
         engine.runner.hopb = hopb
         run = engine.runner.model.pipeline.run
 
-        def spy(chunks: int, attend: Callable[[int], Messages], exchange: object, leads: bool) -> None:
+        def spy(chunks: int, attend: Callable[[int], PackedPartials], exchange: object, leads: bool) -> None:
             sizes: list[int] = []
 
-            def sized(chunk: int) -> Messages:
+            def sized(chunk: int) -> PackedPartials:
                 found = attend(chunk)
                 sizes.append(found.shape[0])
                 return found
