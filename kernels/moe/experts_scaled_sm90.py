@@ -47,6 +47,7 @@ _ALPHA = gl.constexpr(ALPHA)
 
 
 def _e4m3_to_bf16() -> str:
+    """Writes the code that converts a word, by way of fp16 and fp32: from fp16 to bf16 at once is a slow instruction."""
     lines = [".reg .b16 p<2>; .reg .b32 f, d; .reg .b16 h<2>; .reg .f32 a, b;", "mov.b32 {p0, p1}, $4;"]
     for i in range(2):
         lines += [f"cvt.rn.f16x2.e4m3x2 f, p{i};", "mov.b32 {h0, h1}, f;", "cvt.f32.f16 a, h0;", "cvt.f32.f16 b, h1;"]
@@ -55,7 +56,7 @@ def _e4m3_to_bf16() -> str:
 
 
 def _e2m1_to_bf16() -> str:
-    """A byte stands four times in a register, the upper two shifted apart: signs are in place, numbers two bits low."""
+    """Writes the code: a byte twice, and twice four bits higher, has both signs in place and both numbers two bits low."""
     lines = [".reg .b32 up, r, m;", "shl.b32 up, $8, 4;"]
     for i in range(4):
         byte = f"0x{(4 + i) * 0x1100 + i * 0x11:04x}"
