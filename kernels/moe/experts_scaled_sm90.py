@@ -30,7 +30,7 @@ from kernels.reference.experts import ALPHA
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import SHARED
 
-MOST_TOKENS, MOST_PAIRS = 128, 1024
+MOST_TOKENS, MOST_PAIRS = 128, 2048
 MOST_COLUMNS = 32  # pairs of a block
 MIN_WIDTH = 192  # columns of an expert
 WARPS, ROWS, HALF = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
