@@ -1,6 +1,6 @@
 """A rank's routed experts: gather, two grouped products and the weighted sum, without a copy of x.
 
-A pair is a token and one of its experts. Static shapes choose one of four algorithms; no grid depends on ids:
+A pair is a token and one of its experts. Static shapes choose one of five algorithms; no grid depends on ids:
 
 - A few tokens: they rarely share experts, and latency dominates. Programs take a pair and some rows of its expert's
   gate and up, and stream these through registers; programs of equal experts are neighbours, and all but the first read

@@ -30,11 +30,11 @@ from kernels.reference.experts import ALPHA
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import SHARED
 
-MOST_TOKENS, MOST_PAIRS = 128, 1024
+MOST_TOKENS, MOST_PAIRS = 128, 2048
 MOST_COLUMNS = 32  # pairs of a block
 MIN_WIDTH = 192  # columns of an expert
 WARPS, ROWS, HALF = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
-BLOCK_K, PARTS = gl.constexpr(128), gl.constexpr(2)  # columns of a product; products of a step
+BLOCK_K = gl.constexpr(128)  # columns of a product
 SHARED_KB = 104  # of a program's stages; two programs fit an SM
 COPIED = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -47,6 +47,7 @@ _ALPHA = gl.constexpr(ALPHA)
 
 
 def _e4m3_to_bf16() -> str:
+    """Writes the code for a word, by way of fp16 and fp32: from fp16 to bf16 at once is a slow instruction."""
     lines = [".reg .b16 p<2>; .reg .b32 f, d; .reg .b16 h<2>; .reg .f32 a, b;", "mov.b32 {p0, p1}, $4;"]
     for i in range(2):
         lines += [f"cvt.rn.f16x2.e4m3x2 f, p{i};", "mov.b32 {h0, h1}, f;", "cvt.f32.f16 a, h0;", "cvt.f32.f16 b, h1;"]
@@ -55,7 +56,7 @@ def _e4m3_to_bf16() -> str:
 
 
 def _e2m1_to_bf16() -> str:
-    """A byte stands four times in a register, the upper two shifted apart: signs are in place, numbers two bits low."""
+    """Writes the code for a word: of a byte in both places, signs are as they should be, numbers two bits low."""
     lines = [".reg .b32 up, r, m;", "shl.b32 up, $8, 4;"]
     for i in range(4):
         byte = f"0x{(4 + i) * 0x1100 + i * 0x11:04x}"
@@ -118,7 +119,7 @@ def _list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.cons
 
 @gluon.jit
 def _locate(at, lists, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
-            COLUMNS: gl.constexpr):  # fmt: skip
+            COLUMNS: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Locates a step: its tile of the expert's rows, the list of its pairs, its expert and first column."""
     STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
@@ -131,6 +132,8 @@ def _locate(at, lists, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.c
 def _load_weights(tile, e, column, w, slots, slot, ready, GATE: gl.constexpr):
     """Starts the load of a step's weights, in words."""
     WORDS: gl.constexpr = slots[0].shape[2]
+    PARTS: gl.constexpr = len(slots)
+    ROWS: gl.constexpr = slots[0].shape[1]
     for part in gl.static_range(PARTS):
         mbarrier.expect(ready[part].index(slot), ROWS * WORDS * 4)
     for part in gl.static_range(PARTS):
@@ -160,10 +163,9 @@ def _copy_rows(row, column, x, x_n, to, GATE: gl.constexpr, TOP_K: gl.constexpr,
 @gluon.jit
 def _copy_scales(
     tile, e, place, scales, to, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """Copies the scales of a step's rows, whose groups begin `place` columns after the first."""
-    SPAN: gl.constexpr = PARTS * BLOCK_K * ROWS // to.shape[0]
     c = gl.arange(0, to.shape[0], layout=gl.BlockedLayout([to.shape[0] // 128], [32], [4], [0]))
     i, group = c % ROWS, (place + c // ROWS * SPAN) // GROUP
     if GATE:
@@ -207,7 +209,7 @@ def _multiply(
     """Starts the product of a part of a step; returns it, added to `acc` if scaled, its weights, and rows' scales."""
     WORDS: gl.constexpr = w_shared[part].shape[2]
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
-    COUNT: gl.constexpr = scales.shape[0] // PARTS
+    COUNT: gl.constexpr = scales.shape[0] // len(w_shared)
     words = w_shared[part].index(slot).load(_words(WORDS))
     scales = scales.slice(part * COUNT, COUNT)
     w = _numbers(words, scales, PACKED, A)
@@ -225,8 +227,8 @@ def _multiply(
 def _moe_scaled_sm90_kernel(
     w, scales, x, ids, weights, bias, out, words, lists, x_n, P, first, clamp_at,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    LISTS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, CLAMPED: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, LISTS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, CLAMPED: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = scales.dtype.element_ty == gl.uint8
     WORDS: gl.constexpr = BLOCK_K // (8 if PACKED else 4)
@@ -238,17 +240,13 @@ def _moe_scaled_sm90_kernel(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
     dtype: gl.constexpr = x.dtype.element_ty
-    # Apart, so that the compiler puts no barrier between the loads of both parts.
-    w_shared = (
-        gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WORDS], words_shared(WORDS)),
-        gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WORDS], words_shared(WORDS)),
-    )
+    w_shared, ready = (), ()  # of each part apart, so that the compiler puts no barrier between their loads
+    for _part in gl.static_range(PARTS):
+        words_of_part = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WORDS], words_shared(WORDS))
+        barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        w_shared, ready = w_shared + (words_of_part,), ready + (barriers,)  # type: ignore[assignment]  # noqa: RUF005
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, PARTS * BLOCK_K], SHARED)
     scales_shared = gl.allocate_shared_memory(scales.dtype.element_ty, [STAGES, PARTS * BLOCK_K // SPAN * ROWS], SCALES)
-    ready = (
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-    )
     for part in gl.static_range(PARTS):
         for s in gl.static_range(STAGES):
             mbarrier.init(ready[part].index(s), count=1)
@@ -267,7 +265,7 @@ def _moe_scaled_sm90_kernel(
             _list_pairs(lists + (block - first_block) * (COLUMNS + 8), block, local, ends, BLOCK_P, COLUMNS)
     tl.debug_barrier()
     for s in range(gl.minimum(steps, STAGES - 1)):
-        tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS)
+        tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
         _load_weights(tile, e, column, w, w_shared, s, ready, GATE)
     if not GATE:
         gdc_wait()
@@ -275,9 +273,9 @@ def _moe_scaled_sm90_kernel(
         gdc_launch_dependents()
     for s in range(STAGES - 1):
         if s < steps:
-            tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS)
+            tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
             _copy_rows(row, column, x, x_n, x_shared.index(s), GATE, TOP_K, K)
-            _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(s), GATE, H, F, GROUP, GROUPS)
+            _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(s), GATE, H, F, GROUP, GROUPS, SPAN)
         async_copy.commit_group()
     at, step = begin, 0
     while at < end:
@@ -286,7 +284,7 @@ def _moe_scaled_sm90_kernel(
         for _ in range(at, stop):
             slot, ahead = step % STAGES, step - 1 + STAGES
             tile, row, e, column = _locate(
-                gl.minimum(begin + ahead, end - 1), lists, first_block, GATE, H, F, BEGIN, COLUMNS
+                gl.minimum(begin + ahead, end - 1), lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS
             )
             for part in gl.static_range(PARTS):
                 mbarrier.wait(ready[part].index(slot), step // STAGES % 2)
@@ -294,28 +292,35 @@ def _moe_scaled_sm90_kernel(
             tl.debug_barrier()  # all warps have their rows, and are done with the step before
             hopper.fence_async_shared()
             x_slot, scales_slot = x_shared.index(slot), scales_shared.index(slot)
-            one, one_w, scale = _multiply(w_shared, slot, x_slot, scales_slot, acc, 0, PACKED, PRODUCT)
-            two, two_w, next_scale = _multiply(
-                w_shared, slot, x_slot, scales_slot, one if PACKED else acc, 1, PACKED, PRODUCT
-            )
+            one = acc
+            sums, kept, factors = (), (), ()
+            for part in gl.static_range(PARTS):
+                one, part_w, factor = _multiply(
+                    w_shared, slot, x_slot, scales_slot, one if PACKED else acc, part, PACKED, PRODUCT
+                )
+                sums, kept, factors = sums + (one,), kept + (part_w,), factors + (factor,)  # type: ignore[assignment]  # noqa: RUF005
             if ahead < steps:
                 into = ahead % STAGES
                 _load_weights(tile, e, column, w, w_shared, into, ready, GATE)
                 _copy_rows(row, column, x, x_n, x_shared.index(into), GATE, TOP_K, K)
-                _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(into), GATE, H, F, GROUP, GROUPS)
+                _copy_scales(
+                    tile, e, column + BEGIN, scales, scales_shared.index(into), GATE, H, F, GROUP, GROUPS, SPAN
+                )
                 if ahead == steps - 1:  # the last load has been issued
                     gdc_launch_dependents()
             async_copy.commit_group()
-            if PACKED:
-                acc, _, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[two, one_w, two_w])
+            if PARTS == 4:
+                acc, _, _, _, _ = hopper.warpgroup_mma_wait(0, [one, kept[0], kept[1], kept[2], kept[3]])  # type: ignore[misc]
+            elif PACKED:
+                acc, _, _ = hopper.warpgroup_mma_wait(0, [one, kept[0], kept[1]])  # type: ignore[misc]
             else:
-                one, two, _, _ = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[one, two, one_w, two_w])
-                acc += scale[:, None] * one + next_scale[:, None] * two
+                one, two, _, _ = hopper.warpgroup_mma_wait(0, [sums[0], sums[1], kept[0], kept[1]])  # type: ignore[misc]
+                acc += factors[0][:, None] * one + factors[1][:, None] * two  # type: ignore[misc]
             step += 1
         if PACKED:
             acc *= LIFT
         whole = at // STEPS
-        tile, row, e, _ = _locate(at, lists, first_block, GATE, H, F, BEGIN, COLUMNS)
+        tile, row, e, _ = _locate(at, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
         if GATE:
             y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
             y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
@@ -355,10 +360,15 @@ def columns_of(pairs: int, experts: int) -> int:
     return min(MOST_COLUMNS, max(8, triton.next_power_of_2(2 * pairs // experts)))
 
 
+def parts_of(columns: int, packed: bool) -> int:
+    """Chooses how many products a step has: 16 KB of weights, or half of that beside many rows."""
+    return 4 if packed and columns <= 16 else 2
+
+
 def stages_of(columns: int, packed: bool) -> int:
     """Computes how many steps a program has in shared memory."""
-    step = PARTS.value * BLOCK_K.value * (ROWS.value // (2 if packed else 1) + 2 * columns) + 512
-    return min(8, SHARED_KB * 1024 // step)
+    part = BLOCK_K.value * (ROWS.value // (2 if packed else 1) + 2 * columns) + 256
+    return min(8, SHARED_KB * 1024 // (parts_of(columns, packed) * part))
 
 
 def fits(
@@ -425,6 +435,6 @@ def launch(
             w, scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32), lists[int(gate)],
             xs.stride(0) // 8, P, first, clamp_at if clamp_at is not None else 0.0,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **groups, COLUMNS=columns,
-            STAGES=stages_of(columns, a_word == 8), LISTS=most, GATE=gate, BIAS=bias is not None,
-            CLAMPED=clamp_at is not None, num_warps=WARPS.value, launch_pdl=True,
+            PARTS=parts_of(columns, a_word == 8), STAGES=stages_of(columns, a_word == 8), LISTS=most,
+            GATE=gate, BIAS=bias is not None, CLAMPED=clamp_at is not None, num_warps=WARPS.value, launch_pdl=True,
         )  # fmt: skip

@@ -60,7 +60,7 @@ from kernels.moe.experts import (
     tiles_of,
     way_of,
 )
-from kernels.moe.experts_scaled_sm90 import _moe_scaled_sm90_kernel, stages_of, words_shared
+from kernels.moe.experts_scaled_sm90 import _moe_scaled_sm90_kernel, parts_of, stages_of, words_shared
 from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
 from kernels.moe.router import _route_kernel
@@ -326,6 +326,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     ):
         shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(128, triton.next_power_of_2(tokens * k))}
         shape |= {"COLUMNS": columns, "STAGES": stages_of(columns, group == 32), "LISTS": 3, "CLAMPED": clamped}
+        shape["PARTS"] = parts_of(columns, group == 32)
         for gate in (True, False):
             groups = triton.cdiv(begin * (not gate) + (H if gate else F), group)
             extra = {"GATE": gate, "BIAS": clamped, "GROUP": group, "GROUPS": groups, "BEGIN": begin * (not gate)}
