@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +24,20 @@ from helix.steps.step import Step
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
+from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.scaled import as_tensor, matrix_rows
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shape of one layer's attention in the checkpoint."""
+    """Shape of one layer's attention in the checkpoint.
+
+    Attributes:
+        gated: whether the output of each query head is gated by a sigmoid; each head of q_proj is then followed by its
+            gate.
+        rotated: first dimensions of a head that RoPE rotates; None: all.
+        zero_centered: whether the checkpoint has the norms' weights without their 1.
+    """
 
     hidden: int
     q_heads: int
@@ -39,6 +49,9 @@ class AttentionSpec:
     norm_eps: float
     window: int | None
     sinks: bool
+    gated: bool = False
+    rotated: int | None = None
+    zero_centered: bool = False
 
     @property
     def scale(self) -> float:
@@ -57,12 +70,24 @@ class AttentionSpec:
     @property
     def weights(self) -> int:
         """Number of weights in all projections, over all ranks."""
-        return self.hidden * self.head_dim * 2 * (self.q_heads + self.kv_heads)
+        return self.hidden * self.head_dim * ((2 + self.gated) * self.q_heads + 2 * self.kv_heads)
 
     @property
     def multiplications(self) -> int:
         """Number of multiplications of a token's queries with one key and value, over all heads."""
         return self.q_heads * 2 * self.head_dim
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """Runs of a query or key head's dimensions in the order of our rows.
+
+        Kernels rotate dimension d against d + D / 2. With fewer rotated dimensions, each half of a head has a half of
+        those first, and then a half of the others, whose angles are 0.
+        """
+        if self.rotated in (None, self.head_dim):
+            return (range(self.head_dim),)
+        half, middle = self.rotated // 2, (self.rotated + self.head_dim) // 2
+        return range(half), range(self.rotated, middle), range(half, self.rotated), range(middle, self.head_dim)
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
@@ -76,7 +101,8 @@ class AttentionSpec:
         """
         q, lanes, copies = sent(layout, rank, self.q_heads, self.kv_heads)
         rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
-        return copies * rows + 2 * (q + lanes) * self.head_dim
+        gates = 2 * len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * self.gated
+        return copies * rows + (2 * (q + lanes) + gates) * self.head_dim
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Attention:
         """Builds this rank's part."""
@@ -114,10 +140,6 @@ class ShardedAttention:
         self.scale = scale
         self.window = window
         self.sinks: Tensor | None = None
-
-    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
-        """Computes this rank's part [N, H] of the output from the queries of `project`."""
-        return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Attends with queries [N, Hq_local, D] on all ranks; returns the exact output of own heads [N, heads, D]."""
@@ -162,6 +184,13 @@ class ShardedAttention:
         return x
 
 
+class Queries(NamedTuple):
+    """Queries [N, Hq, D] of a TPA slice, and the gates [N, heads * D] of own heads; None if they are not gated."""
+
+    heads: Tensor
+    gate: Tensor | None
+
+
 class Attention(ShardedAttention):
     """Attention with QKV replicated in the kvp group, one exchange, and the output projection over all ranks.
 
@@ -184,23 +213,37 @@ class Attention(ShardedAttention):
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec, name = spec, f"{place.name}.self_attn"
 
-        def rows(part: str, total: int, share: range) -> Rows:
-            dim = spec.head_dim
-            return Rows(f"{name}.{part}_proj", total * dim, range(share.start * dim, share.stop * dim), spec.qkv_bias)
+        def rows(part: str, total: int, share: range, runs: Sequence[range], each: int = spec.head_dim) -> list[Rows]:
+            """Lists runs of each head of `share`, which has `each` rows; whole heads are one run."""
+            parts = [range(head * each + run.start, head * each + run.stop) for head in share for run in runs]
+            if [*map(len, runs)] == [each]:
+                parts = [range(share.start * each, share.stop * each)]
+            return [Rows(f"{name}.{part}_proj", total * each, run, spec.qkv_bias) for run in parts]
 
         q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
+        whole, of_query = [range(spec.head_dim)], (1 + spec.gated) * spec.head_dim
         self._q_rows = len(q) * spec.head_dim
         self.qkv = ColumnParallel(
             weights,
             spec.hidden,
-            [rows("q", spec.q_heads, q), rows("k", spec.kv_heads, kv), rows("v", spec.kv_heads, kv)],
+            [
+                *rows("q", spec.q_heads, q, spec.runs, of_query),
+                *rows("k", spec.kv_heads, kv, spec.runs),
+                *rows("v", spec.kv_heads, kv, whole),
+            ],
         )
+        self.gate: ColumnParallel | None = None
+        if spec.gated:
+            gates = [range(spec.head_dim, of_query)]
+            own = layout.o_heads(*heads)
+            self.gate = ColumnParallel(weights, spec.hidden, rows("q", spec.q_heads, own, gates, of_query))
         self.norms: tuple[Tensor, Tensor, float] | None = None
         if spec.qk_norm:
-            gains = weights.parameter(spec.head_dim), weights.parameter(spec.head_dim)
-            for gain, part in zip(gains, ("q_norm", "k_norm"), strict=True):
-                weights.bind(gain, f"{name}.{part}.weight", (spec.head_dim,))
-            self.norms = *gains, spec.norm_eps
+            q_gain, k_gain = (
+                weights.gain(spec.head_dim, f"{name}.{part}_norm.weight", spec.zero_centered, spec.runs)
+                for part in ("q", "k")
+            )
+            self.norms = q_gain, k_gain, spec.norm_eps
         if spec.sinks and layout.kvp_rank(comm.rank) == 0:
             self.sinks = weights.parameter(len(q), dtype=torch.float32)
             weights.bind(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
@@ -219,8 +262,17 @@ class Attention(ShardedAttention):
     def sent_width(self, rows: int) -> int:
         return self.spec.head_dim
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
+    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Queries:
+        """Computes queries of this TPA slice from x [N, H], the same on every rank; appends its KV."""
+        gate = None if self.gate is None else self.gate(x)
+        return Queries(self._queries_and_append(x, angles, cache, step), gate)
+
+    def finish(self, q: Queries, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+        """Computes this rank's part [N, H] of the output from the queries of `project`."""
+        found = self.attend(q.heads, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1)
+        return self.output(found if q.gate is None else sigmoid_mul(found, q.gate))
+
+    def _queries_and_append(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
         to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
         if len(self.shares) > 1 and step.overlapped:

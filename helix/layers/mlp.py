@@ -11,6 +11,7 @@ from comm.pending import PendingProjection
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
+from kernels.dense.sigmoid_mul import sigmoid_mul
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class GatedMLP:
         )
         self.down = RowParallel(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
-    def __call__(self, x: Tensor) -> PendingProjection:
-        """Computes this rank's part [N, H] from x [N, H], the same on every rank."""
-        return self.down(self.gate_up(x, gated=True))
+    def __call__(self, x: Tensor, gate: Tensor | None = None) -> PendingProjection:
+        """Computes this rank's part [N, H] from x [N, H], the same on every rank, times the sigmoid of gate [N, 1]."""
+        inner = self.gate_up(x, gated=True)
+        return self.down(inner if gate is None else sigmoid_mul(inner, gate))

@@ -46,6 +46,8 @@ class MoESpec:
         expert_bias: whether each expert's matrices have a bias.
         clamp_at: limit of the clamped SwiGLU; None: plain SwiGLU.
         block: name of the layer's FFN.
+        shared: name of the shared experts in it.
+        shared_gate: whether a token's sigmoid gate, `{shared}_gate`, multiplies what the shared experts give.
         router: name of the router in it.
         matrices: names of gate, up and down, if each expert has its own tensors.
         storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved) or `mxfp4`
@@ -68,6 +70,8 @@ class MoESpec:
     expert_bias: bool = False
     clamp_at: float | None = None
     block: str = "mlp"
+    shared: str = "shared_experts"
+    shared_gate: bool = False
     router: str = "gate"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     storage: Literal["apart", "stacked", "mxfp4"] = "apart"
@@ -102,13 +106,14 @@ class MoE:
         self.experts = layout.experts(comm.rank, spec.experts)
         self.columns = layout.expert_columns(comm.rank, spec.width)
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
-        self.router = ColumnParallel(weights, hidden, [router])
+        gate = [Rows(f"{name}.{spec.shared}_gate", 1, range(1))] * spec.shared_gate  # one more row of the router
+        self.router = ColumnParallel(weights, hidden, [router, *gate])
         self.choice_bias: Tensor | None = None
         if spec.choice_bias:
             self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
             weights.bind(self.choice_bias, f"{router.name}.e_score_correction_bias", (spec.experts,))
 
-        plain = spec.storage == "apart" and spec.clamp_at is None
+        plain = spec.storage == "apart" and spec.clamp_at is None and not spec.shared_gate
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
         self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token chooses
         local, width = len(self.experts) + self.shared_count * bool(self.experts), len(self.columns)
@@ -123,14 +128,14 @@ class MoE:
             self._read_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
         if spec.shared_width and not self.shared_count:
-            self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
+            self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.{spec.shared}")
 
     def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
         """Lists the tensors of gate and up, and of down; none if these are not both kept in few bits."""
         spec = self.spec
         if spec.storage == "apart":
             blocks = [f"{name}.experts.{e}" for e in self.experts]
-            blocks += [f"{name}.shared_experts"] * (self.shared_count > 0)
+            blocks += [f"{name}.{spec.shared}"] * (self.shared_count > 0)
             gate_up, down = (
                 [f"{block}.{matrix}.weight" for block in blocks for matrix in matrices]
                 for matrices in (spec.matrices[:2], spec.matrices[2:])
@@ -148,7 +153,7 @@ class MoE:
         assert not spec.expert_bias, "no family has it"
         for i in range(self.shared_count):
             held = i if self.experts else None
-            self._read_expert(weights, hidden, f"{name}.shared_experts", held, spec.shared_width, i * spec.width)
+            self._read_expert(weights, hidden, f"{name}.{spec.shared}", held, spec.shared_width, i * spec.width)
         for e in range(spec.experts):
             held = self.shared_count + e - self.experts.start if e in self.experts else None
             self._read_expert(weights, hidden, f"{name}.experts.{e}", held, spec.width, 0)
@@ -204,8 +209,10 @@ class MoE:
     def __call__(self, x: Tensor) -> RoutedExperts:
         """Routes x [N, H], the same on every rank; returns this rank's part [N, H], not computed yet."""
         spec = self.spec
+        logits = self.router(x, exact=spec.exact_router)
+        gate = logits[:, spec.experts :] if spec.shared_gate else None
         ids, scores = route(
-            self.router(x, exact=spec.exact_router),
+            logits[:, : spec.experts],
             spec.top_k,
             scoring=spec.scoring,
             bias=self.choice_bias,
@@ -226,7 +233,7 @@ class MoE:
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             clamp_at=spec.clamp_at,
-            addend=None if self.shared is None else self.shared(x).compute(),
+            addend=None if self.shared is None else self.shared(x, gate).compute(),
             total_experts=spec.experts + self.shared_count,
             shared_count=self.shared_count,
         )

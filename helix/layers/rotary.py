@@ -23,6 +23,7 @@ class RopeSpec:
         kind: one of ROPE_TYPES.
         theta: base of the frequencies.
         head_dim: number of rotated dimensions.
+        unrotated: dimensions of a head that are not rotated.
         scaling: the kind's own parameters, named as in a Hugging Face config.
     """
 
@@ -30,10 +31,14 @@ class RopeSpec:
     theta: float
     head_dim: int
     scaling: Mapping[str, Any] = field(default_factory=dict)
+    unrotated: int = 0
 
     @classmethod
-    def from_config(cls, config: Any, head_dim: int) -> RopeSpec:
+    def from_config(cls, config: Any, head_dim: int, partial: bool = False) -> RopeSpec:
         """Reads `rope_parameters` of a transformers config object, which collects all spellings.
+
+        Args:
+            partial: whether a part of a head's dimensions may be rotated alone.
 
         Raises:
             ValueError: a kind or a parameter is not supported, missing or out of range.
@@ -42,8 +47,12 @@ class RopeSpec:
         theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
         if kind not in ROPE_TYPES:
             raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        if parameters.get("partial_rotary_factor") not in (None, 1):
+        part = parameters.pop("partial_rotary_factor", None) or 1
+        if part != 1 and not partial:
             raise ValueError("partial rotary embedding (partial_rotary_factor below 1) is not supported")
+        rotated = int(head_dim * part) if 0 < part <= 1 else 0
+        if rotated < 2 or rotated % 2 or head_dim % 2:
+            raise ValueError(f"config.json: partial_rotary_factor={part!r} of {head_dim} dimensions is no even number")
         trained = "original_max_position_embeddings"
         if kind == "yarn" and parameters.get("factor") is None and parameters.get(trained):
             parameters["factor"] = config.max_position_embeddings / parameters[trained]
@@ -63,10 +72,15 @@ class RopeSpec:
             raise ValueError("config.json: RoPE's low_freq_factor must be below high_freq_factor")
         if kind == "yarn" and theta <= 1:
             raise ValueError(f"config.json: RoPE's rope_theta={theta!r} must be above 1")
-        return cls(kind, float(theta), head_dim, parameters)
+        return cls(kind, float(theta), rotated, parameters, head_dim - rotated)
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """Computes the inverse frequencies [D/2] fp32 and the factor on cos and sin.
+        """Computes the inverse frequencies [D/2] fp32, 0 for unrotated dimensions, and the factor on cos and sin."""
+        rotated, factor = self._rotated()
+        return torch.cat((rotated, rotated.new_zeros(self.unrotated // 2))), factor
+
+    def _rotated(self) -> tuple[torch.Tensor, float]:
+        """Computes `frequencies` of the rotated dimensions.
 
         Source: llama3 from the Llama 3.1 release, yarn from https://arxiv.org/abs/2309.00071.
         """

@@ -49,6 +49,7 @@ class Slice:
         ranges: this rank's part, a range per dimension; steps are for interleaved rows.
         target: a view into a parameter, of that part's shape.
         mxfp4: whether the tensor is stored as `{name}_blocks`, two 4-bit values per byte, and `{name}_scales`.
+        added: a number that the parameter has in addition to the tensor's.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Slice:
     ranges: tuple[range, ...]
     target: Matrix
     mxfp4: bool = False
+    added: float = 0.0
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
@@ -114,11 +116,25 @@ class Weights:
             begin,
         )
 
-    def bind(self, target: Matrix, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False) -> None:
+    def bind(
+        self, target: Matrix, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False, added: float = 0.0
+    ) -> None:
         """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole."""
         whole = tuple(range(size) for size in shape[len(ranges) :])
-        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4))
+        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4, added))
         assert tuple(target.shape) == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
+
+    def gain(self, size: int, name: str, zero_centered: bool = False, runs: Sequence[range] = ()) -> Tensor:
+        """Allocates and declares a norm's weight [size], in fp32 if the checkpoint has it without its 1.
+
+        Args:
+            runs: runs of the tensor in the order in which the parameter has them; empty: as the tensor has them.
+        """
+        gain, begin = self.parameter(size, dtype=torch.float32 if zero_centered else None), 0
+        for run in runs or (range(size),):
+            self.bind(gain[begin : begin + len(run)], name, (size,), run, added=1.0 * zero_centered)
+            begin += len(run)
+        return gain
 
     def bind_elsewhere(self, name: str, shape: Sequence[int]) -> None:
         """Declares a checkpoint tensor of which this rank holds nothing: every rank checks that all tensors exist."""

@@ -50,7 +50,7 @@ class LayerCache:
     Attributes:
         index: index of the layer.
         kept: its data by name: per token [pages, page_size, *entry], per page [pages, *entry], per slot
-            [slots, *entry], per row [slots, rows, *entry].
+            [slots, *entry], per row or recent token [slots, rows, *entry].
         accepted: [slots] int64, accepted rows of a sequence's last step; empty if no layer keeps rows.
     """
 
@@ -147,7 +147,7 @@ class KVCache(Follower):
         ]
         self._places = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
         self.has_states = any(k.per == "slot" for kept in keeps for k in kept)
-        self._replays = any(k.per == "row" for kept in keeps for k in kept)
+        self._replays = any(k.per in ("row", "recent") for kept in keeps for k in kept)
         self.accepted = torch.zeros(sizes.slots if self._replays else 0, dtype=torch.int64, device=device)
 
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
@@ -259,7 +259,13 @@ def entries(kept: Keeps, placement: Placement, pages: int, sizes: StepSizes) -> 
     if kept.reach is not None:
         chunk_pages = placement.chunk_pages(chunk, slots)
         return slots * ring(placement, kept.reach, rows) + chunk_pages, placement.page_size
-    return {"token": (pages, placement.page_size), "page": (pages,), "slot": (slots,), "row": (slots, rows)}[kept.per]
+    return {
+        "token": (pages, placement.page_size),
+        "page": (pages,),
+        "slot": (slots,),
+        "row": (slots, rows),
+        "recent": (slots, 2 * rows + kept.before),
+    }[kept.per]
 
 
 def slot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> int:

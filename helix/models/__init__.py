@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain, combinations, islice
 from typing import Any
 
-from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, qwen3_next
 from helix.models.decoder import Decoder, DecoderSpec
 from helix.models.hf import read_as
 
@@ -20,6 +20,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "Qwen2ForCausalLM": ("qwen2", qwen2.spec),
     "Qwen3ForCausalLM": ("qwen3", qwen3.spec),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe.spec),
+    "Qwen3NextForCausalLM": ("qwen3_next", qwen3_next.spec),
     "GptOssForCausalLM": ("gpt_oss", gpt_oss.spec),
 }
 

@@ -49,6 +49,7 @@ class DecoderSpec:
         dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
         eos: token ids that end a sequence.
         unused: prefixes of checkpoint tensors that this model does not use.
+        zero_centered: whether the checkpoint has the norms' weights without their 1.
     """
 
     vocab: int
@@ -62,6 +63,7 @@ class DecoderSpec:
     dtype: str
     eos: tuple[int, ...]
     unused: tuple[str, ...] = ()
+    zero_centered: bool = False
 
     @property
     def attention(self) -> AttentionSpec | MLASpec:
@@ -120,9 +122,10 @@ class DecoderLayer:
         self.index = index
         self.comm, self._scattered = comm, own is not comm
         name, layer = f"model.layers.{index}", spec.layers[index]
-        self.input_norm = AllReduceNorm(weights, own, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
+        norm = spec.hidden, spec.norm_eps, spec.zero_centered
+        self.input_norm = AllReduceNorm(weights, own, f"{name}.input_layernorm", *norm)
         self.mixer = layer.mixer.build(weights, own, layout, LayerPlace(name, index, pipeline))
-        self.ffn_norm = AllReduceNorm(weights, own, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
+        self.ffn_norm = AllReduceNorm(weights, own, f"{name}.post_attention_layernorm", *norm)
         self.ffn = layer.ffn.build(weights, comm, layout, spec.hidden, name)
 
     def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
@@ -168,7 +171,8 @@ class Decoder:
         self.turns = turns.Turns(device if comm.capturable else None)
         parts = weights, comm, self.own, layout, spec
         self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(len(spec.layers))]
-        self.norm = AllReduceNorm(weights, self.own, "model.norm", spec.hidden, spec.norm_eps)
+        norm = spec.hidden, spec.norm_eps, spec.zero_centered
+        self.norm = AllReduceNorm(weights, self.own, "model.norm", *norm)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
 

@@ -97,6 +97,9 @@ def decoder_spec(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     sinks: bool = False,
+    gated: bool = False,
+    partial_rotary: bool = False,
+    zero_centered: bool = False,
     moe: MoESpec | None = None,
     moe_layers: tuple[bool, ...] | None = None,
     formats: Iterable[str] = FP8,
@@ -106,6 +109,7 @@ def decoder_spec(
     Args:
         config: result of `read_as`.
         windows: each layer's sliding window; None: full attention in all.
+        partial_rotary: whether the family can rotate a part of a head's dimensions alone.
         kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
         moe_layers: whether each layer has experts; None: all, if there are experts.
         formats: methods of quantisation that the family supports.
@@ -140,9 +144,11 @@ def decoder_spec(
     eos = config.eos_token_id
     positions, limited_by = _context(config)
     eps = float(config.rms_norm_eps)
+    rope = RopeSpec.from_config(config, head_dim, partial_rotary)
     attention = AttentionSpec(
-        hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks
-    )
+        hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks,
+        gated=gated, rotated=rope.head_dim, zero_centered=zero_centered,
+    )  # fmt: skip
     dense = MLPSpec(config.intermediate_size, mlp_bias)
     return DecoderSpec(
         vocab=config.vocab_size,
@@ -151,13 +157,14 @@ def decoder_spec(
             LayerSpec(replace(attention, window=window), moe if moe is not None and has_experts else dense)
             for window, has_experts in zip(windows or (None,) * layers, moe_layers or (True,) * layers, strict=True)
         ),
-        rope=RopeSpec.from_config(config, head_dim),
+        rope=rope,
         norm_eps=eps,
         tied=bool(config.tie_word_embeddings),
         max_positions=positions,
         limited_by=limited_by,
         dtype=dtype,
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        zero_centered=zero_centered,
     )
 
 

@@ -136,7 +136,7 @@ def _kv_append_kernel(
             gain = (q_norm if head < Q_HEADS else k_norm) + d
             squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
             scale = tl.rsqrt(squares / D + eps)[:, None]
-            dtype: tl.constexpr = qkv.dtype.element_ty
+            dtype: tl.constexpr = q_norm.dtype.element_ty
             # Rounded before and after the weight is applied, as the models were trained.
             first = (first * scale).to(dtype).to(tl.float32) * tl.load(gain, mask=d < half, other=0.0).to(tl.float32)
             second = (second * scale).to(dtype).to(tl.float32)
@@ -192,7 +192,8 @@ def kv_append(
         k_cache: [pages, page_size, Hkv, D] in qkv's dtype or e4m3, last dim contiguous.
         v_cache: like `k_cache`, with the same stride between tokens; in its dtype, between heads too.
         slots: [N] int64, `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
-        norms: RMSNorm of each head before the rotation: weights of queries and of keys [D], and eps.
+        norms: RMSNorm of each head before the rotation: weights of queries and of keys [D], in qkv's dtype or fp32,
+            and eps.
         scales: of a cache in e4m3, [pages, Hkv, page_size] fp32, of the same strides, last dim contiguous (see
             `kernels.scaled_keys`): None, or of values, or of keys and of values.
 

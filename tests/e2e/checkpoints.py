@@ -19,6 +19,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
@@ -123,6 +124,26 @@ MOE_FAMILIES: dict[str, Any] = {
         **_COMMON | dict(intermediate_size=64),
     ),
 }
+# Layers that keep a state. Value heads that few ranks divide, beside groups of them that a rank has a part of.
+HYBRID_FAMILIES: dict[str, Any] = {
+    "qwen3-next": lambda: Qwen3NextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        linear_num_key_heads=3,
+        linear_num_value_heads=9,
+        linear_key_head_dim=12,
+        linear_value_head_dim=10,
+        moe_intermediate_size=28,
+        shared_expert_intermediate_size=23,
+        num_experts=7,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25),
+        **_COMMON | dict(num_hidden_layers=4),
+    ),
+}
 # Widths over 128, the columns of a scale, which ranks cut elsewhere.
 WIDE_FAMILIES: dict[str, Any] = {
     "wide-llama": lambda: LlamaConfig(
@@ -181,7 +202,7 @@ def checkpoint(family: str) -> Path:
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             # transformers starts them at 0 and 1, where mistakes hide
-            if name.endswith(("bias", "norm.weight", "sinks")):
+            if name.endswith(("bias", "norm.weight", "sinks", "conv1d.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if family == "gpt-oss" and name.endswith(("gate_up_proj", "down_proj")):
                 parameter.copy_(convert_moe_packed_tensors(*to_mxfp4(parameter.mT), dtype=torch.float32))
@@ -259,7 +280,9 @@ def write_fp8(
 
 
 def config_of(family: str) -> Any:
-    return {**FAMILIES, **MOE_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES}[family.removesuffix(MXFP4)]()
+    return {**FAMILIES, **MOE_FAMILIES, **HYBRID_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES}[
+        family.removesuffix(MXFP4)
+    ]()
 
 
 def kv_heads(family: str) -> int:

@@ -306,7 +306,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "exchange", dtype, _exchange_kernel, world | piece | {"DTYPE": TL[dtype]}, {"num_warps": 1}
         for two_shot, phases in ((False, 7), (True, 7), (False, 6), (True, 6)):
             row = {"ROW_WORDS": 1792, "SLICES": 7, "BLOCK_SLICES": 8, "PIECES": 256, "SIZE": 256, "DTYPE": TL[dtype]}
-            row |= {"RESIDUAL": True, "TWO_SHOT": two_shot, "PHASES": phases}
+            row |= {"RESIDUAL": True, "WIDE": False, "TWO_SHOT": two_shot, "PHASES": phases}
             yield "reduce", dtype, _all_reduce_norm_kernel, world | row, {"num_warps": 4}
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
