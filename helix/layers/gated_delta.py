@@ -128,6 +128,8 @@ class GatedDeltaNet:
 
     def finish(self, q: DeltaInput, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
         """Computes this rank's part [N, H] of the output, and what is kept of the step's tokens."""
+        if not self.width:  # a rank without heads
+            return self.output(q.z)
         layer = cache.layer(self.index)
         kept = DeltaState(layer.kept["state"], layer.kept["qkv"], layer.kept["gates"], layer.accepted)
         if step.cu_q is None:

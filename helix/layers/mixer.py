@@ -71,7 +71,7 @@ class Mixer(Protocol):
     """Part of a layer's mixer on this rank."""
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Any:
-        """Computes queries, as `finish` takes them, from x [N, H], the same on every rank; appends the tokens' data to the cache."""
+        """Computes what `finish` takes from x [N, H], the same on every rank; appends the tokens' data to the cache."""
 
     def finish(self, q: Any, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingSum:
         """Computes this rank's part [N, H] of the output from the queries of `project`.

@@ -162,8 +162,8 @@ def all_reduce_norm(
         return t.view(torch.int32)
 
     _all_reduce_norm_kernel[(N * slices,)](
-        as_words(x), as_words(x if residual is None else residual), weight if wide else as_words(weight), as_words(y), as_words(total),
-        peers, squares, count, status, rank, H, eps, spins,
+        as_words(x), as_words(x if residual is None else residual), weight if wide else as_words(weight), as_words(y),
+        as_words(total), peers, squares, count, status, rank, H, eps, spins,
         ROW_WORDS=words, SLICES=slices, BLOCK_SLICES=triton.next_power_of_2(slices),
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=slice_words,
         DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, WIDE=wide, TWO_SHOT=two_shot, PHASES=phases,

@@ -69,7 +69,7 @@ def convolve(rows: torch.Tensor, p: GatedDelta) -> torch.Tensor:
 
 
 def heads(inputs: torch.Tensor, gates: torch.Tensor, p: GatedDelta) -> tuple[torch.Tensor, ...]:
-    """Computes q, k [n, V, dk], v [n, V, dv], g and beta [n, V], fp32, of convolved inputs [n, C] and gates [n, 2 V]."""
+    """Computes q, k [n, V, dk], v [n, V, dv], g and beta [n, V], fp32, of convolved rows [n, C] and gates [n, 2 V]."""
     values, width = len(p.a_log), len(p.norm)
     q, k = inputs[:, : inputs.shape[1] - values * width].unflatten(1, (2, p.key_heads, -1)).unbind(1)
     of_value = (p.first + torch.arange(values, device=inputs.device)) // p.group

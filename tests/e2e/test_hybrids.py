@@ -1,0 +1,119 @@
+"""Models whose layers keep states beside those with attention, through a whole engine, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.events.request import Request
+from helix.layout import HelixLayout
+from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint, oracle
+from tests.e2e.parity import Continuation, build_engine, check, loopback
+from tests.e2e.test_mixers import Prophet
+from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
+
+LENGTHS, NEW = (21, 58, 40), 12
+LAYOUTS = [HelixLayout.create("helix", 1), HelixLayout.create("helix", 2), HelixLayout.create("helix", 2, 2)]
+
+
+def served(
+    family: str, layout: HelixLayout, wanted: list[Continuation], drafts: int, change: Callable[[Any], None]
+) -> Served:
+    """Serves requests with too few pages: the engine preempts and finds prefixes, and one request is aborted."""
+    first, second = turns(wanted)
+
+    def body(world: LoopbackWorld, rank: int) -> Served:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        e = build_engine(
+            checkpoint(family),
+            layout,
+            comm,
+            4,
+            page_size=4,
+            pages=28 // layout.kvp,
+            drafter=Prophet(drafts, wanted) if drafts else None,
+            adaptive=False,
+            **CLOSE,
+        )
+        e.run_steps = 1  # or a lease of its own would be as long as a run
+        change(e)
+        found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
+        assert left_behind(e)[1:] == (0, 0)
+        # Sequences with many drafts end before they need more pages.
+        assert rank or drafts > 2 or e.timings.preemptions > 0, "pages are too many for this test"
+        assert rank or not drafts or len(e.timings.kept) > 1, "no draft was kept"
+        return found
+
+    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+
+
+def tokens_of(found: Served, wanted: list[Continuation]) -> list[tuple[int, ...]]:
+    both = [(tuple(found.tokens[i]), tuple(found.tokens[f"next {i}"])) for i in range(len(wanted))]
+    return [tokens for pair in both for tokens in pair]
+
+
+def tokens_wanted(wanted: list[Continuation]) -> list[tuple[int, ...]]:
+    return [tokens for c in wanted for tokens in (c.tokens, c.tokens[-3:])]
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+def test_states_follow_hits_preemptions_drafts_and_aborts(family: str, layout: HelixLayout, drafts: int) -> None:
+    wanted = oracle(family, LENGTHS, NEW)
+    found = served(family, layout, wanted, drafts, lambda e: None)
+    assert tokens_of(found, wanted) == tokens_wanted(wanted)
+    assert found.ends["gone"] == "abort"
+
+
+@pytest.mark.parametrize("mode, kvp, tpa", [("tp", 1, 8), ("tp", 1, 4), ("medha", 2, 2), ("medha", 3, 1)])
+def test_baseline_modes(mode: str, kvp: int, tpa: int) -> None:
+    """In `tp` over 8 ranks KV heads are copied; in `medha` ranks without columns of an FFN have no heads."""
+    wanted = oracle("qwen3-next", LENGTHS, NEW)
+    layout = HelixLayout.create(mode, kvp, tpa)
+    check(loopback(checkpoint("qwen3-next"), layout, 16, wanted), wanted)
+
+
+def without_replay(e: Any) -> None:
+    e.runner.cache.takes = lambda kind: False
+
+
+def with_refused(e: Any) -> None:
+    """Rows of refused drafts count as well."""
+    taken = e.runner.cache.taken
+
+    def all_of_them(step: Any) -> None:
+        taken(step)
+        count = step.span.after - step.span.before
+        e.runner.cache.accepted[: step.kind.rows] = torch.where(count > 0, 1 + step.kind.drafts, 0)
+
+    e.runner.cache.taken = all_of_them
+
+
+def with_what_the_slot_had(e: Any) -> None:
+    e.runner.cache.admit = lambda admission: None
+    for group in e.runner.cache.groups:
+        if "state" in group.tensors:
+            group.tensors["state"].fill_(0.1)
+
+
+def with_a_ring_too_short(e: Any) -> None:
+    """The oldest row that the convolution reads is overwritten before it is read."""
+    for group in e.runner.cache.groups:
+        for name in {"qkv", "gates"} & group.tensors.keys():
+            group.tensors[name] = group.tensors[name][:, :, :4]
+
+
+@pytest.mark.parametrize("mistake", [without_replay, with_refused, with_what_the_slot_had, with_a_ring_too_short])
+def test_mistakes_are_caught(mistake: Callable[[Any], None]) -> None:
+    wanted = oracle("qwen3-next", LENGTHS, NEW)
+    try:
+        found = served("qwen3-next", LAYOUTS[1], wanted, 2, mistake)
+    except RuntimeError as error:
+        assert "the model's logits are NaN" in str(error)  # of memory that nobody wrote
+    else:
+        assert tokens_of(found, wanted) != tokens_wanted(wanted)
