@@ -50,8 +50,9 @@ class MoESpec:
         shared_gate: whether a token's sigmoid gate, `{shared}_gate`, multiplies what the shared experts give.
         router: name of the router in it.
         matrices: names of gate, up and down, if each expert has its own tensors.
-        storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved) or `mxfp4`
-            (like `stacked`, but [E, out, in] in packed 4-bit blocks).
+        storage: `apart` (matrices of each expert), `joined` ([E, out, in], the gate's rows before those of up),
+            `stacked` ([E, in, out], gate and up interleaved) or `mxfp4` (like `stacked`, but [E, out, in] in packed
+            4-bit blocks).
     """
 
     experts: int
@@ -74,7 +75,7 @@ class MoESpec:
     shared_gate: bool = False
     router: str = "gate"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    storage: Literal["apart", "stacked", "mxfp4"] = "apart"
+    storage: Literal["apart", "joined", "stacked", "mxfp4"] = "apart"
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> MoE:
         """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
@@ -173,9 +174,11 @@ class MoE:
         weights.bind(self.down[held], down, (hidden, total), range(hidden), columns)
 
     def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
-        """Binds tensors that stack all experts, with alternating rows of gate and up."""
+        """Binds tensors that stack all experts, with alternating rows of gate and up unless these are joined."""
         spec, columns, width = self.spec, self.columns, len(self.columns)
         gate, up = (range(2 * columns.start + odd, 2 * columns.stop + odd, 2) for odd in (0, 1))
+        if spec.storage == "joined":
+            gate, up = columns, range(spec.width + columns.start, spec.width + columns.stop)
         # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors as well.
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
         for part, target, shape, ranges in (
@@ -190,8 +193,9 @@ class MoE:
         ):
             for i, expert in enumerate(each):
                 here = target[i : i + len(expert)]
-                if spec.storage == "mxfp4":
-                    weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=True)
+                if spec.storage != "stacked":
+                    packed = spec.storage == "mxfp4"
+                    weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=packed)
                 else:
                     assert isinstance(here, Tensor), "such tensors are not kept in few bits"
                     weights.bind(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])

@@ -14,16 +14,16 @@ KINDS = ("linear_attention", "full_attention")
 
 
 def spec(config: Any) -> DecoderSpec:
-    check_sizes(config, "moe_intermediate_size", "decoder_sparse_step")
+    check_sizes(config, "decoder_sparse_step")
     layers, every = config.num_hidden_layers, config.decoder_sparse_step
     moe = shared_gated(config)
     with_experts = tuple(i not in config.mlp_only_layers and (i + 1) % every == 0 for i in range(layers))
-    return replace(hybrid(config, "fused", moe=moe, moe_layers=with_experts), unused=("mtp.",))
+    return hybrid(config, "fused", moe=moe, moe_layers=with_experts)
 
 
 def shared_gated(config: Any) -> MoESpec:
     """Reads experts of which one is shared, behind a sigmoid gate."""
-    check_sizes(config, "shared_expert_intermediate_size")
+    check_sizes(config, "moe_intermediate_size", "shared_expert_intermediate_size")
     return MoESpec(
         *experts_of(config),
         config.moe_intermediate_size,
@@ -64,6 +64,7 @@ def hybrid(config: Any, storage: str, **more: Any) -> DecoderSpec:
     )  # fmt: skip
     return replace(
         spec,
+        unused=("mtp.", "model.visual."),  # layers for multi-token prediction, and what reads images
         layers=tuple(
             replace(layer, mixer=delta) if kind == "linear_attention" else layer
             for layer, kind in zip(spec.layers, config.layer_types, strict=True)

@@ -17,6 +17,8 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -124,6 +126,9 @@ MOE_FAMILIES: dict[str, Any] = {
         **_COMMON | dict(intermediate_size=64),
     ),
 }
+_PARTIAL = dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25)
+_MROPE = _PARTIAL | dict(mrope_section=[1, 1, 0], mrope_interleaved=True)
+
 # Layers that keep a state. Value heads that few ranks divide, beside groups of them that a rank has a part of.
 HYBRID_FAMILIES: dict[str, Any] = {
     "qwen3-next": lambda: Qwen3NextConfig(
@@ -140,8 +145,40 @@ HYBRID_FAMILIES: dict[str, Any] = {
         num_experts=7,
         num_experts_per_tok=3,
         mlp_only_layers=[1],
-        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25),
+        rope_parameters=_PARTIAL,
         **_COMMON | dict(num_hidden_layers=4),
+    ),
+    "qwen3.5-tied": lambda: Qwen3_5TextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=24,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        rope_parameters=_MROPE | dict(partial_rotary_factor=0.5),
+        tie_word_embeddings=True,
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
+        hidden_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=3,
+        layer_types=["linear_attention", "full_attention"],
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=20,
+        num_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=_MROPE,
+        **_COMMON,
     ),
 }
 # Widths over 128, the columns of a scale, which ranks cut elsewhere.

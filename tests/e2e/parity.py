@@ -96,7 +96,7 @@ def build_kept(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch
 def _built(
     checkpoint: Checkpoint, layout: HelixLayout, comm: Communicator, dtype: torch.dtype, formats: Formats
 ) -> Decoder:
-    spec = replace(checkpoint.with_head(spec_from_config(read_config(checkpoint.path))), eos=())
+    spec = replace(checkpoint.as_stored(spec_from_config(read_config(checkpoint.path))), eos=())
     model = Decoder(spec, layout, comm, dtype, comm.device, formats)
     checkpoint.load(model.weights)
     return model

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.events.request import Request
 from helix.layout import HelixLayout
+from helix.models import spec_from_config
+from helix.models.loading import Checkpoint, read_config, weights_of
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint, oracle
 from tests.e2e.parity import Continuation, build_engine, check, loopback
 from tests.e2e.test_mixers import Prophet
@@ -111,9 +117,36 @@ def with_a_ring_too_short(e: Any) -> None:
 @pytest.mark.parametrize("mistake", [without_replay, with_refused, with_what_the_slot_had, with_a_ring_too_short])
 def test_mistakes_are_caught(mistake: Callable[[Any], None]) -> None:
     wanted = oracle("qwen3-next", LENGTHS, NEW)
-    try:
+    found = None
+    with contextlib.suppress(RuntimeError):  # its logits may be NaN: memory that nobody wrote
         found = served("qwen3-next", LAYOUTS[1], wanted, 2, mistake)
-    except RuntimeError as error:
-        assert "the model's logits are NaN" in str(error)  # of memory that nobody wrote
-    else:
-        assert tokens_of(found, wanted) != tokens_wanted(wanted)
+    assert found is None or tokens_of(found, wanted) != tokens_wanted(wanted)
+
+
+def test_a_text_part_beside_one_for_images(tmp_path: Path) -> None:
+    """Published files have the text part's tensors under another name, experts in one tensor, and layers of no use."""
+    plain = checkpoint("qwen3.5-moe")
+    weights = load_file(plain / "model.safetensors")
+    experts = weights.keys() - {name for name in weights if ".experts." not in name}
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp.experts"
+
+        def stack(part: str, block: str = block) -> torch.Tensor:
+            return torch.stack([weights[f"{block}.{e}.{part}_proj.weight"] for e in range(6)])
+
+        weights[f"{block}.gate_up_proj"] = torch.cat((stack("gate"), stack("up")), 1)
+        weights[f"{block}.down_proj"] = stack("down")
+    whole = {name.replace("model.", "model.language_model.", 1): weights[name] for name in weights.keys() - experts}
+    whole |= {"model.visual.merger.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2)}
+    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, tmp_path / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"eos_token_id": 7}))
+    assert spec_from_config(read_config(tmp_path)).eos == (7,)
+    wanted = oracle("qwen3.5-moe", LENGTHS, NEW)
+    for layout in (HelixLayout.create("helix", 3), HelixLayout.create("helix", 1, 2, ep=2)):
+        check(loopback(tmp_path, layout, 16, wanted), wanted)
+    made = weights_of(Checkpoint(tmp_path).as_stored(spec_from_config(outer)), layout, 0, torch.float32)
+    Checkpoint(tmp_path).check(made.slices, spec_from_config(outer).unused)
+    with pytest.raises(ValueError, match="text_config=None must be an object"):
+        spec_from_config(outer | {"text_config": None})
