@@ -13,9 +13,11 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
-from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.recurrent.convolved import convolved, gate, norm_scale
 from kernels.reference.gated_delta import gated_delta_step as reference
+
+TWO_ON_AN_SM = 128  # registers of a thread
 
 
 @triton.jit
@@ -33,13 +35,13 @@ def _gated_delta_step_kernel(
     qkv_n, gates_n, z_n, eps, q_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     W: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_OLD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     n = i.to(tl.int64) * ROWS
     key_head = (FIRST + head) // GROUP
     d, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    r, old = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_OLD)
+    r = tl.arange(0, BLOCK_R)
     width: tl.constexpr = 2 * KEYS * DK + VALUES * DV
     at_q, at_k, at_v = key_head * DK, (KEYS + key_head) * DK, 2 * KEYS * DK + head * DV
     outs = out + (n + r)[:, None] * (VALUES * DV) + head * DV + e[None, :]
@@ -59,7 +61,7 @@ def _gated_delta_step_kernel(
     whole = (d < DK)[:, None] & (e < DV)[None, :]
     S = tl.load(states, mask=whole, other=0.0)
     if count > 0:
-        p, there = begin - count + old, old < count
+        p, there = begin - count + r, r < count
         k = convolved(mine, qkv, conv, p, begin, there, at_k, qkv_n, d, DK, width, W, RING, False)
         v = convolved(mine, qkv, conv, p, begin, there, at_v, qkv_n, e, DV, width, W, RING, False)
         k *= norm_scale(k)[:, None]
@@ -68,9 +70,9 @@ def _gated_delta_step_kernel(
         keep, beta = gate(a, b, decay, bias)
         keep = tl.exp(keep)
         for x in range(count):
-            k_x = _row(k, x, BLOCK_OLD)
-            S *= _row(keep, x, BLOCK_OLD)
-            delta = _row(beta, x, BLOCK_OLD) * (_row(v, x, BLOCK_OLD) - tl.sum(k_x[:, None] * S, 0))
+            k_x = _row(k, x, BLOCK_R)
+            S *= _row(keep, x, BLOCK_R)
+            delta = _row(beta, x, BLOCK_R) * (_row(v, x, BLOCK_R) - tl.sum(k_x[:, None] * S, 0))
             S += k_x[:, None] * delta[None, :]
         tl.store(states, S, mask=whole)
     gain = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
@@ -139,8 +141,9 @@ def gated_delta_step(
         x.qkv, x.gates, x.z, p.conv, p.a_log, p.dt_bias, p.norm, kept.state, kept.qkv, kept.gates, kept.accepted,
         slots, positions, live, out, x.qkv.stride(0), x.gates.stride(0), x.z.stride(0), p.eps, key_dim**-0.5,
         ROWS=rows, KEYS=p.key_heads, VALUES=values, DK=key_dim, DV=value_dim, W=width, GROUP=p.group, FIRST=p.first,
-        RING=ring, BLOCK_R=triton.next_power_of_2(rows), BLOCK_OLD=triton.next_power_of_2(most),
+        # Not by this step's rows: lengths are summed in one order in steps with drafts and without.
+        RING=ring, BLOCK_R=triton.next_power_of_2(most),
         BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=triton.next_power_of_2(value_dim),
-        num_warps=8, **overlapped(out),
+        num_warps=8, maxnreg=TWO_ON_AN_SM if n * values > sm_count(out.device) else None, **overlapped(out),
     )  # fmt: skip
     return out

@@ -76,6 +76,7 @@ from kernels.sparse.select_tokens import _select_tokens_kernel
 from kernels.tier.copy_blocks import _copy_blocks_kernel, piece_shape
 from kernels.tier.resolve import _resolve_kernel
 from kernels.tier.write_back import _write_back_kernel
+from tests.kernels.compile_recurrent import recurrent_cases
 from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -92,7 +93,7 @@ SPECIAL = {
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
     **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_scale"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
@@ -102,7 +103,8 @@ SPECIAL = {
     **dict.fromkeys(("best", "p_best", "q_best", "candidates", "pairs"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
-    **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
+    **dict.fromkeys(("has_mismatch", "active", "shaped", "live"), ("*i1", True)),
+    **dict.fromkeys(("a_log", "dt_bias", "state", "totals", "betas"), ("*fp32", True)),
     **dict.fromkeys(("history", "seen", "allowed"), ("*i32", True)),
     **dict.fromkeys(("repetition", "frequency", "presence"), ("*fp32", True)),
     **dict.fromkeys(("positions", "ends_from", "summaries", "merged"), ("*i64", True)),
@@ -129,7 +131,7 @@ TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
-    "ropes", "to_out",
+    "ropes", "to_out", "gates", "z", "conv", "norm", "ring", "gates_ring", "gate", "k", "v", "w", "u", "o",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
@@ -314,6 +316,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield from verify_cases()
     yield from sparse_cases()
     yield from token_cases()
+    yield from recurrent_cases()
 
 
 def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:

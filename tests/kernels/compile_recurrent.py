@@ -1,0 +1,28 @@
+"""Cases of `compile_sm90` of layers that keep a state: steps of one row and of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from kernels.dense.sigmoid_mul import _sigmoid_mul_kernel
+from kernels.recurrent.gated_delta_step import TWO_ON_AN_SM, _gated_delta_step_kernel
+
+
+def recurrent_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """Six value heads of Qwen3.5-27B over eight ranks, and all of them."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    heads = {"DK": 128, "DV": 128, "BLOCK_K": 128, "BLOCK_V": 128, "W": 4, "GROUP": 3, "FIRST": 0}
+    for dtype, keys, values, rows, most, registers in (
+        (bf16, 2, 6, 1, 1, None), (bf16, 2, 6, 5, 5, None), (bf16, 16, 48, 1, 1, TWO_ON_AN_SM),
+        (bf16, 16, 48, 1, 5, TWO_ON_AN_SM), (bf16, 16, 48, 5, 5, TWO_ON_AN_SM), (bf16, 2, 6, 32, 32, None),
+        (fp32, 2, 6, 1, 1, None),
+    ):  # fmt: skip
+        of = heads | {"KEYS": keys, "VALUES": values, "ROWS": rows, "RING": 2 * most + 3, "PDL": True}
+        of |= {"BLOCK_R": triton.next_power_of_2(most)}
+        yield f"delta-step-{rows}", dtype, _gated_delta_step_kernel, of, {"num_warps": 8, "maxnreg": registers}
+    for each in (False, True):
+        yield "sigmoid-mul", bf16, _sigmoid_mul_kernel, {"EACH": each, "BLOCK": 1024, "PDL": True}, {"num_warps": 4}
