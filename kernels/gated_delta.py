@@ -23,7 +23,7 @@ class GatedDelta:
     """Parameters of a rank's V value heads, and of the K key heads that they use.
 
     Attributes:
-        conv: [C, W], weights of the convolution; C = 2 K dk + V dv channels: query heads, key heads, value heads.
+        conv: [W, C], weights of the convolution; C = 2 K dk + V dv channels: query heads, key heads, value heads.
         a_log, dt_bias: [V] fp32.
         norm: [dv].
         eps: added to the mean square.

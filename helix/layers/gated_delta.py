@@ -105,17 +105,18 @@ class GatedDeltaNet:
         # One product, unless a checkpoint keeps the gates' matrices in a format of their own.
         alike = len({weights.formats(f"{rows.name}.weight") for rows in qkvz + ba}) == 1
         self.inputs = [ColumnParallel(weights, spec.hidden, rows) for rows in ([qkvz + ba] if alike else [qkvz, ba])]
-        conv = weights.parameter(self.channels, 1, spec.conv)
+        conv = weights.parameter(spec.conv, self.channels)
         begin, total = 0, spec.channels(spec.key_heads, spec.value_heads)
         for run in _channels(spec, keys, values):
-            weights.bind(conv[begin : begin + len(run)], f"{name}.conv1d.weight", (total, 1, spec.conv), run)
+            part = conv[:, None, begin : begin + len(run)].permute(2, 1, 0)
+            weights.bind(part, f"{name}.conv1d.weight", (total, 1, spec.conv), run)
             begin += len(run)
         a_log, dt_bias = (weights.parameter(v, dtype=torch.float32) for _ in range(2))
         weights.bind(a_log, f"{name}.A_log", (spec.value_heads,), values)
         weights.bind(dt_bias, f"{name}.dt_bias", (spec.value_heads,), values)
         norm = weights.gain(spec.value_dim, f"{name}.norm.weight")
         first = values.start % spec.group
-        self.rule = GatedDelta(conv[:, 0], a_log, dt_bias, norm, spec.norm_eps, len(keys), spec.group, first)
+        self.rule = GatedDelta(conv, a_log, dt_bias, norm, spec.norm_eps, len(keys), spec.group, first)
         columns = range(values.start * spec.value_dim, values.stop * spec.value_dim)
         of_all = spec.value_heads * spec.value_dim
         self.output = RowParallel(weights, comm, f"{name}.out_proj", columns, of_all, spec.hidden, False)

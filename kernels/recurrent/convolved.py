@@ -24,15 +24,12 @@ def convolved(
     total = tl.zeros((p.shape[0], d.shape[0]), tl.float32)
     for w in tl.static_range(W):
         at = p - (W - 1) + w
-        kept = there & (at >= 0) & (at < begin)
-        place = (at + RING * W) % RING  # of a positive number
-        mask = kept[:, None] & inside[None, :]
-        x = tl.load(ring + place[:, None] * WIDTH + channel + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        row = ring + (at + RING * W) % RING * WIDTH  # the remainder of a positive number
         if HAS_NEW:
-            mask = (there & (at >= begin))[:, None] & inside[None, :]
-            new = (at - begin)[:, None] * rows_n
-            x += tl.load(rows + new + channel + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += x * tl.load(conv + (channel + d) * W + w, mask=inside, other=0.0).to(tl.float32)[None, :]
+            row = tl.where(at < begin, row, rows + (at - begin) * rows_n)
+        mask = (there & (at >= 0))[:, None] & inside[None, :]
+        x = tl.load(row[:, None] + channel + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += x * tl.load(conv + w * WIDTH + channel + d, mask=inside, other=0.0).to(tl.float32)[None, :]
     return total / (1.0 + tl.exp(-total))
 
 

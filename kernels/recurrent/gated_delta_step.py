@@ -132,7 +132,7 @@ def gated_delta_step(
         return reference(x, p, kept, slots, positions, live)
     n, rows = len(slots), len(positions) // len(slots)
     _, values, key_dim, value_dim = kept.state.shape
-    ring, width = kept.qkv.shape[1], p.conv.shape[1]
+    ring, width = kept.qkv.shape[1], p.conv.shape[0]
     most = (ring - width + 1) // 2
     assert rows <= most and x.qkv.stride(1) == x.gates.stride(1) == x.z.stride(1) == 1
     assert all(t.is_contiguous() for t in (kept.state, kept.qkv, kept.gates, p.conv))

@@ -15,7 +15,7 @@ def gated_delta_step(
     x: DeltaInput, p: GatedDelta, kept: DeltaState, slots: torch.Tensor, positions: torch.Tensor, live: torch.Tensor
 ) -> torch.Tensor:
     """Runs a decode step; shapes as in `kernels.recurrent.gated_delta_step.gated_delta_step`."""
-    rows, before = len(positions) // len(slots), p.conv.shape[1] - 1
+    rows, before = len(positions) // len(slots), p.conv.shape[0] - 1
     out = torch.zeros_like(x.z)
     for i, slot in enumerate(slots.tolist()):
         mine = slice(i * rows, (i + 1) * rows)
@@ -38,7 +38,7 @@ def gated_delta_prefill(
     x: DeltaInput, p: GatedDelta, kept: DeltaState, slots: torch.Tensor, positions: torch.Tensor, cu_q: torch.Tensor
 ) -> torch.Tensor:
     """Runs a prefill step; shapes as in `kernels.recurrent.gated_delta_prefill.gated_delta_prefill`."""
-    out, before, ends = torch.zeros_like(x.z), p.conv.shape[1] - 1, cu_q.tolist()
+    out, before, ends = torch.zeros_like(x.z), p.conv.shape[0] - 1, cu_q.tolist()
     for slot, begin, end in zip(slots.tolist(), ends, ends[1:], strict=False):
         mine, position = slice(begin, end), int(positions[begin])
         qkv, _ = recent(kept, slot, position - before, position)
@@ -65,7 +65,7 @@ def remember(kept: DeltaState, slot: int, begin: int, qkv: torch.Tensor, gates: 
 
 def convolve(rows: torch.Tensor, p: GatedDelta) -> torch.Tensor:
     """Computes silu of the causal convolution of rows [W - 1 + n, C]: [n, C] fp32."""
-    return F.silu((rows.float().unfold(0, p.conv.shape[1], 1) * p.conv.float()).sum(-1))
+    return F.silu((rows.float().unfold(0, p.conv.shape[0], 1) * p.conv.float().mT).sum(-1))
 
 
 def heads(inputs: torch.Tensor, gates: torch.Tensor, p: GatedDelta) -> tuple[torch.Tensor, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
+from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step
 from kernels.reference import gated_delta as reference
 
@@ -44,7 +45,7 @@ def parameters(h: Heads, conv: int, dtype: torch.dtype, device: torch.device) ->
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=gen).to(device, dtype)
 
-    weights = random(h.channels, 1, conv, dtype=dtype)[:, 0]
+    weights = random(conv, h.channels, dtype=dtype)
     rates = random(h.values), random(h.values)
     return GatedDelta(weights, *rates, random(h.value, dtype=dtype), 1e-6, h.keys, h.group, h.first)
 
@@ -82,7 +83,7 @@ def begun(
     device: torch.device,
 ) -> tuple[DeltaState, Tensor]:
     """States and rings of sequences, in slots from 2 on, of which so many rows of the last step were accepted."""
-    before = p.conv.shape[1] - 1
+    before = len(p.conv) - 1
     kept = kept_of(h, len(positions) + 3, 2 * most + before, dtype, device)
     slots = torch.arange(2, 2 + len(positions), device=device)
     gen = torch.Generator().manual_seed(3)
@@ -99,6 +100,15 @@ def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     """Numbers of a few units: fp32 sums of 128 terms in another order; an output is rounded once to its dtype."""
     tolerance = {torch.float32: 5e-5, torch.float16: 2**-7, torch.bfloat16: 2**-4}[dtype]
     torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def off(got: Tensor, wanted: Tensor) -> float:
+    """Error relative to the size of all numbers; it is that of one rounding of q, k, v, T, w, u and d, times a few.
+
+    Single numbers are no measure: an output is divided by the size of its head's sums, which may be small. A row that
+    is wrong is an error of more than a sixteenth of several hundred rows.
+    """
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,6 +168,53 @@ def test_mistakes_are_caught(mistake: str, device: torch.device) -> None:
         p = replace(p, first=0)
     with pytest.raises(AssertionError):
         close(gated_delta_step(x, p, kept, slots, at, live), wanted, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("h", HEADS, ids=str)
+@pytest.mark.parametrize("conv", [4, 3])
+def test_prefill(h: Heads, conv: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Chunks below and above 64 rows, of fewer rows than the convolution reads, at the beginning and behind others."""
+    lengths, positions = [1, 2, 64, 150, 65], [0, 1, 0, 70, 2]
+    p = parameters(h, conv, dtype, device)
+    kept, slots = begun(h, p, positions, [0] * 5, 1, dtype, device)
+    x = inputs(h, sum(lengths), dtype, device, 9)
+    cu_q = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    at = torch.cat([torch.arange(b, b + n) for b, n in zip(positions, lengths, strict=True)]).to(device)
+    wanted_kept = copy_of(kept)
+    wanted = reference.gated_delta_prefill(x, p, wanted_kept, slots, at, cu_q)
+    found = gated_delta_prefill(x, p, kept, slots, at, cu_q)
+    assert found.dtype == dtype
+    for ours, theirs in ((found, wanted), (kept.state[slots], wanted_kept.state[slots])):
+        assert off(ours, theirs) < {torch.float32: 2**-16, torch.float16: 2**-8, torch.bfloat16: 2**-5}[dtype]
+    assert kept.state.isnan().flatten(1).all(1).tolist() == [True, True, *[False] * 5, True]
+    for ours, theirs in ((kept.qkv, wanted_kept.qkv), (kept.gates, wanted_kept.gates)):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
+
+
+def test_hard_systems(device: torch.device) -> None:
+    """Keys that are nearly the same, gates near 1 and no decay: the powers of such a system's matrix are huge."""
+    h = Heads(1, 0, 1, 32, 32)
+    p = replace(parameters(h, 2, torch.float32, device), a_log=torch.full((1,), -9.0, device=device))
+    p.conv.copy_(torch.tensor([[0.0], [1.0]]))
+    kept, slots = begun(h, p, [0], [0], 1, torch.float32, device)
+    x = inputs(h, 128, torch.float32, device, 9)
+    x.qkv[:, 32:64] = 3 + 0.1 * x.qkv[:, 32:64]
+    x.gates[:, 0] = 9
+    at, cu_q = torch.arange(128, device=device), torch.tensor([0, 128], device=device).int()
+    wanted = reference.gated_delta_prefill(x, p, copy_of(kept), slots, at, cu_q)
+    torch.testing.assert_close(gated_delta_prefill(x, p, kept, slots, at, cu_q), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_a_state_that_is_not_handed_over_is_caught(device: torch.device) -> None:
+    h = HEADS[0]
+    p = parameters(h, 4, torch.float32, device)
+    kept, slots = begun(h, p, [70], [0], 1, torch.float32, device)
+    x, at = inputs(h, 70, torch.float32, device, 9), torch.arange(70, 140, device=device)
+    cu_q = torch.tensor([0, 70], device=device).int()
+    wanted = reference.gated_delta_prefill(x, p, copy_of(kept), slots, at, cu_q)
+    kept.state.zero_()
+    assert off(gated_delta_prefill(x, p, kept, slots, at, cu_q), wanted) > 2**-5
 
 
 def test_chunks_are_steps(device: torch.device) -> None:
