@@ -44,7 +44,7 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class DeltaState:
-    """What a layer keeps of the sequences in all slots.
+    """Data that a layer keeps of the sequences in all slots.
 
     Attributes:
         state: S before the rows of the last decode step [slots, V, dk, dv] fp32.

@@ -79,7 +79,7 @@ class AttentionSpec:
 
     @property
     def runs(self) -> tuple[range, ...]:
-        """Runs of a query or key head's dimensions in the order of our rows.
+        """Ranges of a query or key head's dimensions, in the order of our rows.
 
         Kernels rotate dimension d against d + D / 2. With fewer rotated dimensions, each half of a head has a half of
         those first, and then a half of the others, whose angles are 0.

@@ -81,10 +81,13 @@ class GatedDeltaSpec:
         )
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank: projected rows, q, k, v, deltas, outputs."""
+        """Counts the activations per token of a prefill step on a rank.
+
+        These are inputs of the convolution and its outputs, z and gates, the systems' w, gates in fp32, and outputs.
+        """
         values = layout.state_heads(rank, self.value_heads)
         channels = self.channels(len(self.key_heads_of(values)), len(values))
-        return 3 * channels + 4 * len(values) * self.value_dim
+        return 2 * channels + len(values) * (self.key_dim + 2 * self.value_dim + 6)
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> GatedDeltaNet:
         """Builds this rank's part."""
@@ -92,7 +95,7 @@ class GatedDeltaSpec:
 
 
 class GatedDeltaNet:
-    """This rank's value heads of a layer, cut over all ranks like the columns of an FFN: one sum, no exchange."""
+    """Gated DeltaNet of a rank's value heads, cut over all ranks like the columns of an FFN: one sum, no exchange."""
 
     def __init__(
         self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: GatedDeltaSpec, place: LayerPlace

@@ -80,7 +80,7 @@ def _inputs_kernel(
 
 @triton.jit
 def _inverse(A):
-    """Inverts I + A for a strictly lower A [CHUNK, CHUNK]: row by row within blocks, which products merge."""
+    """Computes the inverse of I + A, A [CHUNK, CHUNK] strictly lower: within blocks row by row, then by products."""
     r, c = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     same = r // BLOCK == c // BLOCK
     within, apart = tl.where(same, A, 0.0), tl.where(same, 0.0, A)
