@@ -46,7 +46,7 @@ def ask(model: str = "qwen2.5-7b", hardware: Hardware = H200, **more: object) ->
 
 
 def test_states_are_counted() -> None:
-    """Of Qwen3.5-27B: 48 layers of 48 heads of 128 x 128 fp32, read and written once; keys in 16 layers alone."""
+    """48 layers of Qwen3.5-27B have 48 heads of 128 x 128 fp32, read and written once; 16 have keys."""
     spec, one = load_spec("qwen3.5-27b"), Points.of("tp", 1)
     short, long = (predict(spec, H200, one, length, BF16) for length in (1, 1 + M // 8))
     states = next(phase for phase in short.phases if phase.name == "states")
