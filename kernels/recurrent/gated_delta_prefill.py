@@ -56,21 +56,21 @@ def _inputs_kernel(
     mine, rows = ring + slot * (RING * width), qkv + first.to(tl.int64) * qkv_n
     if head < 2 * KEYS:
         d = tl.arange(0, BLOCK_K)
-        x = convolved(mine, rows, conv, p, position, there, head * DK, qkv_n, d, DK, width, W, RING, True)
-        scale = norm_scale(x)
+        keys = convolved(mine, rows, conv, p, position, there, head * DK, qkv_n, d, DK, width, W, RING, True)
+        scale = norm_scale(keys)
         to = q
         if head >= KEYS:
             to = k
         else:
             scale *= q_scale
-        at = (t * KEYS + head % KEYS)[:, None] * DK + d[None, :]
-        tl.store(to + at, x * scale[:, None], mask=there[:, None] & (d < DK)[None, :])
+        of_key = (t * KEYS + head % KEYS)[:, None] * DK + d[None, :]
+        tl.store(to + of_key, keys * scale[:, None], mask=there[:, None] & (d < DK)[None, :])
     else:
         e, of = tl.arange(0, BLOCK_V), head - 2 * KEYS
         at_v = 2 * KEYS * DK + of * DV
-        x = convolved(mine, rows, conv, p, position, there, at_v, qkv_n, e, DV, width, W, RING, True)
-        at = (t * VALUES + of)[:, None] * DV + e[None, :]
-        tl.store(v + at, x, mask=there[:, None] & (e < DV)[None, :])
+        values = convolved(mine, rows, conv, p, position, there, at_v, qkv_n, e, DV, width, W, RING, True)
+        of_value = (t * VALUES + of)[:, None] * DV + e[None, :]
+        tl.store(v + of_value, values, mask=there[:, None] & (e < DV)[None, :])
         b = tl.load(gates + t * gates_n + of, mask=there, other=0.0)
         a = tl.load(gates + t * gates_n + VALUES + of, mask=there, other=0.0)
         g, beta = gate(a, b, tl.exp(tl.load(a_log + of)), tl.load(dt_bias + of))

@@ -53,7 +53,8 @@ def _gated_delta_step_kernel(
 
     # What is older than the predecessor.
     slot = tl.load(slots + i).to(tl.int64)
-    begin, count = tl.load(positions + n), tl.load(accepted + slot)
+    begin = tl.load(positions + n)
+    count = tl.minimum(tl.load(accepted + slot), begin)
     mine = ring + slot * (RING * width)
     gates_mine = gates_ring + slot * (RING * 2 * VALUES)
     decay, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
@@ -98,10 +99,10 @@ def _gated_delta_step_kernel(
     tl.store(mine + place * width + at_v + e[None, :], raw, mask=inside)
     if (head == 0) | ((FIRST + head) % GROUP == 0):
         of_key = new[:, None] & (d < DK)[None, :]
-        raw = tl.load(rows + r[:, None] * qkv_n + at_q + d[None, :], mask=of_key, other=0.0)
-        tl.store(mine + place * width + at_q + d[None, :], raw, mask=of_key)
-        raw = tl.load(rows + r[:, None] * qkv_n + at_k + d[None, :], mask=of_key, other=0.0)
-        tl.store(mine + place * width + at_k + d[None, :], raw, mask=of_key)
+        raw_q = tl.load(rows + r[:, None] * qkv_n + at_q + d[None, :], mask=of_key, other=0.0)
+        tl.store(mine + place * width + at_q + d[None, :], raw_q, mask=of_key)
+        raw_k = tl.load(rows + r[:, None] * qkv_n + at_k + d[None, :], mask=of_key, other=0.0)
+        tl.store(mine + place * width + at_k + d[None, :], raw_k, mask=of_key)
 
     for x in range(ROWS):
         q_x, k_x = _row(q, x, BLOCK_R), _row(k, x, BLOCK_R)

@@ -31,14 +31,18 @@ def recurrent_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], d
         of = heads | {"KEYS": keys, "VALUES": values, "ROWS": rows, "RING": 2 * most + 3, "PDL": True}
         of |= {"BLOCK_R": triton.next_power_of_2(most)}
         yield f"delta-step-{rows}", dtype, _gated_delta_step_kernel, of, {"num_warps": 8, "maxnreg": registers}
-    for dtype in (bf16, fp32):
-        of = {name: heads[name] for name in ("DK", "DV", "BLOCK_K", "BLOCK_V")} | {"KEYS": 16, "VALUES": 48}
+    for dtype, key, value in ((bf16, 128, 128), (fp32, 128, 128), (bf16, 20, 40)):  # kinds of tiles alike and not
+        of = {"DK": key, "DV": value, "BLOCK_K": triton.next_power_of_2(key), "BLOCK_V": triton.next_power_of_2(value)}
+        of |= {"KEYS": 16, "VALUES": 48}
         rows, groups = {"W": 4, "RING": 13}, {"GROUP": 3, "FIRST": 0}
-        yield "delta-inputs", dtype, _inputs_kernel, of | rows | {"BLOCK_S": 8}, {"num_warps": 8, "maxnreg": 128}
-        yield "delta-systems", dtype, _systems_kernel, of | groups | {"BLOCK_S": 8}, {"num_warps": 4}
+        step = of | rows | groups | {"ROWS": 5, "BLOCK_R": 8, "PDL": True}
+        yield "delta-step-5", dtype, _gated_delta_step_kernel, step, {"num_warps": 8}
+        one = {"BLOCK_S": 1, "n": 1} if key == 20 else {"BLOCK_S": 8}
+        yield "delta-inputs", dtype, _inputs_kernel, of | rows | one, {"num_warps": 8, "maxnreg": 128}
+        yield "delta-systems", dtype, _systems_kernel, of | groups | one, {"num_warps": 4}
         part = of | rows | groups | {"BLOCK_W": 4, "BLOCK_V": COLUMNS}
         yield "delta-chunks", dtype, _chunks_kernel, part, {"num_warps": 4, "num_stages": 2}
-        norm = {"VALUES": 48, "DV": 128, "BLOCK_H": 16, "BLOCK_V": 128}
+        norm = {"VALUES": 48, "DV": value, "BLOCK_H": 16, "BLOCK_V": of["BLOCK_V"]}
         yield "gated-norm", dtype, _gated_norm_kernel, norm, {"num_warps": 4}
     for each in (False, True):
         yield "sigmoid-mul", bf16, _sigmoid_mul_kernel, {"EACH": each, "BLOCK": 1024, "PDL": True}, {"num_warps": 4}
