@@ -157,7 +157,9 @@ def build_engine(
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
     room = min(int(free * kv.memory_fraction), free - chunk * buffers)
-    needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
+    needs = CacheNeeds(
+        StepSizes(max_batch, drafts + 1, chunk, config.kv.snapshots * config.kv.prefix_cache), wanted, room
+    )
     if draft is not None:
         room -= draft.slot_bytes(placement, needs.sizes)
         needs = replace(needs, room=room, draft_page=draft.page_bytes(placement))

@@ -242,7 +242,7 @@ class ModelRunner:
         if not segments:
             self.model.hidden(self.cache, self.state.padding_step(decision.counts), self.policy)
             return self._slots.new_full((1, 1), PAST), [0]
-        prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known) for s in segments]
+        prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known, s.saves) for s in segments]
         step = self.state.prefill_step(prompts, decision.counts)
         hidden = self.model.hidden(self.cache, step, self.policy)
         span = self.state.prompts_span(step, prompts)

@@ -23,13 +23,20 @@ from tests.e2e.test_mixers import Prophet
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 
 LENGTHS, NEW = (21, 58, 40), 12
+FEW, ENOUGH = 28, 120  # pages of 4 tokens, over all ranks
 LAYOUTS = [HelixLayout.create("helix", 1), HelixLayout.create("helix", 2), HelixLayout.create("helix", 2, 2)]
 
 
 def served(
-    family: str, layout: HelixLayout, wanted: list[Continuation], drafts: int, change: Callable[[Any], None]
+    family: str,
+    layout: HelixLayout,
+    wanted: list[Continuation],
+    drafts: int,
+    change: Callable[[Any], None],
+    snapshots: int = 0,
+    pages: int = FEW,
 ) -> Served:
-    """Serves requests with too few pages: the engine preempts and finds prefixes, and one request is aborted."""
+    """Serves requests, one of which is aborted; with few pages the engine preempts, with more it finds prefixes."""
     first, second = turns(wanted)
 
     def body(world: LoopbackWorld, rank: int) -> Served:
@@ -40,9 +47,10 @@ def served(
             comm,
             4,
             page_size=4,
-            pages=28 // layout.kvp,
+            pages=pages // layout.kvp,
             drafter=Prophet(drafts, wanted) if drafts else None,
             adaptive=False,
+            snapshots=snapshots,
             **CLOSE,
         )
         e.run_steps = 1  # or a lease of its own would be as long as a run
@@ -50,7 +58,7 @@ def served(
         found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
         assert left_behind(e)[1:] == (0, 0)
         # Sequences with many drafts end before they need more pages.
-        assert rank or drafts > 2 or e.timings.preemptions > 0, "pages are too many for this test"
+        assert rank or drafts > 2 or pages > FEW or e.timings.preemptions > 0, "pages are too many for this test"
         assert rank or not drafts or len(e.timings.kept) > 1, "no draft was kept"
         return found
 
@@ -74,6 +82,22 @@ def test_states_follow_hits_preemptions_drafts_and_aborts(family: str, layout: H
     found = served(family, layout, wanted, drafts, lambda e: None)
     assert tokens_of(found, wanted) == tokens_wanted(wanted)
     assert found.ends["gone"] == "abort"
+
+
+@pytest.mark.parametrize("snapshots", [1, 4])
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_hits_resume_behind_snapshots(layout: HelixLayout, drafts: int, snapshots: int) -> None:
+    """Prompts that go on where others ended begin with a state; so do sequences that were preempted."""
+    wanted = oracle("qwen3-next", LENGTHS, NEW)
+    found = served("qwen3-next", layout, wanted, drafts, lambda e: None, snapshots)
+    assert tokens_of(found, wanted) == tokens_wanted(wanted)
+    found = served("qwen3-next", layout, wanted, drafts, lambda e: None, snapshots, ENOUGH)
+    assert tokens_of(found, wanted) == tokens_wanted(wanted)
+    stripe = 4 * layout.kvp
+    ends = [(len(c.prompt) - 1) // stripe * stripe for c in wanted]
+    cached = [found.cached[f"next {i}"] for i in range(len(wanted))]
+    assert any(cached) and all(found in (0, end) for found, end in zip(cached, ends, strict=True)), (cached, ends)
 
 
 @pytest.mark.parametrize("mode, kvp, tpa", [("tp", 1, 8), ("tp", 1, 4), ("medha", 2, 2), ("medha", 3, 1)])
@@ -112,6 +136,34 @@ def with_a_ring_too_short(e: Any) -> None:
     for group in e.runner.cache.groups:
         for name in {"qkv", "gates"} & group.tensors.keys():
             group.tensors[name] = group.tensors[name][:, :, :4]
+
+
+def a_stripe_late(e: Any) -> None:
+    """A snapshot is taken for the one before it."""
+    snap = e.runner.cache._snap
+    e.runner.cache._snap = lambda slot, place: snap(slot, place ^ 1)
+
+
+def without_its_ring(e: Any) -> None:
+    """A snapshot lacks the rows that the next convolution reads."""
+    admit = e.runner.cache.admit
+
+    def forgets(admission: Any) -> None:
+        admit(admission)
+        for group in e.runner.cache.groups:
+            if "qkv" in group.tensors:
+                group.tensors["qkv"][:, admission.slot].fill_(0)
+
+    e.runner.cache.admit = forgets
+
+
+@pytest.mark.parametrize("mistake", [a_stripe_late, without_its_ring])
+def test_mistakes_of_snapshots_are_caught(mistake: Callable[[Any], None]) -> None:
+    wanted = oracle("qwen3-next", LENGTHS, NEW)
+    found = None
+    with contextlib.suppress(RuntimeError):  # its logits may be NaN: memory that nobody wrote
+        found = served("qwen3-next", LAYOUTS[1], wanted, 0, mistake, 4, ENOUGH)
+    assert found is None or tokens_of(found, wanted) != tokens_wanted(wanted)
 
 
 @pytest.mark.parametrize("mistake", [without_replay, with_refused, with_what_the_slot_had, with_a_ring_too_short])
