@@ -42,9 +42,10 @@ class StateSnapshots:
 
     def take(self, before: np.ndarray, salt: Hashable) -> int:
         """Returns the place of a new snapshot behind these tokens; -1 if there is one."""
-        depth, place = self.find(before, len(before), salt)
-        if depth == len(before):
-            return -1
+        for at, (of, known) in self._taken.items():
+            if of == salt and np.array_equal(known, before):
+                self._taken.move_to_end(at)
+                return -1
         place = self._free.pop() if self._free else self._taken.popitem(last=False)[0]
         self._taken[place] = salt, before
         return place
