@@ -17,8 +17,9 @@ from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.loading import Checkpoint, read_config, weights_of
+from helix.speculation import NgramDrafter
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint, oracle
-from tests.e2e.parity import Continuation, build_engine, check, loopback
+from tests.e2e.parity import Continuation, build_engine, check, generate, loopback
 from tests.e2e.test_mixers import Prophet
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 
@@ -106,6 +107,24 @@ def test_baseline_modes(mode: str, kvp: int, tpa: int) -> None:
     wanted = oracle("qwen3-next", LENGTHS, NEW)
     layout = HelixLayout.create(mode, kvp, tpa)
     check(loopback(checkpoint("qwen3-next"), layout, 16, wanted), wanted)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "k16v8"])
+def test_keys_in_few_bits_beside_states(kv: str) -> None:
+    """Tokens do not depend on the layout, nor on drafts."""
+
+    def tokens(layout: HelixLayout, drafter: NgramDrafter | None) -> dict[Any, tuple[int, ...]]:
+        def body(world: LoopbackWorld, rank: int) -> dict[Any, tuple[int, ...]]:
+            comm = world.communicator(rank, layout.kvp_group(rank))
+            e = build_engine(checkpoint("qwen3-next"), layout, comm, 16, drafter=drafter, adaptive=False, kv=kv)
+            assert {k.dtype for k in e.runner.cache.groups[0].keeps} == {torch.float32}, "states and rows in fp32"
+            return generate(e, wanted).tokens
+
+        return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+
+    wanted = oracle("qwen3-next", LENGTHS, NEW)
+    first = tokens(LAYOUTS[0], None)
+    assert tokens(LAYOUTS[2], None) == first == tokens(LAYOUTS[1], NgramDrafter(2, 2))
 
 
 def without_replay(e: Any) -> None:

@@ -310,6 +310,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             row = {"ROW_WORDS": 1792, "SLICES": 7, "BLOCK_SLICES": 8, "PIECES": 256, "SIZE": 256, "DTYPE": TL[dtype]}
             row |= {"RESIDUAL": True, "WIDE": False, "TWO_SHOT": two_shot, "PHASES": phases}
             yield "reduce", dtype, _all_reduce_norm_kernel, world | row, {"num_warps": 4}
+            if dtype == bf16:
+                yield "reduce-wide", dtype, _all_reduce_norm_kernel, world | row | {"WIDE": True}, {"num_warps": 4}
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
         yield "scatter", dtype, _reduce_scatter_kernel, world | gather | {"DTYPE": TL[dtype]}, {"num_warps": 4}
@@ -468,6 +470,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         kind, aligned = SPECIAL.get(name, ("i32", True))
         if name in TENSORS:
             kind = "*i32" if words and (not mixed or name == "result") else f"*{NAMES[dtype]}"
+        if name == "weight" and constants.get("WIDE"):
+            kind = "*fp32"
         if few and name in ("gate_up", "down", "weight"):
             kind = "*u8" if constants["GROUP"] == 32 else "*fp8e4nv"
         if few and name == "scales":
