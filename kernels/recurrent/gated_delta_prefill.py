@@ -20,6 +20,7 @@ from kernels.reference.gated_delta import gated_delta_prefill as reference
 CHUNK = tl.constexpr(_CHUNK)
 BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one; blocks are merged by products
 COLUMNS = 32  # of a state in a program
+LEAST = 32  # columns of a tile: products of 64 x 64 by 64 x 16 halves come out wrong on Hopper
 
 
 @triton.jit
@@ -235,7 +236,7 @@ def gated_delta_prefill(
     out = x.qkv.new_empty(N, values * value_dim)
     strides = x.qkv.stride(0), x.gates.stride(0)
     heads = {"KEYS": p.key_heads, "VALUES": values, "DK": key_dim, "DV": value_dim}
-    block_k, block_v = triton.next_power_of_2(max(key_dim, 16)), triton.next_power_of_2(max(value_dim, 16))
+    block_k, block_v = triton.next_power_of_2(max(key_dim, LEAST)), triton.next_power_of_2(max(value_dim, LEAST))
     of_chunk = {"BLOCK_S": triton.next_power_of_2(n), "BLOCK_K": block_k, "BLOCK_V": block_v}
     chunks = N // _CHUNK + n  # at least as many as there are
     _inputs_kernel[chunks, 2 * p.key_heads + values](
