@@ -49,13 +49,14 @@ def inputs(p: GatedDelta, rows: int) -> DeltaInput:
 
 
 def states(p: GatedDelta, slots: int, rows: int, accepted: int) -> DeltaState:
-    """Random states, and input rows before them."""
-    values, ring = len(p.a_log), 2 * rows + WIDTH - 1
+    """Random states, and rows before them."""
+    values, ring = len(p.a_log), rows + WIDTH - 1
     device = p.conv.device
     return DeltaState(
         torch.randn(slots, values, DIM, DIM, device=device),
         torch.randn(slots, ring, p.conv.shape[1], device=device).bfloat16(),
-        torch.randn(slots, ring, 2 * values, device=device).bfloat16(),
+        torch.randn(slots, rows, values, 2 * DIM, device=device) * DIM**-0.5,
+        torch.rand(slots, rows, values, 2, device=device) * torch.tensor([-1, 1], device=device),  # g and beta
         torch.full((slots,), accepted, device=device),
     )
 

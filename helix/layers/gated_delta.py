@@ -70,14 +70,14 @@ class GatedDeltaSpec:
         return range(values.start // self.group, -(-values.stop // self.group)) if values else range(0)
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
-        """Lists the data that the layer keeps on a rank: a state in fp32 for each slot, and recent input rows."""
+        """Lists the data that the layer keeps on a rank: states, recent rows, and what the last step's add."""
         values = layout.state_heads(rank, self.value_heads)
         channels = self.channels(len(self.key_heads_of(values)), len(values))
-        before = self.conv - 1
         return (
             Keeps("state", (len(values), self.key_dim, self.value_dim), torch.float32, "slot"),
-            Keeps("qkv", (channels,), dtype, "recent", before=before),
-            Keeps("gates", (2 * len(values),), dtype, "recent", before=before),
+            Keeps("qkv", (channels,), dtype, "recent", before=self.conv - 1),
+            Keeps("rows", (len(values), self.key_dim + self.value_dim), torch.float32, "row"),
+            Keeps("gates", (len(values), 2), torch.float32, "row"),
         )
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
@@ -135,7 +135,7 @@ class GatedDeltaNet:
         if not self.width:  # a rank without heads
             return self.output(q.z)
         layer = cache.layer(self.index)
-        kept = DeltaState(layer.kept["state"], layer.kept["qkv"], layer.kept["gates"], layer.accepted)
+        kept = DeltaState(**layer.kept, accepted=layer.accepted)
         if step.cu_q is None:
             return self.output(gated_delta_step(q, self.rule, kept, step.slots, step.positions, step.live))
         return self.output(gated_delta_prefill(q, self.rule, kept, step.slots, step.positions, step.cu_q))

@@ -21,7 +21,7 @@ class Keeps:
         entry: shape of one entry.
         per: unit with one entry. `token`: each token that the rank owns. `page`: each page of such tokens. `slot`: each
             sequence of the batch. `row`: each token of a sequence's last decode step, drafts included. `recent`: each
-            token of a sequence's last two decode steps, and `before` tokens before them.
+            such token, and `before` tokens before them.
         reach: size of the sliding window, in tokens, the query's own included; None: queries read all entries.
         before: see `recent`.
         by_head: whether a page holds its entries [heads] head by head, [heads, page_size].

@@ -282,7 +282,7 @@ def entries(kept: Keeps, placement: Placement, pages: int, sizes: StepSizes) -> 
         "page": (pages,),
         "slot": (slots + snapshots,),
         "row": (slots, rows),
-        "recent": (slots + snapshots, 2 * rows + kept.before),
+        "recent": (slots + snapshots, rows + kept.before),
     }[kept.per]
 
 

@@ -13,20 +13,19 @@ L2_EPS = tl.constexpr(_L2_EPS)
 @triton.jit
 def convolved(
     ring, rows, conv, p, begin, there, channel, rows_n, d,
-    D: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, HAS_NEW: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Computes silu of the convolution at positions p [n] and channels `channel` + d [m], as [n, m] fp32; 0 elsewhere.
 
     Rows before position `begin` lie in the sequence's ring [RING, WIDTH], rows from there on in `rows`; there are none
-    before position 0. HAS_NEW: whether any position is as high as `begin`.
+    before position 0.
     """
     inside = d < D
     total = tl.zeros((p.shape[0], d.shape[0]), tl.float32)
     for w in tl.static_range(W):
         at = p - (W - 1) + w
-        row = ring + (at + RING * W) % RING * WIDTH  # the remainder of a positive number
-        if HAS_NEW:
-            row = tl.where(at < begin, row, rows + (at - begin) * rows_n)
+        kept = ring + (at + RING * W) % RING * WIDTH  # the remainder of a positive number
+        row = tl.where(at < begin, kept, rows + (at - begin) * rows_n)
         mask = (there & (at >= 0))[:, None] & inside[None, :]
         x = tl.load(row[:, None] + channel + d[None, :], mask=mask, other=0.0).to(tl.float32)
         total += x * tl.load(conv + w * WIDTH + channel + d, mask=inside, other=0.0).to(tl.float32)[None, :]

@@ -57,7 +57,7 @@ def _inputs_kernel(
     mine, rows = ring + slot * (RING * width), qkv + first.to(tl.int64) * qkv_n
     if head < 2 * KEYS:
         d = tl.arange(0, BLOCK_K)
-        keys = convolved(mine, rows, conv, p, position, there, head * DK, qkv_n, d, DK, width, W, RING, True)
+        keys = convolved(mine, rows, conv, p, position, there, head * DK, qkv_n, d, DK, width, W, RING)
         scale = norm_scale(keys)
         to = q
         if head >= KEYS:
@@ -69,7 +69,7 @@ def _inputs_kernel(
     else:
         e, of = tl.arange(0, BLOCK_V), head - 2 * KEYS
         at_v = 2 * KEYS * DK + of * DV
-        values = convolved(mine, rows, conv, p, position, there, at_v, qkv_n, e, DV, width, W, RING, True)
+        values = convolved(mine, rows, conv, p, position, there, at_v, qkv_n, e, DV, width, W, RING)
         of_value = (t * VALUES + of)[:, None] * DV + e[None, :]
         tl.store(v + of_value, values, mask=there[:, None] & (e < DV)[None, :])
         b = tl.load(gates + t * gates_n + of, mask=there, other=0.0)
@@ -137,7 +137,7 @@ def _systems_kernel(
 
 @triton.jit
 def _chunks_kernel(
-    qkv, gates, q, k, u, w, totals, state, ring, gates_ring, slots, positions, cu_q, out, qkv_n, gates_n,
+    qkv, q, k, u, w, totals, state, ring, slots, positions, cu_q, out, qkv_n,
     KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     GROUP: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -184,16 +184,11 @@ def _chunks_kernel(
     rows = qkv + t[:, None] * qkv_n
     at_v, mask = 2 * KEYS * DK + head * DV + e[None, :], there[:, None] & (e < DV)[None, :]
     tl.store(mine + at_v, tl.load(rows + at_v, mask=mask, other=0.0), mask=mask)
-    if part == 0:
-        to = gates_ring + slot * (RING * 2 * VALUES) + place * (2 * VALUES) + head
-        tl.store(to, tl.load(gates + t * gates_n + head, mask=there, other=0.0), mask=there)
-        a = tl.load(gates + t * gates_n + VALUES + head, mask=there, other=0.0)
-        tl.store(to + VALUES, a, mask=there)
-        if (head == 0) | ((FIRST + head) % GROUP == 0):
-            at_q, of_key = key_head * DK + d[None, :], there[:, None] & (d < DK)[None, :]
-            tl.store(mine + at_q, tl.load(rows + at_q, mask=of_key, other=0.0), mask=of_key)
-            at_k = KEYS * DK + at_q
-            tl.store(mine + at_k, tl.load(rows + at_k, mask=of_key, other=0.0), mask=of_key)
+    if (part == 0) & ((head == 0) | ((FIRST + head) % GROUP == 0)):
+        at_q, of_key = key_head * DK + d[None, :], there[:, None] & (d < DK)[None, :]
+        tl.store(mine + at_q, tl.load(rows + at_q, mask=of_key, other=0.0), mask=of_key)
+        at_k = KEYS * DK + at_q
+        tl.store(mine + at_k, tl.load(rows + at_k, mask=of_key, other=0.0), mask=of_key)
 
 
 @triton.jit
@@ -229,25 +224,25 @@ def gated_delta_prefill(
     (N, n), conv_width, ring = (len(x.z), len(slots)), p.conv.shape[0], kept.qkv.shape[1]
     _, values, key_dim, value_dim = kept.state.shape
     assert x.qkv.stride(1) == x.gates.stride(1) == x.z.stride(1) == 1
-    assert all(t.is_contiguous() for t in (kept.state, kept.qkv, kept.gates, p.conv))
+    assert all(t.is_contiguous() for t in (kept.state, kept.qkv, p.conv))
     q, k = (x.qkv.new_empty(N, p.key_heads, key_dim) for _ in range(2))
     v, w = (x.qkv.new_empty(N, values, width) for width in (value_dim, key_dim))
     totals, betas = (x.qkv.new_empty(N, values, dtype=torch.float32) for _ in range(2))
     out = x.qkv.new_empty(N, values * value_dim)
-    strides = x.qkv.stride(0), x.gates.stride(0)
     heads = {"KEYS": p.key_heads, "VALUES": values, "DK": key_dim, "DV": value_dim}
     block_k, block_v = triton.next_power_of_2(max(key_dim, LEAST)), triton.next_power_of_2(max(value_dim, LEAST))
     of_chunk = {"BLOCK_S": triton.next_power_of_2(n), "BLOCK_K": block_k, "BLOCK_V": block_v}
     chunks = N // _CHUNK + n  # at least as many as there are
     _inputs_kernel[chunks, 2 * p.key_heads + values](
         x.qkv, x.gates, p.conv, p.a_log, p.dt_bias, kept.qkv, slots, positions, cu_q, q, k, v, totals, betas,
-        *strides, n, key_dim**-0.5, W=conv_width, RING=ring, **heads, **of_chunk, num_warps=8, maxnreg=128,
+        x.qkv.stride(0), x.gates.stride(0), n, key_dim**-0.5, W=conv_width, RING=ring, **heads, **of_chunk,
+        num_warps=8, maxnreg=128,
     )  # fmt: skip
     groups = {"GROUP": p.group, "FIRST": p.first}
     _systems_kernel[chunks, values](k, v, w, totals, betas, cu_q, n, **heads, **groups, **of_chunk, num_warps=4)
     columns = min(COLUMNS, block_v)
     _chunks_kernel[triton.cdiv(value_dim, columns), values, n](
-        x.qkv, x.gates, q, k, v, w, totals, kept.state, kept.qkv, kept.gates, slots, positions, cu_q, out, *strides,
+        x.qkv, q, k, v, w, totals, kept.state, kept.qkv, slots, positions, cu_q, out, x.qkv.stride(0),
         W=conv_width, RING=ring, BLOCK_W=triton.next_power_of_2(max(conv_width - 1, 1)), BLOCK_K=block_k,
         BLOCK_V=columns, **heads, **groups, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -22,15 +22,15 @@ def gated_delta_step(
         if not live[mine.start]:
             continue
         begin, count = int(positions[mine.start]), int(kept.accepted[slot])
-        qkv, gates = recent(kept, slot, begin - count - before, begin)
-        inputs = convolve(torch.cat((qkv, x.qkv[mine])), p)
-        of_gates = torch.cat((gates[before:], x.gates[mine]))
-        q, k, v, g, beta = heads(inputs, of_gates, p)
-        accepted, new = slice(0, count), slice(count, count + rows)
-        kept.state[slot] = recurrent(kept.state[slot], *(t[accepted] for t in (q, k, v, g, beta)))[1]
-        seen = recurrent(kept.state[slot], *(t[new] for t in (q, k, v, g, beta)))[0]
-        out[mine] = gated_norm(seen, x.z[mine], p)
-        remember(kept, slot, begin, x.qkv[mine], x.gates[mine])
+        k, v = kept.rows[slot, :count].split(kept.state.shape[-2:], -1)
+        g, beta = kept.gates[slot, :count].unbind(-1)
+        kept.state[slot] = recurrent(kept.state[slot], k, k, v, g, beta)[1]
+        inputs = convolve(torch.cat((recent(kept, slot, begin - before, begin), x.qkv[mine])), p)
+        q, k, v, g, beta = heads(inputs, x.gates[mine], p)
+        out[mine] = gated_norm(recurrent(kept.state[slot], q, k, v, g, beta)[0], x.z[mine], p)
+        remember(kept, slot, begin, x.qkv[mine])
+        kept.rows[slot, :rows] = torch.cat((k, v), -1)
+        kept.gates[slot, :rows] = torch.stack((g, beta), -1)
     return out
 
 
@@ -41,26 +41,23 @@ def gated_delta_prefill(
     out, before, ends = torch.zeros_like(x.z), p.conv.shape[0] - 1, cu_q.tolist()
     for slot, begin, end in zip(slots.tolist(), ends, ends[1:], strict=False):
         mine, position = slice(begin, end), int(positions[begin])
-        qkv, _ = recent(kept, slot, position - before, position)
-        inputs = convolve(torch.cat((qkv, x.qkv[mine])), p)
+        inputs = convolve(torch.cat((recent(kept, slot, position - before, position), x.qkv[mine])), p)
         seen, kept.state[slot] = chunked(kept.state[slot], *heads(inputs, x.gates[mine], p))
         out[mine] = gated_norm(seen, x.z[mine], p)
         last = max(begin, end - before)
-        remember(kept, slot, position + last - begin, x.qkv[last:end], x.gates[last:end])
+        remember(kept, slot, position + last - begin, x.qkv[last:end])
     return out
 
 
-def recent(kept: DeltaState, slot: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def recent(kept: DeltaState, slot: int, begin: int, end: int) -> torch.Tensor:
     """Returns a sequence's input rows at positions [begin, end); zeros before its first."""
     at = torch.arange(begin, end, device=kept.qkv.device)
-    there, ring = (at >= 0)[:, None], at % kept.qkv.shape[1]
-    return torch.where(there, kept.qkv[slot, ring], 0), torch.where(there, kept.gates[slot, ring], 0)
+    return torch.where((at >= 0)[:, None], kept.qkv[slot, at % kept.qkv.shape[1]], 0)
 
 
-def remember(kept: DeltaState, slot: int, begin: int, qkv: torch.Tensor, gates: torch.Tensor) -> None:
+def remember(kept: DeltaState, slot: int, begin: int, qkv: torch.Tensor) -> None:
     """Keeps input rows from position `begin` on."""
-    ring = torch.arange(begin, begin + len(qkv), device=qkv.device) % kept.qkv.shape[1]
-    kept.qkv[slot, ring], kept.gates[slot, ring] = qkv, gates
+    kept.qkv[slot, torch.arange(begin, begin + len(qkv), device=qkv.device) % kept.qkv.shape[1]] = qkv
 
 
 def convolve(rows: torch.Tensor, p: GatedDelta) -> torch.Tensor:

@@ -105,6 +105,7 @@ SPECIAL = {
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active", "shaped", "live"), ("*i1", True)),
     **dict.fromkeys(("a_log", "dt_bias", "state", "totals", "betas"), ("*fp32", True)),
+    **dict.fromkeys(("kept_rows", "kept_gates", "work"), ("*fp32", True)),
     **dict.fromkeys(("history", "seen", "allowed"), ("*i32", True)),
     **dict.fromkeys(("repetition", "frequency", "presence"), ("*fp32", True)),
     **dict.fromkeys(("positions", "ends_from", "summaries", "merged"), ("*i64", True)),
@@ -131,7 +132,7 @@ TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
-    "ropes", "to_out", "gates", "z", "conv", "norm", "ring", "gates_ring", "gate", "k", "v", "w", "u", "o",
+    "ropes", "to_out", "gates", "z", "conv", "norm", "ring", "gate", "k", "v", "w", "u", "o",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.

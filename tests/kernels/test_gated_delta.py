@@ -50,13 +50,14 @@ def parameters(h: Heads, conv: int, dtype: torch.dtype, device: torch.device) ->
     return GatedDelta(weights, *rates, random(h.value, dtype=dtype), 1e-6, h.keys, h.group, h.first)
 
 
-def kept_of(h: Heads, slots: int, ring: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+def kept_of(h: Heads, slots: int, most: int, conv: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
     """What nobody wrote is NaN."""
     nan = torch.nan
     return DeltaState(
         torch.full((slots, h.values, h.key, h.value), nan, device=device),
-        torch.full((slots, ring, h.channels), nan, dtype=dtype, device=device),
-        torch.full((slots, ring, 2 * h.values), nan, dtype=dtype, device=device),
+        torch.full((slots, most + conv - 1, h.channels), nan, dtype=dtype, device=device),
+        torch.full((slots, most, h.values, h.key + h.value), nan, device=device),
+        torch.full((slots, most, h.values, 2), nan, device=device),
         torch.full((slots,), 1 << 40, dtype=torch.int64, device=device),
     )
 
@@ -70,7 +71,7 @@ def inputs(h: Heads, N: int, dtype: torch.dtype, device: torch.device, seed: int
 
 
 def copy_of(kept: DeltaState) -> DeltaState:
-    return DeltaState(kept.state.clone(), kept.qkv.clone(), kept.gates.clone(), kept.accepted.clone())
+    return DeltaState(*(t.clone() for t in vars(kept).values()))
 
 
 def begun(
@@ -84,15 +85,19 @@ def begun(
 ) -> tuple[DeltaState, Tensor]:
     """States and rings of sequences, in slots from 2 on, of which so many rows of the last step were accepted."""
     before = len(p.conv) - 1
-    kept = kept_of(h, len(positions) + 3, 2 * most + before, dtype, device)
+    kept = kept_of(h, len(positions) + 3, most, len(p.conv), dtype, device)
     slots = torch.arange(2, 2 + len(positions), device=device)
     gen = torch.Generator().manual_seed(3)
     kept.state[slots] = torch.randn(kept.state[slots].shape, generator=gen).to(device)
     for slot, position, count in zip(slots.tolist(), positions, counts, strict=True):
         begin = max(0, position - count - before)
         rows = inputs(h, position - begin, dtype, device, slot)
-        reference.remember(kept, slot, begin, rows.qkv, rows.gates)
+        reference.remember(kept, slot, begin, rows.qkv)
         kept.accepted[slot] = count
+        if count:
+            behind = torch.nn.functional.pad(rows.qkv, (0, 0, count + before - len(rows.qkv), 0))
+            _, k, v, g, beta = reference.heads(reference.convolve(behind, p), rows.gates[-count:], p)
+            kept.rows[slot, :count], kept.gates[slot, :count] = torch.cat((k, v), -1), torch.stack((g, beta), -1)
     return kept, slots
 
 
@@ -130,9 +135,9 @@ def test_step(h: Heads, rows: int, conv: int, dtype: torch.dtype, device: torch.
         found = gated_delta_step(x, p, kept, slots, at, live)
         assert found.dtype == dtype
         close(found, wanted, dtype)
-        close(kept.state, wanted_kept.state, torch.float32)
-        for ours, theirs in ((kept.qkv, wanted_kept.qkv), (kept.gates, wanted_kept.gates)):
-            torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
+        for name in ("state", "rows", "gates"):
+            close(getattr(kept, name), getattr(wanted_kept, name), torch.float32)
+        torch.testing.assert_close(kept.qkv, wanted_kept.qkv, atol=0, rtol=0, equal_nan=True)
         at, kept.accepted[slots] = at + rows, rows
 
 
@@ -188,8 +193,7 @@ def test_prefill(h: Heads, conv: int, dtype: torch.dtype, device: torch.device) 
     for ours, theirs in ((found, wanted), (kept.state[slots], wanted_kept.state[slots])):
         assert off(ours, theirs) < {torch.float32: 2**-16, torch.float16: 2**-8, torch.bfloat16: 2**-5}[dtype]
     assert kept.state.isnan().flatten(1).all(1).tolist() == [True, True, *[False] * 5, True]
-    for ours, theirs in ((kept.qkv, wanted_kept.qkv), (kept.gates, wanted_kept.gates)):
-        torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(kept.qkv, wanted_kept.qkv, atol=0, rtol=0, equal_nan=True)
 
 
 def test_hard_systems(device: torch.device) -> None:
