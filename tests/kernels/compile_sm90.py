@@ -26,6 +26,7 @@ from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
+from kernels.attention.flash_prefill_sm90 import SHAPES as PREFILL_SHAPES
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
@@ -177,8 +178,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
         yield "prefill", dtype, _flash_prefill_kernel, constants, options
-    for group, page, sinks in ((7, 64, False), (16, 128, True)):
-        constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
+    for dim, group, page, sinks in ((128, 7, 64, False), (128, 16, 128, True), (256, 6, 64, False)):
+        constants = {"D": dim, "GROUP": group, "PAGE": page, "SINKS": sinks, **PREFILL_SHAPES[dim]}
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
     latents = {"R": 512, "P": 64, "PAGE": 64}
     for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
@@ -488,7 +489,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if name == "latents" and "scales" in function.arg_names and "scales" not in constants:
             kind = "*i32"  # words of four numbers
         elif name in DESCRIPTORS and isinstance(function, GluonJITFunction):
-            kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
+            columns = constants["D"] if function is _flash_prefill_sm90_kernel else DESCRIPTORS[name]
+            kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {columns}],{SHARED.value!r}>", False
         if name == "words" and function in (_linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel):
             kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS", "D")) else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
