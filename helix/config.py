@@ -90,7 +90,9 @@ class AttentionConfig:
     policy: which keys a query of a decode step reads: dense: all; block_sparse (lossy): the first blocks of the
         sequence, the last ones, and those between that promise most. Prefill reads all.
     block: tokens of a block, which is a page of the cache.
-    topk: blocks that each KV head chooses, of all ranks together; 0: none.
+    part: tokens of a part of a block; queries choose parts instead of blocks. Unset: blocks.
+    candidates: blocks, the best by their own bounds, whose parts are considered, of all ranks together.
+    topk: blocks, or parts, that each KV head chooses, of all ranks together; 0: none.
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
     score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
@@ -102,6 +104,8 @@ class AttentionConfig:
 
     policy: str = "dense"
     block: int = 128
+    part: int | None = None
+    candidates: int = 256
     topk: int = 32
     sink_blocks: int = 1
     local_blocks: int = 4
@@ -187,7 +191,8 @@ class DecodeConfig:
     prompts: JSON lines of prompts.
     output: JSON lines of results; unset: text on the terminal alone.
     resume: keep what `output` already holds and run the rest.
-    max_batch: slots; more prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
+    max_batch: slots, or auto: as many as there are prompts and memory, up to 512 tokens a step; 8 on CPUs and with
+        kv.tier=host. More prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
     max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     stream: print text as it comes.
@@ -197,7 +202,7 @@ class DecodeConfig:
     prompts: str | None = None
     output: str | None = None
     resume: bool = False
-    max_batch: int = 8
+    max_batch: str = "auto"
     max_length: int | None = None
     prefill_chunk: str = "auto"
     stream: bool = True
@@ -215,15 +220,18 @@ class ScheduleConfig:
     """Settings of how requests share the ranks, whether a file or a server brings them.
 
     Attributes:
-        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes.
-        decode_share: share of the time for decode steps while prompts wait and any sequence decodes.
+        goal: latency, balance or throughput, which set the two bounds below; balance widens them while prompts wait.
+        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes; unset: as the goal has it.
+        decode_share: share of the time for decode steps while prompts wait and any sequence decodes; unset: as the goal
+            has it.
         run_ms: most milliseconds of decode steps between two decisions of rank 0.
         patience_s: seconds for which others may overtake a request that does not fit; then pages are kept for it.
         lease: new tokens for which a sequence takes pages at a time.
     """
 
-    stall_ms: float = 50.0
-    decode_share: float = 0.25
+    goal: str = "balance"
+    stall_ms: float | None = None
+    decode_share: float | None = None
     run_ms: float = 20.0
     patience_s: float = 30.0
     lease: int = 1024
@@ -324,6 +332,7 @@ def check(config: Config) -> None:
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
+        "schedule.goal": ("latency", "balance", "throughput"),
         "speculation.drafter": ("none", "ngram", "model", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
@@ -331,16 +340,19 @@ def check(config: Config) -> None:
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-    if (chunk := config.decode.prefill_chunk) != "auto" and not re.fullmatch(r"[1-9]\d{0,8}", chunk):
-        raise ValueError(f"decode.prefill_chunk={chunk} must be auto or a number of tokens from 1 to 999999999")
+    for key, top in {"decode.prefill_chunk": 999_999_999, "decode.max_batch": MOST_SEQUENCES}.items():
+        text = _get(config, key)
+        if text != "auto" and not (re.fullmatch(r"[1-9]\d{0,8}", text) and int(text) <= top):
+            raise ValueError(f"{key}={text} must be auto or a number from 1 to {top}")
     ranges = {
         "kv.append_block": (1, 1 << 24),
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
         "kv.tokens": (1, 1 << 50),
-        "decode.max_batch": (1, MOST_SEQUENCES),
         "decode.max_new_tokens": (1, 1 << 40),
         "decode.max_length": (1, 1 << 40),
         "attention.block": (1, 1 << 14),
+        "attention.part": (1, 1 << 13),
+        "attention.candidates": (1, 1024),
         "attention.topk": (0, MOST_CHOSEN),
         "attention.sink_blocks": (0, 1 << 20),
         "attention.local_blocks": (1, 1 << 20),
@@ -377,6 +389,7 @@ def check(config: Config) -> None:
             f"kv.page_size={config.kv.page_size} and attention.block={config.attention.block} differ, but a block is a "
             f"page: leave out kv.page_size, or set attention.block={config.kv.page_size}"
         )
+    check_parts(config)
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
@@ -384,6 +397,33 @@ def check(config: Config) -> None:
         raise ValueError(f"kv.snapshots={config.kv.snapshots} must be at least 0")
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
+
+
+def check_parts(config: Config) -> None:
+    """Raises ValueError where parts of blocks cannot be chosen."""
+    attention = config.attention
+    if attention.part is None:
+        return
+    if attention.part & (attention.part - 1) or attention.block % attention.part or attention.block == attention.part:
+        raise ValueError(
+            f"attention.part={attention.part} must be a power of two that cuts attention.block={attention.block} into "
+            "equal parts: set another, or leave it out"
+        )
+    if attention.score != "bounds":
+        raise ValueError(
+            f"attention.part={attention.part} needs bounds, and attention.score is {attention.score}: set "
+            "attention.score=bounds, or leave out attention.part"
+        )
+    if attention.choice == "global":
+        raise ValueError(
+            f"attention.part={attention.part} is chosen by each rank from its own blocks: set "
+            "attention.choice=local, or leave out attention.part"
+        )
+    if config.kv.tier == "host" and config.kv.dtype != "auto":
+        raise ValueError(
+            f"attention.part={attention.part} with kv.tier=host needs keys and values of equal size, and kv.dtype is "
+            f"{config.kv.dtype}: leave out one of the two"
+        )
 
 
 def check_tier(config: Config) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +15,13 @@ from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import Angles, paired
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, keys_and_values
 from helix.memory.kv_cache import KVCache, LayerCache
 from helix.steps.step import Step
+from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
@@ -33,10 +34,12 @@ class AttentionSpec:
     """Shape of one layer's attention in the checkpoint.
 
     Attributes:
+        qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
+        rotated: number of a head's first dimensions that are rotated; None: all.
+        fused: whether one matrix has the rows of queries, keys and values.
+        multiplier: factor on q.k; None: head_dim^-0.5.
         gated: whether the output of each query head is gated by a sigmoid; each head of q_proj is then followed by its
             gate.
-        rotated: first dimensions of a head that RoPE rotates; None: all.
-        zero_centered: whether the checkpoint has the norms' weights without their 1.
     """
 
     hidden: int
@@ -49,13 +52,16 @@ class AttentionSpec:
     norm_eps: float
     window: int | None
     sinks: bool
-    gated: bool = False
     rotated: int | None = None
-    zero_centered: bool = False
+    norm_over: Literal["head", "all"] = "head"
+    fused: bool = False
+    multiplier: float | None = None
+    gated: bool = False
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        """Factor on q.k."""
+        return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
 
     @property
     def attends(self) -> bool:
@@ -76,18 +82,6 @@ class AttentionSpec:
     def multiplications(self) -> int:
         """Number of multiplications of a token's queries with one key and value, over all heads."""
         return self.q_heads * 2 * self.head_dim
-
-    @property
-    def runs(self) -> tuple[range, ...]:
-        """Ranges of a query or key head's dimensions, in the order of our rows.
-
-        Kernels rotate dimension d against d + D / 2. With fewer rotated dimensions, each half of a head has a half of
-        those first, and then a half of the others, whose angles are 0.
-        """
-        if self.rotated in (None, self.head_dim):
-            return (range(self.head_dim),)
-        half, middle = self.rotated // 2, (self.rotated + self.head_dim) // 2
-        return range(half), range(self.rotated, middle), range(half, self.rotated), range(middle, self.head_dim)
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
@@ -191,6 +185,30 @@ class Queries(NamedTuple):
     gate: Tensor | None
 
 
+class HeadSquares:
+    """Mean squares of all query heads and of all key heads, for norms over all of them.
+
+    Attributes:
+        spread: whether ranks have different heads, and add up what they have.
+    """
+
+    def __init__(self, comm: Communicator, layout: HelixLayout, spec: AttentionSpec) -> None:
+        self.comm = comm
+
+        def own(rank: int) -> tuple[int, int]:
+            return len(layout.q_heads(rank, spec.q_heads, spec.kv_heads)), len(layout.kv_heads(rank, spec.kv_heads))
+
+        self.spread = own(comm.rank) != (spec.q_heads, spec.kv_heads)
+        ranks = [own(rank) for rank in (range(comm.world_size) if self.spread else [comm.rank])]
+        q, k = (sum(heads) * spec.head_dim for heads in zip(*ranks, strict=True))  # on several ranks: counted by each
+        self._shares = 1 / q, 1 / k
+
+    def __call__(self, heads: Tensor, kv_heads: int, summed: bool = True) -> Tensor:
+        """Computes them [N, 2] fp32 for own heads [N, Hq + 2 kv_heads, D]; not `summed`: without other ranks' heads."""
+        squares = head_squares(heads, kv_heads, self._shares)
+        return self.comm.all_gather(squares).sum(0) if self.spread and summed else squares
+
+
 class Attention(ShardedAttention):
     """Attention with QKV replicated in the kvp group, one exchange, and the output projection over all ranks.
 
@@ -213,36 +231,40 @@ class Attention(ShardedAttention):
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec, name = spec, f"{place.name}.self_attn"
 
-        def rows(part: str, total: int, share: range, runs: Sequence[range], each: int = spec.head_dim) -> list[Rows]:
-            """Lists runs of each head of `share`, which has `each` rows; whole heads are one run."""
-            parts = [range(head * each + run.start, head * each + run.stop) for head in share for run in runs]
-            if [*map(len, runs)] == [each]:
-                parts = [range(share.start * each, share.stop * each)]
-            return [Rows(f"{name}.{part}_proj", total * each, run, spec.qkv_bias) for run in parts]
+        dim, q, kv = spec.head_dim, layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
+        order, of_query = paired(dim, spec.rotated or dim), (1 + spec.gated) * dim
 
-        q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
-        whole, of_query = [range(spec.head_dim)], (1 + spec.gated) * spec.head_dim
-        self._q_rows = len(q) * spec.head_dim
-        self.qkv = ColumnParallel(
-            weights,
-            spec.hidden,
-            [
-                *rows("q", spec.q_heads, q, spec.runs, of_query),
-                *rows("k", spec.kv_heads, kv, spec.runs),
-                *rows("v", spec.kv_heads, kv, whole),
-            ],
-        )
+        def places(heads: range, of_head: list[range], each: int = dim) -> list[range]:
+            """Lists these rows of each head, which has `each`; whole heads are one run."""
+            if [*map(len, of_head)] == [each]:
+                return [range(heads.start * each, heads.stop * each)]
+            return [range(h * each + r.start, h * each + r.stop) for h in heads for r in of_head] or [range(0)]
+
+        def rows(part: str, total: int, places: list[range], before: int) -> list[Rows]:
+            if spec.fused:  # behind the rows of so many heads
+                part, total = "qkv", spec.q_heads + 2 * spec.kv_heads
+                places = [range(before * dim + r.start, before * dim + r.stop) for r in places]
+            return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in places]
+
+        self._q_rows, q_total = len(q) * dim, (1 + spec.gated) * spec.q_heads
+        stacked = [
+            *rows("q", q_total, places(q, order, of_query), 0),
+            *rows("k", spec.kv_heads, places(kv, order), spec.q_heads),
+            *rows("v", spec.kv_heads, places(kv, [range(dim)]), spec.q_heads + spec.kv_heads),
+        ]
+        self.qkv = ColumnParallel(weights, spec.hidden, stacked)
         self.gate: ColumnParallel | None = None
         if spec.gated:
-            gates = [range(spec.head_dim, of_query)]
-            own = layout.o_heads(*heads)
-            self.gate = ColumnParallel(weights, spec.hidden, rows("q", spec.q_heads, own, gates, of_query))
+            gates = places(layout.o_heads(*heads), [range(dim, of_query)], of_query)
+            self.gate = ColumnParallel(weights, spec.hidden, rows("q", q_total, gates, 0))
         self.norms: tuple[Tensor, Tensor, float] | None = None
-        if spec.qk_norm:
-            q_gain, k_gain = (
-                weights.gain(spec.head_dim, f"{name}.{part}_norm.weight", spec.zero_centered, spec.runs)
-                for part in ("q", "k")
-            )
+        self._squares: HeadSquares | None = None
+        if spec.qk_norm and spec.norm_over == "all":
+            q_gain = weights.gain(f"{name}.q_norm.weight", spec.q_heads * dim, places(q, order)).view(-1, dim)
+            k_gain = weights.gain(f"{name}.k_norm.weight", spec.kv_heads * dim, places(kv, order)).view(-1, dim)
+            self.norms, self._squares = (q_gain, k_gain, spec.norm_eps), HeadSquares(comm, layout, spec)
+        elif spec.qk_norm:
+            q_gain, k_gain = (weights.gain(f"{name}.{part}_norm.weight", dim, order) for part in "qk")
             self.norms = q_gain, k_gain, spec.norm_eps
         if spec.sinks and layout.kvp_rank(comm.rank) == 0:
             self.sinks = weights.parameter(len(q), dtype=torch.float32)
@@ -259,10 +281,15 @@ class Attention(ShardedAttention):
             spec.output_bias,
         )
 
+    @property
+    def adds_squares(self) -> bool:
+        """Whether `project` sums over ranks."""
+        return self._squares is not None and self._squares.spread
+
     def sent_width(self, rows: int) -> int:
         return self.spec.head_dim
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Queries:
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Queries:
         """Computes queries of this TPA slice from x [N, H], the same on every rank; appends its KV."""
         gate = None if self.gate is None else self.gate(x)
         return Queries(self._queries_and_append(x, angles, cache, step), gate)
@@ -272,14 +299,17 @@ class Attention(ShardedAttention):
         found = self.attend(q.heads, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1)
         return self.output(found if q.gate is None else sigmoid_mul(found, q.gate))
 
-    def _queries_and_append(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def _queries_and_append(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
-        to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
-        if len(self.shares) > 1 and step.overlapped:
-            return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
-        return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
+        to = angles.cos, angles.sin, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
+        gathers = len(self.shares) > 1 and step.overlapped
+        if not gathers and self._squares is None:
+            return angles.scaled(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
+        heads = (self._gathered(x) if gathers else self.qkv(x)).unflatten(1, (-1, self.spec.head_dim))
+        means = None if self._squares is None else self._squares(heads, mine.keys.shape[2])
+        return angles.scaled(kv_append(heads, *to, means))
 
-    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.
 
         It may run concurrently with another layer: it uses the library's product, since our kernels share a workspace.
@@ -290,7 +320,13 @@ class Attention(ShardedAttention):
         heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
         of_keys, of_values = (s if s is None else s[:, :0] for s in mine.scales)
-        return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values))
+        norms, means = self.norms, None
+        if norms is not None and self._squares is not None:
+            norms = norms[0], norms[1][:0], norms[2]
+            # Own heads stand for all: a factor on a row of queries changes no choice.
+            means = self._squares(heads, 0, summed=False)
+        to = *no_heads, step.new_slots(self.window), norms, (of_keys, of_values), means
+        return angles.scaled(kv_append(heads, angles.cos, angles.sin, *to))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""

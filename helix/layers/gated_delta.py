@@ -13,6 +13,7 @@ from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
@@ -117,14 +118,15 @@ class GatedDeltaNet:
         a_log, dt_bias = (weights.parameter(v, dtype=torch.float32) for _ in range(2))
         weights.bind(a_log, f"{name}.A_log", (spec.value_heads,), values)
         weights.bind(dt_bias, f"{name}.dt_bias", (spec.value_heads,), values)
-        norm = weights.gain(spec.value_dim, f"{name}.norm.weight")
+        norm = weights.parameter(spec.value_dim)  # the only norm whose gain is the tensor
+        weights.bind(norm, f"{name}.norm.weight", (spec.value_dim,))
         first = values.start % spec.group
         self.rule = GatedDelta(conv, a_log, dt_bias, norm, spec.norm_eps, len(keys), spec.group, first)
         columns = range(values.start * spec.value_dim, values.stop * spec.value_dim)
         of_all = spec.value_heads * spec.value_dim
         self.output = RowParallel(weights, comm, f"{name}.out_proj", columns, of_all, spec.hidden, False)
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> DeltaInput:
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> DeltaInput:
         """Computes this rank's inputs of the rule from x [N, H], the same on every rank; nothing is kept yet."""
         parts = [projection(x) for projection in self.inputs]
         qkv, z, gates = parts[0][:, : self.channels], parts[0][:, self.channels :][:, : self.width], parts[-1]

@@ -30,7 +30,7 @@ def shared_gated(config: Any) -> MoESpec:
         shared_width=config.shared_expert_intermediate_size,
         normalise=getattr(config, "norm_topk_prob", True),
         shared="shared_expert",
-        shared_gate=True,
+        shared_gate="shared_expert_gate",
     )
 
 
@@ -55,7 +55,7 @@ def hybrid(config: Any, storage: str, **more: Any) -> DecoderSpec:
         )
     bias = config.attention_bias
     spec = decoder_spec(
-        config, qkv_bias=bias, output_bias=bias, qk_norm=True, gated=True, partial_rotary=True, zero_centered=True,
+        config, qkv_bias=bias, output_bias=bias, qk_norm=True, gated=True, partial_rotary=True,
         **more,
     )  # fmt: skip
     delta = GatedDeltaSpec(
@@ -64,6 +64,7 @@ def hybrid(config: Any, storage: str, **more: Any) -> DecoderSpec:
     )  # fmt: skip
     return replace(
         spec,
+        gain_offset=1.0,
         unused=("mtp.", "model.visual."),  # layers for multi-token prediction, and what reads images
         layers=tuple(
             replace(layer, mixer=delta) if kind == "linear_attention" else layer

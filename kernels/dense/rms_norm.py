@@ -30,8 +30,8 @@ def _rms_norm_kernel(
         value = kept.to(tl.float32)
     scaled = value * tl.rsqrt(tl.sum(value * value, 0) / H + eps)
     gain = tl.load(weight + h, mask=h < H, other=0.0)
-    # Rounded to the weight's dtype before it is applied, as the models were trained.
-    rounded = scaled.to(weight.dtype.element_ty).to(tl.float32)
+    # Rounded before the weight is applied, as the models were trained.
+    rounded = scaled.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + n * H + h, rounded * gain.to(tl.float32), mask=h < H)
 
 
@@ -42,7 +42,7 @@ def rms_norm(
 
     Args:
         x: [N, H], last dim contiguous.
-        weight: [H] in x's dtype or fp32.
+        weight: [H].
         eps: added to the mean square.
         residual: [N, H], last dim contiguous; None adds nothing.
 

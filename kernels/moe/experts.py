@@ -217,7 +217,7 @@ def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
     return tl.where(lane < stop, pair, 0).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # they change from chunk to chunk
 def _gate_up_kernel(
     x, ids, weights, gate_up, scales, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
@@ -258,7 +258,7 @@ def _gate_up_kernel(
         start_successor(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # they change from chunk to chunk
 def _down_kernel(
     h, ids, weights, down, scales, bias, outputs, order, bounds, block_ends, P, first, shares,
     EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,

@@ -23,7 +23,7 @@ def _all_reduce_norm_kernel(
     rank, H, eps, spins,
     ROW_WORDS: tl.constexpr, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
-    RESIDUAL: tl.constexpr, WIDE: tl.constexpr, TWO_SHOT: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
+    RESIDUAL: tl.constexpr, TWO_SHOT: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     EARLY: tl.constexpr = PHASES & 1 == 0  # the predecessor sends, and no other output of it is read here
     if not EARLY:
@@ -44,13 +44,8 @@ def _all_reduce_norm_kernel(
     source = tl.arange(0, BLOCK_RANKS)
     owner = piece % RANKS
     # Loads that do not depend on a peer.
-    if WIDE:  # fp32, two for each word of the row
-        first_gain = tl.load(weight + 2 * column, mask=inside, other=0.0)
-        second_gain = tl.load(weight + 2 * column + 1, mask=inside, other=0.0)
-    else:
-        gain = tl.load(weight + column, mask=inside, other=0)
-        first_gain, second_gain = low(gain, DTYPE), high(gain, DTYPE)
-    kept = tl.load(residual + at, mask=inside, other=0) if RESIDUAL else column
+    gain = tl.load(weight + column, mask=inside, other=0)
+    kept = tl.load(residual + at, mask=inside, other=0) if RESIDUAL else gain
 
     if PHASES & 1:
         words = tl.load(x + at, mask=inside, other=0)
@@ -101,12 +96,10 @@ def _all_reduce_norm_kernel(
             bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, looks)
             square = tl.sum(tl.where(s < SLICES, bits.to(tl.float32, bitcast=True), 0.0), 0)
         scale = tl.rsqrt(square / H + eps)
-        first *= scale
-        second *= scale
-        if not WIDE:  # rounded to the weight's dtype before it is applied, as the models were trained
-            words = pack(first, second, DTYPE)
-            first, second = low(words, DTYPE), high(words, DTYPE)
-        tl.store(y + at, pack(first * first_gain, second * second_gain, DTYPE), mask=inside)
+        # Rounded before the weight is applied, as the models were trained.
+        words = pack(first * scale, second * scale, DTYPE)
+        words = pack(low(words, DTYPE) * low(gain, DTYPE), high(words, DTYPE) * high(gain, DTYPE), DTYPE)
+        tl.store(y + at, words, mask=inside)
         end_turn(count, piece, tl.num_programs(0))
 
 
@@ -132,7 +125,7 @@ def all_reduce_norm(
     Args:
         x: [N, H], a multiple of 4 bytes per row; contiguous. Without phase 1 only its shape and dtype matter.
         residual: [N, H] in x's dtype, contiguous, the same on all ranks; None adds nothing.
-        weight: [H] in x's dtype or fp32.
+        weight: [H].
         peers: [1 or 2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces,
             slice_words], and for two shots those of the sums, [2, pieces, slice_words].
         squares: int64 [pieces], zeroed, local.
@@ -156,17 +149,15 @@ def all_reduce_norm(
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     y, total = torch.empty_like(x), torch.empty_like(x)
 
-    wide = weight.itemsize > x.itemsize
-
     def as_words(t: torch.Tensor) -> torch.Tensor:
         return t.view(torch.int32)
 
     _all_reduce_norm_kernel[(N * slices,)](
-        as_words(x), as_words(x if residual is None else residual), weight if wide else as_words(weight), as_words(y),
-        as_words(total), peers, squares, count, status, rank, H, eps, spins,
+        as_words(x), as_words(x if residual is None else residual), as_words(weight), as_words(y), as_words(total),
+        peers, squares, count, status, rank, H, eps, spins,
         ROW_WORDS=words, SLICES=slices, BLOCK_SLICES=triton.next_power_of_2(slices),
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=slice_words,
-        DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, WIDE=wide, TWO_SHOT=two_shot, PHASES=phases,
+        DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, TWO_SHOT=two_shot, PHASES=phases,
         num_warps=4, **overlapped(x),
     )  # fmt: skip
     return y, total

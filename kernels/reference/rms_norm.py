@@ -11,5 +11,4 @@ def rms_norm(
     """Normalises (RMSNorm) the residual sum; shapes as in `kernels.dense.rms_norm.rms_norm`."""
     total = x if residual is None else x + residual
     wide = total.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight * scaled.to(weight.dtype)).to(x.dtype), total
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype), total

@@ -9,6 +9,8 @@ import json
 from collections.abc import Sequence
 from math import inf
 
+from helix.attention.policies import budget_of
+from helix.build.buffers import most_slots
 from helix.build.parts import stored_format
 from helix.config import Config, LayoutConfig, ModelConfig
 from helix.layout import HelixLayout
@@ -68,7 +70,7 @@ def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
     # What is no number will be refused, with its request.
     limits = (prompt.options.get("max_tokens") for prompt in prompts)
     lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]
-    return min(len(prompts), config.decode.max_batch), max(lengths)
+    return min(len(prompts), most_slots(config, "cuda")), max(lengths)
 
 
 def planned(config: Config, spec: DecoderSpec) -> Options:
@@ -104,7 +106,8 @@ def budget(config: Config) -> Sparse | None:
     a = config.attention
     if a.policy == "dense":
         return None
-    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens)
+    parts, candidates = budget_of(a).parts, budget_of(a).candidates
+    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens, parts, candidates)
 
 
 def _tokens(prompt: PromptLine) -> int:
