@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
+from kernels.overlap import sm_count
 from kernels.recurrent.convolved import convolved, gate, norm_scale
 from kernels.reference.gated_delta import CHUNK as _CHUNK
 from kernels.reference.gated_delta import gated_delta_prefill as reference
@@ -241,10 +242,13 @@ def gated_delta_prefill(
     groups = {"GROUP": p.group, "FIRST": p.first}
     _systems_kernel[chunks, values](k, v, w, totals, betas, cu_q, n, **heads, **groups, **of_chunk, num_warps=4)
     columns = min(COLUMNS, block_v)
+    # With three stages chunks are loaded ahead, and a program of 16-bit rows takes most of an SM.
+    roomy = out.itemsize == 2 and triton.cdiv(value_dim, columns) * values <= sm_count(out.device)
     _chunks_kernel[triton.cdiv(value_dim, columns), values, n](
         x.qkv, q, k, v, w, totals, kept.state, kept.qkv, slots, positions, cu_q, out, x.qkv.stride(0),
         W=conv_width, RING=ring, BLOCK_W=triton.next_power_of_2(max(conv_width - 1, 1)), BLOCK_K=block_k,
-        BLOCK_V=columns, **heads, **groups, num_warps=4, num_stages=2,
+        BLOCK_V=columns, **heads, **groups, num_warps=4,
+        num_stages=3 if roomy else 2,
     )  # fmt: skip
     block_h = max(1, min(2048 // block_v, triton.next_power_of_2(values)))
     _gated_norm_kernel[N, triton.cdiv(values, block_h)](

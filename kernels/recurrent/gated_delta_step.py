@@ -27,6 +27,17 @@ LINE = tl.constexpr(32)  # numbers of a cache line
 
 
 @triton.jit
+def _prefetch_taps(
+    conv, ring, begin, channel, d,
+    D: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Prefetches what `convolved` will read of the weights, and of the rows before position `begin`."""
+    w, column = tl.minimum(tl.arange(0, BLOCK_W), W - 1)[:, None], channel + tl.minimum(d, D - 1)[None, :]
+    prefetch(conv + w * WIDTH + column)
+    prefetch(ring + (begin - (W - 1) + w + RING * W) % RING * WIDTH + column)
+
+
+@triton.jit
 def _over_keys(tile):
     """Sums over the keys of [keys / KI, values / VI, KI, VI]: dims 0 and 2."""
     return tl.sum(tl.sum(tile, 0, keep_dims=True), 2, keep_dims=True)
@@ -45,7 +56,7 @@ def _gated_delta_step_kernel(
     work, out, qkv_n, gates_n, z_n, eps, q_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     W: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     n = i.to(tl.int64) * ROWS
@@ -69,7 +80,11 @@ def _gated_delta_step_kernel(
     row: tl.constexpr = VALUES * (DK + DV)  # from row to row
     last_rows = kept_rows + slot * (MOST * row) + head * (DK + DV)
     last_gates = kept_gates + slot * (MOST * VALUES * 2) + head * 2
+    mine = ring + slot * (RING * width)
     if PDL:
+        _prefetch_taps(conv, mine, begin, at_q, d, DK, width, W, BLOCK_W, RING)
+        _prefetch_taps(conv, mine, begin, at_k, d, DK, width, W, BLOCK_W, RING)
+        _prefetch_taps(conv, mine, begin, at_v, e, DV, width, W, BLOCK_W, RING)
         line = tl.arange(0, triton.next_power_of_2(triton.cdiv(DK + DV, LINE)))
         prefetch(last_rows + tl.minimum(r, MOST - 1)[:, None] * row + tl.minimum(line * LINE, DK + DV - 1)[None, :])
     # The tile's shape of two dims has one layout in all releases of Triton: a warp for each VI columns.
@@ -87,7 +102,6 @@ def _gated_delta_step_kernel(
             keep = tl.exp(tl.load(last_gates + x * (VALUES * 2)))
             _, S = _delta(S, k_x, v_x, keep, tl.load(last_gates + x * (VALUES * 2) + 1))
         tl.store(states, tl.reshape(S, [BLOCK_K // KI * (BLOCK_V // VI), KI * VI]), mask=whole)
-    mine = ring + slot * (RING * width)
     decay, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
     gain = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
 
@@ -117,11 +131,11 @@ def _gated_delta_step_kernel(
     tl.store(last_rows + r[:, None] * row + DK + e[None, :], v, mask=inside)
     tl.store(last_gates + r * (VALUES * 2), g, mask=new)
     tl.store(last_gates + r * (VALUES * 2) + 1, beta, mask=new)
-    mine = work + n * row + head * (DK + DV)  # queries and outputs
-    tl.store(mine + r[:, None] * row + d[None, :], q, mask=of_key)
+    ours = work + n * row + head * (DK + DV)  # queries and outputs
+    tl.store(ours + r[:, None] * row + d[None, :], q, mask=of_key)
     tl.debug_barrier()
     for x in range(ROWS):
-        q_x = tl.load(mine + x * row + d4, mask=d4 < DK, other=0.0)
+        q_x = tl.load(ours + x * row + d4, mask=d4 < DK, other=0.0)
         k_x = tl.load(last_rows + x * row + d4, mask=d4 < DK, other=0.0)
         v_x = tl.load(last_rows + x * row + DK + e4, mask=e4 < DV, other=0.0)
         keep = tl.exp(tl.load(last_gates + x * (VALUES * 2)))
@@ -129,10 +143,10 @@ def _gated_delta_step_kernel(
         before = _over_keys(q_x * S)
         delta, S = _delta(S, k_x, v_x, keep, tl.load(last_gates + x * (VALUES * 2) + 1))
         o = keep * before + _over_keys(q_x * k_x) * delta
-        store_in_place(mine + x * row + DK + e4, o, e4 < DV, PDL)
+        store_in_place(ours + x * row + DK + e4, o, e4 < DV, PDL)
     start_successor(PDL)
     tl.debug_barrier()
-    o = tl.load(mine + r[:, None] * row + DK + e[None, :], mask=inside, other=0.0)
+    o = tl.load(ours + r[:, None] * row + DK + e[None, :], mask=inside, other=0.0)
     o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None] * gain[None, :] * gated / (1.0 + tl.exp(-gated))
     tl.store(outs, o, mask=inside)
 
@@ -165,7 +179,7 @@ def gated_delta_step(
         kept.accepted, slots, positions, live, work, out, x.qkv.stride(0), x.gates.stride(0), x.z.stride(0), p.eps,
         key_dim**-0.5,
         ROWS=rows, KEYS=p.key_heads, VALUES=values, DK=key_dim, DV=value_dim, W=conv_width, GROUP=p.group,
-        FIRST=p.first, RING=ring, MOST=most,
+        FIRST=p.first, RING=ring, MOST=most, BLOCK_W=triton.next_power_of_2(conv_width),
         # Not by this step's rows: lengths are summed in one order in steps with drafts and without.
         BLOCK_R=triton.next_power_of_2(most),
         BLOCK_K=triton.next_power_of_2(max(key_dim, KI.value)),
