@@ -62,6 +62,7 @@ class KVConfig:
     tokens: capacity in tokens over all ranks; unset: from memory_fraction.
     memory_fraction: share of the memory that is free once the weights are in.
     prefix_cache: whether what was computed is kept for prompts that begin alike.
+    snapshots: copies of states that are kept for prompts that begin alike, of models whose layers keep states.
     tier: gpu: keys and values lie on the GPU; host: in pinned memory of the host, and what a step chooses comes over
         the link (with attention=block_sparse alone).
     host_bytes: of each rank's keys and values, with tier=host.
@@ -76,6 +77,7 @@ class KVConfig:
     tokens: int | None = None
     memory_fraction: float = 0.9
     prefix_cache: bool = True
+    snapshots: int = 8
     tier: str = "gpu"
     host_bytes: float | None = None
     gpu_bytes: float | None = None
@@ -391,6 +393,8 @@ def check(config: Config) -> None:
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
+    if config.kv.snapshots < 0:
+        raise ValueError(f"kv.snapshots={config.kv.snapshots} must be at least 0")
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
 

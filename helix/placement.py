@@ -326,12 +326,14 @@ class PromptChunk:
         begin: global position of the first token.
         tokens: int64 [m], on the host.
         known: tokens of the sequence in its pages already: for these only states and windows are computed.
+        saves: see `helix.events.decision.Segment`.
     """
 
     slot: int
     begin: int
     tokens: Tensor
     known: int = 0
+    saves: int = -1
 
     @property
     def end(self) -> int:

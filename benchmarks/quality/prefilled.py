@@ -76,7 +76,7 @@ class Subject:
 def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
     """This rank's part of a checkpoint."""
     checkpoint = Checkpoint(path)
-    model = Decoder(checkpoint.with_head(spec_from_config(read_config(path))), layout, comm, dtype, comm.device)
+    model = Decoder(checkpoint.as_stored(spec_from_config(read_config(path))), layout, comm, dtype, comm.device)
     checkpoint.load(model.weights)
     return model
 

@@ -129,6 +129,19 @@ def check_own_sequences(config: Config, layout: HelixLayout) -> None:
         )
 
 
+def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+    """Raises ValueError if layers that keep a state of each sequence cannot do what the config wants."""
+    if not spec.has_states:
+        return
+    why = "is not supported for models whose layers keep states (Gated DeltaNet)"
+    if layout.mode == "dp":
+        raise ValueError(f"layout.mode=dp {why}: set layout.mode=helix")
+    if config.attention.policy != "dense":
+        raise ValueError(f"attention.policy={config.attention.policy} {why}: set attention=dense")
+    if config.speculation.drafter == "sparse":
+        raise ValueError(f"speculation.drafter=sparse {why}: set speculation=ngram")
+
+
 def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank: int) -> CheckedDraft:
     """Checks the draft model; raises ValueError unless it can propose to the target."""
     speculation = config.speculation
@@ -138,6 +151,8 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
         spec = make_spec(replace(config, model=speculation.model))
         check_weights(speculation.model, "speculation.model")
         _check_latents(config, spec)
+        if spec.has_states:
+            raise ValueError("a model whose layers keep states (Gated DeltaNet) cannot draft: set speculation=ngram")
         layout = make_draft_layout(speculation.layout, spec, of_target.world_size)
         stripes = Stripes(of_target, *config.blocks)
         check_draft(target.vocab, spec.vocab, layout, stripes)

@@ -194,7 +194,7 @@ def build_engine(
     # Captured chunks have memory of their own.
     buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
     room = min(int(free * kv.memory_fraction), free - buffered * buffers)
-    needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
+    needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk, kv.snapshots * kv.prefix_cache), wanted, room)
     if fewer:
         max_batch = auto_slots(config, spec, dtype, placement, comm, needs, draft)
         needs = replace(needs, sizes=needs.sizes._replace(slots=max_batch))

@@ -47,7 +47,7 @@ def make_checkpoint(
         return None, spec
     assert config.path is not None, "check_weights comes before"
     checkpoint = Checkpoint(Path(config.path), stored_format(config))
-    spec = checkpoint.with_head(spec)
+    spec = checkpoint.as_stored(spec)
     checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)
     return checkpoint, spec
 

@@ -271,6 +271,8 @@ class Engine:
             keep_drawn=not runner.drafter.lags,
             sparse_from=runner.policy.from_tokens,
             lacking=runner.lacking,
+            # A draft model's windows would lack what lies before a snapshot.
+            snapshots=0 if runner.drafter.lacking or not self.prefix_cache else runner.cache.snapshots,
             chunk_sizes=SIZES if runner.pads else (),
         )
         scheduler = Scheduler(self.tables, self._times, traits, self.schedule, policy.pace)

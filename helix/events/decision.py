@@ -31,6 +31,7 @@ class Admission:
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
         drawn: number of the last tokens of `length` that were drawn.
         allowed: mask of the tokens that it may draw next, int32 [W], see `Grammar`; None: all.
+        state: snapshot with which its states begin; -1: they begin with zeros.
     """
 
     id: str | int
@@ -48,6 +49,7 @@ class Admission:
     copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
     drawn: int = 0
     allowed: np.ndarray | None = None
+    state: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,7 @@ class Segment:
     Attributes:
         last: whether the prompt ends with them.
         known: number of the sequence's first tokens that are in its pages already.
+        saves: snapshot that is taken of its states behind them; -1: none.
     """
 
     slot: int
@@ -74,6 +77,7 @@ class Segment:
     last: bool
     tokens: np.ndarray
     known: int = 0
+    saves: int = -1
 
 
 _AtSlot = TypeVar("_AtSlot", Admission, TableWrite, Segment)

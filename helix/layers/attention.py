@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
+from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.scaled import as_tensor, matrix_rows
 
 
@@ -37,6 +38,8 @@ class AttentionSpec:
         rotated: number of a head's first dimensions that are rotated; None: all.
         fused: whether one matrix has the rows of queries, keys and values.
         multiplier: factor on q.k; None: head_dim^-0.5.
+        gated: whether the output of each query head is gated by a sigmoid; each head of q_proj is then followed by its
+            gate.
     """
 
     hidden: int
@@ -53,6 +56,7 @@ class AttentionSpec:
     norm_over: Literal["head", "all"] = "head"
     fused: bool = False
     multiplier: float | None = None
+    gated: bool = False
 
     @property
     def scale(self) -> float:
@@ -72,7 +76,7 @@ class AttentionSpec:
     @property
     def weights(self) -> int:
         """Number of weights in all projections, over all ranks."""
-        return self.hidden * self.head_dim * 2 * (self.q_heads + self.kv_heads)
+        return self.hidden * self.head_dim * ((2 + self.gated) * self.q_heads + 2 * self.kv_heads)
 
     @property
     def multiplications(self) -> int:
@@ -91,7 +95,8 @@ class AttentionSpec:
         """
         q, lanes, copies = sent(layout, rank, self.q_heads, self.kv_heads)
         rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
-        return copies * rows + 2 * (q + lanes) * self.head_dim
+        gates = 2 * len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * self.gated
+        return copies * rows + (2 * (q + lanes) + gates) * self.head_dim
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Attention:
         """Builds this rank's part."""
@@ -129,10 +134,6 @@ class ShardedAttention:
         self.scale = scale
         self.window = window
         self.sinks: Tensor | None = None
-
-    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
-        """Computes this rank's part [N, H] of the output from the queries of `project`."""
-        return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Attends with queries [N, Hq_local, D] on all ranks; returns the exact output of own heads [N, heads, D]."""
@@ -184,6 +185,13 @@ class ShardedAttention:
         return x
 
 
+class Queries(NamedTuple):
+    """Queries [N, Hq, D] of a TPA slice, and the gates [N, heads * D] of own heads; None if they are not gated."""
+
+    heads: Tensor
+    gate: Tensor | None
+
+
 class HeadSquares:
     """Mean squares of all query heads and of all key heads, for norms over all of them.
 
@@ -231,12 +239,13 @@ class Attention(ShardedAttention):
         self.spec, name = spec, f"{place.name}.self_attn"
 
         dim, q, kv = spec.head_dim, layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
-        order = paired(dim, spec.rotated or dim)
+        order, of_query = paired(dim, spec.rotated or dim), (1 + spec.gated) * dim
 
-        def places(heads: range, of_head: list[range]) -> list[range]:
-            if len(of_head) == 1:
-                return [range(heads.start * dim, heads.stop * dim)]
-            return [range(h * dim + r.start, h * dim + r.stop) for h in heads for r in of_head] or [range(0)]
+        def places(heads: range, of_head: list[range], each: int = dim) -> list[range]:
+            """Lists these rows of each head, which has `each`; whole heads are one run."""
+            if [*map(len, of_head)] == [each]:
+                return [range(heads.start * each, heads.stop * each)]
+            return [range(h * each + r.start, h * each + r.stop) for h in heads for r in of_head] or [range(0)]
 
         def rows(part: str, total: int, places: list[range], before: int) -> list[Rows]:
             if spec.fused:  # behind the rows of so many heads
@@ -244,13 +253,17 @@ class Attention(ShardedAttention):
                 places = [range(before * dim + r.start, before * dim + r.stop) for r in places]
             return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in places]
 
-        self._q_rows = len(q) * dim
+        self._q_rows, q_total = len(q) * dim, (1 + spec.gated) * spec.q_heads
         stacked = [
-            *rows("q", spec.q_heads, places(q, order), 0),
+            *rows("q", q_total, places(q, order, of_query), 0),
             *rows("k", spec.kv_heads, places(kv, order), spec.q_heads),
             *rows("v", spec.kv_heads, places(kv, [range(dim)]), spec.q_heads + spec.kv_heads),
         ]
         self.qkv = ColumnParallel(weights, spec.hidden, stacked)
+        self.gate: ColumnParallel | None = None
+        if spec.gated:
+            gates = places(layout.o_heads(*heads), [range(dim, of_query)], of_query)
+            self.gate = ColumnParallel(weights, spec.hidden, rows("q", q_total, gates, 0))
         self.norms: tuple[Tensor, Tensor, float] | None = None
         self._squares: HeadSquares | None = None
         if spec.qk_norm and spec.norm_over == "all":
@@ -283,8 +296,17 @@ class Attention(ShardedAttention):
     def sent_width(self, rows: int) -> int:
         return self.spec.head_dim
 
-    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
-        """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Queries:
+        """Computes queries of this TPA slice from x [N, H], the same on every rank; appends its KV."""
+        gate = None if self.gate is None else self.gate(x)
+        return Queries(self._queries_and_append(x, angles, cache, step), gate)
+
+    def finish(self, q: Queries, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+        """Computes this rank's part [N, H] of the output from the queries of `project`."""
+        found = self.attend(q.heads, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1)
+        return self.output(found if q.gate is None else sigmoid_mul(found, q.gate))
+
+    def _queries_and_append(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
         to = angles.cos, angles.sin, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
         gathers = len(self.shares) > 1 and step.overlapped

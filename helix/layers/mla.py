@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
+from comm.pending import PendingProjection
+from helix.attention.base import AttentionPolicy
 from helix.layers.attention import ShardedAttention, sent
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
@@ -221,6 +223,10 @@ class MLA(ShardedAttention):
         if not self.gathered:
             return absorbed
         return self._gather(absorbed, self.comm.gather_in_group if step.overlapped else self.comm.all_gather)
+
+    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+        """Computes this rank's part [N, H] of the output from the queries of `project`."""
+        return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
 
     def _gather(self, q: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""

@@ -13,6 +13,7 @@ from comm.pending import PendingProjection
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
+from kernels.dense.sigmoid_mul import sigmoid_mul
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ class GatedMLP:
         self.gate_up = ColumnParallel(weights, hidden, rows)
         self.down = RowParallel(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
-    def __call__(self, x: Tensor, factor: Tensor | None = None) -> PendingProjection:
-        """Computes this rank's part [N, H] from x [N, H], the same on every rank; times `factor` [N, 1] if given."""
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> PendingProjection:
+        """Computes this rank's part [N, H] from x [N, H], the same on all, times the sigmoid of weight [N, 1]."""
         if self.activation == "silu":
             inner = self.gate_up(x, gated=True)
         else:
             gate, up = self.gate_up(x).chunk(2, 1)
             inner = F.gelu(gate, approximate="tanh").mul_(up)
-        return self.down(inner if factor is None else inner.mul_(factor))
+        return self.down(inner if weight is None else sigmoid_mul(inner, weight))

@@ -215,8 +215,7 @@ class MoE:
     def __call__(self, x: Tensor) -> RoutedExperts:
         """Routes x [N, H], the same on every rank; returns this rank's part [N, H], not computed yet."""
         spec = self.spec
-        logits, gate = self.router(x, exact=spec.exact_router).tensor_split([spec.experts], 1)  # [N, E], [N, 1 or 0]
-        factor = gate.sigmoid() if spec.shared_gate is not None else None
+        logits, weight = self.router(x, exact=spec.exact_router).tensor_split([spec.experts], 1)  # [N, E], [N, 1 or 0]
         ids, scores = route(
             logits,
             spec.top_k,
@@ -239,7 +238,7 @@ class MoE:
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             clamp_at=spec.clamp_at,
-            addend=None if self.shared is None else self.shared(x, factor).compute(),
+            addend=None if self.shared is None else self.shared(x, weight if weight.shape[1] else None).compute(),
             total_experts=spec.experts + self.shared_count,
             shared_count=self.shared_count,
         )

@@ -26,6 +26,7 @@ from helix.placement import Placement
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
 
+SNAPPED = ("slot", "recent")  # what a snapshot has
 RING_MOST = 1024  # tokens of a window that a slot has a ring for
 
 
@@ -36,11 +37,13 @@ class StepSizes(NamedTuple):
         slots: number of slots.
         rows: most tokens of a sequence in a decode step.
         chunk: most tokens of a prefill step.
+        snapshots: number of copies of states, beside those of the slots.
     """
 
     slots: int
     rows: int = 1
     chunk: int = 1
+    snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class LayerCache:
     Attributes:
         index: index of the layer.
         kept: its data by name: per token [pages, page_size, *entry], per page [pages, *entry], per slot
-            [slots, *entry], per row [slots, rows, *entry].
+            [slots, *entry], per row or recent token [slots, rows, *entry].
         accepted: [slots] int64, accepted rows of a sequence's last step; empty if no layer keeps rows.
     """
 
@@ -118,6 +121,7 @@ class KVCache(Follower):
         rings: pages of a slot's ring, by window; by None for layers without one.
         lacking: tokens before the end of a prefix hit that are computed again.
         has_states: whether any layer keeps a state of each sequence.
+        snapshots: number of snapshots of states, which lie behind those of the slots.
         bytes_per_token: bytes in pages of a token that this rank owns.
         remedy: advice for an error: how to make room for more.
     """
@@ -152,7 +156,8 @@ class KVCache(Follower):
         ]
         self._places = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
         self.has_states = any(k.per == "slot" for kept in keeps for k in kept)
-        self._replays = any(k.per == "row" for kept in keeps for k in kept)
+        self.snapshots = sizes.snapshots if self.has_states else 0
+        self._replays = any(k.per in ("row", "recent") for kept in keeps for k in kept)
         self.accepted = torch.zeros(sizes.slots if self._replays else 0, dtype=torch.int64, device=device)
 
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
@@ -194,7 +199,9 @@ class KVCache(Follower):
         for group in self.groups:
             for kept in group.keeps:
                 tensor = group.tensors[kept.name]
-                if kept.per == "slot":
+                if kept.per in SNAPPED and admission.state >= 0:
+                    tensor[:, slot].copy_(tensor[:, self._sizes.slots + admission.state])
+                elif kept.per == "slot":
                     tensor[:, slot].fill_(0)
                 elif kept.reach is not None:
                     # A prompt may resume behind tokens that its ring lacks: zeros keep what it computes first finite.
@@ -215,7 +222,18 @@ class KVCache(Follower):
                     for kept in group.keeps:
                         if kept.reach == reach:
                             group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
+        for prompt in chunk.prompts:
+            if prompt.saves >= 0:
+                self._snap(prompt.slot, prompt.saves)
         self.fold(chunk.span)
+
+    def _snap(self, slot: int, place: int) -> None:
+        """Takes a snapshot of a slot's states."""
+        for group in self.groups:
+            for kept in group.keeps:
+                if kept.per in SNAPPED:
+                    tensor = group.tensors[kept.name]
+                    tensor[:, self._sizes.slots + place].copy_(tensor[:, slot])
 
     def takes(self, kind: StepKind) -> bool:
         return self.score is not None or self._replays
@@ -263,11 +281,17 @@ def ring(placement: Placement, reach: int, rows: int) -> int:
 
 def entries(kept: Keeps, placement: Placement, pages: int, sizes: StepSizes) -> tuple[int, ...]:
     """Returns the shape of the entries of one kind of data, for this number of pages."""
-    slots, rows, chunk = sizes
+    slots, rows, chunk, snapshots = sizes
     if kept.reach is not None:
         chunk_pages = placement.chunk_pages(chunk, slots)
         return slots * ring(placement, kept.reach, rows) + chunk_pages, placement.page_size
-    return {"token": (pages, placement.page_size), "page": (pages,), "slot": (slots,), "row": (slots, rows)}[kept.per]
+    return {
+        "token": (pages, placement.page_size),
+        "page": (pages,),
+        "slot": (slots + snapshots,),
+        "row": (slots, rows),
+        "recent": (slots + snapshots, rows + kept.before),
+    }[kept.per]
 
 
 def slot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> int:

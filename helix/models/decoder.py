@@ -108,6 +108,11 @@ class DecoderSpec:
         return [i for i, layer in enumerate(self.layers) if layer.mixer.attends and layer.mixer.window is None]
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of each sequence in place of its tokens."""
+        return not all(layer.mixer.attends for layer in self.layers)
+
+    @property
     def context(self) -> str:
         """Phrase about `max_positions` for error messages."""
         return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"

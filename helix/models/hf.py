@@ -105,6 +105,7 @@ def decoder_spec(
     sinks: bool = False,
     partial_rotary: bool = False,
     fused: bool = False,
+    gated: bool = False,
     moe: MoESpec | None = None,
     moe_layers: tuple[bool, ...] | None = None,
     formats: Iterable[str] = FP8,
@@ -119,6 +120,7 @@ def decoder_spec(
         scale: factor on q.k; None: head_dim^-0.5.
         partial_rotary: whether the family may rotate a part of a head alone.
         fused: whether one matrix has queries, keys and values, and one gate and up.
+        gated: whether outputs of query heads are gated.
         moe_layers: whether each layer has experts; None: all, if there are experts.
         formats: methods of quantisation that the family supports.
 
@@ -162,6 +164,7 @@ def decoder_spec(
         rotated=rope.head_dim, norm_over=norm_over,
         fused=fused,
         multiplier=scale,
+        gated=gated,
     )  # fmt: skip
     dense = MLPSpec(config.intermediate_size, mlp_bias, fused, activation)
     return DecoderSpec(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from helix.layers.attention import AttentionSpec
+from helix.layers.gated_delta import GatedDeltaSpec
 from helix.layers.mla import MLASpec
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
@@ -177,9 +178,50 @@ class Layer:
 
     def _heads(self, window: int | None) -> list[Phase]:
         s, d = self.spec, self.head_dim
-        qkv = self.kernel("qkv", s.hidden * d * (self.q + 2 * self.kv), self.rows)
+        qkv = self.kernel("qkv", s.hidden * d * (self.q + 2 * self.kv + self.gates), self.rows, kernels=1 + self.gated)
         attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
         return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
+
+    def recurrent(self, spec: GatedDeltaSpec) -> list[Phase]:
+        """Lists the phases of a layer with states, each of which a step reads and writes once."""
+        p, s, heads = self.points, self.spec, self._state_heads(spec)
+        passed = 2 * self.sequences * self.state_bytes(spec)
+        message = self.rows * s.hidden * self.item["messages"]
+        return [
+            self.kernel("qkv", s.hidden * self._state_rows(spec), self.rows),
+            self._timed("states", passed, self.zeros, 1),
+            self.kernel("output", s.hidden * heads * spec.value_dim, self.rows),
+            self.collective("output all-reduce", "all_reduce", np.where(p.mode == MEDHA, p.tpa, p.ranks), message),
+        ]
+
+    def _state_heads(self, spec: GatedDeltaSpec) -> Array:
+        """Computes the value heads of the fullest rank, over all of which a layer is cut."""
+        return _up(spec.value_heads, self.points.ffn_ranks)
+
+    def _state_rows(self, spec: GatedDeltaSpec) -> Array:
+        """Computes the rows of such a layer's first projection: q, k, v, z and two gates of each head."""
+        heads = self._state_heads(spec)
+        keys = np.minimum(_up(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
+        return 2 * keys * spec.key_dim + heads * (2 * spec.value_dim + 2)
+
+    def state_bytes(self, spec: GatedDeltaSpec) -> Array:
+        """Counts the bytes of a sequence's state, in fp32."""
+        return self._state_heads(spec) * spec.key_dim * spec.value_dim * 4
+
+    def recurrent_bytes(self, spec: GatedDeltaSpec) -> Array:
+        """Counts the bytes of such a layer's weights on the fullest rank."""
+        rows = self._state_rows(spec) + self._state_heads(spec) * spec.value_dim
+        return self.spec.hidden * rows * self.item["weights"]
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention's output has gates, which are projected apart."""
+        return isinstance(self.mixer, AttentionSpec) and self.mixer.gated
+
+    @property
+    def gates(self) -> Any:
+        """Number of heads whose gates a rank computes: those of which it has the output."""
+        return self.o * self.gated
 
     def _latent(self, window: int | None) -> list[Phase]:
         """Lists the phases of MLA, with the faster order of W_UV and exchange, and the faster making of queries."""
@@ -433,7 +475,7 @@ class Layer:
         """Counts the bytes of a layer's attention weights on the fullest rank."""
         s, m = self.spec, self.mixer
         if isinstance(m, AttentionSpec):
-            return s.hidden * m.head_dim * (self.q + 2 * self.kv + self.o) * self.item["weights"]
+            return s.hidden * m.head_dim * (self.q + 2 * self.kv + self.gates + self.o) * self.item["weights"]
         projections = s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value)
         projections = projections + self.q * m.query * (m.q_rank or s.hidden)
         return projections * self.item["weights"] + self.q * (m.nope + m.value) * m.latent * self.item["other"]

@@ -283,6 +283,8 @@ def check(spec: DecoderSpec, options: Options) -> None:
         what, remedy = "block-sparse attention", "take dense attention"
     else:
         return
+    if spec.has_states:
+        raise ValueError(f"{what} is not supported for models whose layers keep states (Gated DeltaNet): {remedy}")
     if spec.attention.latent is not None:
         raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): {remedy}")
     if not spec.full:
@@ -301,6 +303,7 @@ def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
         ("in modes tp and dp tpa divides the KV heads, or they divide it and it is at most the query heads", ~whole),
         ("modes tp and dp have kvp = 1", ~grid & (p.kvp > 1)),
         ("modes tp and medha have dp = 1", ((p.mode == TP) | (p.mode == MEDHA)) & (p.dp > 1)),
+        ("modes other than dp are for models whose layers keep states", (p.dp > 1) & spec.has_states),
         ("mode dp has dp of at least 2", (p.mode == DP) & (p.dp < 2)),
         ("dp is at most the batch: other groups would idle", p.dp > p.batch),
         (f"ep is at most the {experts} experts (1 in a dense model)", p.ep > experts),

@@ -9,6 +9,7 @@ from functools import reduce
 import numpy as np
 
 from helix.build.tiering import PIECE_TOKENS
+from helix.layers.gated_delta import GatedDeltaSpec
 from helix.memory.kv_cache import RING_MOST
 from helix.memory.tiered_cache import LISTS
 from helix.models import DecoderSpec
@@ -108,6 +109,8 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
     total: dict[str, Phase] = {}
     for window, count in Counter(layer.spec.windows).items():
         _add(total, layer.attention(window), count)
+    for mixer, count in states_of(layer.spec).items():
+        _add(total, layer.recurrent(mixer), count)
     for ffn, count in Counter(of.ffn for of in layer.spec.layers).items():
         _add(total, layer.ffn(ffn), count)
     guesses, busy = layer.ahead()
@@ -138,7 +141,9 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         raise ValueError(f"length={length} must be at least 1")
     p = points
     layer = Layer(spec, hardware, p, length, options)
-    numbers = len(spec.layers) * layer.attention_bytes()
+    numbers = len(spec.windows) * layer.attention_bytes()
+    for mixer, count in states_of(spec).items():
+        numbers = numbers + count * layer.recurrent_bytes(mixer)
     for ffn, count in Counter(of.ffn for of in spec.layers).items():
         numbers = numbers + count * layer.ffn_bytes(ffn)
     # Embedding and head are in different stages of a pipeline.
@@ -152,11 +157,13 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     numbers, kv, plain = token_numbers(spec, p) * _stretch(spec, p), layer.item["kv"], layer.item["plain_kv"]
     short = [window for window in spec.windows if window is not None and (window <= RING_MOST or options.tier)]
     long = sum(window is not None for window in spec.windows) - len(short)  # windows in pages
-    each = paged * numbers * ((len(spec.layers) - len(short) - long) * kv + long * plain)
+    each = paged * numbers * ((len(spec.windows) - len(short) - long) * kv + long * plain)
     if (sparse := options.sparse) is not None:  # two vectors per block or part, a key and a value per token
-        each = each + paged * numbers * (len(spec.layers) - len(short)) * plain * sparse.kept / sparse.block
+        each = each + paged * numbers * (len(spec.windows) - len(short)) * plain * sparse.kept / sparse.block
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
     each = each + windows
+    for mixer, count in states_of(spec).items():
+        each = each + count * layer.state_bytes(mixer) * _stretch(spec, p)
     if layer.self_drafts is not None:
         columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
         own = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
@@ -173,6 +180,11 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         largest = np.minimum(largest, np.floor(tier.host_bytes / on_host))
     sequences = -(-p.batch // p.dp)
     return Memory(weight_bytes, sequences * each + fixed, largest.astype(np.int64) * p.dp, sequences * on_host)
+
+
+def states_of(spec: DecoderSpec) -> Counter[GatedDeltaSpec]:
+    """Counts the layers with states, by kind."""
+    return Counter(layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaSpec))
 
 
 def _ring_tokens(window: int, p: Points, options: Options) -> Array:

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.flash_prefill_sm90 import WEIGHTS, D, slots_of, slots_suit
+from kernels.attention.flash_prefill_sm90 import slots_of, slots_suit
 from kernels.attention.paged_tiles import with_sink
 from kernels.attention.schedule_sm90 import TILE, item_at, of, schedule_of, slot_of
 from kernels.attention.split_kv import UnmergedAttention, workspace
@@ -35,11 +35,13 @@ from kernels.overlap import sm_count
 from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
+D = gl.constexpr(128)  # head dim
 SIDE = gl.constexpr(64)  # rows per group of warps
 MOST_QUERIES = 32  # each is a round of loads before the first tile
 STAGES = gl.constexpr(5)  # pairs in shared memory
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS.value, k_width=2))
 OF_ROWS, OF_KEYS = (gl.constexpr(gl.SliceLayout(axis, SCORES.value)) for axis in (1, 0))
 FOUND = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key, or a query, a thread
@@ -367,6 +369,7 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
         and SIDE.value < T * (Hq // keys.k.shape[2]) <= 2 * SIDE.value
         and T <= MOST_QUERIES
         and q.dtype in (torch.bfloat16, torch.float16)
+        and keys.k.shape[-1] == D.value
         and slots_suit(keys)
     )
 

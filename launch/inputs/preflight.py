@@ -16,6 +16,7 @@ from helix.build.checks import (
     check_layout,
     check_own_sequences,
     check_self_drafts,
+    check_states,
     make_draft,
 )
 from helix.build.parts import check_weights, make_checkpoint, make_layout, make_spec
@@ -96,6 +97,7 @@ def preflight(
     check_attention(config, layout, spec)
     check_self_drafts(config, spec)
     check_own_sequences(config, layout)
+    check_states(config, layout, spec)
     work.check(prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None

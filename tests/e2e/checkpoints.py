@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
 )
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
@@ -38,6 +42,9 @@ from helix.models import FAMILIES as KNOWN
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import Continuation
 from tests.ending import folder
+
+# Transformers would take kernels of these packages where they are installed, and runs here on a CPU, which they cannot.
+sys.modules["fla"] = sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
@@ -238,6 +245,61 @@ MOE_FAMILIES: dict[str, Any] = {
         **_COMMON | dict(intermediate_size=64),
     ),
 }
+_PARTIAL = dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25)
+_MROPE = _PARTIAL | dict(mrope_section=[1, 1, 0], mrope_interleaved=True)
+
+# Layers that keep a state. Value heads that few ranks divide, beside groups of them that a rank has a part of.
+HYBRID_FAMILIES: dict[str, Any] = {
+    "qwen3-next": lambda: Qwen3NextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        linear_num_key_heads=3,
+        linear_num_value_heads=9,
+        linear_key_head_dim=12,
+        linear_value_head_dim=10,
+        moe_intermediate_size=28,
+        shared_expert_intermediate_size=23,
+        num_experts=7,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+        rope_parameters=_PARTIAL,
+        **_COMMON | dict(num_hidden_layers=4),
+    ),
+    "qwen3.5-tied": lambda: Qwen3_5TextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=24,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        rope_parameters=_MROPE | dict(partial_rotary_factor=0.5),
+        tie_word_embeddings=True,
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
+        hidden_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=3,
+        layer_types=["linear_attention", "full_attention"],
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=20,
+        num_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=_MROPE,
+        **_COMMON,
+    ),
+}
 # Widths over 128, the columns of a scale, which ranks cut elsewhere.
 WIDE_FAMILIES: dict[str, Any] = {
     "wide-llama": lambda: LlamaConfig(
@@ -297,7 +359,7 @@ def checkpoint(family: str) -> Path:
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             # transformers starts them at 0 and 1, where mistakes hide
-            if name.endswith(("bias", "norm.weight", "sinks")):
+            if name.endswith(("bias", "norm.weight", "sinks", "conv1d.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if family == "gpt-oss" and name.endswith(("gate_up_proj", "down_proj")):
                 parameter.copy_(convert_moe_packed_tensors(*to_mxfp4(parameter.mT), dtype=torch.float32))
@@ -375,7 +437,9 @@ def write_fp8(
 
 
 def config_of(family: str) -> Any:
-    return {**FAMILIES, **MOE_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES}[family.removesuffix(MXFP4)]()
+    return {**FAMILIES, **MOE_FAMILIES, **HYBRID_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES}[
+        family.removesuffix(MXFP4)
+    ]()
 
 
 def class_of(config: Any) -> Any:

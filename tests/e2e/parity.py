@@ -96,7 +96,7 @@ def build_kept(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch
 def _built(
     checkpoint: Checkpoint, layout: HelixLayout, comm: Communicator, dtype: torch.dtype, formats: Formats
 ) -> Decoder:
-    spec = replace(checkpoint.with_head(spec_from_config(read_config(checkpoint.path))), eos=())
+    spec = replace(checkpoint.as_stored(spec_from_config(read_config(checkpoint.path))), eos=())
     model = Decoder(spec, layout, comm, dtype, comm.device, formats)
     checkpoint.load(model.weights)
     return model
@@ -136,6 +136,7 @@ def build_engine(
     timeout_s: float = 60.0,
     build: Build = build_model,
     kv: str = "auto",
+    snapshots: int = 0,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
@@ -145,7 +146,7 @@ def build_engine(
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
     keeps = spec.keeps(layout, comm.rank, dtype, kv)
     drafts = 0 if drafter is None else drafter.limit
-    sizes = StepSizes(max_batch, drafts + 1, prefill_chunk)
+    sizes = StepSizes(max_batch, drafts + 1, prefill_chunk, snapshots)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
     score = sparse.score if sparse else "bounds" if quest else None
     parts = sparse.budget.parts if sparse else 1

@@ -16,7 +16,7 @@ from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
-from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
+from tests.e2e.checkpoints import FAMILIES, HYBRID_FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
 from tests.pairs import Case, params
 from tests.pool import Pool
@@ -29,6 +29,7 @@ LENGTHS = (7, 1, 15, 16, 17, 300)
 NEW_TOKENS = 24
 # Fewer and shorter with experts, whose layers differ in the FFN alone, for many grids; the longest is of two chunks.
 MOE_LENGTHS, MOE_TOKENS = (1, 17, 90), 12
+STATE_LENGTHS = (1, 3, 64, 150)  # below and at the rows of a convolution and of a chunk, over prompt chunks
 # Of the others, those with paths of their own through steps get all lengths; what else differs shows at any.
 LONG = "llama-llama3", "llama-yarn-biased-tied", "qwen2", "qwen2-windowed-tied", "qwen3", "mistral-windowed"
 
@@ -104,6 +105,24 @@ def expert_grids() -> list[Case]:
 @pytest.mark.parametrize("family, kvp, tpa, ep, block", params(expert_grids(), "{}-kvp{}-tpa{}-ep{}-block{}".format))
 def test_experts_on_every_grid(family: str, kvp: int, tpa: int, ep: int, block: int) -> None:
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), HelixLayout.create("helix", kvp, tpa, ep=ep), block, wanted), wanted)
+
+
+def hybrid_grids() -> list[Case]:
+    """Every family with states, attention grid, width of EP and block."""
+    return [
+        (family, layout.kvp, layout.tpa, ep, block)
+        for family in HYBRID_FAMILIES
+        for layout in layouts(family)
+        for ep in (1, 2)
+        if layout.world_size % ep == 0
+        for block in BLOCKS
+    ]
+
+
+@pytest.mark.parametrize("family, kvp, tpa, ep, block", params(hybrid_grids(), "{}-kvp{}-tpa{}-ep{}-block{}".format))
+def test_states_on_every_grid(family: str, kvp: int, tpa: int, ep: int, block: int) -> None:
+    wanted = oracle(family, STATE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), HelixLayout.create("helix", kvp, tpa, ep=ep), block, wanted), wanted)
 
 

@@ -27,6 +27,7 @@ from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
 from kernels.attention.flash_decode_many_rows_sm90 import _flash_decode_many_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
+from kernels.attention.flash_prefill_sm90 import SHAPES as PREFILL_SHAPES
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.attention.head_squares import _head_squares_kernel
 from kernels.attention.kv_append import _kv_append_kernel
@@ -79,6 +80,7 @@ from kernels.sparse.select_tokens import _select_tokens_kernel
 from kernels.tier.copy_blocks import _copy_blocks_kernel, piece_shape
 from kernels.tier.resolve import _resolve_kernel
 from kernels.tier.write_back import _write_back_kernel
+from tests.kernels.compile_recurrent import recurrent_cases
 from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -96,7 +98,8 @@ SPECIAL = {
     **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
     **dict.fromkeys(("means", "inv_freq"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_share", "k_share", "factor"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_scale"), ("fp32", False)),
+    **dict.fromkeys(("q_share", "k_share", "factor"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
@@ -106,7 +109,9 @@ SPECIAL = {
     **dict.fromkeys(("best", "p_best", "q_best", "candidates", "pairs"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
-    **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
+    **dict.fromkeys(("has_mismatch", "active", "shaped", "live"), ("*i1", True)),
+    **dict.fromkeys(("a_log", "dt_bias", "state", "totals", "betas"), ("*fp32", True)),
+    **dict.fromkeys(("kept_rows", "kept_gates", "work"), ("*fp32", True)),
     **dict.fromkeys(("history", "seen", "allowed"), ("*i32", True)),
     **dict.fromkeys(("repetition", "frequency", "presence"), ("*fp32", True)),
     **dict.fromkeys(("positions", "ends_from", "summaries", "merged"), ("*i64", True)),
@@ -133,7 +138,7 @@ TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "block_bounds", "part_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits",
-    "q_logits", "part", "ropes", "to_out",
+    "q_logits", "part", "ropes", "to_out", "gates", "z", "conv", "norm", "ring", "gate", "k", "v", "w", "u", "o",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
@@ -184,8 +189,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
         yield "prefill", dtype, _flash_prefill_kernel, constants, options
-    for group, page, sinks in ((7, 64, False), (16, 128, True)):
-        constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
+    for dim, group, page, sinks in ((128, 7, 64, False), (128, 16, 128, True), (256, 6, 64, False)):
+        constants = {"D": dim, "GROUP": group, "PAGE": page, "SINKS": sinks, **PREFILL_SHAPES[dim]}
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
     latents = {"R": 512, "P": 64, "PAGE": 64}
     for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
@@ -346,6 +351,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield from verify_cases()
     yield from sparse_cases()
     yield from token_cases()
+    yield from recurrent_cases()
 
 
 def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -525,7 +531,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if name == "latents" and "scales" in function.arg_names and "scales" not in constants:
             kind = "*i32"  # words of four numbers
         elif name in DESCRIPTORS and isinstance(function, GluonJITFunction):
-            kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
+            columns = constants["D"] if function is _flash_prefill_sm90_kernel else DESCRIPTORS[name]
+            kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {columns}],{SHARED.value!r}>", False
         if name == "words" and function in (
             _linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel, _moe_scaled_sm90_kernel,
         ):  # fmt: skip

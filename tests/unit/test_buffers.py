@@ -47,6 +47,7 @@ def test_buffers_of_a_token(model: str, layout: HelixLayout, numbers: int) -> No
         ("qwen2.5-7b", 7.62e9 - 2 * 152064 * 3584, 28 * 28 * 2 * 128),
         ("llama-3.1-70b", 70.6e9 - 2 * 128256 * 8192, 80 * 64 * 2 * 128),
         ("qwen3-30b-a3b", 3.35e9 - 2 * 151936 * 2048, 48 * 32 * 2 * 128),
+        ("qwen3.5-27b", 27e9 - 2 * 248320 * 5120, 16 * 24 * 2 * 256),  # every fourth layer has keys
         ("gpt-oss-120b", 5.13e9 - 201088 * 2880, 18 * 64 * 2 * 64),  # every other layer has a window; no embedding
         ("deepseek-r1", 37e9 - 2 * 129280 * 7168, 61 * 128 * (576 + 512)),
     ],

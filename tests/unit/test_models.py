@@ -139,6 +139,7 @@ def test_experts_that_are_not_supported(config: Any, architecture: str, more: di
     [
         ("qwen3-30b-a3b", 30.53),
         ("mixtral-8x7b", 46.70),
+        ("qwen3-next-80b-a3b", 79.67),
         ("gpt-oss-20b", 20.91),
         ("gpt-oss-120b", 116.83),
         ("glm-4.6", 352.80),  # without its layer for multi-token prediction

@@ -45,6 +45,21 @@ def ask(model: str = "qwen2.5-7b", hardware: Hardware = H200, **more: object) ->
     return plan(Question(load_spec(model), hardware, **asked))  # type: ignore[arg-type]
 
 
+def test_states_are_counted() -> None:
+    """48 layers of Qwen3.5-27B have 48 heads of 128 x 128 fp32, read and written once; 16 have keys."""
+    spec, one = load_spec("qwen3.5-27b"), Points.of("tp", 1)
+    short, long = (predict(spec, H200, one, length, BF16) for length in (1, 1 + M // 8))
+    states = next(phase for phase in short.phases if phase.name == "states")
+    of_states = 48 * 48 * 128 * 128 * 4
+    assert states.bytes[0] == 2 * of_states and states.launches[0] == 48
+    tokens = short.memory.kv_bytes[0] - of_states
+    assert tokens == pytest.approx(16 * 64 * 2 * 4 * 256 * 2)  # a page
+    assert long.memory.kv_bytes[0] == pytest.approx(of_states + (M // 8 / 64 + 1) * tokens)
+    assert short.memory.weight_bytes[0] == pytest.approx(2 * 26.896e9, rel=2e-3)
+    with pytest.raises(ValueError, match="layers keep states"):
+        predict(spec, H200, Points.of("dp", 2, dp=2), 1, BF16)
+
+
 def predicted(choice: PlannedLayout, model: str, length: int) -> float:
     layout = choice.layout
     widths = {key: getattr(layout, key) for key in ("kvp", "tpa", "tpf", "ep")}

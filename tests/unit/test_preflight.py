@@ -357,6 +357,24 @@ def test_a_model_cannot_draft_for_itself(family: str, overrides: list[str], word
     assert all(word in said for word in words), said
 
 
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ([*DP], ["layout.mode=dp", "Gated DeltaNet"]),
+        (["attention=block_sparse"], ["attention.policy=block_sparse", "Gated DeltaNet"]),
+        (["speculation=sparse"], ["speculation.drafter=sparse", "Gated DeltaNet", "speculation=ngram"]),
+    ],
+)
+def test_what_states_cannot_do_is_named(overrides: list[str], words: list[str], prompts: Path) -> None:
+    said = problem(checkpoint("qwen3-next"), prompts, *overrides, world=2)
+    assert all(word in said for word in words), said
+
+
+def test_a_model_with_states_is_no_draft(model: Path, prompts: Path) -> None:
+    said = problem(model, prompts, "speculation=model", f"speculation.model.path={checkpoint('qwen3-next')}", world=2)
+    assert "layers keep states" in said
+
+
 def test_latents_are_kept_in_fp8_or_as_they_are(prompts: Path) -> None:
     latents = checkpoint("deepseek-v3-yarn")
     assert plan(latents, prompts, "kv.dtype=fp8").kv.dtype == "fp8"
