@@ -152,12 +152,14 @@ class DraftLayoutConfig:
 @dataclass
 class SpeculationConfig:
     """Attributes:
-    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; model: what
-        a smaller model says; sparse: what the model itself says over few keys.
+    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; suffix: the
+        same, also in answers to earlier requests; model: what a smaller model says; sparse: what the model itself says
+        over few keys.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
-    longest: the most final tokens that ngram compares.
+    longest: the most final tokens that ngram and suffix compare.
+    remembered: the most tokens of earlier answers in which suffix looks, for requests of the same salt.
     policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
         by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
         (quest); every key (full).
@@ -172,6 +174,7 @@ class SpeculationConfig:
     gamma: int = 4
     adaptive: bool = True
     longest: int = 3
+    remembered: int = 1 << 18
     policy: str = "any"
     sparsity: float = 0.07
     noise: str = "shared"
@@ -322,7 +325,7 @@ def check(config: Config) -> None:
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "speculation.drafter": ("none", "ngram", "model", "sparse"),
+        "speculation.drafter": ("none", "ngram", "suffix", "model", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
     }
@@ -345,6 +348,7 @@ def check(config: Config) -> None:
         "attention.from_tokens": (0, 1 << 40),
         "speculation.gamma": (1, MAX_QUERIES - 1),
         "speculation.longest": (1, 8),
+        "speculation.remembered": (16, 1 << 24),
         "schedule.stall_ms": (1, 60_000),
         "schedule.decode_share": (0.0, 0.99),
         "schedule.run_ms": (0.1, 10_000),

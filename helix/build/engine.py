@@ -28,6 +28,7 @@ from helix.speculation import (
     NgramDrafter,
     NoDrafts,
     SparseDrafter,
+    SuffixDrafter,
 )
 from kernels.attention.unpacked_prefill import PIECE_BYTES
 
@@ -53,6 +54,9 @@ def make_drafter(
     match speculation.drafter:
         case "ngram":
             return NgramDrafter(speculation.gamma, speculation.longest)
+        case "suffix":
+            of_others = speculation.remembered
+            return SuffixDrafter(speculation.gamma, speculation.longest, of_others, max_batch, comm.device)
         case "sparse":
             return SparseDrafter(
                 speculation.gamma,

@@ -31,6 +31,7 @@ class Admission:
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
         drawn: number of the last tokens of `length` that were drawn.
         allowed: mask of the tokens that it may draw next, int32 [W], see `Grammar`; None: all.
+        salt: number from 0 to 2^39 - 1; equal ones may learn from each other, see `Request`.
     """
 
     id: str | int
@@ -48,6 +49,7 @@ class Admission:
     copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
     drawn: int = 0
     allowed: np.ndarray | None = None
+    salt: int = 0
 
 
 @dataclass(frozen=True, eq=False)

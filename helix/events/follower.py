@@ -69,12 +69,19 @@ class Taken:
 
 @dataclass(frozen=True, eq=False)
 class Retired:
-    """Event: a sequence leaves its slot; its pages [P] int32, start [1] and tokens in the cache [1], int64."""
+    """Event: a sequence leaves its slot.
+
+    Attributes:
+        table: its pages [P] int32.
+        start, length: kvp rank of its first block, tokens in the cache, each [1] int64.
+        history: its tokens as in `DecodeState`, [L] int32; none without drafters that read them.
+    """
 
     slot: int
     table: Tensor
     start: Tensor
     length: Tensor
+    history: Tensor
 
 
 class Follower:

@@ -7,6 +7,7 @@ from helix.speculation.base import Draft, Drafter, NoDrafts
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
 from helix.speculation.sparse import DraftBudget, SparseDrafter
+from helix.speculation.suffix import SuffixDrafter
 
 __all__ = [
     "Draft",
@@ -17,6 +18,7 @@ __all__ = [
     "NgramDrafter",
     "NoDrafts",
     "SparseDrafter",
+    "SuffixDrafter",
     "accepted_candidates",
     "check_draft",
 ]

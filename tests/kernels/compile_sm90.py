@@ -104,6 +104,7 @@ SPECIAL = {
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
     **dict.fromkeys(("history", "seen", "allowed"), ("*i32", True)),
+    **dict.fromkeys(("others", "cursor", "salts", "found", "own_found", "others_found", "proposed"), ("*i64", True)),
     **dict.fromkeys(("repetition", "frequency", "presence"), ("*fp32", True)),
     **dict.fromkeys(("positions", "ends_from", "summaries", "merged"), ("*i64", True)),
     "kept": ("*fp16", True),
