@@ -153,8 +153,8 @@ class DraftLayoutConfig:
 class SpeculationConfig:
     """Attributes:
     drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; suffix: the
-        same, also in answers to earlier requests; model: what a smaller model says; sparse: what the model itself says
-        over few keys.
+        same, also in answers to earlier requests; model: what a smaller model says; mtp: what
+        the checkpoint's layer for multi-token prediction says; sparse: what the model itself says over few keys.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
@@ -164,7 +164,7 @@ class SpeculationConfig:
         by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
         (quest); every key (full).
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
-    noise: shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
+    noise: of sparse and mtp. shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
         drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
     model: the smaller model, of the same vocabulary.
     layout: how the ranks share it.
@@ -325,7 +325,7 @@ def check(config: Config) -> None:
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "speculation.drafter": ("none", "ngram", "suffix", "model", "sparse"),
+        "speculation.drafter": ("none", "ngram", "suffix", "model", "mtp", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
     }

@@ -24,6 +24,7 @@ from helix.speculation import (
     DraftBudget,
     Drafter,
     DraftModel,
+    LayerDrafter,
     ModelDrafter,
     NgramDrafter,
     NoDrafts,
@@ -69,6 +70,9 @@ def make_drafter(
                 max_batch=max_batch,
                 max_length=max_length,
             )
+        case "mtp":
+            noise, sizes = speculation.noise, {"max_batch": max_batch, "max_length": max_length}
+            return LayerDrafter(speculation.gamma, model, comm, cache, placement, noise=noise, **sizes)
         case "model":
             assert draft is not None, "loaded with the model that it drafts for"
             return ModelDrafter(

@@ -20,9 +20,10 @@ def make_layout(config: LayoutConfig) -> HelixLayout:
 
 
 def make_spec(config: Config) -> DecoderSpec:
-    """Creates the spec of the model; raises ValueError if the runtime does not know the model."""
+    """Creates the spec of the model; raises ValueError if the runtime does not know the model, or it lacks a drafter."""
     path = None if config.model.path is None else Path(config.model.path)
-    return spec_from_config(load_spec_config(path, config.model.config))
+    spec = spec_from_config(load_spec_config(path, config.model.config))
+    return spec.with_mtp() if config.speculation.drafter == "mtp" else spec
 
 
 def check_weights(config: ModelConfig, key: str) -> None:

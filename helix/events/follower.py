@@ -52,12 +52,28 @@ class Prefilled:
 
 
 @dataclass(frozen=True, eq=False)
+class Begun:
+    """Event: the first tokens of prompts were drawn.
+
+    Attributes:
+        slots, tokens, lengths: slots, first tokens, and tokens in the cache [n] int64.
+        hidden: hidden states of the prompts' last tokens [n, H].
+    """
+
+    slots: Tensor
+    tokens: Tensor
+    lengths: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Taken:
     """Event: the tokens of a decode step were committed; part of a captured step.
 
     Attributes:
         span: the tokens added in slots 0, 1, ..; `most` includes refused drafts.
         live: whether each sequence continues [n] bool.
+        tokens: the committed tokens of each sequence, then PAST [n, 1 + drafts] int64.
         hidden: hidden states [n * (1 + drafts), H].
     """
 
@@ -65,6 +81,7 @@ class Taken:
     span: Span
     live: Tensor
     hidden: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +115,9 @@ class Follower:
 
     def prefilled(self, chunk: Prefilled) -> None:
         """Handles a computed chunk of prompts."""
+
+    def begun(self, begun: Begun) -> None:
+        """Handles the first tokens of prompts."""
 
     def takes(self, kind: StepKind) -> bool:
         """Returns whether `taken` is called after steps of this kind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from comm.solo import SoloCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
+from helix.layers.linear import RowParallel
 from helix.layers.mixer import LayerPlace, MixerSpec
 from helix.layers.mla import MLASpec
 from helix.layers.mlp import MLPSpec
@@ -49,6 +50,8 @@ class DecoderSpec:
         dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
         eos: token ids that end a sequence.
         unused: prefixes of checkpoint tensors that this model does not use.
+        brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
+        draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
     """
 
     vocab: int
@@ -62,6 +65,8 @@ class DecoderSpec:
     dtype: str
     eos: tuple[int, ...]
     unused: tuple[str, ...] = ()
+    brought: LayerSpec | None = None
+    draft: LayerSpec | None = None
 
     @property
     def attention(self) -> AttentionSpec | MLASpec:
@@ -93,7 +98,27 @@ class DecoderSpec:
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> list[tuple[Keeps, ...]]:
         """Lists the data that each layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
-        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.layers]
+        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.stack]
+
+    @property
+    def stack(self) -> tuple[LayerSpec, ...]:
+        """All layers, the one that drafts included."""
+        return self.layers if self.draft is None else (*self.layers, self.draft)
+
+    def with_mtp(self) -> DecoderSpec:
+        """Returns the spec with the layer for multi-token prediction.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.brought is None:
+            raise ValueError(
+                "speculation.drafter=mtp: config.json names no layer for multi-token prediction "
+                "(num_nextn_predict_layers of DeepSeek-V3 and its kin): set speculation=ngram or another drafter"
+            )
+        name = f"model.layers.{len(self.layers)}"
+        shared = f"{name}.embed_tokens.", f"{name}.shared_head.head.", f"model.layers.{len(self.layers) + 1}."
+        return replace(self, draft=self.brought, unused=shared)
 
 
 class DecoderLayer:
@@ -119,7 +144,7 @@ class DecoderLayer:
     ) -> None:
         self.index = index
         self.comm, self._scattered = comm, own is not comm
-        name, layer = f"model.layers.{index}", spec.layers[index]
+        name, layer = f"model.layers.{index}", spec.stack[index]
         self.input_norm = AllReduceNorm(weights, own, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
         self.mixer = layer.mixer.build(weights, own, layout, LayerPlace(name, index, pipeline))
         self.ffn_norm = AllReduceNorm(weights, own, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
@@ -133,6 +158,46 @@ class DecoderLayer:
     def feed(self, x: Tensor, step: Step) -> Tensor | PendingSum:
         """Computes the FFN of x [N, H]: a part of a sum over ranks, or in mode dp the whole sum."""
         return over_all_ranks(self.ffn, x, step.counts, self.comm) if self._scattered else self.ffn(x)
+
+
+class NextTokenLayer:
+    """Layer for multi-token prediction (MTP): from a token and the state of the one before to the state at the token.
+
+    States are normalised hidden states, the model's or its own. Row i has the state of token i and token i + 1, and its
+    keys lie where token i's do.
+
+    Source:
+        DeepSeek-V3, section 2.2 (https://arxiv.org/abs/2412.19437).
+    """
+
+    def __init__(
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecoderSpec, pipeline: Pipeline
+    ) -> None:
+        index, hidden = len(spec.layers), spec.hidden
+        name = f"model.layers.{index}"
+        self.token_norm = AllReduceNorm(weights, comm, f"{name}.enorm", hidden, spec.norm_eps)
+        self.state_norm = AllReduceNorm(weights, comm, f"{name}.hnorm", hidden, spec.norm_eps)
+        self.columns = layout.ffn_columns(comm.rank, 2 * hidden)
+        self.join = RowParallel(weights, comm, f"{name}.eh_proj", self.columns, 2 * hidden, hidden, False)
+        self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, pipeline)
+        self.norm = AllReduceNorm(weights, comm, f"{name}.shared_head.norm", hidden, spec.norm_eps)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: KVCache,
+        step: Step,
+        policy: AttentionPolicy,
+    ) -> Tensor:
+        """Computes states [N, H] from this rank's parts of embeddings and from earlier states, [N, H] each."""
+        both = torch.cat((self.token_norm(tokens, None)[0], self.state_norm.of(states)), 1)
+        parts = self.join(both[:, self.columns.start : self.columns.stop].contiguous())
+        normed, x = self.layer.input_norm(parts, None)
+        attended = self.layer.mixer.finish(self.layer.mixer.project(normed, angles, cache, step), cache, step, policy)
+        normed, x = self.layer.ffn_norm(attended, x)
+        return self.norm(self.layer.feed(normed, step), x)[0]
 
 
 class Decoder:
@@ -171,6 +236,9 @@ class Decoder:
         self.norm = AllReduceNorm(weights, self.own, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
+        self.next_token: NextTokenLayer | None = None
+        if spec.draft is not None and spec.draft is spec.brought:
+            self.next_token = NextTokenLayer(weights, comm, layout, spec, self.pipeline)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on all ranks of `own`.
@@ -207,6 +275,16 @@ class Decoder:
             parts = layer.feed(normed, step)
             yield None
         yield self.norm(parts, x)[0]
+
+    def ahead(self, cache: KVCache, step: Step, states: Tensor, policy: AttentionPolicy) -> Tensor:
+        """Runs a step's tokens, with the states [N, H] of those before, through the next-token layer; see there.
+
+        Positions of the step are those of the states.
+        """
+        assert self.next_token is not None, "the spec has no such layer"
+        policy.prepare(step, {None})
+        angles = self.rotary.angles(step.positions)
+        return self.next_token(self.embedding(step.tokens), states, angles, cache, step, policy)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""

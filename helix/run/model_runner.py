@@ -19,7 +19,7 @@ from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
 from helix.events.decision import Admission, Decision, Segment, StepKind
-from helix.events.follower import Follower, Prefilled, Taken
+from helix.events.follower import Begun, Follower, Prefilled, Taken
 from helix.events.request import Logprobs
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
@@ -257,13 +257,16 @@ class ModelRunner:
         assert step.cu_q is not None
         rows = step.cu_q[1:][of_last] - 1
         slots, lengths = slots[of_last], ends[of_last]
-        logits, kind = self.model.logits(hidden[rows]), decision.kind
+        of_ends, kind = hidden[rows], decision.kind
+        logits = self.model.logits(of_ends)
         self._observe(logits, slots, lengths)
         shaped = self._shaper().shape(logits, slots, torch.full_like(slots, -1), lengths) if kind.shaped else logits
         tokens = best_of_ranks(self._candidates(shaped, lengths, self.state.sampling.rows(slots), kind).pairs)[1]
         if kind.shaped:
             self._shaper().report(logits, tokens, slots, self.own)
         self.state.activate(slots, tokens, lengths)
+        for follower in self.followers:
+            follower.begun(Begun(slots, tokens, lengths, of_ends))
         return tokens[:, None], [segments[i].slot for i in last]
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
@@ -343,7 +346,7 @@ class ModelRunner:
             self.mark("choose")
             span = state.span(rows, before, state.lengths[:rows], step.max_q)
             for follower in followers:
-                follower.taken(Taken(kind, span, state.active[:rows], computed.hidden))
+                follower.taken(Taken(kind, span, state.active[:rows], computed.hidden, taken))
         self.mark(None)
         return self._of_all(taken)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from helix.speculation.acceptance import accepted_candidates
 from helix.speculation.base import Draft, Drafter, NoDrafts
+from helix.speculation.layer import LayerDrafter
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
 from helix.speculation.sparse import DraftBudget, SparseDrafter
@@ -14,6 +15,7 @@ __all__ = [
     "DraftBudget",
     "DraftModel",
     "Drafter",
+    "LayerDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafts",

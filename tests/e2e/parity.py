@@ -29,7 +29,7 @@ from helix.models import Decoder, spec_from_config
 from helix.models.loading import Checkpoint, read_config
 from helix.placement import BlockBudget, Placement
 from helix.run.model_runner import ModelRunner
-from helix.speculation import DraftBudget, Drafter, DraftModel, ModelDrafter, SparseDrafter
+from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
 from kernels.scaled import ScaledMatrix
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
@@ -94,12 +94,24 @@ def build_kept(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch
 
 
 def _built(
-    checkpoint: Checkpoint, layout: HelixLayout, comm: Communicator, dtype: torch.dtype, formats: Formats
+    checkpoint: Checkpoint,
+    layout: HelixLayout,
+    comm: Communicator,
+    dtype: torch.dtype,
+    formats: Formats,
+    ahead: bool = False,
 ) -> Decoder:
     spec = replace(checkpoint.with_head(spec_from_config(read_config(checkpoint.path))), eos=())
+    spec = spec.with_mtp() if ahead else spec
+    checkpoint.check(Decoder(spec, layout, comm, dtype, torch.device("meta")).weights.slices, spec.unused)
     model = Decoder(spec, layout, comm, dtype, comm.device, formats)
     checkpoint.load(model.weights)
     return model
+
+
+def build_ahead(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
+    """`build_model` with the layer for multi-token prediction."""
+    return _built(Checkpoint(path), layout, comm, dtype, unpacked, ahead=True)
 
 
 Build = Callable[[Path, HelixLayout, Communicator, torch.dtype], Decoder]
@@ -116,6 +128,15 @@ class ModelDrafts:
     kind: type[ModelDrafter] = ModelDrafter
 
 
+@dataclass(frozen=True)
+class LayerDrafts:
+    """Settings of drafts by a next-token layer."""
+
+    limit: int
+    noise: str = "shared"
+    kind: type[LayerDrafter] = LayerDrafter
+
+
 def build_engine(
     path: Path,
     layout: HelixLayout,
@@ -127,7 +148,7 @@ def build_engine(
     max_length: int = 512,
     prefill_chunk: int = 64,
     dtype: torch.dtype = torch.float32,
-    drafter: Drafter | SelfDrafts | ModelDrafts | None = None,
+    drafter: Drafter | SelfDrafts | ModelDrafts | LayerDrafts | None = None,
     adaptive: bool = True,
     sparse: Sparse | None = None,
     pages: int | None = None,
@@ -139,7 +160,7 @@ def build_engine(
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
-    model = build(path, layout, comm, dtype)
+    model = (build_ahead if isinstance(drafter, LayerDrafts) else build)(path, layout, comm, dtype)
     spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
@@ -177,6 +198,11 @@ def build_engine(
         )  # fmt: skip
         if drafter.scores is not None:
             drafter.scores.planes.fill_(torch.nan)
+    if isinstance(drafter, LayerDrafts):
+        drafter = drafter.kind(
+            drafter.limit, model, comm, cache, placement, noise=drafter.noise, max_batch=max_batch,
+            max_length=max_length,
+        )  # fmt: skip
     if isinstance(drafter, ModelDrafts):
         own, ranks = drafter.layout, drafter.comm
         drafter = drafter.kind(

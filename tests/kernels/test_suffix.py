@@ -103,7 +103,7 @@ def test_as_many_tokens_as_are_remembered(device: torch.device) -> None:
     lengths, salts, cursor = torch.tensor([1 << 17, 100_001, 7]), torch.tensor([5, 5, 6]), torch.tensor([777_777])
     others[5_000:5_008] = history[1, 100_001 - 8 : 100_001].long() + (5 << TOKEN_BITS)
     wanted = reference(history, lengths, others, cursor, salts, 8, 8)
-    given_ = [t.to(device) for t in (history, lengths, others, cursor, salts)]
-    found = suffix(*given_, drafts=8, longest=8).cpu()
+    own, ring = (history.to(device), lengths.to(device)), (others.to(device), cursor.to(device), salts.to(device))
+    found = suffix(*own, *ring, 8, 8).cpu()
     assert found.tolist() == wanted.tolist()
     assert found[1].tolist() == (others[5_008:5_016] & ((1 << TOKEN_BITS) - 1)).tolist()
