@@ -164,8 +164,9 @@ class SpeculationConfig:
         by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
         (quest); every key (full).
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
-    noise: of sparse and mtp. shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
-        drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
+    noise: of sparse and mtp. shared: sampled requests draw drafts with the target's noise, and every token is the one
+        without drafts; own: drafts are drawn by themselves and kept by rejection, which changes which tokens a request
+        gets.
     model: the smaller model, of the same vocabulary.
     layout: how the ranks share it.
     """

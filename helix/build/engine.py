@@ -71,8 +71,18 @@ def make_drafter(
                 max_length=max_length,
             )
         case "mtp":
-            noise, sizes = speculation.noise, {"max_batch": max_batch, "max_length": max_length}
-            return LayerDrafter(speculation.gamma, model, comm, cache, placement, noise=noise, **sizes)
+            assert model.next_token is not None, "make_spec has it"
+            return LayerDrafter(
+                speculation.gamma,
+                model.next_token,
+                model.weights.dtype,
+                comm,
+                cache,
+                placement,
+                noise=speculation.noise,
+                max_batch=max_batch,
+                max_length=max_length,
+            )
         case "model":
             assert draft is not None, "loaded with the model that it drafts for"
             return ModelDrafter(

@@ -20,7 +20,7 @@ def make_layout(config: LayoutConfig) -> HelixLayout:
 
 
 def make_spec(config: Config) -> DecoderSpec:
-    """Creates the spec of the model; raises ValueError if the runtime does not know the model, or it lacks a drafter."""
+    """Creates the spec of the model; raises ValueError if the runtime does not know it, or it lacks a drafter."""
     path = None if config.model.path is None else Path(config.model.path)
     spec = spec_from_config(load_spec_config(path, config.model.config))
     return spec.with_mtp() if config.speculation.drafter == "mtp" else spec

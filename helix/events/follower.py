@@ -42,13 +42,13 @@ class Prefilled:
         prompts: the chunk of each sequence.
         span: the tokens added to their pages.
         parts: locations of their tokens in layers that keep a window.
-        hidden: [N, H], hidden states of all their tokens.
+        states: [N, W], states of all their tokens that drafters read, see `Decoder.states`.
     """
 
     prompts: Sequence[PromptChunk]
     span: Span
     parts: tuple[ChunkPart, ...]
-    hidden: Tensor
+    states: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +57,13 @@ class Begun:
 
     Attributes:
         slots, tokens, lengths: slots, first tokens, and tokens in the cache [n] int64.
-        hidden: hidden states of the prompts' last tokens [n, H].
+        states: those of the prompts' last tokens, as in `Prefilled` [n, W].
     """
 
     slots: Tensor
     tokens: Tensor
     lengths: Tensor
-    hidden: Tensor
+    states: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +74,13 @@ class Taken:
         span: the tokens added in slots 0, 1, ..; `most` includes refused drafts.
         live: whether each sequence continues [n] bool.
         tokens: the committed tokens of each sequence, then PAST [n, 1 + drafts] int64.
-        hidden: hidden states [n * (1 + drafts), H].
+        states: those of all verified tokens, as in `Prefilled` [n * (1 + drafts), W].
     """
 
     kind: StepKind
     span: Span
     live: Tensor
-    hidden: Tensor
+    states: Tensor
     tokens: Tensor
 
 

@@ -8,7 +8,7 @@ from itertools import chain, combinations, islice
 from typing import Any
 
 from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from helix.models.decoder import Decoder, DecoderSpec
+from helix.models.decoder import Decoder, DecoderSpec, DraftLayer
 from helix.models.hf import read_as
 
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
@@ -71,4 +71,4 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return name
 
 
-__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "spec_from_config"]
+__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "DraftLayer", "spec_from_config"]

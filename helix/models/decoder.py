@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class DecoderSpec:
         unused: prefixes of checkpoint tensors that this model does not use.
         brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
         draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
+        taps: layers whose inputs the layer that drafts reads, in order; the number of layers is the last one's output.
+            Empty: it reads the normalised output.
     """
 
     vocab: int
@@ -67,6 +70,7 @@ class DecoderSpec:
     unused: tuple[str, ...] = ()
     brought: LayerSpec | None = None
     draft: LayerSpec | None = None
+    taps: tuple[int, ...] = ()
 
     @property
     def attention(self) -> AttentionSpec | MLASpec:
@@ -160,39 +164,58 @@ class DecoderLayer:
         return over_all_ranks(self.ffn, x, step.counts, self.comm) if self._scattered else self.ffn(x)
 
 
-class NextTokenLayer:
-    """Layer for multi-token prediction (MTP): from a token and the state of the one before to the state at the token.
+class DraftLayer(Protocol):
+    """Layer that drafts behind the model's last one: from a token and the state of the one before to its state.
 
-    States are normalised hidden states, the model's or its own. Row i has the state of token i and token i + 1, and its
-    keys lie where token i's do.
+    Row i takes a state of token i, the model's or the layer's own, and token i + 1; its keys lie where token i's do.
+
+    Attributes:
+        read, width: widths of the model's states, and of its own.
+        vocab_rows: token ids of the columns of `logits`.
+    """
+
+    read: int
+    width: int
+    vocab_rows: range
+
+    def ahead(self, cache: KVCache, step: Step, states: Tensor, policy: AttentionPolicy, *, own: bool) -> Tensor:
+        """Computes states [N, width] of a step's tokens, and appends their keys.
+
+        Args:
+            step: tokens, with the positions of the tokens before them.
+            states: states of the tokens before: the model's [N, read], or, if `own`, the layer's own [N, width].
+        """
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Computes this rank's logits [n, V_local] fp32 from its own states [n, width]."""
+
+
+class NextTokenLayer:
+    """Layer for multi-token prediction (MTP), a `DraftLayer`; its states are normalised hidden states like the model's.
 
     Source:
         DeepSeek-V3, section 2.2 (https://arxiv.org/abs/2412.19437).
     """
 
     def __init__(
-        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecoderSpec, pipeline: Pipeline
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecoderSpec, model: Decoder
     ) -> None:
         index, hidden = len(spec.layers), spec.hidden
+        self.read = self.width = hidden
+        self.vocab_rows, self.logits = model.embedding.rows, model.head
+        self._embedding, self._rotary = model.embedding, model.rotary
         name = f"model.layers.{index}"
         self.token_norm = AllReduceNorm(weights, comm, f"{name}.enorm", hidden, spec.norm_eps)
         self.state_norm = AllReduceNorm(weights, comm, f"{name}.hnorm", hidden, spec.norm_eps)
         self.columns = layout.ffn_columns(comm.rank, 2 * hidden)
         self.join = RowParallel(weights, comm, f"{name}.eh_proj", self.columns, 2 * hidden, hidden, False)
-        self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, pipeline)
+        self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, model.pipeline)
         self.norm = AllReduceNorm(weights, comm, f"{name}.shared_head.norm", hidden, spec.norm_eps)
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        states: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: KVCache,
-        step: Step,
-        policy: AttentionPolicy,
-    ) -> Tensor:
-        """Computes states [N, H] from this rank's parts of embeddings and from earlier states, [N, H] each."""
-        both = torch.cat((self.token_norm(tokens, None)[0], self.state_norm.of(states)), 1)
+    def ahead(self, cache: KVCache, step: Step, states: Tensor, policy: AttentionPolicy, *, own: bool) -> Tensor:
+        policy.prepare(step, {None})
+        angles = self._rotary.angles(step.positions)
+        both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.of(states)), 1)
         parts = self.join(both[:, self.columns.start : self.columns.stop].contiguous())
         normed, x = self.layer.input_norm(parts, None)
         attended = self.layer.mixer.finish(self.layer.mixer.project(normed, angles, cache, step), cache, step, policy)
@@ -238,32 +261,46 @@ class Decoder:
         self.rotary = Rotary(spec.rope, dtype, device)
         self.next_token: NextTokenLayer | None = None
         if spec.draft is not None and spec.draft is spec.brought:
-            self.next_token = NextTokenLayer(weights, comm, layout, spec, self.pipeline)
+            self.next_token = NextTokenLayer(weights, comm, layout, spec, self)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on all ranks of `own`.
+        """Runs a step as `states` does; returns the normalised hidden states [N, H]."""
+        return self.states(cache, step, policy)[0]
+
+    def states(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Tensor, Tensor]:
+        """Runs a step through all layers and appends its KV.
 
         Args:
             policy: chooses the keys that a query reads in this step; steps of different policies may share a cache.
+
+        Returns:
+            Normalised hidden states [N, H], and the states that a draft layer reads: the same, or those of
+            `DecoderSpec.taps` side by side. All are the same on all ranks of `own`.
         """
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
         # which depend on all earlier tokens.
         whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
         if whole or len(step.tokens) < 2 * turns.LEAST:
-            *_, normed = self._through(cache, step, policy)
-            assert normed is not None
-            return normed
-        return torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+            *_, found = self._through(cache, step, policy)
+            assert found is not None
+        else:
+            found = torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+        if not self.spec.taps:
+            return found, found
+        return found[:, : self.spec.hidden].contiguous(), found[:, self.spec.hidden :].contiguous()
 
     def _through(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Iterator[Tensor | None]:
-        """Yields between the turns of `hidden` (`comm.turns.Turns`): KV is appended a turn before it is attended."""
+        """Yields between the turns of `states` (`comm.turns.Turns`): KV is appended a turn before it is attended."""
         x: Tensor | None = None
+        tapped: dict[int, Tensor] = {}
         parts: Tensor | PendingSum = self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
         policy.prepare(step, set(self.spec.windows))
         guesses = policy.guesses and step.cu_q is None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             normed, x = layer.input_norm(parts, x)
+            if layer.index in self.spec.taps:
+                tapped[layer.index] = x
             if guesses and following is not None and following.index in self.full:
                 queries = partial(following.queries, x, angles, cache, step)
                 policy.guess(queries, cache.layer(following.index), step)
@@ -274,17 +311,8 @@ class Decoder:
             normed, x = layer.ffn_norm(parts, x)
             parts = layer.feed(normed, step)
             yield None
-        yield self.norm(parts, x)[0]
-
-    def ahead(self, cache: KVCache, step: Step, states: Tensor, policy: AttentionPolicy) -> Tensor:
-        """Runs a step's tokens, with the states [N, H] of those before, through the next-token layer; see there.
-
-        Positions of the step are those of the states.
-        """
-        assert self.next_token is not None, "the spec has no such layer"
-        policy.prepare(step, {None})
-        angles = self.rotary.angles(step.positions)
-        return self.next_token(self.embedding(step.tokens), states, angles, cache, step, policy)
+        normed, tapped[len(self.layers)] = self.norm(parts, x)
+        yield torch.cat([normed, *(tapped[i] for i in self.spec.taps)], 1) if self.spec.taps else normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""

@@ -39,10 +39,10 @@ from kernels.tokens.commit import Candidates
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """A decode step up to its logits [N, V_local] fp32, with the hidden states [N, H]."""
+    """A decode step up to its logits [N, V_local] fp32, with the states that drafters read."""
 
     logits: Tensor
-    hidden: Tensor
+    states: Tensor
     step: Step
     draft: Draft | None
 
@@ -244,12 +244,12 @@ class ModelRunner:
             return self._slots.new_full((1, 1), PAST), [0]
         prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known) for s in segments]
         step = self.state.prefill_step(prompts, decision.counts)
-        hidden = self.model.hidden(self.cache, step, self.policy)
+        hidden, states = self.model.states(self.cache, step, self.policy)
         span = self.state.prompts_span(step, prompts)
         slots, ends = step.slots, span.after
         self.state.lengths[slots] = ends
         for follower in self.followers:
-            follower.prefilled(Prefilled(prompts, span, step.parts, hidden))
+            follower.prefilled(Prefilled(prompts, span, step.parts, states))
         last = [i for i, s in enumerate(segments) if s.last]
         if not last:
             return self._slots.new_full((1, 1), PAST), [segments[0].slot]
@@ -257,8 +257,7 @@ class ModelRunner:
         assert step.cu_q is not None
         rows = step.cu_q[1:][of_last] - 1
         slots, lengths = slots[of_last], ends[of_last]
-        of_ends, kind = hidden[rows], decision.kind
-        logits = self.model.logits(of_ends)
+        logits, kind = self.model.logits(hidden[rows]), decision.kind
         self._observe(logits, slots, lengths)
         shaped = self._shaper().shape(logits, slots, torch.full_like(slots, -1), lengths) if kind.shaped else logits
         tokens = best_of_ranks(self._candidates(shaped, lengths, self.state.sampling.rows(slots), kind).pairs)[1]
@@ -266,7 +265,7 @@ class ModelRunner:
             self._shaper().report(logits, tokens, slots, self.own)
         self.state.activate(slots, tokens, lengths)
         for follower in self.followers:
-            follower.begun(Begun(slots, tokens, lengths, of_ends))
+            follower.begun(Begun(slots, tokens, lengths, states[rows]))
         return tokens[:, None], [segments[i].slot for i in last]
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
@@ -321,10 +320,10 @@ class ModelRunner:
         policy = self.policy if kind.sparse else self.dense
         if kind.drafts:
             policy = self.drafter.verification or policy
-        hidden = self.model.hidden(self.cache, step, policy)
+        hidden, states = self.model.states(self.cache, step, policy)
         logits = self.model.logits(hidden)
         self.mark("accept")
-        return ComputedStep(logits, hidden, step, draft)
+        return ComputedStep(logits, states, step, draft)
 
     def _complete(self, computed: ComputedStep, kind: StepKind) -> Tensor:
         """Draws a computed step's tokens and commits them."""
@@ -346,7 +345,7 @@ class ModelRunner:
             self.mark("choose")
             span = state.span(rows, before, state.lengths[:rows], step.max_q)
             for follower in followers:
-                follower.taken(Taken(kind, span, state.active[:rows], computed.hidden, taken))
+                follower.taken(Taken(kind, span, state.active[:rows], computed.states, taken))
         self.mark(None)
         return self._of_all(taken)
 

@@ -11,24 +11,25 @@ from helix.events.decision import Admission, StepKind, TableWrite
 from helix.events.follower import Begun, Prefilled, Taken
 from helix.memory.kv_cache import KVCache
 from helix.memory.transfers import to_device
-from helix.models import Decoder
+from helix.models import DraftLayer
 from helix.placement import Placement, PromptChunk
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
-from helix.steps.step import DecodeState
+from helix.steps.step import DecodeState, Step
 
 
 class LayerDrafter(Drafter):
-    """Drafter by the target's next-token layer, whose keys and values lie in the target's pages.
+    """Drafter by a layer behind the target's last one, whose keys and values lie in the target's pages.
 
-    Row i of the layer takes the hidden state of token i and the token behind it, so that the last row of a prompt's
-    chunk waits for the next token. A first draft comes from the row of the last token in the cache, a further one from a
-    row that takes the layer's own state and the draft before. Once drafts are verified, rows of all that were kept are
-    written anew from the target's hidden states.
+    Row i of the layer takes the target's state of token i and the token behind it, so that the last row of a prompt's
+    chunk waits for the next token. A first draft comes from the row of the last token in the cache, a further one from
+    a row that takes the layer's own state and the draft before. Once drafts are verified, rows of all that were kept
+    are written anew from the target's states.
 
     Args:
         limit: most tokens proposed per sequence and step.
-        model: part of the target on this rank.
+        layer: its part on this rank.
+        dtype: the target's.
         cache, placement: the target's.
         noise: shared: a draft is drawn with the target's noise of its position; own: see `DraftDrawing`.
         max_batch, max_length: those of the engine.
@@ -40,7 +41,8 @@ class LayerDrafter(Drafter):
     def __init__(
         self,
         limit: int,
-        model: Decoder,
+        layer: DraftLayer,
+        dtype: torch.dtype,
         comm: Communicator,
         cache: KVCache,
         placement: Placement,
@@ -50,16 +52,17 @@ class LayerDrafter(Drafter):
         max_length: int,
     ) -> None:
         super().__init__(limit)
-        self.model = model
+        self.layer = layer
         self.comm = comm
         self.cache = cache
         self.noise = noise
         self.policy = DenseAttention()
         most = placement.stripes.pages_for(max_length + limit)
         self.sequences = DecodeState(max_batch, most, placement, cache.device, rings=cache.rings)
-        kept = max_batch, model.spec.hidden
-        self._states = torch.zeros(kept, dtype=model.weights.dtype, device=cache.device)  # from which first drafts come
-        self._ends = torch.zeros_like(self._states)  # the target's, of the last token of a prompt's chunk
+        # Its own, from which first drafts come; and the target's, of the last token of a prompt's chunk.
+        self._states, self._ends = (
+            torch.zeros(max_batch, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.read)
+        )
         self._read: dict[int, int] = {}  # tokens of a slot's prompt up to that one
 
     def admit(self, admission: Admission) -> None:
@@ -72,7 +75,7 @@ class LayerDrafter(Drafter):
     def prefilled(self, chunk: Prefilled) -> None:
         counts = [len(p.tokens) for p in chunk.prompts]
         prompts, states = [], []
-        for p, of_tokens in zip(chunk.prompts, chunk.hidden.split(counts), strict=True):
+        for p, of_tokens in zip(chunk.prompts, chunk.states.split(counts), strict=True):
             if self._read.get(p.slot) == p.begin:  # it goes on where a chunk ended
                 states.append(self._ends[p.slot : p.slot + 1])
                 prompts.append(PromptChunk(p.slot, p.begin - 1, p.tokens))
@@ -81,10 +84,10 @@ class LayerDrafter(Drafter):
             states.append(of_tokens[:-1])
             self._read[p.slot] = p.end
         if prompts:
-            self.model.ahead(self.cache, self.sequences.prefill_step(prompts), torch.cat(states), self.policy)
-        rows = to_device(torch.tensor(counts).cumsum(0) - 1, chunk.hidden.device)
-        slots = to_device(torch.tensor([p.slot for p in chunk.prompts]), chunk.hidden.device)
-        self._ends[slots] = chunk.hidden[rows]
+            self._ahead(self.sequences.prefill_step(prompts), torch.cat(states))
+        rows = to_device(torch.tensor(counts).cumsum(0) - 1, chunk.states.device)
+        slots = to_device(torch.tensor([p.slot for p in chunk.prompts]), chunk.states.device)
+        self._ends[slots] = chunk.states[rows]
 
     def begun(self, begun: Begun) -> None:
         own, slots = self.sequences, begun.slots
@@ -92,20 +95,19 @@ class LayerDrafter(Drafter):
         own.active.index_fill_(0, slots, True)
         own.lengths[slots] = begun.lengths - 1
         own.tokens[slots] = begun.tokens
-        states = torch.zeros_like(self._states)
-        states[slots] = begun.hidden
-        states = self.model.ahead(self.cache, own.decode_step(len(states)), states, self.policy)
-        self._states[slots] = states[slots]
+        states = torch.zeros_like(self._ends)
+        states[slots] = begun.states
+        self._states[slots] = self._ahead(own.decode_step(len(states)), states)[slots]
 
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         rows, lengths = kind.rows, state.lengths[: kind.rows]
-        drawing = DraftDrawing(self.model, self.comm, self.noise == "shared", kind)
+        drawing = DraftDrawing(self.layer.logits, self.layer.vocab_rows, self.comm, self.noise == "shared", kind)
         states = self._states[:rows]
         tokens = drawing.draw(states, state, lengths + 1)
         if kind.drafts > 1:
             ahead = state.steps_ahead(rows, kind.drafts - 1)
             for n in range(kind.drafts - 1):
-                states = self.model.ahead(self.cache, ahead.step(n, tokens), states, self.policy)
+                states = self._ahead(ahead.step(n, tokens), states, own=True)
                 tokens = drawing.draw(states, state, lengths + n + 2)
         return drawing.draft()
 
@@ -118,9 +120,12 @@ class LayerDrafter(Drafter):
         own.lengths[:rows] = step.span.before
         own.tokens[:rows] = step.tokens[:, 0]
         more = step.tokens[:, 1:] if step.kind.drafts else None
-        states = self.model.ahead(self.cache, own.decode_step(rows, more), step.hidden, self.policy)
+        states = self._ahead(own.decode_step(rows, more), step.states)
         last = (step.span.after - step.span.before - 1).clamp(min=0)
         self._states[:rows] = _of_rows(states.unflatten(0, (rows, -1)), last)
+
+    def _ahead(self, step: Step, states: Tensor, own: bool = False) -> Tensor:
+        return self.layer.ahead(self.cache, step, states, self.policy, own=own)
 
 
 def _of_rows(x: Tensor, at: Tensor) -> Tensor:

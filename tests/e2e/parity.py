@@ -25,7 +25,7 @@ from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
 from helix.memory.kv_cache import KVCache, StepSizes, with_bounds
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder, spec_from_config
+from helix.models import Decoder, DraftLayer, spec_from_config
 from helix.models.loading import Checkpoint, read_config
 from helix.placement import BlockBudget, Placement
 from helix.run.model_runner import ModelRunner
@@ -136,6 +136,11 @@ class LayerDrafts:
     noise: str = "shared"
     kind: type[LayerDrafter] = LayerDrafter
 
+    def layer(self, model: Decoder) -> DraftLayer:
+        """The rank's part of the layer."""
+        assert model.next_token is not None
+        return model.next_token
+
 
 def build_engine(
     path: Path,
@@ -200,8 +205,8 @@ def build_engine(
             drafter.scores.planes.fill_(torch.nan)
     if isinstance(drafter, LayerDrafts):
         drafter = drafter.kind(
-            drafter.limit, model, comm, cache, placement, noise=drafter.noise, max_batch=max_batch,
-            max_length=max_length,
+            drafter.limit, drafter.layer(model), dtype, comm, cache, placement, noise=drafter.noise,
+            max_batch=max_batch, max_length=max_length,
         )  # fmt: skip
     if isinstance(drafter, ModelDrafts):
         own, ranks = drafter.layout, drafter.comm

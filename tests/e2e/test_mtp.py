@@ -61,9 +61,9 @@ class NotRewritten(Kept):
     """Leaves the rows of kept drafts as drafts wrote them."""
 
     def taken(self, step: Taken) -> None:
-        before = self.cache.layer(len(self.model.spec.layers)).kept["latents"].clone()
+        before = self.cache.layer(2).kept["latents"].clone()
         super().taken(step)
-        now = self.cache.layer(len(self.model.spec.layers)).kept["latents"]
+        now = self.cache.layer(2).kept["latents"]
         now.copy_(torch.where(before.isnan(), now, before))
 
 
