@@ -17,7 +17,7 @@ from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
 from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, slot_bytes, with_bounds, without_long_rings
-from helix.models import Decoder, DecoderSpec
+from helix.models import Decoder, DecoderSpec, DraftLayer
 from helix.placement import Placement
 from helix.run.model_runner import ModelRunner
 from helix.speculation import (
@@ -41,7 +41,7 @@ def draft_budget(config: SpeculationConfig) -> DraftBudget:
 
 def make_drafter(
     config: Config,
-    draft: DraftModel | None,
+    draft: DraftModel | DraftLayer | None,
     model: Decoder,
     comm: Communicator,
     cache: KVCache,
@@ -70,11 +70,12 @@ def make_drafter(
                 max_batch=max_batch,
                 max_length=max_length,
             )
-        case "mtp":
-            assert model.next_token is not None, "make_spec has it"
+        case "mtp" | "eagle3":
+            layer = model.next_token if speculation.drafter == "mtp" else draft
+            assert layer is not None and not isinstance(layer, DraftModel), "make_spec and the loader have it"
             return LayerDrafter(
                 speculation.gamma,
-                model.next_token,
+                layer,
                 model.weights.dtype,
                 comm,
                 cache,
@@ -84,7 +85,7 @@ def make_drafter(
                 max_length=max_length,
             )
         case "model":
-            assert draft is not None, "loaded with the model that it drafts for"
+            assert isinstance(draft, DraftModel), "loaded with the model that it drafts for"
             return ModelDrafter(
                 draft,
                 speculation.gamma,
@@ -148,7 +149,7 @@ def build_engine(
     max_batch: int,
     wanted_tokens: int,
     tokenizer: Any | None = None,
-    draft: DraftModel | None = None,
+    draft: DraftModel | DraftLayer | None = None,
 ) -> Engine:
     """Creates an engine with KV for `wanted_tokens` tokens over all ranks, or as many as memory or kv.tokens allow.
 
@@ -156,7 +157,7 @@ def build_engine(
 
     Args:
         max_batch: sequences at a time, over all ranks.
-        draft: the model of speculation.drafter=model; its cache has as many pages.
+        draft: the model of speculation.drafter=model, whose cache has as many pages; or the layer of eagle3.
 
     Raises:
         ConfigError: kv.tokens does not fit, or not even one page; or a host cannot pin kv.host_bytes.
@@ -176,7 +177,7 @@ def build_engine(
     chunk = min(comm.all_gather_object(chunk))
     room = min(int(free * kv.memory_fraction), free - chunk * buffers)
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
-    if draft is not None:
+    if isinstance(draft, DraftModel):
         room -= draft.slot_bytes(placement, needs.sizes)
         needs = replace(needs, room=room, draft_page=draft.page_bytes(placement))
     make = make_tiered if kv.tier == "host" else make_cache

@@ -27,7 +27,11 @@ from kernels.scaled import as_tensor, matrix_rows
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shape of one layer's attention in the checkpoint."""
+    """Shape of one layer's attention in the checkpoint.
+
+    Attributes:
+        inputs: width of what queries, keys and values are projected from; None: `hidden`, that of the output.
+    """
 
     hidden: int
     q_heads: int
@@ -39,6 +43,7 @@ class AttentionSpec:
     norm_eps: float
     window: int | None
     sinks: bool
+    inputs: int | None = None
 
     @property
     def scale(self) -> float:
@@ -192,7 +197,7 @@ class Attention(ShardedAttention):
         self._q_rows = len(q) * spec.head_dim
         self.qkv = ColumnParallel(
             weights,
-            spec.hidden,
+            spec.inputs or spec.hidden,
             [rows("q", spec.q_heads, q), rows("k", spec.kv_heads, kv), rows("v", spec.kv_heads, kv)],
         )
         self.norms: tuple[Tensor, Tensor, float] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from helix.build.parts import stored_format
@@ -55,7 +56,10 @@ def choose(
         hardware = hardware.over_nccl()
     batch, length = workload(config, prompts) if prompts else load
     options = planned(config, spec)
-    ranking = plan(Question(spec, hardware, world_size, length, batch, options=options))
+    # A layer that drafts takes about as much memory, and each of its runs about as long, as one of the model.
+    ranking = plan(
+        Question(replace(spec, layers=spec.stack, draft=None), hardware, world_size, length, batch, options=options)
+    )
     sparse = options.sparse is not None and length >= options.sparse.from_tokens
     attention = f", {config.attention.policy} attention" if sparse else ""
     work = f"{batch} x {length:,} tokens on {world_size} x {hardware.name}{attention}"

@@ -16,7 +16,8 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
-from helix.config import ScheduleConfig
+from helix.build.parts import load_eagle3, make_eagle3
+from helix.config import ScheduleConfig, SpeculationConfig
 from helix.control.engine import Engine
 from helix.events.request import Request
 from helix.layers.weights import Formats, unpacked
@@ -25,7 +26,8 @@ from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
 from helix.memory.kv_cache import KVCache, StepSizes, with_bounds
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder, DraftLayer, spec_from_config
+from helix.models import Decoder, DecoderSpec, DraftLayer, spec_from_config
+from helix.models.eagle3 import drafted_by
 from helix.models.loading import Checkpoint, read_config
 from helix.placement import BlockBudget, Placement
 from helix.run.model_runner import ModelRunner
@@ -99,19 +101,14 @@ def _built(
     comm: Communicator,
     dtype: torch.dtype,
     formats: Formats,
-    ahead: bool = False,
+    with_layer: Callable[[DecoderSpec], DecoderSpec] = lambda spec: spec,
 ) -> Decoder:
     spec = replace(checkpoint.with_head(spec_from_config(read_config(checkpoint.path))), eos=())
-    spec = spec.with_mtp() if ahead else spec
+    spec = with_layer(spec)
     checkpoint.check(Decoder(spec, layout, comm, dtype, torch.device("meta")).weights.slices, spec.unused)
     model = Decoder(spec, layout, comm, dtype, comm.device, formats)
     checkpoint.load(model.weights)
     return model
-
-
-def build_ahead(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
-    """`build_model` with the layer for multi-token prediction."""
-    return _built(Checkpoint(path), layout, comm, dtype, unpacked, ahead=True)
 
 
 Build = Callable[[Path, HelixLayout, Communicator, torch.dtype], Decoder]
@@ -135,9 +132,16 @@ class LayerDrafts:
     limit: int
     noise: str = "shared"
     kind: type[LayerDrafter] = LayerDrafter
+    eagle3: SpeculationConfig | None = None
 
-    def layer(self, model: Decoder) -> DraftLayer:
+    def spec(self, target: DecoderSpec) -> DecoderSpec:
+        """The target's spec with the layer."""
+        return target.with_mtp() if self.eagle3 is None else drafted_by(target, make_eagle3(self.eagle3, target)[0])
+
+    def layer(self, model: Decoder, layout: HelixLayout, comm: Communicator) -> DraftLayer:
         """The rank's part of the layer."""
+        if self.eagle3 is not None:
+            return load_eagle3(self.eagle3, model, layout, comm)
         assert model.next_token is not None
         return model.next_token
 
@@ -165,7 +169,10 @@ def build_engine(
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
-    model = (build_ahead if isinstance(drafter, LayerDrafts) else build)(path, layout, comm, dtype)
+    if isinstance(drafter, LayerDrafts):
+        model = _built(Checkpoint(path), layout, comm, dtype, unpacked, drafter.spec)
+    else:
+        model = build(path, layout, comm, dtype)
     spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
@@ -205,7 +212,7 @@ def build_engine(
             drafter.scores.planes.fill_(torch.nan)
     if isinstance(drafter, LayerDrafts):
         drafter = drafter.kind(
-            drafter.limit, drafter.layer(model), dtype, comm, cache, placement, noise=drafter.noise,
+            drafter.limit, drafter.layer(model, layout, comm), dtype, comm, cache, placement, noise=drafter.noise,
             max_batch=max_batch, max_length=max_length,
         )  # fmt: skip
     if isinstance(drafter, ModelDrafts):

@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.events.decision import StepKind
 from helix.events.follower import Taken
 from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.speculation import Draft, LayerDrafter
 from helix.speculation.adaptive import DraftPolicy
-from helix.steps.step import DecodeState
 from tests.e2e import mtp
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, build_model, check, generate
+from tests.e2e.recorded import Kept, Recorded, unlike
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_speculation import whimsical
 
@@ -28,33 +26,6 @@ GRIDS = [(1, 1), (2, 1), (4, 1), (3, 1)]
 @functools.cache
 def plain(family: str) -> list[Continuation]:
     return mtp.plain(family, MOE_LENGTHS, MOE_TOKENS)
-
-
-class Recorded(LayerDrafter):
-    """Notes what is drafted behind which tokens, and has some drafts kept that the model would refuse."""
-
-    kept = 0.0
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.drafted: list[tuple[list[int], list[int]]] = []
-        self.generator = torch.Generator().manual_seed(1)
-
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
-        draft = super().propose(state, kind)
-        for row in state.active[: kind.rows].nonzero()[:, 0].tolist():
-            count = max(min(kind.drafts, int(state.left(kind.rows)[row])), 0)
-            text = state.history[row, : int(state.lengths[row]) + 1].tolist()
-            self.drafted.append((text, draft.tokens[row, :count].tolist()))
-        if not self.kept:
-            return draft
-        coins = torch.rand(draft.tokens.shape, generator=self.generator)
-        outcome = torch.where(coins < self.kept, draft.tokens, (draft.tokens + 1) % 257)
-        return Draft(draft.tokens, outcome=outcome)
-
-
-class Kept(Recorded):
-    kept = 0.7
 
 
 class NotRewritten(Kept):
@@ -108,34 +79,24 @@ def drafted(kind: type[Recorded], family: str, kvp: int, adaptive: bool = False,
     return drafters[0]
 
 
-def unlike(found: Recorded, family: str) -> list[str]:
-    """What was drafted otherwise than by transformers' layer."""
-    oracle = mtp.oracle(family)
-    return [
-        f"{len(text)}: {drafts}, not {wanted}"
-        for text, drafts in found.drafted
-        if drafts and drafts != (wanted := oracle.drafts(text, len(drafts)))
-    ]
-
-
 @pytest.mark.parametrize("kind", [Recorded, Kept])
 @pytest.mark.parametrize("kvp", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_those_of_the_layer(family: str, kvp: int, kind: type[Recorded]) -> None:
     found = drafted(kind, family, kvp)
     assert len(found.drafted) > 20
-    assert unlike(found, family) == []
+    assert unlike(found, mtp.oracle(family).drafts) == []
 
 
 def test_drafts_after_steps_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftPolicy, "pace", whimsical())
     found = drafted(Kept, FAMILIES[0], 2, adaptive=True, chunk=7)
     assert len(found.drafted) > 10
-    assert unlike(found, FAMILIES[0]) == []
+    assert unlike(found, mtp.oracle(FAMILIES[0]).drafts) == []
 
 
 def test_rows_that_are_not_written_anew_are_found() -> None:
-    assert unlike(drafted(NotRewritten, FAMILIES[0], 1), FAMILIES[0]) != []
+    assert unlike(drafted(NotRewritten, FAMILIES[0], 1), mtp.oracle(FAMILIES[0]).drafts) != []
 
 
 def test_without_the_drafter_its_layer_is_not_read() -> None:
