@@ -8,7 +8,8 @@ from itertools import chain, combinations, islice
 from typing import Any
 
 from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from helix.models.decoder import Decoder, DecoderSpec, DraftLayer
+from helix.models.decoder import Decoder, DecoderSpec
+from helix.models.draft_layer import DraftLayer
 from helix.models.hf import read_as
 
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {

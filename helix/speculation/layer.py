@@ -99,6 +99,11 @@ class LayerDrafter(Drafter):
         states[slots] = begun.states
         self._states[slots] = self._ahead(own.decode_step(len(states)), states)[slots]
 
+    def catch_up(self, state: DecodeState) -> None:
+        # Rows are all there; but sequences that only steps are timed with come without events.
+        self.sequences.block_tables.copy_(state.block_tables)
+        self.sequences.starts.copy_(state.starts)
+
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         rows, lengths = kind.rows, state.lengths[: kind.rows]
         drawing = DraftDrawing(self.layer.logits, self.layer.vocab_rows, self.comm, self.noise == "shared", kind)

@@ -114,7 +114,7 @@ def test_shared_noise_changes_no_sampled_token(kind: str) -> None:
 
 
 class TestDistribution(test_draft_model.TestDistribution):
-    """As there, of a layer whose head has but some of the tokens."""
+    """Draws with drafts of a layer whose head has but some of the tokens."""
 
     def tables(self) -> tuple[Tensor, Tensor]:
         of_target, of_layer = super().tables()
