@@ -248,7 +248,9 @@ def settings_of(
     if layout.mode == "dp":  # it has neither chunks of batches nor drafts nor choices of blocks
         return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds
     has_heads = spec is not None and _whole(spec)
-    drafters = ["none", "ngram", "model"]
+    drafters = ["none", "ngram", "suffix", "model"]
+    if spec is not None and spec.brought is not None and spec.brought.ffn == spec.layers[-1].ffn:
+        drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
     if has_heads and not blocks and sparse_pages:
@@ -259,6 +261,8 @@ def settings_of(
         settings["speculation.adaptive"] = rng.random() < 0.5
     if drafter == "model":
         settings |= _draft_layout(layout, spec, page, rng)
+    if drafter == "mtp":
+        settings["speculation.noise"] = rng.choice(("shared", "own"))
     if drafter == "sparse":
         assert spec is not None
         settings |= _self_drafts(page, rng)

@@ -118,6 +118,9 @@ def save(case: Case, directory: Path) -> None:
         whole = load_file(directory / "model.safetensors")
         whole["lm_head.weight"] = whole["model.embed_tokens.weight"].flip(0).contiguous()
         save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    if case.settings["speculation.drafter"] == "mtp":
+        tensors = load_file(directory / "model.safetensors")
+        save_file(tensors | layer_ahead(tensors, case.content), directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(case.content))
     if case.stored is not None:  # transformers gets what is stored, unpacked
         whole = directory / "whole"
@@ -133,6 +136,17 @@ def save(case: Case, directory: Path) -> None:
             (of / "generation_config.json").write_text(json.dumps(case.generation))
     if case.settings["speculation.drafter"] == "model":
         nudged(directory, directory / "draft", DRAFT_NOISE, case.seed)
+
+
+def layer_ahead(tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A layer for multi-token prediction like the model's last one."""
+    last, hidden = f"model.layers.{content['num_hidden_layers'] - 1}.", content["hidden_size"]
+    name = f"model.layers.{content['num_hidden_layers']}."
+    like = {name + n.removeprefix(last): t.clone() for n, t in tensors.items() if n.startswith(last)}
+    norms = {f"{name}{n}.weight": torch.ones(hidden) for n in ("enorm", "hnorm", "shared_head.norm")}
+    return (
+        like | norms | {f"{name}eh_proj.weight": torch.eye(hidden).repeat(1, 2) + 0.1 * torch.randn(hidden, 2 * hidden)}
+    )
 
 
 def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
@@ -273,7 +287,7 @@ def misdrawn(case: Case, ask: Ask, served: Served, logits: Tensor) -> str:
     it is one that may be drawn.
     """
     drafter, noise = case.settings["speculation.drafter"], case.settings.get("speculation.noise")
-    rejection = drafter == "model" or (drafter == "sparse" and noise == "own")
+    rejection = drafter == "model" or (drafter in ("sparse", "mtp") and noise == "own")
     for token, at, row in zip(served.tokens[ask.name], _places(served, ask.name), logits, strict=True):
         if rejection and not ask.sampling.is_greedy:
             right = bool(oracle_kept(row, ask.sampling)[token])
