@@ -176,6 +176,8 @@ def build_engine(
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
     room = min(int(free * kv.memory_fraction), free - chunk * buffers)
+    if config.speculation.drafter == "suffix":
+        room -= config.speculation.remembered * 8
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
     if isinstance(draft, DraftModel):
         room -= draft.slot_bytes(placement, needs.sizes)

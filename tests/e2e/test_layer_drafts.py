@@ -56,16 +56,18 @@ def plain(kind: str, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -
     return continuations(target(kind), lengths, tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "suffix"])
 @pytest.mark.parametrize("kvp", [1, 2])
 def test_prefix_hits_preemptions_and_aborts(kvp: int, kind: str) -> None:
-    layout, wanted = HelixLayout.create("helix", kvp), plain(kind, (7, 1, 15, 16, 17, 80), 24)
+    model = "mtp" if kind == "suffix" else kind
+    layout, wanted = HelixLayout.create("helix", kvp), plain(model, (7, 1, 15, 16, 17, 80), 24)
     first, second = turns(wanted)
 
     def body(world: LoopbackWorld, rank: int) -> Served:
         comm = world.communicator(rank, layout.kvp_group(rank))
         sizes = dict(page_size=4, pages=32 // kvp, **CLOSE)
-        e = build_engine(target(kind), layout, comm, 4, drafter=drafts(kind), adaptive=False, **sizes)
+        given = SuffixDrafter(3, 4, 100, 3, comm.device) if kind == "suffix" else drafts(kind)
+        e = build_engine(target(model), layout, comm, 4, drafter=given, adaptive=False, **sizes)
         e.run_steps = 1
         found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
         assert left_behind(e)[1:] == (0, 0)
