@@ -138,7 +138,8 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -
         model = _load(plan, config.model, config.seed, comm, console)
         draft: DraftModel | DraftLayer | None = None
         if config.speculation.drafter == "eagle3":
-            draft = load_eagle3(config.speculation, model, plan.layout, comm)
+            layer = draft = load_eagle3(config.speculation, model, plan.layout, comm)
+            console.note(layer.about)
         if plan.draft is not None:
             own = _load(plan.draft, config.speculation.model, config.seed, comms[1], console)
             draft = DraftModel(own, plan.draft.layout, comms[1], config.kv.dtype)

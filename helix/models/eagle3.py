@@ -138,6 +138,7 @@ class Eagle3Layer:
     """A `DraftLayer` on this rank; its states are residual streams, the model's combined by a projection.
 
     Args:
+        window: latest tokens of a sequence that it reads.
         ids: target's token ids of the head's rows [draft_vocab] int64, ascending; None: all, or the target's head.
 
     Raises:
@@ -155,7 +156,7 @@ class Eagle3Layer:
         spec: Eagle3Spec,
         target: Decoder,
         ids: Tensor | None,
-        window: int | None,
+        window: int,
     ) -> None:
         hidden, name, eps = spec.hidden, spec.name, spec.norm_eps
         self.spec, self.window = spec, window
@@ -184,6 +185,15 @@ class Eagle3Layer:
             self._head = weights.parameter(end - first, hidden)
             weights.bind(self._head, "lm_head.weight", (spec.vocab, hidden), range(first, end))
             self._ids = (ids[first:end] - self.vocab_rows.start).to(weights.device)
+
+    @property
+    def about(self) -> str:
+        """Line about what it reads, in which a mistake would cost acceptance alone."""
+        taps = ", ".join(map(str, self.spec.taps))
+        return (
+            f"drafts read what enters layers {taps} of the model ({self.spec.named}), and the latest {self.window:,} "
+            f"tokens (its config.json has max_position_embeddings={self.spec.max_positions}; see speculation.window)"
+        )
 
     def ahead(self, cache: KVCache, step: Step, states: Tensor, policy: AttentionPolicy, *, own: bool) -> Tensor:
         policy.prepare(step, {self.window})
