@@ -317,10 +317,17 @@ class Core:
             ids = np.concatenate([before.ids, np.asarray(flight.drawn, dtype=np.int32)])
             self._send(replace(before, ids=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn))
 
+    def _more(self, key: str, values: dict[str, float]) -> float:
+        """Returns by how much a counter of the job has grown; another job counts from 0."""
+        before, now = (of.get(key, 0) for of in (self.stats, values))
+        return now - before if now >= before else now
+
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):
-            before, now = (values.get("preemptions", 0) for values in (self.stats, message.values))
-            self.metrics.preemptions.inc(now - before if now >= before else now)  # another job counts from 0
+            self.metrics.preemptions.inc(self._more("preemptions", message.values))
+            self.metrics.drafts.inc(self._more("drafts", message.values))
+            for key in (key for key in message.values if key.startswith("drafts_kept_")):
+                self.metrics.kept.labels(key.removeprefix("drafts_kept_")).inc(self._more(key, message.values))
             self.stats = message.values
             if self.ready is not None and (pages := int(self.stats.get("pages", 0))):
                 self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)
