@@ -185,14 +185,15 @@ class NextTokenLayer:
         self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, model.pipeline)
         self.norm = AllReduceNorm(weights, comm, f"{name}.shared_head.norm", hidden, spec.norm_eps)
 
-    def ahead(self, cache: KVCache, step: Step, states: Tensor, policy: AttentionPolicy, *, own: bool) -> Tensor:
-        policy.prepare(step, {None})
-        angles = self._rotary.angles(step.positions)
+    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
         both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.of(states)), 1)
         parts = self.join(both[:, self.columns.start : self.columns.stop].contiguous())
         normed, x = self.layer.input_norm(parts, None)
-        attended = self.layer.mixer.finish(self.layer.mixer.project(normed, angles, cache, step), cache, step, policy)
-        normed, x = self.layer.ffn_norm(attended, x)
+        return self.layer.mixer.project(normed, self._rotary.angles(step.positions), cache, step), x
+
+    def attend(self, queries: Tensor, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        policy.prepare(step, {None})
+        normed, x = self.layer.ffn_norm(self.layer.mixer.finish(queries, cache, step, policy), x)
         return self.norm(self.layer.feed(normed, step), x)[0]
 
 

@@ -25,13 +25,19 @@ class DraftLayer(Protocol):
     width: int
     vocab_rows: range
 
-    def ahead(self, cache: KVCache, step: Step, states: Tensor, policy: AttentionPolicy, *, own: bool) -> Tensor:
-        """Computes states [N, width] of a step's tokens, and appends their keys.
+    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
+        """Appends the keys of a step's tokens, each from its token and the state before it alone.
 
         Args:
             step: tokens, with the positions of the tokens before them.
             states: states of the tokens before: the model's [N, read], or, if `own`, the layer's own [N, width].
+
+        Returns:
+            Queries [N, ..] and inputs [N, width] of `attend`, which may be called for some of the rows.
         """
+
+    def attend(self, queries: Tensor, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        """Computes states [N, width] of a step's rows from what `append` returned for them."""
 
     def logits(self, states: Tensor) -> Tensor:
         """Computes this rank's logits [n, V_local] fp32 from its own states [n, width]."""

@@ -195,18 +195,19 @@ class Eagle3Layer:
             f"tokens (its config.json has max_position_embeddings={self.spec.max_positions}; see speculation.window)"
         )
 
-    def ahead(self, cache: KVCache, step: Step, states: Tensor, policy: AttentionPolicy, *, own: bool) -> Tensor:
-        policy.prepare(step, {self.window})
-        angles = self._rotary.angles(step.positions)
+    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
         if own:
             normed, x = self.state_norm.of(states), states
         else:
             parts = self.join(states[:, self._columns.start : self._columns.stop].contiguous())
             normed, x = self.state_norm(parts, None)
         both = torch.cat((self.input_norm(self.embedding(step.tokens), None)[0], normed), 1)
-        q = self.mixer.project(both, angles, cache, step)
-        attended = self.mixer.finish(q, cache, step, policy)
-        normed, x = self.ffn_norm(attended, normed if self.spec.normed_residual else x)
+        q = self.mixer.project(both, self._rotary.angles(step.positions), cache, step)
+        return q, normed if self.spec.normed_residual else x
+
+    def attend(self, queries: Tensor, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        policy.prepare(step, {self.window})
+        normed, x = self.ffn_norm(self.mixer.finish(queries, cache, step, policy), x)
         return self.norm(self.ffn(normed), x)[1]
 
     def logits(self, states: Tensor) -> Tensor:

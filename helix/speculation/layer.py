@@ -23,8 +23,9 @@ class LayerDrafter(Drafter):
 
     Row i of the layer takes the target's state of token i and the token behind it, so that the last row of a prompt's
     chunk waits for the next token. A first draft comes from the row of the last token in the cache, a further one from
-    a row that takes the layer's own state and the draft before. Once drafts are verified, rows of all that were kept
-    are written anew from the target's states.
+    a row that takes the layer's own state and the draft before. Once drafts are verified, the keys of all that were
+    kept are written anew from the target's states. Nobody reads a state but the last one: of the other rows, and of
+    prompts, only keys are computed.
 
     Args:
         limit: most tokens proposed per sequence and step.
@@ -84,7 +85,7 @@ class LayerDrafter(Drafter):
             states.append(of_tokens[:-1])
             self._read[p.slot] = p.end
         if prompts:
-            self._ahead(self.sequences.prefill_step(prompts), torch.cat(states))
+            self.layer.append(self.cache, self.sequences.prefill_step(prompts), torch.cat(states), own=False)
         rows = to_device(torch.tensor(counts).cumsum(0) - 1, chunk.states.device)
         slots = to_device(torch.tensor([p.slot for p in chunk.prompts]), chunk.states.device)
         self._ends[slots] = chunk.states[rows]
@@ -124,15 +125,13 @@ class LayerDrafter(Drafter):
         own.active[:rows] = step.tokens[:, 0] >= 0
         own.lengths[:rows] = step.span.before
         own.tokens[:rows] = step.tokens[:, 0]
-        more = step.tokens[:, 1:] if step.kind.drafts else None
-        states = self._ahead(own.decode_step(rows, more), step.states)
+        verified = own.decode_step(rows, step.tokens[:, 1:] if step.kind.drafts else None)
+        parts = self.layer.append(self.cache, verified, step.states, own=False)
         last = (step.span.after - step.span.before - 1).clamp(min=0)
-        self._states[:rows] = _of_rows(states.unflatten(0, (rows, -1)), last)
+        at = verified.slots * verified.max_q + last
+        own.lengths[:rows] += last
+        queries, x = (of_rows.index_select(0, at) for of_rows in parts)
+        self._states[:rows] = self.layer.attend(queries, x, self.cache, own.decode_step(rows), self.policy)
 
     def _ahead(self, step: Step, states: Tensor, own: bool = False) -> Tensor:
-        return self.layer.ahead(self.cache, step, states, self.policy, own=own)
-
-
-def _of_rows(x: Tensor, at: Tensor) -> Tensor:
-    """Takes x [n, m, H] at `at` [n] -> [n, H]."""
-    return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
+        return self.layer.attend(*self.layer.append(self.cache, step, states, own=own), self.cache, step, self.policy)

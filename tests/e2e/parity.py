@@ -103,10 +103,9 @@ def _built(
     formats: Formats,
     with_layer: Callable[[DecoderSpec], DecoderSpec] = lambda spec: spec,
 ) -> Decoder:
-    spec = replace(checkpoint.with_head(spec_from_config(read_config(checkpoint.path))), eos=())
-    spec = with_layer(spec)
-    checkpoint.check(Decoder(spec, layout, comm, dtype, torch.device("meta")).weights.slices, spec.unused)
+    spec = with_layer(replace(checkpoint.with_head(spec_from_config(read_config(checkpoint.path))), eos=()))
     model = Decoder(spec, layout, comm, dtype, comm.device, formats)
+    checkpoint.check(model.weights.slices, spec.unused)
     checkpoint.load(model.weights)
     return model
 

@@ -30,7 +30,7 @@ class Recorded(LayerDrafter):
             self.drafted.append((text, draft.tokens[row, :count].tolist()))
         if not self.kept:
             return draft
-        coins = torch.rand(draft.tokens.shape, generator=self.generator)
+        coins = torch.rand(draft.tokens.shape, generator=self.generator).to(draft.tokens.device)
         outcome = torch.where(coins < self.kept, draft.tokens, (draft.tokens + 1) % 257)
         return Draft(draft.tokens, outcome=outcome)
 

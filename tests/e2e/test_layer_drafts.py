@@ -145,7 +145,8 @@ class TestDistribution(test_draft_model.TestDistribution):
 
             model.states = lambda cache, step, policy: (states(step), states(step))  # type: ignore[method-assign]
             model.logits = lambda x: of_target[x[:, 0].long()]  # type: ignore[method-assign]
-            layer.ahead = lambda cache, step, x, policy, own: states(step)  # type: ignore[assignment]
+            layer.append = lambda cache, step, x, own: (states(step), states(step))  # type: ignore[assignment]
+            layer.attend = lambda queries, x, *of_step: x  # type: ignore[method-assign]
             layer.logits = lambda x: of_layer[x[:, 0].long()]  # type: ignore[assignment]
             found = {int(o.id): o.output_ids for o in engine.generate(requests)}
             kept = engine.timings.decode_tokens / max(engine.timings.sequence_steps, 1)
