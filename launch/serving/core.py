@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.serving.acceptance import AcceptanceWatch
 from launch.serving.errors import ApiError
 from launch.serving.frames import (
     Cancel,
@@ -114,6 +116,7 @@ class Core:
         self.heard = time.monotonic()
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
+        self._acceptance = AcceptanceWatch()
         self.metrics.watch("num_requests_waiting", "requests queued, not yet admitted", lambda: self.waiting)
         self.metrics.watch(
             "num_requests_running", "requests that were admitted", lambda: len(self.flights) - self.waiting
@@ -325,7 +328,10 @@ class Core:
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):
             self.metrics.preemptions.inc(self._more("preemptions", message.values))
-            self.metrics.drafts.inc(self._more("drafts", message.values))
+            tried, kept = (self._more(key, message.values) for key in ("drafts", "drafts_kept_0"))
+            self.metrics.drafts.inc(tried)
+            if (fallen := self._acceptance.add(tried, kept, time.monotonic())) is not None:
+                print(fallen, file=sys.stderr, flush=True)
             for key in (key for key in message.values if key.startswith("drafts_kept_")):
                 self.metrics.kept.labels(key.removeprefix("drafts_kept_")).inc(self._more(key, message.values))
             self.stats = message.values
