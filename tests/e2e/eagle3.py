@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,38 +50,52 @@ def target(family: str) -> Path:
 def layer(family: str, kind: str, window: int = 512) -> Path:
     """Directory of a random layer for this target; `window` is what it says that it was trained at."""
     directory, of = folder(f"helix-{family}-eagle-"), json.loads((target(family) / "config.json").read_text())
-    options, generator = KINDS[kind], torch.Generator().manual_seed(13)
-    own, draft_vocab = bool(options.get("own_embedding")), 100
-    hidden = 48 if own else of["hidden_size"]
+    save(directory, KINDS[kind], of["hidden_size"], of["vocab_size"], window)
+    return directory
+
+
+def save(
+    directory: Path,
+    options: Mapping[str, Any],
+    of_hidden: int,
+    vocab: int,
+    window: int,
+    heads: tuple[int, int, int] = (HEADS, KV_HEADS, DIM),
+    seed: int = 13,
+) -> None:
+    """Writes a random layer for a target; heads: of queries, of keys, and their width."""
+    generator, (q_heads, kv_heads, dim) = torch.Generator().manual_seed(seed), heads
+    own, draft_vocab = bool(options.get("own_embedding")), min(100, vocab)
+    hidden = 48 if own else of_hidden
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) * 0.12
 
-    name = "layers.0" if kind == "own" else "midlayer"
+    name = "layers.0" if own else "midlayer"
     tensors = {
-        "fc.weight": normal(hidden, 3 * of["hidden_size"]),
+        "fc.weight": normal(hidden, 3 * of_hidden),
         "norm.weight": 1 + normal(hidden),
         **{f"{name}.{n}.weight": 1 + normal(hidden) for n in ("input_layernorm", "hidden_norm")},
         f"{name}.post_attention_layernorm.weight": 1 + normal(hidden),
-        f"{name}.self_attn.q_proj.weight": normal(HEADS * DIM, 2 * hidden),
-        f"{name}.self_attn.k_proj.weight": normal(KV_HEADS * DIM, 2 * hidden),
-        f"{name}.self_attn.v_proj.weight": normal(KV_HEADS * DIM, 2 * hidden),
-        f"{name}.self_attn.o_proj.weight": normal(hidden, HEADS * DIM),
+        f"{name}.self_attn.q_proj.weight": normal(q_heads * dim, 2 * hidden),
+        f"{name}.self_attn.k_proj.weight": normal(kv_heads * dim, 2 * hidden),
+        f"{name}.self_attn.v_proj.weight": normal(kv_heads * dim, 2 * hidden),
+        f"{name}.self_attn.o_proj.weight": normal(hidden, q_heads * dim),
         f"{name}.mlp.gate_proj.weight": normal(WIDTH, hidden),
         f"{name}.mlp.up_proj.weight": normal(WIDTH, hidden),
         f"{name}.mlp.down_proj.weight": normal(hidden, WIDTH),
     }
     if options["d2t"]:
-        ids = torch.randperm(of["vocab_size"], generator=generator)[:draft_vocab].sort().values
+        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
         tensors["d2t"] = ids - torch.arange(draft_vocab)
-        tensors["t2d"] = torch.zeros(of["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
         tensors["lm_head.weight"] = normal(draft_vocab, hidden)
     if own:
-        tensors["embed_tokens.weight"] = normal(of["vocab_size"], hidden) * 5
+        tensors["embed_tokens.weight"] = normal(vocab, hidden) * 5
     save_file(tensors, directory / "model.safetensors")
     config = {
-        "hidden_size": hidden, "intermediate_size": WIDTH, "num_attention_heads": HEADS, "head_dim": DIM,
-        "num_key_value_heads": KV_HEADS, "num_hidden_layers": 1, "vocab_size": of["vocab_size"],
+        "hidden_size": hidden, "intermediate_size": WIDTH, "num_attention_heads": q_heads, "head_dim": dim,
+        "num_key_value_heads": kv_heads, "num_hidden_layers": 1, "vocab_size": vocab,
         "rms_norm_eps": EPS, "rope_theta": THETA, "max_position_embeddings": window,
     }  # fmt: skip
     about = {"draft_vocab_size": draft_vocab if options["d2t"] else None}
@@ -93,7 +108,6 @@ def layer(family: str, kind: str, window: int = 512) -> Path:
         about["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": options["ids"]}
     config |= about | {"architectures": ["LlamaForCausalLMEagle3"]}
     (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 class Oracle:

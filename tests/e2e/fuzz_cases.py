@@ -255,14 +255,19 @@ def settings_of(
     blocks = has_heads and rng.random() < 0.35
     if has_heads and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
+    if spec is not None and not blocks and spec.hidden % spec.attention.q_heads == 0:  # as LlamaConfig demands
+        drafters += ["eagle3"]
     drafter = rng.choice(drafters)
     if drafter != "none":
         settings |= {"speculation.drafter": drafter, "speculation.gamma": rng.choice(gammas)}
         settings["speculation.adaptive"] = rng.random() < 0.5
     if drafter == "model":
         settings |= _draft_layout(layout, spec, page, rng)
-    if drafter == "mtp":
+    if drafter in ("mtp", "eagle3"):
         settings["speculation.noise"] = rng.choice(("shared", "own"))
+    if drafter == "eagle3":
+        assert spec is not None
+        settings["speculation.window"] = rng.choice([n for n in (3, 20, 200) if n not in spec.windows])
     if drafter == "sparse":
         assert spec is not None
         settings |= _self_drafts(page, rng)
