@@ -76,7 +76,8 @@ class Question:
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
         if self.priced and self.acceptance is None:
-            raise ValueError("this drafter needs acceptance: the probability that a drafted token is accepted")
+            drafter = "drafter=sparse" if self.layer is None else "a layer that drafts"
+            raise ValueError(f"{drafter} needs acceptance: the probability that a drafted token is accepted")
 
     @property
     def priced(self) -> bool:
