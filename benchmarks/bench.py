@@ -16,6 +16,7 @@ import torch
 from benchmarks import jobs
 from benchmarks.kernels import accept, attention, comm, linear, mla, moe, sampling, sparse, tier
 from benchmarks.models import (
+    drafters,
     fronts,
     hopb,
     hosts,
@@ -67,6 +68,7 @@ BENCHMARKS = {
     "tier-needles": tier_needles.BENCHMARK,
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,
+    "drafters": drafters.BENCHMARK,
     "prefill": prefill.BENCHMARK,
     "prefill-kernels": prefill.KERNELS_ALONE,
     "serve": serve.BENCHMARK,

@@ -88,7 +88,9 @@ class AttentionConfig:
     policy: which keys a query of a decode step reads: dense: all; block_sparse (lossy): the first blocks of the
         sequence, the last ones, and those between that promise most. Prefill reads all.
     block: tokens of a block, which is a page of the cache.
-    topk: blocks that each KV head chooses, of all ranks together; 0: none.
+    part: tokens of a part of a block; queries choose parts instead of blocks. Unset: blocks.
+    candidates: blocks, the best by their own bounds, whose parts are considered, of all ranks together.
+    topk: blocks, or parts, that each KV head chooses, of all ranks together; 0: none.
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
     score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
@@ -100,6 +102,8 @@ class AttentionConfig:
 
     policy: str = "dense"
     block: int = 128
+    part: int | None = None
+    candidates: int = 256
     topk: int = 32
     sink_blocks: int = 1
     local_blocks: int = 4
@@ -349,6 +353,8 @@ def check(config: Config) -> None:
         "decode.max_new_tokens": (1, 1 << 40),
         "decode.max_length": (1, 1 << 40),
         "attention.block": (1, 1 << 14),
+        "attention.part": (1, 1 << 13),
+        "attention.candidates": (1, 1024),
         "attention.topk": (0, MOST_CHOSEN),
         "attention.sink_blocks": (0, 1 << 20),
         "attention.local_blocks": (1, 1 << 20),
@@ -387,11 +393,39 @@ def check(config: Config) -> None:
             f"kv.page_size={config.kv.page_size} and attention.block={config.attention.block} differ, but a block is a "
             f"page: leave out kv.page_size, or set attention.block={config.kv.page_size}"
         )
+    check_parts(config)
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
+
+
+def check_parts(config: Config) -> None:
+    """Raises ValueError where parts of blocks cannot be chosen."""
+    attention = config.attention
+    if attention.part is None:
+        return
+    if attention.part & (attention.part - 1) or attention.block % attention.part or attention.block == attention.part:
+        raise ValueError(
+            f"attention.part={attention.part} must be a power of two that cuts attention.block={attention.block} into "
+            "equal parts: set another, or leave it out"
+        )
+    if attention.score != "bounds":
+        raise ValueError(
+            f"attention.part={attention.part} needs bounds, and attention.score is {attention.score}: set "
+            "attention.score=bounds, or leave out attention.part"
+        )
+    if attention.choice == "global":
+        raise ValueError(
+            f"attention.part={attention.part} is chosen by each rank from its own blocks: set "
+            "attention.choice=local, or leave out attention.part"
+        )
+    if config.kv.tier == "host" and config.kv.dtype != "auto":
+        raise ValueError(
+            f"attention.part={attention.part} with kv.tier=host needs keys and values of equal size, and kv.dtype is "
+            f"{config.kv.dtype}: leave out one of the two"
+        )
 
 
 def check_tier(config: Config) -> None:

@@ -149,7 +149,7 @@ class Serving:
             self.times,
             RunnerTraits(max_batch, prefill_chunk, "raise kv.tokens", drafts=drafts, **options),
             schedule,
-            lambda rows, without: plan,
+            lambda rows, kv_tokens, without: plan,
         )
         self.stall_s, share = schedule.stall_ms / 1e3, schedule.decode_share
         self.ratio = share / (1 - share)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import READ_CEILING, ROTATED, seconds
-from comm.base import Communicator
-from comm.loopback import LoopbackWorld
+from comm.solo import SoloCommunicator
 from helix.speculation import accepted_candidates
 from helix.steps.sampling import SamplingState, distribution, draw_drafts, sampled_candidates
 from kernels.reference.commit import commit as reference
@@ -31,20 +30,12 @@ RANKS = 8
 MOST_COPIES = 64  # fewer bytes than the L2 holds may be there: the projection has just written them
 
 
-def alone(device: torch.device) -> Communicator:
-    """A communicator of one rank that copies nothing."""
-    comm = LoopbackWorld(1, device=device).communicator(0, [0])
-    for name, op in (("all_gather", lambda x: x[None]), ("all_reduce", lambda x: x)):
-        setattr(comm, name, op)
-    return comm
-
-
 class StepEnd:
     """A step's end, from logits [B * (1 + n), V] on, with the state of its sequences."""
 
     def __init__(self, way: str, rows: int, drafts: int, columns: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
-        self.way, self.device, self.comm = way, device, alone(device)
+        self.way, self.device, self.comm = way, device, SoloCommunicator(device)
         self.logits = torch.randn(rows * (1 + drafts), columns, device=device, generator=generator)
         self.sampling = SamplingState.create(rows, device)
         self.sampling.temperature.fill_(float(way != "greedy"))

@@ -49,7 +49,7 @@ def _step(batch: int, length: int, topk: int, name: str = "sparse-steps", model:
 
 
 def _gate(least: float, length: int, *batches: int) -> str:
-    """Whether a step of 32 blocks is `least` times as fast as a dense one, at each batch."""
+    """Says at each batch if a step of 32 blocks is `least` times as fast as a dense one."""
     found = {batch: _step(batch, length, 32) for batch in batches}
     met = {batch: said != NOT_RECORDED and float(said.split()[0]) >= least for batch, said in found.items()}
     return ", ".join(f"batch {b} {said}: {'met' if met[b] else 'not met'}" for b, said in found.items())

@@ -140,7 +140,7 @@ def tables(records: Records) -> dict[str, Cells]:
 
 
 def limits(records: Records) -> Cells:
-    """What limits each regime: the paper's evidence and ours."""
+    """Lists the limits of each regime: the paper's evidence and ours."""
     table: list[Sequence[str]] = [("regime", "paper: bottleneck", "paper: evidence", "here")]
 
     def spread(name: str, rows: Sequence[Row]) -> str:
@@ -213,7 +213,7 @@ def _worst_case(records: Records) -> Figure:
 
 
 def _heat(records: Records) -> Figure:
-    """How much faster a ballot is than one lane a sequence, in a graph, over alpha and gamma."""
+    """Draws the gain of a ballot over one lane a sequence, in a graph, over alpha and gamma."""
     batches = (1, 4, 16, 32)
     figure, axes = panels(len(batches), height=2.2)
     for panel, batch in zip(axes[0], batches, strict=True):

@@ -124,7 +124,7 @@ def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> 
 
 
 def link() -> str:
-    """What the GPUs' messages cross."""
+    """Names the link that the GPUs' messages cross."""
     return "host memory" if are_apart() else PEER_MEMORY
 
 

@@ -76,7 +76,7 @@ def links() -> list[str]:
 
 
 def ablation() -> list[str]:
-    """What is lost without HOP-B: in the paper (its figure 7), as simulated, and at most as measured on each link."""
+    """Lists the loss without HOP-B: in the paper (its figure 7), as simulated, and at most as measured on each link."""
     table = [["model", "where", "lost without HOP-B, at most", "there", "share hidden", "lost by auto, at most"]]
     with SIMULATED.open(encoding="utf-8") as file:
         simulated = grouped(csv.DictReader(file), "model")

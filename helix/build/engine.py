@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from comm.base import Communicator
-from helix.attention.policies import make_policy
+from helix.attention.policies import budget_of, make_policy
 from helix.build.buffers import CacheNeeds, longest_chunk, token_buffers
 from helix.build.tiering import make_tiered
 from helix.config import Config, SpeculationConfig
@@ -113,7 +113,8 @@ def make_cache(
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
     score = config.attention.score if sparse else "bounds" if quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype, kv.dtype)
-    keeps = without_long_rings(keeps if score is None else with_bounds(keeps, dtype))
+    parts = budget_of(config.attention).parts if sparse else 1
+    keeps = without_long_rings(keeps if score is None else with_bounds(keeps, dtype, parts))
     of_page = sum(page_bytes(kept, page_size) for kept in keeps) + needs.draft_page
     beside_pages = slot_bytes(keeps, placement, sizes)
     tables = 0

@@ -138,7 +138,7 @@ class Scheduler:
             to rank `s % len(tables)`.
         times: predicts the time of prompt chunks; its work orders preemptions.
         schedule: how requests share the ranks.
-        pace: chooses drafts and steps for a batch size, given the slots without drafts; called before each run.
+        pace: chooses drafts and steps for rows, tokens in their cache and slots without drafts; called before each run.
 
     Attributes:
         running: running requests by slot.
@@ -151,7 +151,7 @@ class Scheduler:
         times: PrefillTime,
         runner: RunnerTraits,
         schedule: ScheduleConfig,
-        pace: Callable[[int, Collection[int]], StepPlan] = lambda rows, without: StepPlan(),
+        pace: Callable[[int, int, Collection[int]], StepPlan] = lambda rows, kv_tokens, without: StepPlan(),
     ) -> None:
         self._homes, self._times, self._runner, self._pace = tables, times, runner, pace
         self._stripes = tables[0].tree.stripes
@@ -292,7 +292,8 @@ class Scheduler:
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
         if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
-            plan = self._pace(rows, {slot for slot, s in self.running.items() if s.request.sampling.is_shaped})
+            shaped = {slot for slot, s in self.running.items() if s.request.sampling.is_shaped}
+            plan = self._pace(rows, sum(s.cached for s in self.running.values()), shaped)
             steps = self._steps(plan, min(left), 1 if masked else self._runner.run_steps)
         most = steps * (1 + plan.drafts)
         held, self._held_tokens = bool(self._held_tokens), most if masked else 0

@@ -223,7 +223,8 @@ class Serving:
         if not run.left:
             self._runs.popleft()
             self._scheduler.landed()
-            self._policy.observe(run.decision.kind.rows, run.decision.kind.drafts, run.seconds, run.outcomes)
+            kind, kv_tokens = run.decision.kind, sum(s.cached for s in run.rows.values())
+            self._policy.observe(kind.rows, kv_tokens, kind.drafts, run.seconds, run.outcomes)
             self._forget(run.rows)
             self._note_kv()
 

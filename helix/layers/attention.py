@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,13 @@ from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import Angles, paired
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, keys_and_values
 from helix.memory.kv_cache import KVCache, LayerCache
 from helix.steps.step import Step
+from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
@@ -30,6 +33,10 @@ class AttentionSpec:
     """Shape of one layer's attention in the checkpoint.
 
     Attributes:
+        qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
+        rotated: number of a head's first dimensions that are rotated; None: all.
+        fused: whether one matrix has the rows of queries, keys and values.
+        multiplier: factor on q.k; None: head_dim^-0.5.
         inputs: width of what queries, keys and values are projected from; None: `hidden`, that of the output.
     """
 
@@ -43,11 +50,16 @@ class AttentionSpec:
     norm_eps: float
     window: int | None
     sinks: bool
+    rotated: int | None = None
+    norm_over: Literal["head", "all"] = "head"
+    fused: bool = False
+    multiplier: float | None = None
     inputs: int | None = None
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        """Factor on q.k."""
+        return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
 
     @property
     def attends(self) -> bool:
@@ -167,6 +179,30 @@ class ShardedAttention:
         return x
 
 
+class HeadSquares:
+    """Mean squares of all query heads and of all key heads, for norms over all of them.
+
+    Attributes:
+        spread: whether ranks have different heads, and add up what they have.
+    """
+
+    def __init__(self, comm: Communicator, layout: HelixLayout, spec: AttentionSpec) -> None:
+        self.comm = comm
+
+        def own(rank: int) -> tuple[int, int]:
+            return len(layout.q_heads(rank, spec.q_heads, spec.kv_heads)), len(layout.kv_heads(rank, spec.kv_heads))
+
+        self.spread = own(comm.rank) != (spec.q_heads, spec.kv_heads)
+        ranks = [own(rank) for rank in (range(comm.world_size) if self.spread else [comm.rank])]
+        q, k = (sum(heads) * spec.head_dim for heads in zip(*ranks, strict=True))  # on several ranks: counted by each
+        self._shares = 1 / q, 1 / k
+
+    def __call__(self, heads: Tensor, kv_heads: int, summed: bool = True) -> Tensor:
+        """Computes them [N, 2] fp32 for own heads [N, Hq + 2 kv_heads, D]; not `summed`: without other ranks' heads."""
+        squares = head_squares(heads, kv_heads, self._shares)
+        return self.comm.all_gather(squares).sum(0) if self.spread and summed else squares
+
+
 class Attention(ShardedAttention):
     """Attention with QKV replicated in the kvp group, one exchange, and the output projection over all ranks.
 
@@ -189,23 +225,36 @@ class Attention(ShardedAttention):
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec, name = spec, f"{place.name}.self_attn"
 
-        def rows(part: str, total: int, share: range) -> Rows:
-            dim = spec.head_dim
-            return Rows(f"{name}.{part}_proj", total * dim, range(share.start * dim, share.stop * dim), spec.qkv_bias)
+        dim, q, kv = spec.head_dim, layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
+        order = paired(dim, spec.rotated or dim)
 
-        q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
-        self._q_rows = len(q) * spec.head_dim
-        self.qkv = ColumnParallel(
-            weights,
-            spec.inputs or spec.hidden,
-            [rows("q", spec.q_heads, q), rows("k", spec.kv_heads, kv), rows("v", spec.kv_heads, kv)],
-        )
+        def places(heads: range, of_head: list[range]) -> list[range]:
+            if len(of_head) == 1:
+                return [range(heads.start * dim, heads.stop * dim)]
+            return [range(h * dim + r.start, h * dim + r.stop) for h in heads for r in of_head] or [range(0)]
+
+        def rows(part: str, total: int, places: list[range], before: int) -> list[Rows]:
+            if spec.fused:  # behind the rows of so many heads
+                part, total = "qkv", spec.q_heads + 2 * spec.kv_heads
+                places = [range(before * dim + r.start, before * dim + r.stop) for r in places]
+            return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in places]
+
+        self._q_rows = len(q) * dim
+        stacked = [
+            *rows("q", spec.q_heads, places(q, order), 0),
+            *rows("k", spec.kv_heads, places(kv, order), spec.q_heads),
+            *rows("v", spec.kv_heads, places(kv, [range(dim)]), spec.q_heads + spec.kv_heads),
+        ]
+        self.qkv = ColumnParallel(weights, spec.inputs or spec.hidden, stacked)
         self.norms: tuple[Tensor, Tensor, float] | None = None
-        if spec.qk_norm:
-            gains = weights.parameter(spec.head_dim), weights.parameter(spec.head_dim)
-            for gain, part in zip(gains, ("q_norm", "k_norm"), strict=True):
-                weights.bind(gain, f"{name}.{part}.weight", (spec.head_dim,))
-            self.norms = *gains, spec.norm_eps
+        self._squares: HeadSquares | None = None
+        if spec.qk_norm and spec.norm_over == "all":
+            q_gain = weights.gain(f"{name}.q_norm.weight", spec.q_heads * dim, places(q, order)).view(-1, dim)
+            k_gain = weights.gain(f"{name}.k_norm.weight", spec.kv_heads * dim, places(kv, order)).view(-1, dim)
+            self.norms, self._squares = (q_gain, k_gain, spec.norm_eps), HeadSquares(comm, layout, spec)
+        elif spec.qk_norm:
+            q_gain, k_gain = (weights.gain(f"{name}.{part}_norm.weight", dim, order) for part in "qk")
+            self.norms = q_gain, k_gain, spec.norm_eps
         if spec.sinks and layout.kvp_rank(comm.rank) == 0:
             self.sinks = weights.parameter(len(q), dtype=torch.float32)
             weights.bind(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
@@ -221,18 +270,26 @@ class Attention(ShardedAttention):
             spec.output_bias,
         )
 
+    @property
+    def adds_squares(self) -> bool:
+        """Whether `project` sums over ranks."""
+        return self._squares is not None and self._squares.spread
+
     def sent_width(self, rows: int) -> int:
         return self.spec.head_dim
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
-        to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
-        if len(self.shares) > 1 and step.overlapped:
-            return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
-        return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
+        to = angles.cos, angles.sin, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
+        gathers = len(self.shares) > 1 and step.overlapped
+        if not gathers and self._squares is None:
+            return angles.scaled(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
+        heads = (self._gathered(x) if gathers else self.qkv(x)).unflatten(1, (-1, self.spec.head_dim))
+        means = None if self._squares is None else self._squares(heads, mine.keys.shape[2])
+        return angles.scaled(kv_append(heads, *to, means))
 
-    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.
 
         It may run concurrently with another layer: it uses the library's product, since our kernels share a workspace.
@@ -243,7 +300,13 @@ class Attention(ShardedAttention):
         heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
         of_keys, of_values = (s if s is None else s[:, :0] for s in mine.scales)
-        return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values))
+        norms, means = self.norms, None
+        if norms is not None and self._squares is not None:
+            norms = norms[0], norms[1][:0], norms[2]
+            # Own heads stand for all: a factor on a row of queries changes no choice.
+            means = self._squares(heads, 0, summed=False)
+        to = *no_heads, step.new_slots(self.window), norms, (of_keys, of_values), means
+        return angles.scaled(kv_append(heads, angles.cos, angles.sin, *to))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""

@@ -16,6 +16,7 @@ from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.pending import PendingSum
 from helix.attention.base import AttentionPolicy
+from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
@@ -70,7 +71,7 @@ class MixerSpec(Protocol):
 class Mixer(Protocol):
     """Part of a layer's mixer on this rank."""
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes queries from x [N, H], the same on every rank; appends the tokens' data to the cache."""
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingSum:

@@ -30,6 +30,7 @@ from comm.base import Communicator
 from helix.layers.attention import ShardedAttention, sent
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
@@ -204,7 +205,7 @@ class MLA(ShardedAttention):
             False,
         )
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents."""
         spec = self.spec
         kept, slots = cache.layer(self.index).kept, step.new_slots(None)
@@ -213,9 +214,10 @@ class MLA(ShardedAttention):
             q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
         absorbed = mla_append(
-            q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, kept["latents"], slots,
+            q, kv, angles.cos, angles.sin, self.kv_gain, spec.norm_eps, self.w_uk, kept["latents"], slots,
             kept.get("latent_scales"), kept.get("ropes"),
         )  # fmt: skip
+        absorbed = angles.scaled(absorbed)
         if not self.gathered:
             return absorbed
         return self._gather(absorbed, self.comm.gather_in_group if step.overlapped else self.comm.all_gather)

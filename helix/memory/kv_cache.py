@@ -74,6 +74,11 @@ class LayerCache:
         return self.kept["bounds"]
 
     @property
+    def part_bounds(self) -> Tensor:
+        """Bounds [pages, Hkv, parts, 2, D] of the keys in each part of such a page."""
+        return self.kept["part_bounds"]
+
+    @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Factors [pages, Hkv, page_size] of keys and of values; None where they have none."""
         return self.kept.get("key_scales"), self.kept.get("value_scales")
@@ -179,7 +184,7 @@ class KVCache(Follower):
                 fold_blocks(
                     group.tensors["keys"], group.tensors.get("key_scales"), bounds, span.tables, span.starts,
                     span.before, span.after, span.most // self.placement.page_size + 1, self.score,
-                    **self.placement.grid,
+                    **self.placement.grid, part_bounds=group.tensors.get("part_bounds"),
                 )  # fmt: skip
 
     def admit(self, admission: Admission) -> None:
@@ -238,12 +243,15 @@ def without_long_rings(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, 
     ]
 
 
-def with_bounds(keeps: Sequence[tuple[Keeps, ...]], dtype: torch.dtype) -> list[tuple[Keeps, ...]]:
-    """Adds per-page key bounds in `dtype` to the data of layers that read whole sequences."""
+def with_bounds(keeps: Sequence[tuple[Keeps, ...]], dtype: torch.dtype, parts: int = 1) -> list[tuple[Keeps, ...]]:
+    """Adds key bounds in `dtype` of each page, and of its `parts` if several, to layers that read whole sequences."""
 
     def more(kept: tuple[Keeps, ...]) -> tuple[Keeps, ...]:
-        keys = [k for k in kept if k.name == "keys" and k.reach is None]
-        return (*kept, *(Keeps("bounds", (k.entry[0], 2, k.entry[1]), dtype, "page") for k in keys))
+        if (keys := next((k for k in kept if k.name == "keys" and k.reach is None), None)) is None:
+            return kept
+        heads, width = keys.entry
+        of_parts = [Keeps("part_bounds", (heads, parts, 2, width), dtype, "page")] if parts > 1 else []
+        return (*kept, Keeps("bounds", (heads, 2, width), dtype, "page"), *of_parts)
 
     return [more(kept) for kept in keeps]
 

@@ -7,7 +7,27 @@ from collections.abc import Callable, Mapping
 from itertools import chain, combinations, islice
 from typing import Any
 
-from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from helix.models import (
+    deepseek,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    hy_v3,
+    llama,
+    minimax_m2,
+    ministral3,
+    mistral,
+    mistral4,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+)
 from helix.models.decoder import Decoder, DecoderSpec
 from helix.models.draft_layer import DraftLayer
 from helix.models.hf import read_as
@@ -15,12 +35,24 @@ from helix.models.hf import read_as
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", deepseek.spec_v2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek.spec_v3),
+    "Gemma3ForCausalLM": ("gemma3_text", gemma3.spec),
+    "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe.spec),
+    "GraniteForCausalLM": ("granite", granite.spec),
+    "HYV3ForCausalLM": ("hy_v3", hy_v3.spec),
     "LlamaForCausalLM": ("llama", llama.spec),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", minimax_m2.spec),
+    "Ministral3ForCausalLM": ("ministral3", ministral3.spec),
     "MistralForCausalLM": ("mistral", mistral.spec),
+    "Mistral4ForCausalLM": ("mistral4", mistral4.spec),
     "MixtralForCausalLM": ("mixtral", mixtral.spec),
+    "Olmo2ForCausalLM": ("olmo2", olmo2.spec),
+    "Olmo3ForCausalLM": ("olmo3", olmo2.spec),
+    "Phi3ForCausalLM": ("phi3", phi3.spec),
     "Qwen2ForCausalLM": ("qwen2", qwen2.spec),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", qwen2_moe.spec),
     "Qwen3ForCausalLM": ("qwen3", qwen3.spec),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe.spec),
+    "SeedOssForCausalLM": ("seed_oss", seed_oss.spec),
     "GptOssForCausalLM": ("gpt_oss", gpt_oss.spec),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from helix.layers.mla import MLASpec
 from helix.layers.moe import MoESpec
 from helix.models.decoder import DecoderSpec, LayerSpec
 from helix.models.hf import check_only, check_sizes, decoder_spec
+from helix.models.quantized import FP8
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is, as in the released models
 
@@ -17,25 +19,33 @@ def spec_v2(config: Any) -> DecoderSpec:
     """Reads a V2 config: experts by softmax scores, from all (`greedy`) or from the groups with the best experts."""
     check_only(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
     check_only(config, norm_topk_prob=(False,))
-    return _spec(config, _experts(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True)
+    return latent_spec(
+        config, experts_of(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True
+    )
 
 
 def spec_v3(config: Any) -> DecoderSpec:
-    """Reads a V3 config: experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
+    """Reads a V3 config."""
+    return latent_spec(config, sigmoid_experts(config), interleaved=bool(config.rope_interleave))
+
+
+def sigmoid_experts(config: Any) -> MoESpec:
+    """Reads experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
     check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
     moe = replace(
-        _experts(config, grouped=True),
+        experts_of(config, grouped=True),
         scoring="sigmoid",
         group_score=2,
-        choice_bias=True,
+        choice_bias="gate.e_score_correction_bias",
         normalise=bool(config.norm_topk_prob),
     )
     if moe.experts < 2 * moe.groups:
         raise ValueError(f"n_group={moe.groups} leaves a group fewer than two of n_routed_experts={moe.experts}")
-    return _spec(config, moe, interleaved=bool(config.rope_interleave))
+    return moe
 
 
-def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
+def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[str] = FP8) -> DecoderSpec:
+    """Reads a config of latent attention; `moe` are the experts behind the first dense layers."""
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     check_sizes(config, *sizes, *(["q_lora_rank"] if config.q_lora_rank is not None else []))
     check_only(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
@@ -49,6 +59,7 @@ def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
         head_dim=rope,
         moe=moe if dense < layers else None,
         moe_layers=tuple(i >= dense for i in range(layers)),
+        formats=formats,
     )
     scale = (nope + rope) ** -0.5
     temperature = spec.rope.scaling.get("mscale_all_dim")
@@ -74,7 +85,8 @@ def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
     )
 
 
-def _experts(config: Any, grouped: bool) -> MoESpec:
+def experts_of(config: Any, grouped: bool) -> MoESpec:
+    """Reads routed and shared experts, those routed from all or from the best groups."""
     check_sizes(config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
     experts, top_k, width = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size
     groups, top_groups = (config.n_group or 1, config.topk_group or 1) if grouped else (1, 1)

@@ -229,6 +229,8 @@ class Checkpoint:
             keep_rounded(stored(s.name), s)
         else:
             s.target.copy_(read_part(stored(s.name), s.ranges))
+            if s.plus:
+                s.target.add_(s.plus)
 
 
 def _is_within(name: Any) -> bool:

@@ -258,7 +258,7 @@ class Layer:
         return found
 
     def _finding(self, window: int | None) -> list[Phase]:
-        """Lists the phases of block selection, which reads two vectors of every block and has a fixed cost."""
+        """Lists the phases of block selection, which reads vectors of blocks and of candidates' parts."""
         sparse = self._chooses(window)
         if sparse is None:
             return []
@@ -270,7 +270,7 @@ class Layer:
                 "or take dense attention"
             )
         kvp = self.points.kvp
-        scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # without a choice no scores
+        scored = sparse.scored(self.length, kvp) if sparse.topk else 0.0  # without a choice no scores
         bounds = self.sequences * 2 * self.kv * self.head_dim * scored
         free, level = self.zeros, self.zeros.astype(int) + price.level
         seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)
@@ -314,7 +314,7 @@ class Layer:
                 f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
                 "its description (helix calibrate), or leave out tier=host"
             )
-        chosen = np.minimum(_up(sparse.topk, self.points.kvp) * sparse.block, self._seen(None))
+        chosen = np.minimum(_up(sparse.touched, self.points.kvp) * sparse.block, self._seen(None))
         tokens = share * (1 - tier.hits) * chosen
         come = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
         level = self.zeros.astype(int) + max(INTERPOLATED, rate.level, fixed.level)

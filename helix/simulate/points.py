@@ -113,11 +113,13 @@ class Sparse:
     """Block-sparse decode: each KV head reads the sequence's first and last blocks and the best-scored ones between.
 
     Attributes:
-        topk: chosen blocks over all ranks; each rank chooses its share, rounded up.
+        topk: chosen blocks, or parts, over all ranks; each rank chooses its share, rounded up.
         sink_blocks, local_blocks: first and last blocks, always read.
         block: tokens of a block; the choice reads two vectors of key size per block.
         choice: `local`, or `global`: ranks exchange the scores of their best blocks.
         from_tokens: shorter sequences read all blocks.
+        parts: parts of a block among which the choice is; it reads two vectors of each part of the candidates, too.
+        candidates: blocks whose parts are considered, over all ranks.
     """
 
     topk: int = 32
@@ -126,10 +128,34 @@ class Sparse:
     block: int = 128
     choice: str = "local"
     from_tokens: int = 0
+    parts: int = 1
+    candidates: int = 0
 
     def blocks(self, kvp: Array) -> Array:
-        """Computes the blocks that the fullest rank reads."""
-        return -(-self.topk // kvp) - (-(self.sink_blocks + self.local_blocks) // kvp)
+        """Computes the blocks that the fullest rank reads; parts as the blocks that they would fill."""
+        return -(-self.topk // (kvp * self.parts)) - (-(self.sink_blocks + self.local_blocks) // kvp)
+
+    def scored(self, length: int, kvp: Array) -> Array:
+        """Computes the blocks, and the parts of candidates, whose vectors the choice reads on a rank."""
+        blocks = length / self.block / kvp
+        if self.parts == 1:
+            return blocks
+        return blocks + np.minimum(blocks, -(-self.candidates // kvp)) * self.parts
+
+    @property
+    def chosen(self) -> str:
+        """The choice in words."""
+        return f"{self.topk} chosen {'blocks' if self.parts == 1 else 'parts'} of {self.block // self.parts} tokens"
+
+    @property
+    def touched(self) -> int:
+        """Number of blocks between the first and the last ones of which anything is read, over all ranks."""
+        return self.topk if self.parts == 1 else min(self.topk, self.candidates)
+
+    @property
+    def kept(self) -> int:
+        """Number of pairs of vectors that are kept of a block."""
+        return 1 if self.parts == 1 else 1 + self.parts
 
 
 @dataclass(frozen=True)

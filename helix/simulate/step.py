@@ -192,8 +192,8 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     each = paged * numbers * ((len(spec.layers) - len(short) - long) * kv + long * plain)
     if drafts is not None and of_drafts is not None:  # whatever its window
         each = each + paged * token_numbers(drafts.spec, p) * of_drafts.item["kv"]
-    if (sparse := options.sparse) is not None:  # two vectors per block, a key and a value per token
-        each = each + paged * numbers * (len(spec.layers) - len(short)) * plain / sparse.block
+    if (sparse := options.sparse) is not None:  # two vectors per block or part, a key and a value per token
+        each = each + paged * numbers * (len(spec.layers) - len(short)) * plain * sparse.kept / sparse.block
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
     each = each + windows
     if layer.self_drafts is not None:
@@ -229,10 +229,11 @@ def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
     layers, sparse, item = len(layer.spec.full), layer.options.sparse, layer.item
     assert sparse is not None
     block = 2 * sparse.block * layer.head_dim * item["kv"]  # a page of one head
-    page = layers * layer.kv * (2 * layer.head_dim * item["plain_kv"] + NUMBER_BYTES)
+    page = layers * layer.kv * (2 * layer.head_dim * item["plain_kv"] * sparse.kept + NUMBER_BYTES)
     place = layer.kv * (layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
     drafts = layer.options.step_tokens - 1
-    places = sparse.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.topk // layer.points.kvp)
+    whole = replace(sparse, topk=sparse.touched, parts=1)
+    places = whole.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.touched // layer.points.kvp)
     prompts = (2 * PIECE_TOKENS + CHUNK_TOKENS) / sparse.block * layer.kv * block
     return prompts, pages * page + layers * layer.kv * block + places * place
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention import flash_decode_fp8_sm90
+from kernels.attention import flash_decode_fp8_sm90, flash_decode_many_rows_sm90
 from kernels.attention.paged_tiles import ROOMY, attend_tiles, mean_query, tile_shape, tiles_read_whole
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
@@ -250,6 +250,8 @@ def decode_parts(
     alone = sms is not None and sms < sm_count(q.device)
     if q.is_cuda and scores is None and not alone and flash_decode_fp8_sm90.fits(q, keys):
         return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early, lane)
+    if q.is_cuda and not alone and flash_decode_many_rows_sm90.fits(q, keys):
+        return flash_decode_many_rows_sm90.launch(q, keys, out, lse, sms, early, scores, lane)
     tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None), alone)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""

@@ -273,25 +273,32 @@ def _flash_prefill_sm90_kernel(
 
 def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
     """Returns whether `launch` supports these arguments of `kernels.attention.flash_prefill` and is faster."""
-    k = keys.k
-    page_size, heads, dim = k.shape[1:]
     rows = max_q * q.shape[1]
     return (
         # A program of one group also reads the keys of one group's rows only once.
-        (rows >= MIN_ROWS or (max_k >= MIN_KEYS and rows > ROWS.value * heads))
-        and dim == D.value
+        (rows >= MIN_ROWS or (max_k >= MIN_KEYS and rows > ROWS.value * keys.k.shape[2]))
         and q.dtype in (torch.bfloat16, torch.float16)
+        and slots_suit(keys)
+    )
+
+
+def slots_suit(keys: PagedKeys) -> bool:
+    """Returns whether pieces of 64 keys and values of 16 bits can be loaded from the cache by `slots_of` on Hopper."""
+    k = keys.k
+    page_size, heads, dim = k.shape[1:]
+    return (
+        dim == D.value
         and page_size % PIECE.value == 0
         # Heads side by side, or each in its own rows.
         and (k.stride()[1:] == (heads * dim, dim, 1) or (k.stride(1) == dim and k.stride(2) % dim == 0))
         and k.stride(0) % k.stride(1) == 0
         and k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
         and keys.scale > 0  # the maximum is taken before scaling
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and torch.cuda.get_device_capability(k.device)[0] == 9
     )
 
 
-def _slots(cache: torch.Tensor) -> TensorDescriptor:
+def slots_of(cache: torch.Tensor) -> TensorDescriptor:
     """Returns a descriptor of the cache's slots as rows of one matrix, including the gaps between pages."""
     width = cache.stride(1)
     rows = 1 + sum((n - 1) * (stride // width) for n, stride in zip(cache.shape[:3], cache.stride(), strict=False))
@@ -316,7 +323,7 @@ def launch(
     k = keys.k
     heads = k.shape[2]
     group = q.shape[1] // heads
-    slots = _slots(k), _slots(keys.v)
+    slots = slots_of(k), slots_of(keys.v)
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
         grid = triton.cdiv(max_q * group, 2 * ROWS.value), heads, (cu_q.shape[0] - 1) * splits

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from helix.attention.policies import budget_of
 from helix.build.parts import make_eagle3, stored_format
 from helix.config import Config, LayoutConfig, ModelConfig, SpeculationConfig
 from helix.layers.attention import AttentionSpec
@@ -127,7 +128,8 @@ def budget(config: Config) -> Sparse | None:
     a = config.attention
     if a.policy == "dense":
         return None
-    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens)
+    parts, candidates = budget_of(a).parts, budget_of(a).candidates
+    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens, parts, candidates)
 
 
 def _tokens(prompt: PromptLine) -> int:

@@ -409,10 +409,20 @@ BAD_COMMAND_LINES = [
     (["attention.local_blocks=0"], 1, "attention.local_blocks=0 must be from 1 to 1048576"),
     (["attention.score=max"], 1, "attention.score='max' is unknown; choose one of bounds, mean"),
     (["attention.choice=any"], 1, "attention.choice='any' is unknown; choose one of local, global"),
+    (["attention=parts", "attention.part=48"], 1, "attention.part=48 must be a power of two that cuts"),
+    (["attention=parts", "attention.part=128"], 1, "attention.part=128 must be a power of two that cuts"),
+    (["attention=parts", "attention.score=mean"], 1, "attention.part=16 needs bounds, and attention.score is mean"),
+    (["attention=parts", "attention.choice=global"], 1, "attention.part=16 is chosen by each rank from its own blocks"),
+    (
+        ["attention=parts", "kv.tier=host", "kv.host_bytes=1e9", "kv.dtype=fp8"],
+        1,
+        "attention.part=16 with kv.tier=host needs",
+    ),
+    (["attention.candidates=0"], 1, "attention.candidates=0 must be from 1 to 1024"),
     (
         ["attention=sparse"],
         1,
-        "attention=sparse: attention has no option sparse; known: block_sparse, dense, quest, window",
+        "attention=sparse: attention has no option sparse; known: block_sparse, dense, parts, quest, window",
     ),
     (
         ["speculation=oracle"],

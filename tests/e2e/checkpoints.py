@@ -8,20 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
+    GraniteConfig,
+    HYV3Config,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
+from helix.models import FAMILIES as KNOWN
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import Continuation
 from tests.ending import folder
@@ -81,6 +94,59 @@ FAMILIES: dict[str, Any] = {
         **_COMMON,
     ),
     "qwen3": lambda: Qwen3Config(hidden_size=72, num_attention_heads=12, num_key_value_heads=6, head_dim=16, **_COMMON),
+    "ministral3": lambda: Ministral3Config(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        rope_parameters=_YARN | dict(llama_4_scaling_beta=0.4, mscale=1.0, mscale_all_dim=1.0),
+        **_COMMON,
+    ),
+    "phi3": lambda: Phi3Config(
+        hidden_size=96,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
+        sliding_window=24,
+        **_COMMON,
+    ),
+    "olmo2": lambda: Olmo2Config(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, **_COMMON),
+    "olmo3": lambda: Olmo3Config(
+        hidden_size=96,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        sliding_window=24,
+        rope_parameters=dict(full_attention=_YARN, sliding_attention=dict(rope_type="default", rope_theta=5_000.0)),
+        **_COMMON | dict(num_hidden_layers=4),
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        query_pre_attn_scalar=12,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+        ),
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "granite": lambda: GraniteConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=0.5,
+        **_COMMON,
+    ),
+    "seed-oss": lambda: SeedOssConfig(
+        hidden_size=56, num_attention_heads=10, num_key_value_heads=2, head_dim=8, mlp_bias=True, **_COMMON
+    ),
     "mistral-windowed": lambda: MistralConfig(
         hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=16, sliding_window=19, **_COMMON
     ),
@@ -100,6 +166,17 @@ MOE_FAMILIES: dict[str, Any] = {
         mlp_only_layers=[1],
         **_COMMON | dict(num_hidden_layers=3),
     ),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        hidden_size=40,
+        num_attention_heads=10,
+        num_key_value_heads=2,
+        moe_intermediate_size=26,
+        shared_expert_intermediate_size=52,
+        num_experts=6,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
     "mixtral": lambda: MixtralConfig(
         hidden_size=40,
         num_attention_heads=8,
@@ -109,6 +186,44 @@ MOE_FAMILIES: dict[str, Any] = {
         num_experts_per_tok=2,
         sliding_window=19,
         **_COMMON,
+    ),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        hidden_size=48,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=12,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=26,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+        **_COMMON,
+    ),
+    "hy-v3": lambda: HYV3Config(
+        hidden_size=44,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=26,
+        num_experts=7,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "minimax-m2": lambda: MiniMaxM2Config(
+        hidden_size=40,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
+        **_COMMON | dict(intermediate_size=26),
     ),
     # The widths are multiples of 32, MXFP4's block, but a rank's share is none.
     "gpt-oss": lambda: GptOssConfig(
@@ -177,7 +292,8 @@ def checkpoint(family: str) -> Path:
         pack(checkpoint(family.removesuffix(MXFP4)), directory)
         return directory
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config_of(family))
+    config = config_of(family)
+    model = class_of(config)._from_config(config)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             # transformers starts them at 0 and 1, where mistakes hide
@@ -262,6 +378,11 @@ def config_of(family: str) -> Any:
     return {**FAMILIES, **MOE_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES}[family.removesuffix(MXFP4)]()
 
 
+def class_of(config: Any) -> Any:
+    """Returns transformers' class of a text model; AutoModelForCausalLM knows not all of them."""
+    return getattr(transformers, next(name for name, (kind, _) in KNOWN.items() if kind == config.model_type))
+
+
 def kv_heads(family: str) -> int:
     """Returns the number of KV heads, which limits the layouts; the demo model has 2."""
     return 2 if family == "demo" else config_of(family).num_key_value_heads
@@ -279,12 +400,16 @@ def continuations(directory: Path, lengths: tuple[int, ...], new_tokens: int) ->
     Args:
         lengths: of the prompts; the first one is continued by FIRST_TOKENS alone.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    ).eval()
+    model = (
+        class_of(AutoConfig.from_pretrained(directory))
+        .from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+        .eval()
+    )
     generator = torch.Generator().manual_seed(11)
     found = []
     for number, length in enumerate(lengths):

@@ -111,7 +111,7 @@ def surroundings(case: Case) -> Iterator[None]:
 def _whimsical(seed: int) -> Callable[..., StepPlan]:
     rng = random.Random(seed)
 
-    def pace(policy: DraftPolicy, rows: int, without: Collection[int] = ()) -> StepPlan:
+    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
         limits = tuple(0 if n in without else rng.choice((0, 1, 2, policy.sizes[-1])) for n in range(rows))
         drawn = rng.choice(policy.sizes), 1.5, rng.randint(1, 3)
         return StepPlan(*drawn, limits if without else rng.choice(((), limits)))

@@ -180,6 +180,7 @@ def build_engine(
     sizes = StepSizes(max_batch, drafts + 1, prefill_chunk)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
     score = sparse.score if sparse else "bounds" if quest else None
+    parts = sparse.budget.parts if sparse else 1
     policy: AttentionPolicy | None = None
     if sparse:
         over_all = comm if sparse.choice == "global" else None
@@ -191,14 +192,14 @@ def build_engine(
         assert score is not None and sparse is not None and sparse.hot is not None
         block = BlockShape.of(keeps, page_size)
         cache: KVCache = TieredCache(
-            with_bounds(keeps, dtype), pages, placement, device, sizes, score=score,
+            with_bounds(keeps, dtype, parts), pages, placement, device, sizes, score=score,
             store=HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device),
             hot=sparse.hot, piece_pages=4,
         )  # fmt: skip
         for tensor in cache.on_gpu:
             tensor.fill_(-1)  # NaN in every dtype
     else:
-        keeps = keeps if score is None else with_bounds(keeps, dtype)
+        keeps = keeps if score is None else with_bounds(keeps, dtype, parts)
         cache = KVCache(keeps, pages, placement, device, sizes, score)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)

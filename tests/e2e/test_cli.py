@@ -97,7 +97,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
 
     found = json.loads(record.read_text())
     assert found["config"]["layout"]["kvp"] == 2 and found["config"]["decode"]["max_new_tokens"] == 12
-    assert found["layout"] == {"mode": "helix", "kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "world_size": 2}
+    assert found["layout"] == {"mode": "helix", "kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "dp": 1, "world_size": 2}
     assert {"torch", "transformers", "python", "triton"} <= set(found["versions"])
     assert {"preflight_s", "connect_s", "load_s", "decode_s"} <= set(found["phases"])
     assert found["phases"]["imports_s"] < found["phases"]["launcher_s"] / 3, "a rank has what its launcher imported"

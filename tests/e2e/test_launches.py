@@ -1,4 +1,4 @@
-"""What a step launches behind its logits: nothing but the fused kernel behind the last gather over ranks."""
+"""Launches of a step behind its logits: nothing but the fused kernel behind the last gather over ranks."""
 
 from __future__ import annotations
 

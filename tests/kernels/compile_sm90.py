@@ -25,8 +25,10 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
+from kernels.attention.flash_decode_many_rows_sm90 import _flash_decode_many_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
+from kernels.attention.head_squares import _head_squares_kernel
 from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
 from kernels.attention.merge_messages import _merge_messages_kernel
@@ -41,6 +43,7 @@ from kernels.dense.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.dense.linear_sm90 import SHARED as SLICED
 from kernels.dense.qkv_append import _qkv_append_kernel
 from kernels.dense.rms_norm import _rms_norm_kernel
+from kernels.dense.rotary import _angles_kernel
 from kernels.mla.append import _mla_append_kernel
 from kernels.mla.decode import _mla_decode_kernel
 from kernels.mla.decode_few_rows_sm90 import _mla_decode_few_sm90_kernel
@@ -91,8 +94,9 @@ SPECIAL = {
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
     **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
+    **dict.fromkeys(("means", "inv_freq"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_share", "k_share", "factor"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
@@ -129,8 +133,8 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
-    "ropes", "to_out",
+    "block_bounds", "part_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits",
+    "q_logits", "part", "ropes", "to_out",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
@@ -169,6 +173,12 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         world = {"RANKS": 8, "BLOCK_RANKS": 8, "PIECES": 1024, "SIZE": PIECE_WORDS, "IN_GROUP": IN_GROUP}
         world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True, "AHEAD": dim == 128}
         yield "merge-exchange", dtype, _merge_exchange_kernel, merge | world, {"num_warps": 2}
+    for group, tokens, page, collect in ((7, 12, 64, ""), (7, 12, 128, "any"), (8, 16, 64, "ends")):
+        name = "many-rows-sm90" + f"-{collect}" * bool(collect)
+        many = {"T": tokens, "HEADS": 1 + (group == 8), "GROUP": group, "PAGE": page, "BLOCK_B": 32, "ROWS": 128}
+        many |= {"SINKS": group == 8, "EARLY": True, "COLLECT": collect}
+        many |= {} if collect else {"kept": None, "kept_table": None}
+        yield name, bf16, _flash_decode_many_sm90_kernel, many, {"num_warps": 4}
     yield from scaled_cases()
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
@@ -210,14 +220,20 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield f"combine-{rows}", bf16, _lse_combine_kernel, tile, {"num_warps": warps}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
+    yield "angles", bf16, _angles_kernel, {"HALF": 64, "BLOCK": 64}, {"num_warps": 1}
+    squared = {"Q": 6144, "K": 1024, "BLOCK": 1024, "PDL": True}
+    yield "head-squares", bf16, _head_squares_kernel, squared, {"num_warps": 4}
     for kv, unscaled in UNSCALED.items():
-        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128} | unscaled
+        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128, "means": None} | unscaled
         append |= {"SCALE_NEXT": 128, "SCALE_HEAD": 64}
         yield f"append-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
         yield f"append-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
+        del append["means"]
+        yield f"append-over-all-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
+        yield f"append-over-all-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
     for kv, (head, words, apart) in BLOCKS.items():
         append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "PAGE": 128, "SLOT": 128, "HEAD": head, "TOKENS": 1}
-        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words} | UNSCALED[kv]
+        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words, "means": None} | UNSCALED[kv]
         yield f"append-block-{kv}", bf16, _kv_append_kernel, append, {"num_warps": 1}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
@@ -366,17 +382,21 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """One query and five drafted ones of a group of seven, and pages of 16 among which 64 are chosen."""
+    """One query and five drafted ones of a group of seven; pages of 16; candidates, and parts of them."""
     bf16 = torch.bfloat16
-    for dtype, queries, chosen, tiles, score in (
-        (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "bounds"), (bf16, 1, 64, 2048, "mean"),
+    for dtype, queries, lanes, tiles, score, parts, stretches in (
+        (bf16, 1, LANES, 256, "bounds", 1, 1), (bf16, 5, LANES, 256, "bounds", 1, 1),
+        (bf16, 1, 2048, 2048, "mean", 1, 1), (bf16, 1, LANES, 256, "bounds", 1, 17),
+        (bf16, 5, LANES, 256, "bounds", 1, 17), (bf16, 1, 2048, 128, "bounds", 8, 1),
     ):  # fmt: skip
         item = {
             "T": queries,
             "HEADS": 4,
             "GROUP": 7,
             "D": 128,
-            "LANES": max(LANES, chosen * TILE),
+            "LANES": lanes,
+            "STRETCHES": stretches,
+            "PARTS": parts,
             "SCORE": score,
             "TILE": TILE,
         }
@@ -384,18 +404,26 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
         yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}
         if queries > 1:
-            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "REPORT", "PDL"
+            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "STRETCHES", "REPORT", "PDL"
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
-    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
+    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128}
     for mean in (False, True):
         for unscaled in ({"k_scales": None}, {}):
-            yield "fold", bf16, _fold_blocks_kernel, grid | {"MEAN": mean} | unscaled, {"num_warps": 4}
+            whole = grid | {"MEAN": mean, "SLOTS": 32, "part_bounds": None} | unscaled
+            yield "fold", bf16, _fold_blocks_kernel, whole, {"num_warps": 4}
+    yield (
+        "fold-parts",
+        bf16,
+        _fold_blocks_kernel,
+        grid | {"MEAN": False, "SLOTS": 16, "k_scales": None},
+        {"num_warps": 4},
+    )
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
-    for block, guess in ((1024, False), (64, False), (64, True)):
-        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess}
+    for block, guess, parts, apart in ((1024, False, 1, 1), (64, False, 1, 1), (64, True, 1, 1), (256, False, 8, 16)):
+        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess, "PARTS": parts, "APART": apart}
         yield "resolve", bf16, _resolve_kernel, found, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
     for words in (16384, *(words for _, words, _ in BLOCKS.values())):

@@ -67,7 +67,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def test_mode_dp_is_compared_where_the_runtime_has_it() -> None:
-    """Where it is asked for: for plain steps of at least one sequence a rank."""
+    """Mode dp is compared if it is named, for plain steps of at least one sequence a rank."""
     modes = ("tp", "helix", "dp")
     names = {choice.name for choice in ask("qwen3-30b-a3b", context=M // 8, batch=8, modes=modes).choices}
     assert {"dp dp=8", "dp dp=8 tpf=1 ep=8", "tp tpa=8", "helix kvp=8"} <= names
@@ -370,7 +370,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("model=demo gpus=8 context=1 sparse=129", "attention.topk=129 must be from 0 to 128"),
         (
             "model=demo gpus=8 context=1 sparse=8 attention=dense",
-            "attention=dense is unknown; known: block_sparse, quest",
+            "attention=dense is unknown; known: block_sparse, parts, quest",
         ),
         ("model=demo gpus=8 context=1 sparse=8 hardware=gb200", "price of finding blocks is not known on GB200 NVL72"),
         ("model=demo gpus=8 context=1 hits=0.5", "hits=0.5 is of tier=host: add it"),

@@ -272,7 +272,7 @@ def test_a_run_goes_at_its_pace() -> None:
     asked: list[int] = []
     paces = [StepPlan(n, tokens, *more, seconds=1e-4) for n, tokens, *more in ((4, 3.0), (4, 3.0, 2, (4, 1)), (0, 1.0))]
 
-    def pace(rows: int, without: object) -> StepPlan:
+    def pace(rows: int, kv_tokens: int, without: object) -> StepPlan:
         asked.append(rows)
         return paces[len(asked) - 1]
 
@@ -289,7 +289,7 @@ def test_a_run_goes_at_its_pace() -> None:
 def test_steps_that_nobody_has_timed_come_in_short_runs() -> None:
     """32 steps of 17 ms let a prompt wait for half a second."""
     serving = Serving(100, run_steps=32)
-    serving.scheduler._pace = lambda rows, without: StepPlan()
+    serving.scheduler._pace = lambda rows, kv_tokens, without: StepPlan()
     serving.submit(words(5), 40)
     decisions = [serving.scheduler.decide(0.0) for _ in range(2)]
     assert [d.decode_steps for d in decisions if d is not None] == [2, 2]
