@@ -59,6 +59,7 @@ class DecoderSpec:
         gain_offset: number that gains of norms have more than their tensors.
         embedding_scale, logit_scale: factors on what is embedded, and on logits.
         brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
+        brought_norm: name of the norm behind that layer.
         draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
         taps: layers whose inputs the layer that drafts reads, in order; the number of layers is the last one's output.
             Empty: it reads the normalised output.
@@ -80,6 +81,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     brought: LayerSpec | None = None
+    brought_norm: str = "shared_head.norm"
     draft: LayerSpec | None = None
     taps: tuple[int, ...] = ()
 
@@ -141,8 +143,8 @@ class DecoderSpec:
                 "(num_nextn_predict_layers of DeepSeek-V3 and its kin): set speculation=ngram or another drafter"
             )
         name = f"model.layers.{len(self.layers)}"
-        shared = f"{name}.embed_tokens.", f"{name}.shared_head.head.", f"model.layers.{len(self.layers) + 1}."
-        return replace(self, draft=self.brought, unused=shared)
+        shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))
+        return replace(self, draft=self.brought, unused=(*shared, f"model.layers.{len(self.layers) + 1}."))
 
 
 class DecoderLayer:
@@ -217,7 +219,7 @@ class NextTokenLayer:
         self.join = RowParallel(weights, comm, f"{name}.eh_proj", self.columns, 2 * hidden, hidden, False)
         self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, model.pipeline, None)
         self._rotary = model.rotary[self.layer.rope]
-        self.norm = AllReduceNorm(weights, comm, f"{name}.shared_head.norm", hidden, spec.norm_eps)
+        self.norm = AllReduceNorm(weights, comm, f"{name}.{spec.brought_norm}", hidden, spec.norm_eps)
 
     def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
         both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.of(states)), 1)

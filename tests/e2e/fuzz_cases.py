@@ -255,7 +255,7 @@ def settings_of(
     blocks = has_heads and rng.random() < 0.35
     if has_heads and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
-    if spec is not None and not blocks and spec.hidden % spec.attention.q_heads == 0:  # as LlamaConfig demands
+    if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # as LlamaConfig demands
         drafters += ["eagle3"]
     drafter = rng.choice(drafters)
     if drafter != "none":
@@ -330,7 +330,7 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
             settings["attention.topk"] = most * layout.kvp
         else:
             settings["attention.from_tokens"] = 1 << 20
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and settings["speculation.drafter"] not in ("mtp", "eagle3"):
         settings |= {"kv.tier": "host", "kv.host_bytes": 1e9}
         settings["kv.ahead"] = settings["attention.topk"] > 0 and rng.random() < 0.5
     return lossy

@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING
 from helix.layers.attention import AttentionSpec
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.loading import read_config
-from tests.e2e import eagle3
+from tests.e2e import eagle3, mtp
 from tests.e2e.checkpoints import write_fp8
 from tests.e2e.fuzz_cases import STORED, Ask, Case
 from tests.e2e.fuzz_configs import ARCHITECTURES
@@ -161,7 +161,7 @@ def layer_ahead(tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> di
     last, hidden = f"model.layers.{content['num_hidden_layers'] - 1}.", content["hidden_size"]
     name = f"model.layers.{content['num_hidden_layers']}."
     like = {name + n.removeprefix(last): t.clone() for n, t in tensors.items() if n.startswith(last)}
-    norms = {f"{name}{n}.weight": torch.ones(hidden) for n in ("enorm", "hnorm", "shared_head.norm")}
+    norms = {f"{name}{n}.weight": torch.ones(hidden) for n in ("enorm", "hnorm", mtp.last_norm(content))}
     return (
         like | norms | {f"{name}eh_proj.weight": torch.eye(hidden).repeat(1, 2) + 0.1 * torch.randn(hidden, 2 * hidden)}
     )

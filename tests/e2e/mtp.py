@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,8 @@ def whole(family: str) -> Path:
     """Directory of a random model with a layer more."""
     directory, config = folder(f"helix-{family}-whole-"), config_of(family)
     config.num_hidden_layers += 1
+    if kinds := getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = [*kinds, "sparse"]
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -39,15 +42,22 @@ def with_layer(family: str) -> Path:
     tensors = load_file(whole(family) / "model.safetensors")
     layers, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
     name, generator = f"model.layers.{layers}", torch.Generator().manual_seed(5)
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
+    for norm in ("enorm", "hnorm", last_norm(config)):
         tensors[f"{name}.{norm}.weight"] = 1 + 0.3 * torch.randn(hidden, generator=generator)
     tensors[f"{name}.eh_proj.weight"] = 0.12 * torch.randn(hidden, 2 * hidden, generator=generator)
     tensors[f"{name}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{name}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    if kinds := config.get("mlp_layer_types"):
+        config["mlp_layer_types"] = kinds[:-1]
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def last_norm(config: dict[str, Any]) -> str:
+    """The name of the norm behind the layer."""
+    return "final_layernorm" if config["model_type"] == "hy_v3" else "shared_head.norm"
 
 
 class Oracle:
@@ -87,7 +97,7 @@ class Oracle:
         positions = torch.arange(n)[None]
         angles = self.model.rotary_emb(x, position_ids=positions)
         y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
-        return self.norm(y, "shared_head.norm")
+        return self.norm(y, last_norm(self.model.config.to_dict()))
 
 
 @functools.cache

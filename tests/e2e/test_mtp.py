@@ -20,7 +20,8 @@ from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_speculation import whimsical
 
 FAMILIES = ["deepseek-v3-yarn", "deepseek-v3-halves"]
-GRIDS = [(1, 1), (2, 1), (4, 1), (3, 1)]
+HEADS = ["glm4-moe", "hy-v3"]  # of queries and keys, in place of latents
+GRIDS, TILES = [(1, 1), (2, 1), (4, 1), (3, 1)], [(1, 2), (2, 2), (3, 1)]
 
 
 @functools.cache
@@ -39,8 +40,13 @@ class NotRewritten(Kept):
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("kvp, tpa", GRIDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, kvp, tpa",
+    [
+        *((family, *grid) for family in FAMILIES for grid in GRIDS),
+        *((family, *grid) for family in HEADS for grid in TILES),
+    ],
+)
 def test_greedy_tokens_and_logits(
     family: str, kvp: int, tpa: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +87,7 @@ def drafted(kind: type[Recorded], family: str, kvp: int, adaptive: bool = False,
 
 @pytest.mark.parametrize("kind", [Recorded, Kept])
 @pytest.mark.parametrize("kvp", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HEADS])
 def test_drafts_are_those_of_the_layer(family: str, kvp: int, kind: type[Recorded]) -> None:
     found = drafted(kind, family, kvp)
     assert len(found.drafted) > 20
