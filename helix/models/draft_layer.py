@@ -26,7 +26,7 @@ class DraftLayer(Protocol):
     vocab_rows: range
 
     def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
-        """Appends the keys of a step's tokens, each from its token and the state before it alone.
+        """Adds the keys of a step's tokens, each from its token and the state before it alone, to the cache.
 
         Args:
             step: tokens, with the positions of the tokens before them.
