@@ -199,7 +199,8 @@ class DecodeConfig:
     prompts: JSON lines of prompts.
     output: JSON lines of results; unset: text on the terminal alone.
     resume: keep what `output` already holds and run the rest.
-    max_batch: slots; more prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
+    max_batch: slots, or auto: as many as there are prompts and memory, up to 512 tokens a step; 8 on CPUs and with
+        kv.tier=host. More prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
     max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     stream: print text as it comes.
@@ -209,7 +210,7 @@ class DecodeConfig:
     prompts: str | None = None
     output: str | None = None
     resume: bool = False
-    max_batch: int = 8
+    max_batch: str = "auto"
     max_length: int | None = None
     prefill_chunk: str = "auto"
     stream: bool = True
@@ -227,15 +228,18 @@ class ScheduleConfig:
     """Settings of how requests share the ranks, whether a file or a server brings them.
 
     Attributes:
-        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes.
-        decode_share: share of the time for decode steps while prompts wait and any sequence decodes.
+        goal: latency, balance or throughput, which set the two bounds below; balance widens them while prompts wait.
+        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes; unset: as the goal has it.
+        decode_share: share of the time for decode steps while prompts wait and any sequence decodes; unset: as the goal
+            has it.
         run_ms: most milliseconds of decode steps between two decisions of rank 0.
         patience_s: seconds for which others may overtake a request that does not fit; then pages are kept for it.
         lease: new tokens for which a sequence takes pages at a time.
     """
 
-    stall_ms: float = 50.0
-    decode_share: float = 0.25
+    goal: str = "balance"
+    stall_ms: float | None = None
+    decode_share: float | None = None
     run_ms: float = 20.0
     patience_s: float = 30.0
     lease: int = 1024
@@ -336,6 +340,7 @@ def check(config: Config) -> None:
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
+        "schedule.goal": ("latency", "balance", "throughput"),
         "speculation.drafter": ("none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
@@ -343,13 +348,14 @@ def check(config: Config) -> None:
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-    if (chunk := config.decode.prefill_chunk) != "auto" and not re.fullmatch(r"[1-9]\d{0,8}", chunk):
-        raise ValueError(f"decode.prefill_chunk={chunk} must be auto or a number of tokens from 1 to 999999999")
+    for key, top in {"decode.prefill_chunk": 999_999_999, "decode.max_batch": MOST_SEQUENCES}.items():
+        text = _get(config, key)
+        if text != "auto" and not (re.fullmatch(r"[1-9]\d{0,8}", text) and int(text) <= top):
+            raise ValueError(f"{key}={text} must be auto or a number from 1 to {top}")
     ranges = {
         "kv.append_block": (1, 1 << 24),
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
         "kv.tokens": (1, 1 << 50),
-        "decode.max_batch": (1, MOST_SEQUENCES),
         "decode.max_new_tokens": (1, 1 << 40),
         "decode.max_length": (1, 1 << 40),
         "attention.block": (1, 1 << 14),

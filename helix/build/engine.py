@@ -9,7 +9,7 @@ import torch
 
 from comm.base import Communicator
 from helix.attention.policies import budget_of, make_policy
-from helix.build.buffers import CacheNeeds, longest_chunk, token_buffers
+from helix.build.buffers import MOST_SLOTS, CacheNeeds, fitting_slots, longest_chunk, token_buffers
 from helix.build.tiering import make_tiered
 from helix.config import Config, SpeculationConfig
 from helix.control.engine import Engine
@@ -31,7 +31,10 @@ from helix.speculation import (
     SparseDrafter,
     SuffixDrafter,
 )
+from helix.steps.chunk_size import SIZES
 from kernels.attention.unpacked_prefill import PIECE_BYTES
+
+SLOT_TOKENS = 1024  # for which each slot of decode.max_batch=auto has pages
 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
@@ -100,6 +103,33 @@ def make_drafter(
             return NoDrafts()
 
 
+def auto_slots(
+    config: Config,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    placement: Placement,
+    comm: Communicator,
+    needs: CacheNeeds,
+    draft: DraftModel | None,
+) -> int:
+    """Returns the slots of decode.max_batch=auto, at most those of `needs`; a collective call."""
+    sizes, longest, drafts = needs.sizes, min(needs.tokens, spec.max_positions), needs.sizes.rows - 1
+    keeps = spec.keeps(placement.layout, comm.rank, dtype, config.kv.dtype)
+
+    def beside_pages(slots: int) -> int:
+        of = sizes._replace(slots=slots)
+        taken = slot_bytes(keeps, placement, of) + (0 if draft is None else draft.slot_bytes(placement, of))
+        if config.speculation.drafter == "sparse":
+            budget = draft_budget(config.speculation)
+            taken += budget.table_bytes(spec, placement, comm.rank, slots, longest, drafts)
+        return taken + (slots * longest * torch.int32.itemsize if drafts else 0)  # the text that drafters look back at
+
+    of_page = sum(page_bytes(kept, placement.page_size) for kept in keeps)
+    of_tokens = placement.stripes.pages_for(min(SLOT_TOKENS, longest)) * of_page
+    slots = fitting_slots(needs.room, of_tokens, beside_pages(2) - beside_pages(1))
+    return min(comm.all_gather_object(min(sizes.slots, max(MOST_SLOTS // sizes.rows, 1), slots)))
+
+
 def make_cache(
     config: Config, spec: DecoderSpec, dtype: torch.dtype, placement: Placement, comm: Communicator, needs: CacheNeeds
 ) -> KVCache:  # fmt: skip
@@ -151,6 +181,8 @@ def build_engine(
     wanted_tokens: int,
     tokenizer: Any | None = None,
     draft: DraftModel | DraftLayer | None = None,
+    *,
+    fewer: bool = False,
 ) -> Engine:
     """Creates an engine with KV for `wanted_tokens` tokens over all ranks, or as many as memory or kv.tokens allow.
 
@@ -158,6 +190,7 @@ def build_engine(
 
     Args:
         max_batch: sequences at a time, over all ranks.
+        fewer: whether they may be fewer, where memory has no pages for so many.
         draft: the model of speculation.drafter=model, whose cache has as many pages; or the layer of eagle3.
 
     Raises:
@@ -172,14 +205,22 @@ def build_engine(
     wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
     # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
-    free = free_bytes(comm.device) - 2 * (model.weights.largest * dtype.itemsize + piece)
+    unpacked = model.weights.largest * dtype.itemsize * (2 if comm.capturable else 1)  # captured chunks do so apart
+    free = free_bytes(comm.device) - 2 * (unpacked + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
-    room = min(int(free * kv.memory_fraction), free - chunk * buffers)
+    # Captured chunks have memory of their own.
+    buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
+    room = min(int(free * kv.memory_fraction), free - buffered * buffers)
     if config.speculation.drafter == "suffix":
         room -= config.speculation.remembered * 8
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
+    if fewer:
+        max_batch = auto_slots(
+            config, spec, dtype, placement, comm, needs, draft if isinstance(draft, DraftModel) else None
+        )
+        needs = replace(needs, sizes=needs.sizes._replace(slots=max_batch))
     if isinstance(draft, DraftModel):
         room -= draft.slot_bytes(placement, needs.sizes)
         needs = replace(needs, room=room, draft_page=draft.page_bytes(placement))

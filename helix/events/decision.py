@@ -148,6 +148,7 @@ class Decision:
         draft_limits: limits of the decode steps; see `StepPlan`.
         holds_draw: the only decode step is held: the allowed tokens depend on tokens that rank 0 has not read.
         counts: of a rank's share in mode dp: prompt tokens of each rank; empty: as many on all ranks.
+        captures: nobody is served: a size of chunks that ran eagerly is captured.
     """
 
     number: int
@@ -162,11 +163,12 @@ class Decision:
     holds_draw: bool = False
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     counts: tuple[int, ...] = ()
+    captures: bool = False
 
     @classmethod
-    def nothing(cls, retire: tuple[int, ...] = ()) -> Decision:
-        """Creates a decision that computes nothing."""
-        return cls(0, retire, (), (), (), 0)
+    def nothing(cls, retire: tuple[int, ...] = (), captures: bool = False) -> Decision:
+        """Creates a decision that computes nothing for anybody."""
+        return cls(0, retire, (), (), (), 0, captures=captures)
 
     def share(self, rank: int, ranks: int) -> Decision:
         """Returns the part of one of `ranks` ranks that own sequences: slot s is slot `s // ranks` of rank `s % ranks`.

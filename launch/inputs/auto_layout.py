@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from helix.attention.policies import budget_of
+from helix.build.buffers import most_slots
 from helix.build.parts import make_eagle3, stored_format
 from helix.config import Config, LayoutConfig, ModelConfig, SpeculationConfig
 from helix.layers.attention import AttentionSpec
@@ -74,7 +75,7 @@ def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
     # What is no number will be refused, with its request.
     limits = (prompt.options.get("max_tokens") for prompt in prompts)
     lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]
-    return min(len(prompts), config.decode.max_batch), max(lengths)
+    return min(len(prompts), most_slots(config, "cuda")), max(lengths)
 
 
 def planned(config: Config, spec: DecoderSpec) -> Options:

@@ -167,7 +167,7 @@ def case_of(
     # What lossy steps have drawn is computed otherwise where it is a prompt: nobody is preempted there.
     crowd = rng.random() < 0.2 and not lossy
     if crowd:
-        settings |= {"decode.max_batch": rng.choice((3, 5)), "schedule.lease": 1}
+        settings |= {"decode.max_batch": rng.choice(("3", "5")), "schedule.lease": 1}
     rounds = rounds_of(vocab, settings, eos, crowd, rng)
     settings["kv.tokens"] = room_of(settings, rounds, crowd or (not lossy and rng.random() < 0.3))
     spoilt = None
@@ -235,7 +235,7 @@ def settings_of(
         "kv.page_size": page,
         "kv.prefix_cache": rng.random() < 0.8,
         "hopb.chunks": rng.choice(("none", "none", "2", "4", "auto")),
-        "decode.max_batch": rng.choice((1, 2, 3, 5)),
+        "decode.max_batch": rng.choice(("1", "2", "3", "5")),
         "decode.prefill_chunk": str(rng.choice((7, 24, 64, 256))),
         "schedule.lease": rng.choice((1, 2, 16)),
         "schedule.stall_ms": rng.choice((2.0, 50.0)),
@@ -394,7 +394,7 @@ def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: boo
     of = {ask.name: len(ask.tokens) + ask.new for ask in rounds[0]}
     longest = max([*of.values(), *(of[str(a.follows)] + len(a.tokens) + a.new for asks in rounds[1:] for a in asks)])
     longest += settings.get("speculation.gamma", 0)
-    return int(settings["layout.dp"] * longest * (1 if scarce else settings["decode.max_batch"]))
+    return int(settings["layout.dp"] * longest * (1 if scarce else int(settings["decode.max_batch"])))
 
 
 NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}

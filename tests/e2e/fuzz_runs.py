@@ -138,7 +138,7 @@ def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
     """The same attention with nothing around it: no drafts, no chunks, all on the GPU, one sequence at a time."""
     plan = plan_of(case, directory, rank)
     config = plan.config
-    config.speculation.drafter, config.hopb.chunks, config.decode.max_batch = "none", "none", 1
+    config.speculation.drafter, config.hopb.chunks, config.decode.max_batch = "none", "none", "1"
     config.kv.tier, config.kv.host_bytes, config.kv.ahead = "gpu", None, False
     config.kv.prefix_cache = False
     return replace(plan, draft=None)
@@ -160,7 +160,7 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
         of_draft = connect(plan.draft.layout)
         own = _load(plan.draft.spec, case, (), plan.draft.layout, of_draft, plan.draft.checkpoint, config)
         draft = DraftModel(own, plan.draft.layout, of_draft)
-    given = plan.layout, comm, model, config, config.decode.max_batch, 1, None, draft
+    given = plan.layout, comm, model, config, int(config.decode.max_batch), 1, None, draft
     if config.kv.tier == "host" and case.scarce:
         config.kv.gpu_bytes = _least_bytes(config, lambda: build_engine(*given).close(), comm)
     try:

@@ -328,7 +328,7 @@ def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
     ranking, overrides = answer({"model": str(checkpoint("mixtral")), "gpus": 4, "context": 512, "batch": 2})
     for choice in ranking.choices:
         config = composed(*overrides(choice), f"decode.prompts={prompts}")
-        assert preflight(config, 3, 4).layout == choice.layout and config.decode.max_batch == 2
+        assert preflight(config, 3, 4).layout == choice.layout and config.decode.max_batch == "2"
     assert "model.dtype=bfloat16" in overrides(ranking.choices[0])  # the checkpoint is fp32, which is not predicted
     with pytest.raises(ValueError, match=r"context=513 exceeds .*context of 512"):
         answer({"model": str(checkpoint("mixtral")), "gpus": 4, "context": 513})
