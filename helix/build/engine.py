@@ -110,7 +110,7 @@ def auto_slots(
     placement: Placement,
     comm: Communicator,
     needs: CacheNeeds,
-    draft: DraftModel | None,
+    draft: DraftModel | DraftLayer | None,
 ) -> int:
     """Returns the slots of decode.max_batch=auto, at most those of `needs`; a collective call."""
     sizes, longest, drafts = needs.sizes, min(needs.tokens, spec.max_positions), needs.sizes.rows - 1
@@ -118,7 +118,9 @@ def auto_slots(
 
     def beside_pages(slots: int) -> int:
         of = sizes._replace(slots=slots)
-        taken = slot_bytes(keeps, placement, of) + (0 if draft is None else draft.slot_bytes(placement, of))
+        taken = slot_bytes(keeps, placement, of) + (
+            draft.slot_bytes(placement, of) if isinstance(draft, DraftModel) else 0
+        )
         if config.speculation.drafter == "sparse":
             budget = draft_budget(config.speculation)
             taken += budget.table_bytes(spec, placement, comm.rank, slots, longest, drafts)
@@ -217,9 +219,7 @@ def build_engine(
         room -= config.speculation.remembered * 8
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
     if fewer:
-        max_batch = auto_slots(
-            config, spec, dtype, placement, comm, needs, draft if isinstance(draft, DraftModel) else None
-        )
+        max_batch = auto_slots(config, spec, dtype, placement, comm, needs, draft)
         needs = replace(needs, sizes=needs.sizes._replace(slots=max_batch))
     if isinstance(draft, DraftModel):
         room -= draft.slot_bytes(placement, needs.sizes)

@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "the next draft comes from the first verified row", "helix/speculation/layer.py",
-        "(step.span.after - step.span.before - 1).clamp(min=0)", "(step.span.after - step.span.before - 1).clamp(max=0)",
+        "step.span.before - 1).clamp(min=0)", "step.span.before - 1).clamp(max=0)",
         ("tests/e2e/test_mtp.py::test_drafts_are_those_of_the_layer",),
     ),
     Fault(
