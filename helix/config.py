@@ -158,18 +158,25 @@ class DraftLayoutConfig:
 @dataclass
 class SpeculationConfig:
     """Attributes:
-    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; model: what
-        a smaller model says; sparse: what the model itself says over few keys.
+    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; suffix: the
+        same, also in answers to earlier requests; model: what a smaller model says; mtp: what
+        the checkpoint's layer for multi-token prediction says; sparse: what the model itself says over few keys;
+        eagle3: what a layer with a checkpoint of its own says, trained to read the model's hidden states.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
-    longest: the most final tokens that ngram compares.
+    longest: the most final tokens that ngram and suffix compare.
+    remembered: the most tokens of earlier answers in which suffix looks, for requests of the same salt.
     policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
         by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
         (quest); every key (full).
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
-    noise: shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
-        drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
+    noise: of sparse, mtp and eagle3. shared: sampled requests draw drafts with the target's noise, and every token is
+        the one without drafts; own: drafts are drawn by themselves and kept by rejection, which changes which tokens a
+        request gets.
+    path: directory of eagle3's checkpoint.
+    window: latest tokens of a sequence that eagle3 reads; unset: max_position_embeddings of its config.json, as many as
+        it has seen in training.
     model: the smaller model, of the same vocabulary.
     layout: how the ranks share it.
     """
@@ -178,9 +185,12 @@ class SpeculationConfig:
     gamma: int = 4
     adaptive: bool = True
     longest: int = 3
+    remembered: int = 1 << 18
     policy: str = "any"
     sparsity: float = 0.07
     noise: str = "shared"
+    path: str | None = None
+    window: int | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: DraftLayoutConfig = field(default_factory=DraftLayoutConfig)
 
@@ -333,7 +343,7 @@ def check(config: Config) -> None:
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
         "schedule.goal": ("latency", "balance", "throughput"),
-        "speculation.drafter": ("none", "ngram", "model", "sparse"),
+        "speculation.drafter": ("none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
     }
@@ -359,6 +369,8 @@ def check(config: Config) -> None:
         "attention.from_tokens": (0, 1 << 40),
         "speculation.gamma": (1, MAX_QUERIES - 1),
         "speculation.longest": (1, 8),
+        "speculation.window": (1, 1 << 40),
+        "speculation.remembered": (16, 1 << 24),
         "schedule.stall_ms": (1, 60_000),
         "schedule.decode_share": (0.0, 0.99),
         "schedule.run_ms": (0.1, 10_000),
@@ -442,6 +454,11 @@ def check_tier(config: Config) -> None:
         raise ValueError(
             "kv.tier=host with attention.policy=dense would read the whole cache over the link in each step: set "
             "attention=block_sparse, or kv.tier=gpu"
+        )
+    if config.speculation.drafter in ("mtp", "eagle3"):
+        raise ValueError(
+            f"kv.tier=host moves the model's own layers, and speculation.drafter={config.speculation.drafter} has one "
+            "more in their pages: set speculation=ngram or another drafter, or kv.tier=gpu"
         )
     if config.speculation.drafter == "sparse":
         raise ValueError(

@@ -17,7 +17,7 @@ from comm.base import Communicator
 from helix.build.engine import build_engine
 from helix.control.engine import Engine
 from helix.errors import ConfigError
-from helix.models import Decoder
+from helix.models import Decoder, DraftLayer
 from helix.speculation import DraftModel
 from launch.inputs.preflight import CheckedRun
 
@@ -63,7 +63,7 @@ def engine_at(
     batch: int,
     length: int,
     steps: int,
-    draft: DraftModel | None = None,
+    draft: DraftModel | DraftLayer | None = None,
     hopb: str | None = None,
 ) -> tuple[Engine, int]:
     """An engine with room for `batch` sequences of `length` tokens and `steps` more steps; also the tokens of each.

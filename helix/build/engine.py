@@ -17,17 +17,19 @@ from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
 from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, slot_bytes, with_bounds, without_long_rings
-from helix.models import Decoder, DecoderSpec
+from helix.models import Decoder, DecoderSpec, DraftLayer
 from helix.placement import Placement
 from helix.run.model_runner import ModelRunner
 from helix.speculation import (
     DraftBudget,
     Drafter,
     DraftModel,
+    LayerDrafter,
     ModelDrafter,
     NgramDrafter,
     NoDrafts,
     SparseDrafter,
+    SuffixDrafter,
 )
 from helix.steps.chunk_size import SIZES
 from kernels.attention.unpacked_prefill import PIECE_BYTES
@@ -42,7 +44,7 @@ def draft_budget(config: SpeculationConfig) -> DraftBudget:
 
 def make_drafter(
     config: Config,
-    draft: DraftModel | None,
+    draft: DraftModel | DraftLayer | None,
     model: Decoder,
     comm: Communicator,
     cache: KVCache,
@@ -56,6 +58,9 @@ def make_drafter(
     match speculation.drafter:
         case "ngram":
             return NgramDrafter(speculation.gamma, speculation.longest)
+        case "suffix":
+            of_others = speculation.remembered
+            return SuffixDrafter(speculation.gamma, speculation.longest, of_others, max_batch, comm.device)
         case "sparse":
             return SparseDrafter(
                 speculation.gamma,
@@ -68,8 +73,22 @@ def make_drafter(
                 max_batch=max_batch,
                 max_length=max_length,
             )
+        case "mtp" | "eagle3":
+            layer = model.next_token if speculation.drafter == "mtp" else draft
+            assert layer is not None and not isinstance(layer, DraftModel), "make_spec and the loader have it"
+            return LayerDrafter(
+                speculation.gamma,
+                layer,
+                model.weights.dtype,
+                comm,
+                cache,
+                placement,
+                noise=speculation.noise,
+                max_batch=max_batch,
+                max_length=max_length,
+            )
         case "model":
-            assert draft is not None, "loaded with the model that it drafts for"
+            assert isinstance(draft, DraftModel), "loaded with the model that it drafts for"
             return ModelDrafter(
                 draft,
                 speculation.gamma,
@@ -91,7 +110,7 @@ def auto_slots(
     placement: Placement,
     comm: Communicator,
     needs: CacheNeeds,
-    draft: DraftModel | None,
+    draft: DraftModel | DraftLayer | None,
 ) -> int:
     """Returns the slots of decode.max_batch=auto, at most those of `needs`; a collective call."""
     sizes, longest, drafts = needs.sizes, min(needs.tokens, spec.max_positions), needs.sizes.rows - 1
@@ -99,7 +118,9 @@ def auto_slots(
 
     def beside_pages(slots: int) -> int:
         of = sizes._replace(slots=slots)
-        taken = slot_bytes(keeps, placement, of) + (0 if draft is None else draft.slot_bytes(placement, of))
+        taken = slot_bytes(keeps, placement, of) + (
+            draft.slot_bytes(placement, of) if isinstance(draft, DraftModel) else 0
+        )
         if config.speculation.drafter == "sparse":
             budget = draft_budget(config.speculation)
             taken += budget.table_bytes(spec, placement, comm.rank, slots, longest, drafts)
@@ -161,7 +182,7 @@ def build_engine(
     max_batch: int,
     wanted_tokens: int,
     tokenizer: Any | None = None,
-    draft: DraftModel | None = None,
+    draft: DraftModel | DraftLayer | None = None,
     *,
     fewer: bool = False,
 ) -> Engine:
@@ -172,7 +193,7 @@ def build_engine(
     Args:
         max_batch: sequences at a time, over all ranks.
         fewer: whether they may be fewer, where memory has no pages for so many.
-        draft: the model of speculation.drafter=model; its cache has as many pages.
+        draft: the model of speculation.drafter=model, whose cache has as many pages; or the layer of eagle3.
 
     Raises:
         ConfigError: kv.tokens does not fit, or not even one page; or a host cannot pin kv.host_bytes.
@@ -194,11 +215,13 @@ def build_engine(
     # Captured chunks have memory of their own.
     buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
     room = min(int(free * kv.memory_fraction), free - buffered * buffers)
+    if config.speculation.drafter == "suffix":
+        room -= config.speculation.remembered * 8
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk, kv.snapshots * kv.prefix_cache), wanted, room)
     if fewer:
         max_batch = auto_slots(config, spec, dtype, placement, comm, needs, draft)
         needs = replace(needs, sizes=needs.sizes._replace(slots=max_batch))
-    if draft is not None:
+    if isinstance(draft, DraftModel):
         room -= draft.slot_bytes(placement, needs.sizes)
         needs = replace(needs, room=room, draft_page=draft.page_bytes(placement))
     make = make_tiered if kv.tier == "host" else make_cache

@@ -32,6 +32,7 @@ from helix.events.request import Request
 LEAST_CHUNK = 32  # tokens: a shorter chunk costs as much
 LOOK_AHEAD = 32  # waiting requests that one decision considers
 UNTIMED_STEPS = 2  # most steps of a run of unknown duration: new requests wait for all of them
+SALTS = (1 << 39) - 1  # an admission's salt is so many bits of its request's, by a hash that differs in each process
 RETRY_S = 1.0  # interval after which a request that did not fit is tried again: its prefix may be cached by then
 
 
@@ -370,6 +371,7 @@ class Scheduler:
                 request.drawn + len(s.drawn),
                 None if request.grammar is None else request.grammar.allowed(),
                 state,
+                hash(request.salt) & SALTS,
             )
 
     def _fit(self, s: Scheduled, now: float) -> tuple[int, BlockTable] | None:

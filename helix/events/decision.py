@@ -32,6 +32,7 @@ class Admission:
         drawn: number of the last tokens of `length` that were drawn.
         allowed: mask of the tokens that it may draw next, int32 [W], see `Grammar`; None: all.
         state: snapshot with which its states begin; -1: they begin with zeros.
+        salt: number from 0 to 2^39 - 1; equal ones may learn from each other, see `Request`.
     """
 
     id: str | int
@@ -50,6 +51,7 @@ class Admission:
     drawn: int = 0
     allowed: np.ndarray | None = None
     state: int = -1
+    salt: int = 0
 
 
 @dataclass(frozen=True, eq=False)

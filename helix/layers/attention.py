@@ -40,6 +40,7 @@ class AttentionSpec:
         multiplier: factor on q.k; None: head_dim^-0.5.
         gated: whether the output of each query head is gated by a sigmoid; each head of q_proj is then followed by its
             gate.
+        inputs: width of what queries, keys and values are projected from; None: `hidden`, that of the output.
     """
 
     hidden: int
@@ -57,6 +58,7 @@ class AttentionSpec:
     fused: bool = False
     multiplier: float | None = None
     gated: bool = False
+    inputs: int | None = None
 
     @property
     def scale(self) -> float:
@@ -191,6 +193,11 @@ class Queries(NamedTuple):
     heads: Tensor
     gate: Tensor | None
 
+    def index_select(self, dim: int, index: Tensor) -> Queries:
+        """Selects as `Tensor.index_select` does."""
+        gate = None if self.gate is None else self.gate.index_select(dim, index)
+        return Queries(self.heads.index_select(dim, index), gate)
+
 
 class HeadSquares:
     """Mean squares of all query heads and of all key heads, for norms over all of them.
@@ -259,7 +266,7 @@ class Attention(ShardedAttention):
             *rows("k", spec.kv_heads, places(kv, order), spec.q_heads),
             *rows("v", spec.kv_heads, places(kv, [range(dim)]), spec.q_heads + spec.kv_heads),
         ]
-        self.qkv = ColumnParallel(weights, spec.hidden, stacked)
+        self.qkv = ColumnParallel(weights, spec.inputs or spec.hidden, stacked)
         self.gate: ColumnParallel | None = None
         if spec.gated:
             gates = places(layout.o_heads(*heads), [range(dim, of_query)], of_query)

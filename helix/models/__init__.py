@@ -31,6 +31,7 @@ from helix.models import (
     seed_oss,
 )
 from helix.models.decoder import Decoder, DecoderSpec
+from helix.models.draft_layer import DraftLayer
 from helix.models.hf import read_as
 
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
@@ -130,4 +131,4 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return name
 
 
-__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "spec_from_config"]
+__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "DraftLayer", "spec_from_config"]

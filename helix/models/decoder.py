@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from comm.solo import SoloCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
+from helix.layers.linear import RowParallel
 from helix.layers.mixer import LayerPlace, MixerSpec
 from helix.layers.mla import MLASpec
 from helix.layers.mlp import MLPSpec
@@ -57,6 +59,11 @@ class DecoderSpec:
         norms: placement of norms: before, after or around each half of a layer.
         gain_offset: number that gains of norms have more than their tensors.
         embedding_scale, logit_scale: factors on what is embedded, and on logits.
+        brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
+        brought_norm: name of the norm behind that layer.
+        draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
+        taps: layers whose inputs the layer that drafts reads, in order; the number of layers is the last one's output.
+            Empty: it reads the normalised output.
     """
 
     vocab: int
@@ -74,6 +81,10 @@ class DecoderSpec:
     gain_offset: float = 0.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    brought: LayerSpec | None = None
+    brought_norm: str = "shared_head.norm"
+    draft: LayerSpec | None = None
+    taps: tuple[int, ...] = ()
 
     @property
     def ropes(self) -> list[RopeSpec]:
@@ -119,7 +130,27 @@ class DecoderSpec:
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> list[tuple[Keeps, ...]]:
         """Lists the data that each layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
-        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.layers]
+        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.stack]
+
+    @property
+    def stack(self) -> tuple[LayerSpec, ...]:
+        """All layers, the one that drafts included."""
+        return self.layers if self.draft is None else (*self.layers, self.draft)
+
+    def with_mtp(self) -> DecoderSpec:
+        """Returns the spec with the layer for multi-token prediction.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.brought is None:
+            raise ValueError(
+                "speculation.drafter=mtp: config.json names no layer for multi-token prediction "
+                "(num_nextn_predict_layers of DeepSeek-V3 and its kin): set speculation=ngram or another drafter"
+            )
+        name = f"model.layers.{len(self.layers)}"
+        shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))
+        return replace(self, draft=self.brought, unused=(*shared, f"model.layers.{len(self.layers) + 1}."))
 
 
 class DecoderLayer:
@@ -146,7 +177,7 @@ class DecoderLayer:
     ) -> None:
         self.index = index
         self.comm, self._scattered = comm, own is not comm
-        name, layer = f"model.layers.{index}", spec.layers[index]
+        name, layer = f"model.layers.{index}", spec.stack[index]
 
         def norm(part: str) -> AllReduceNorm:
             return AllReduceNorm(weights, own, f"{name}.{part}_layernorm", spec.hidden, spec.norm_eps)
@@ -171,6 +202,41 @@ class DecoderLayer:
     def feed(self, x: Tensor, step: Step) -> Tensor | PendingSum:
         """Computes the FFN of x [N, H]: a part of a sum over ranks, or in mode dp the whole sum."""
         return over_all_ranks(self.ffn, x, step.counts, self.comm) if self._scattered else self.ffn(x)
+
+
+class NextTokenLayer:
+    """Layer for multi-token prediction (MTP), a `DraftLayer`; its states are normalised hidden states like the model's.
+
+    Source:
+        DeepSeek-V3, section 2.2 (https://arxiv.org/abs/2412.19437).
+    """
+
+    def __init__(
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecoderSpec, model: Decoder
+    ) -> None:
+        index, hidden = len(spec.layers), spec.hidden
+        self.read = self.width = hidden
+        self.vocab_rows, self.logits = model.embedding.rows, model.head
+        self._embedding = model.embedding
+        name = f"model.layers.{index}"
+        self.token_norm = AllReduceNorm(weights, comm, f"{name}.enorm", hidden, spec.norm_eps)
+        self.state_norm = AllReduceNorm(weights, comm, f"{name}.hnorm", hidden, spec.norm_eps)
+        self.columns = layout.ffn_columns(comm.rank, 2 * hidden)
+        self.join = RowParallel(weights, comm, f"{name}.eh_proj", self.columns, 2 * hidden, hidden, False)
+        self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, model.pipeline, None)
+        self._rotary = model.rotary[self.layer.rope]
+        self.norm = AllReduceNorm(weights, comm, f"{name}.{spec.brought_norm}", hidden, spec.norm_eps)
+
+    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
+        both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.of(states)), 1)
+        parts = self.join(both[:, self.columns.start : self.columns.stop].contiguous())
+        normed, x = self.layer.input_norm(parts, None)
+        return self.layer.mixer.project(normed, self._rotary.angles(step.positions), cache, step), x
+
+    def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        policy.prepare(step, {None})
+        normed, x = self.layer.ffn_norm(self.layer.mixer.finish(queries, cache, step, policy), x)
+        return self.norm(self.layer.feed(normed, step), x)[0]
 
 
 class Decoder:
@@ -217,25 +283,40 @@ class Decoder:
         self._adds_squares = any(
             isinstance(layer.mixer, Attention) and layer.mixer.adds_squares for layer in self.layers
         )
+        self.next_token: NextTokenLayer | None = None
+        if spec.draft is not None and spec.draft is spec.brought:
+            self.next_token = NextTokenLayer(weights, comm, layout, spec, self)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on all ranks of `own`.
+        """Runs a step as `states` does; returns the normalised hidden states [N, H]."""
+        return self.states(cache, step, policy)[0]
+
+    def states(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Tensor, Tensor]:
+        """Runs a step through all layers and appends its KV.
 
         Args:
             policy: chooses the keys that a query reads in this step; steps of different policies may share a cache.
+
+        Returns:
+            Normalised hidden states [N, H], and the states that a draft layer reads: the same, or those of
+            `DecoderSpec.taps` side by side. All are the same on all ranks of `own`.
         """
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
         # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
         whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
         if whole or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
-            *_, normed = self._through(cache, step, policy)
-            assert normed is not None
-            return normed
-        return torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+            *_, found = self._through(cache, step, policy)
+            assert found is not None
+        else:
+            found = torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+        if not self.spec.taps:
+            return found, found
+        return found[:, : self.spec.hidden].contiguous(), found[:, self.spec.hidden :].contiguous()
 
     def _through(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Iterator[Tensor | None]:
-        """Yields between the turns of `hidden` (`comm.turns.Turns`): KV is appended a turn before it is attended."""
+        """Yields between the turns of `states` (`comm.turns.Turns`): KV is appended a turn before it is attended."""
         x: Tensor | None = None
+        tapped: dict[int, Tensor] = {}
         parts: Tensor | PendingSum = self._embedded(step.tokens)
         angles_of = [rotary.angles(step.positions) for rotary in self.rotary]
         policy.prepare(step, set(self.spec.windows))
@@ -243,6 +324,8 @@ class Decoder:
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             normed, x = layer.input_norm(parts, x)
             angles = angles_of[layer.rope]
+            if layer.index in self.spec.taps:
+                tapped[layer.index] = x
             if guesses and following is not None and following.index in self.full:
                 queries = partial(following.queries, x, angles_of[following.rope], cache, step)
                 policy.guess(queries, cache.layer(following.index), step)
@@ -253,7 +336,8 @@ class Decoder:
             normed, x = layer.ffn_norm(parts, x)
             parts = layer.feed(normed, step)
             yield None
-        yield self.norm(parts, x)[0]
+        normed, tapped[len(self.layers)] = self.norm(parts, x)
+        yield torch.cat([normed, *(tapped[i] for i in self.spec.taps)], 1) if self.spec.taps else normed
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Computes this rank's parts [N, H] of the embedded tokens [N]."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from helix.layers.mla import MLASpec
 from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec
+from helix.models.decoder import DecoderSpec, LayerSpec
 from helix.models.hf import check_only, check_sizes, decoder_spec
 from helix.models.quantized import FP8
 
@@ -77,9 +77,12 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
         scale=scale,
         interleaved=interleaved,
     )
-    # A layer for multi-token prediction follows the last one in some checkpoints.
-    unused = (f"model.layers.{layers}.",)
-    return replace(spec, layers=tuple(replace(layer, mixer=mla) for layer in spec.layers), unused=unused)
+    return replace(
+        spec,
+        layers=tuple(replace(layer, mixer=mla) for layer in spec.layers),
+        unused=(f"model.layers.{layers}.",),
+        brought=LayerSpec(mla, moe) if getattr(config, "num_mtp_layers", 0) else None,
+    )
 
 
 def experts_of(config: Any, grouped: bool) -> MoESpec:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helix.models.decoder import DecoderSpec
+from helix.models.decoder import DecoderSpec, LayerSpec
 from helix.models.deepseek import sigmoid_experts
 from helix.models.hf import decoder_spec
 
 
 def spec(config: Any) -> DecoderSpec:
     layers, dense = config.num_hidden_layers, config.first_k_dense_replace
+    moe = sigmoid_experts(config)
     found = decoder_spec(
         config,
         qkv_bias=config.attention_bias,
         qk_norm=config.use_qk_norm,
         partial_rotary=True,
-        moe=sigmoid_experts(config) if dense < layers else None,
+        moe=moe if dense < layers else None,
         moe_layers=tuple(i >= dense for i in range(layers)),
     )
-    return replace(found, unused=(f"model.layers.{layers}.",))  # a layer for multi-token prediction
+    brought = LayerSpec(found.layers[-1].mixer, moe) if config.num_mtp_layers else None
+    return replace(found, unused=(f"model.layers.{layers}.",), brought=brought)

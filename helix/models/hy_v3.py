@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec
+from helix.models.decoder import DecoderSpec, LayerSpec
 from helix.models.hf import check_only, check_sizes, decoder_spec, experts_of
 
 
@@ -35,7 +35,13 @@ def spec(config: Any) -> DecoderSpec:
         moe=moe,
         moe_layers=tuple(kind == "sparse" for kind in config.mlp_layer_types),
     )
-    return replace(found, unused=(f"model.layers.{layers}.",))  # a layer for multi-token prediction
+    has_layer = getattr(config, "num_nextn_predict_layers", 0)
+    return replace(
+        found,
+        unused=(f"model.layers.{layers}.",),
+        brought=LayerSpec(found.layers[-1].mixer, moe) if has_layer else None,
+        brought_norm="final_layernorm",
+    )
 
 
 def check_kinds(config: Any) -> None:

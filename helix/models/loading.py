@@ -110,6 +110,12 @@ class Checkpoint:
         self.format = weight_format or WeightFormat.from_config(config.get("quantization_config"))
         self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
 
+    def whole(self, name: str) -> torch.Tensor:
+        """Reads a whole tensor."""
+        with self._open(self.files[name]) as shard:
+            tensor: torch.Tensor = shard.get_tensor(name)
+            return tensor
+
     def _open(self, name: str, device: str = "cpu") -> Any:
         file = self.path / name
         try:

@@ -19,7 +19,7 @@ from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
 from helix.events.decision import Admission, Decision, Segment, StepKind
-from helix.events.follower import Follower, Prefilled, Taken
+from helix.events.follower import Begun, Follower, Prefilled, Taken
 from helix.events.request import Logprobs
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
@@ -40,10 +40,10 @@ from kernels.tokens.commit import Candidates
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """A decode step up to its logits [N, V_local] fp32, with the hidden states [N, H]."""
+    """A decode step up to its logits [N, V_local] fp32, with the states that drafters read."""
 
     logits: Tensor
-    hidden: Tensor
+    states: Tensor
     step: Step
     draft: Draft | None
 
@@ -253,7 +253,7 @@ class ModelRunner:
             self.model.hidden(self.cache, self.state.padding_step(decision.counts), self.policy)
             return self._slots.new_full((1, 1), PAST), [0]
         prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known, s.saves) for s in segments]
-        hidden = self._hidden(prompts, decision.counts)
+        hidden, states = self._states(prompts, decision.counts)
         last = [i for i, s in enumerate(segments) if s.last]
         of_all = to_device(torch.tensor([[p.slot, p.written[1]] for p in prompts]), self.device)
         slots, ends = of_all.unbind(1)
@@ -271,10 +271,12 @@ class ModelRunner:
         if kind.shaped:
             self._shaper().report(logits, tokens, slots, self.own)
         self.state.activate(slots, tokens, lengths)
+        for follower in self.followers:
+            follower.begun(Begun(slots[:n], tokens[:n], lengths[:n], states[of_last[:n]]))
         return tokens[:n, None], [segments[i].slot for i in last]
 
-    def _hidden(self, prompts: list[PromptChunk], counts: tuple[int, ...]) -> Tensor:
-        """Runs a chunk of prompts, captured if it can be; returns the last tokens' hidden states [n, H].
+    def _states(self, prompts: list[PromptChunk], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Runs a chunk of prompts, captured if it can be; returns the last tokens' states, see `Decoder.states`.
 
         Args:
             counts: see `Step.counts`.
@@ -284,17 +286,18 @@ class ModelRunner:
             size = padded([len(p.tokens) for p in prompts], state.most_keys(prompts))
             packed = state.packed(prompts, size)
             if not size.captured or self.graphs is None:
-                return self._last_hidden(state.packed_step(packed, size))
+                return self._last_states(state.packed_step(packed, size))
             self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
-            of_ends: Tensor = self.graphs.run(self._chunk, size, captures=False)
+            of_ends: tuple[Tensor, Tensor] = self.graphs.run(self._chunk, size, captures=False)
             return of_ends
         step = state.prefill_step(prompts, counts)
-        hidden = self.model.hidden(self.cache, step, self.policy)
+        hidden, states = self.model.states(self.cache, step, self.policy)
         span = state.prompts_span(step, prompts)
         for follower in self.followers:
-            follower.prefilled(Prefilled(prompts, span, step.parts, hidden))
+            follower.prefilled(Prefilled(prompts, span, step.parts, states))
         assert step.cu_q is not None
-        return hidden[step.cu_q[1:] - 1]
+        ends = step.cu_q[1:] - 1
+        return hidden[ends], states[ends]
 
     @property
     def eager_size(self) -> ChunkSize | None:
@@ -314,12 +317,13 @@ class ModelRunner:
         while not self.graphs.has(self._chunk, size):
             self.graphs.run(self._chunk, size)
 
-    def _chunk(self, size: ChunkSize) -> Tensor:
-        return self._last_hidden(self.state.packed_step(self._packed[size], size))
+    def _chunk(self, size: ChunkSize) -> tuple[Tensor, Tensor]:
+        return self._last_states(self.state.packed_step(self._packed[size], size))
 
-    def _last_hidden(self, step: Step) -> Tensor:
+    def _last_states(self, step: Step) -> tuple[Tensor, Tensor]:
         assert step.cu_q is not None
-        return self.model.hidden(self.cache, step, self.policy)[step.cu_q[1:] - 1]
+        hidden = self.model.hidden(self.cache, step, self.policy)[step.cu_q[1:] - 1]
+        return hidden, hidden  # nobody else reads states of padded chunks
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
         """Returns first tokens [n, 1] and their slots; in mode dp those of all ranks, in the order of all slots."""
@@ -373,10 +377,10 @@ class ModelRunner:
         policy = self.policy if kind.sparse else self.dense
         if kind.drafts:
             policy = self.drafter.verification or policy
-        hidden = self.model.hidden(self.cache, step, policy)
+        hidden, states = self.model.states(self.cache, step, policy)
         logits = self.model.logits(hidden)
         self.mark("accept")
-        return ComputedStep(logits, hidden, step, draft)
+        return ComputedStep(logits, states, step, draft)
 
     def _complete(self, computed: ComputedStep, kind: StepKind) -> Tensor:
         """Draws a computed step's tokens and commits them."""
@@ -398,7 +402,7 @@ class ModelRunner:
             self.mark("choose")
             span = state.span(rows, before, state.lengths[:rows], step.max_q)
             for follower in followers:
-                follower.taken(Taken(kind, span, state.active[:rows], computed.hidden))
+                follower.taken(Taken(kind, span, state.active[:rows], computed.states, taken))
         self.mark(None)
         return self._of_all(taken)
 

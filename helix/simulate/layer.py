@@ -177,8 +177,10 @@ class Layer:
         return Phase(name, latency + wire, self.zeros, self.zeros, sent, self.zeros + (width > 1), level)
 
     def _heads(self, window: int | None) -> list[Phase]:
-        s, d = self.spec, self.head_dim
-        qkv = self.kernel("qkv", s.hidden * d * (self.q + 2 * self.kv + self.gates), self.rows, kernels=1 + self.gated)
+        d = self.head_dim
+        qkv = self.kernel(
+            "qkv", self.inputs * d * (self.q + 2 * self.kv + self.gates), self.rows, kernels=1 + self.gated
+        )
         attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
         return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
 
@@ -420,6 +422,19 @@ class Layer:
         )
 
     @property
+    def inputs(self) -> int:
+        """Width of what queries, keys and values are projected from, in layers that keep keys and values."""
+        return (self.mixer.inputs if isinstance(self.mixer, AttentionSpec) else None) or self.spec.hidden
+
+    def join(self, width: int) -> list[Phase]:
+        """Lists the phases of a layer that drafts before its attention: a projection of what it reads, by columns."""
+        if not width:
+            return []
+        p, hidden = self.points, self.spec.hidden
+        summed = self.collective("join all-reduce", "all_reduce", p.ranks, self.rows * hidden * self.item["messages"])
+        return [self.kernel("join", _up(width, p.ranks) * hidden, self.rows, kind="other"), summed]
+
+    @property
     def head_dim(self) -> int:
         """Width of a head of layers that keep keys and values."""
         assert isinstance(self.mixer, AttentionSpec)
@@ -475,7 +490,11 @@ class Layer:
         """Counts the bytes of a layer's attention weights on the fullest rank."""
         s, m = self.spec, self.mixer
         if isinstance(m, AttentionSpec):
-            return s.hidden * m.head_dim * (self.q + 2 * self.kv + self.gates + self.o) * self.item["weights"]
+            return (
+                m.head_dim
+                * (self.inputs * (self.q + 2 * self.kv + self.gates) + s.hidden * self.o)
+                * self.item["weights"]
+            )
         projections = s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value)
         projections = projections + self.q * m.query * (m.q_rank or s.hidden)
         return projections * self.item["weights"] + self.q * (m.nope + m.value) * m.latent * self.item["other"]

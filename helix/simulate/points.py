@@ -177,6 +177,23 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class LayerDrafts:
+    """Layer that drafts, one run a draft.
+
+    Attributes:
+        spec: a model of this one layer, with the vocabulary of its head.
+        joined: width of what its first run of a step projects to its own.
+        joined_again: the same of further runs; 0: they project nothing.
+        shared_head: whether the head is the model's.
+    """
+
+    spec: DecoderSpec
+    joined: int
+    joined_again: int
+    shared_head: bool
+
+
+@dataclass(frozen=True)
 class Speculation:
     """Speculative decoding: drafts per step, their acceptance and their cost.
 
@@ -185,12 +202,14 @@ class Speculation:
         acceptance: probability that a draft is accepted, given that those before it were.
         draft_s: seconds per draft of another drafter.
         sparsity: share of a sequence's keys that drafts of self-speculation read; None: another drafter.
+        layer: the layer that drafts; None: another drafter.
     """
 
     gamma: int
     acceptance: float
     draft_s: float = 0.0
     sparsity: float | None = None
+    layer: LayerDrafts | None = None
 
     @property
     def tail(self) -> int:
@@ -275,6 +294,8 @@ class Options:
 def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for combinations that are not modelled."""
     drafts = options.speculation is not None and options.speculation.sparsity is not None
+    if options.tier is not None and options.speculation is not None and options.speculation.layer is not None:
+        raise ValueError("tier=host moves the model's own layers, and a layer that drafts is one more: leave out tier")
     if drafts and options.sparse is not None:
         raise ValueError("drafter=sparse is verified over all keys, and block-sparse attention reads a part of them")
     if drafts:

@@ -16,8 +16,9 @@ from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.simulate.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
-from helix.simulate.points import Options, Points, check, check_points
+from helix.simulate.points import LayerDrafts, Options, Points, check, check_points
 
+MORE_KERNELS = 8  # in a run of a layer that drafts: positions, norms, its part of the sampling
 NUMBER_BYTES = 4  # of an entry that maps blocks to places
 RUN_ENDS = 2  # pages that a run of tokens touches besides those it fills
 CHUNK_TOKENS = 8192  # tokens of a prompt chunk, besides two pieces of the tokens before it
@@ -99,6 +100,9 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
             drafts = replace(reduce(Phase.plus, own).times(s.gamma), name="drafts", seconds=s.gamma * draft_s)
             phases += [drafts, layer.choosing()]
             step_s = step_s + sum(phase.seconds for phase in phases[-2:])
+        if s.layer is not None and s.gamma:
+            phases.append(_layer_drafts(s.layer, hardware, points, length, options))
+            step_s = step_s + phases[-1].seconds
         ttl_s = (step_s + s.gamma * s.draft_s) / cost.tokens_per_step(s.gamma, s.acceptance)
     level = np.maximum(INTERPOLATED, np.max([phase.level for phase in phases], axis=0))
     return StepCost(points, memory, phases, step_s, ttl_s, level)
@@ -125,6 +129,31 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
     return list(total.values()), seconds + sum(phase.seconds for phase in ends)
 
 
+def _of_layer(layer: LayerDrafts, hardware: Hardware, points: Points, length: int, options: Options) -> Layer:
+    """Returns the layer that drafts, in runs of one token a sequence."""
+    alone = replace(options, speculation=None, sparse=None, hopb=False)
+    return Layer(layer.spec, hardware, points, length, alone)
+
+
+def _layer_drafts(drafts: LayerDrafts, hardware: Hardware, points: Points, length: int, options: Options) -> Phase:
+    """Computes the cost of all drafts of a step by a layer.
+
+    The run that writes the keys of verified tokens is that of the next step's first draft. Its projections have more
+    rows, which few rows of weights' time do not show.
+    """
+    layer = _of_layer(drafts, hardware, points, length, options)
+    phases, seconds = _pass(layer)
+    run = reduce(Phase.plus, phases)
+    run = replace(run, seconds=seconds + MORE_KERNELS * hardware.kernel_s.value, launches=run.launches + MORE_KERNELS)
+    s = options.speculation
+    assert s is not None
+    total = run.times(s.gamma)
+    for joined, times in ((drafts.joined, 1), (drafts.joined_again, s.gamma - 1)):
+        for phase in layer.join(joined):
+            total = total.plus(phase.times(times))
+    return replace(total, name="drafts")
+
+
 def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Memory:
     """Computes the memory of every point.
 
@@ -149,6 +178,14 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     # Embedding and head are in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
     weight_bytes = numbers * _stretch(spec, p) / p.pp + vocabulary * layer.item["other"]
+    drafts = options.speculation.layer if options.speculation is not None else None
+    of_drafts = None if drafts is None else _of_layer(drafts, hardware, p, length, options)
+    if drafts is not None and of_drafts is not None:
+        (own,) = drafts.spec.layers
+        weight_bytes = weight_bytes + of_drafts.attention_bytes() + of_drafts.ffn_bytes(own.ffn)
+        head = 0 if drafts.shared_head else drafts.spec.vocab
+        beside = (max(drafts.joined, drafts.joined_again) + head) * drafts.spec.hidden
+        weight_bytes = weight_bytes + -(-beside // p.ranks) * of_drafts.item["other"]
 
     cycle = options.append_block * p.kvp
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
@@ -158,6 +195,8 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     short = [window for window in spec.windows if window is not None and (window <= RING_MOST or options.tier)]
     long = sum(window is not None for window in spec.windows) - len(short)  # windows in pages
     each = paged * numbers * ((len(spec.windows) - len(short) - long) * kv + long * plain)
+    if drafts is not None and of_drafts is not None:  # whatever its window
+        each = each + paged * token_numbers(drafts.spec, p) * of_drafts.item["kv"]
     if (sparse := options.sparse) is not None:  # two vectors per block or part, a key and a value per token
         each = each + paged * numbers * (len(spec.windows) - len(short)) * plain * sparse.kept / sparse.block
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain

@@ -245,7 +245,7 @@ class DecodeState(Follower):
     def leaving(self, row: int) -> Retired:
         """Returns the event of a sequence that leaves its row."""
         at = slice(row, row + 1)
-        return Retired(row, self.block_tables[row], self.starts[at], self.lengths[at])
+        return Retired(row, self.block_tables[row], self.starts[at], self.lengths[at], self.history[row])
 
     def within_limits(self, drafts: Tensor) -> Tensor:
         """Returns drafts [rows, n] with -1 in place of those beyond a row's `draft_limits` or its end."""

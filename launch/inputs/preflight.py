@@ -13,6 +13,7 @@ from helix.build.checks import (
     CheckedDraft,
     check_attention,
     check_cache,
+    check_eagle3,
     check_layout,
     check_own_sequences,
     check_self_drafts,
@@ -101,6 +102,8 @@ def preflight(
     work.check(prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None
+    if config.speculation.drafter == "eagle3":
+        check_eagle3(config, layout, spec, rank)
     files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
     files |= work.files
     named = [os.path.realpath(path) for path in files.values() if path is not None]

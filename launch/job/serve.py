@@ -125,6 +125,8 @@ def _stats(engine: Engine) -> dict[str, float]:
         "pages_cached": sum(pool.cached for pool in pools),
         "pages_free": sum(pool.free for pool in pools),
         "preemptions": timings.preemptions,
+        "drafts": sum(timings.acceptance.tried[:1]),
+        **{f"drafts_kept_{place}": kept for place, kept in enumerate(timings.acceptance.kept)},
     }
 
 

@@ -431,12 +431,12 @@ BAD_COMMAND_LINES = [
     (
         ["speculation=oracle"],
         1,
-        "speculation=oracle: speculation has no option oracle; known: model, ngram, none, sparse",
+        "speculation=oracle: speculation has no option oracle; known: eagle3, model, mtp, ngram, none, sparse, suffix",
     ),
     (
         ["speculation.drafter=oracle"],
         1,
-        "speculation.drafter='oracle' is unknown; choose one of none, ngram, model, sparse",
+        "speculation.drafter='oracle' is unknown; choose one of none, ngram, suffix, model, mtp, eagle3, sparse",
     ),
     (["speculation.gamma=0"], 1, "speculation.gamma=0 must be from 1 to 31"),
     (["speculation.gamma=32"], 1, "speculation.gamma=32 must be from 1 to 31"),

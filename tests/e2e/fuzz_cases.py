@@ -248,17 +248,26 @@ def settings_of(
     if layout.mode == "dp":  # it has neither chunks of batches nor drafts nor choices of blocks
         return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds
     has_heads = spec is not None and _whole(spec)
-    drafters = ["none", "ngram", "model"]
+    drafters = ["none", "ngram", "suffix", "model"]
+    if spec is not None and spec.brought is not None and spec.brought.ffn == spec.layers[-1].ffn:
+        drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
     if has_heads and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
+    if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # as LlamaConfig demands
+        drafters += ["eagle3"]
     drafter = rng.choice(drafters)
     if drafter != "none":
         settings |= {"speculation.drafter": drafter, "speculation.gamma": rng.choice(gammas)}
         settings["speculation.adaptive"] = rng.random() < 0.5
     if drafter == "model":
         settings |= _draft_layout(layout, spec, page, rng)
+    if drafter in ("mtp", "eagle3"):
+        settings["speculation.noise"] = rng.choice(("shared", "own"))
+    if drafter == "eagle3":
+        assert spec is not None
+        settings["speculation.window"] = rng.choice([n for n in (3, 20, 200) if n not in spec.windows])
     if drafter == "sparse":
         assert spec is not None
         settings |= _self_drafts(page, rng)
@@ -321,7 +330,7 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
             settings["attention.topk"] = most * layout.kvp
         else:
             settings["attention.from_tokens"] = 1 << 20
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and settings["speculation.drafter"] not in ("mtp", "eagle3"):
         settings |= {"kv.tier": "host", "kv.host_bytes": 1e9}
         settings["kv.ahead"] = settings["attention.topk"] > 0 and rng.random() < 0.5
     return lossy

@@ -209,7 +209,7 @@ def _partial(rng: random.Random, shapes: Shapes) -> Json:
 
 
 def _glm4_moe(rng: random.Random, shapes: Shapes) -> Json:
-    flags = {"attention_bias": rng.random() < 0.5, "use_qk_norm": rng.random() < 0.5, "num_nextn_predict_layers": 0}
+    flags = {"attention_bias": rng.random() < 0.5, "use_qk_norm": rng.random() < 0.5, "num_nextn_predict_layers": 1}
     hidden = {"hidden_size": shapes.rng.choice((24, 33))}
     return _sigmoid_experts(rng, shapes) | _partial(rng, shapes) | flags | hidden
 
@@ -224,6 +224,7 @@ def _hy_v3(rng: random.Random, shapes: Shapes) -> Json:
         "num_experts": experts,
         "num_experts_per_tok": shapes.rng.randint(1, experts),
         "num_shared_experts": rng.choice((1, 2)),
+        "num_nextn_predict_layers": 1,
         "moe_intermediate_size": rng.randint(3, 50),
         "router_scaling_factor": rng.choice((1.0, 2.826)),
         "mlp_layer_types": [rng.choice(("dense", "sparse", "sparse")) for _ in range(layers)],

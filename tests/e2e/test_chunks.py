@@ -159,7 +159,7 @@ def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(monkeypatch
     with recorder, torch.inference_mode():
         for prompts in contents:
             recorder.launches.clear()
-            e.runner._hidden(prompts, ())
+            e.runner._states(prompts, ())
             assert [name for name, *_ in recorder.launches][-1] == "graph"
             assert sum(name.endswith("_kernel") for name, *_ in recorder.launches) == 0
     assert {key[0].sequences for key in e.runner.graphs.of} == {2, 20}  # type: ignore[attr-defined]

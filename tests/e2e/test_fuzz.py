@@ -64,7 +64,10 @@ def test_a_case_follows_from_its_family_and_seed() -> None:
     assert str(Options(device="cuda", processes=2).case("qwen3", 5)) != str(Options().case("qwen3", 5))
     drawn = Counter(f"{name}={value}" for case in cases for name, value in case.features.items())
     policies = ("any", "c2q", "window", "quest", "full")
-    wanted = [f"drafter={name}" for name in ("none", "ngram", "model", *(f"sparse {policy}" for policy in policies))]
+    wanted = [
+        f"drafter={name}"
+        for name in ("none", "ngram", "suffix", "mtp", "eagle3", "model", *(f"sparse {policy}" for policy in policies))
+    ]
     wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "tier=host", "hopb=4"]
     wanted += ["layout=dp 1x1x2", "layout=dp 1x1x3"]
     assert not [feature for feature in wanted if not drawn[feature]], drawn

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from benchmarks import planner
 from benchmarks.program import PROGRAM
 from benchmarks.records.planner_check import regrets, summary
 from benchmarks.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
+from helix.build.parts import make_spec
 from helix.layout import HelixLayout
 from helix.place import ranks
 from helix.simulate import fit as fitting
@@ -544,3 +546,21 @@ def test_fitting_finds_planted_constants() -> None:
     assert found.product_s[2].value - found.product_s[1].value == pytest.approx(7e-6, rel=0.25)
     assert found.product_s[2].source == "test" and found.product_s[33] == H200.product_s[33]
     assert fitting.quantiles(np.log([1.1, 0.9, 1.0])) == pytest.approx((0.1, 0.1))
+
+
+def test_a_layer_that_drafts_is_one_layer_more() -> None:
+    """In the cache, and in what the planner takes a rank's memory for."""
+    config = composed("model=deepseek-r1", "model.load=random", "layout=auto", "speculation=mtp")
+    spec, plain = make_spec(config), load_spec("deepseek-r1")
+    assert [len(s.keeps(HelixLayout.create("helix", 8), 0, torch.bfloat16)) for s in (plain, spec)] == [61, 62]
+    seen: list[int] = []
+
+    def asked(question: Question) -> Ranking:
+        seen.append(len(question.spec.layers))
+        return plan(question)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launch.inputs.auto_layout.plan", asked)
+        for s in (plain, spec):
+            choose(config, s, (), 8, H200.name, (1, 1 << 17))
+    assert seen == [61, 62]
