@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from helix.events.decision import Admission, StepKind
-from helix.events.follower import Prefilled, Retired
+from helix.events.follower import Begun, Retired
 from helix.speculation.base import Draft, Drafter
 from helix.steps.step import DecodeState
 from kernels.reference.suffix import TOKEN_BITS
@@ -31,28 +31,27 @@ class SuffixDrafter(Drafter):
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self._salts = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._admitted: dict[int, Admission] = {}
-        self._decoding: set[int] = set()
+        self._decoding = torch.zeros(max_batch, dtype=torch.bool, device=device)
 
     def admit(self, admission: Admission) -> None:
         self._admitted[admission.slot] = admission
-        self._decoding.discard(admission.slot)
+        self._decoding[admission.slot].fill_(False)
         self._salts[admission.slot].fill_(admission.salt)
 
-    def prefilled(self, chunk: Prefilled) -> None:
-        self._decoding |= {p.slot for p in chunk.prompts if p.end == self._admitted[p.slot].length}
+    def begun(self, begun: Begun) -> None:
+        self._decoding.index_fill_(0, begun.slots, True)
 
     def retire(self, gone: Retired) -> None:
         admission = self._admitted.pop(gone.slot)
-        if gone.slot not in self._decoding:  # what its length says is another sequence's
-            return
+        begun = self._decoding[gone.slot]  # else what its length says is another sequence's
         # The end of the prompt leads to the answer, and -1 ends it.
         first = max(admission.length - self.longest, 0)
         place = torch.arange(min(admission.limit + 2 - first, self.size), device=gone.length.device)
         count = (gone.length + 1 - first).clamp(max=len(place) - 1)
         text = gone.history[first : first + len(place)].long() + (admission.salt << TOKEN_BITS)
-        to = torch.where(place <= count, (self._cursor + place) % self.size, self.size)
+        to = torch.where((place <= count) & begun, (self._cursor + place) % self.size, self.size)
         self._others[to] = torch.where(place < count, text, -1)
-        self._cursor.copy_((self._cursor + count + 1) % self.size)
+        self._cursor.copy_((self._cursor + (count + 1) * begun) % self.size)
 
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         rows, others = slice(0, kind.rows), self._others[: self.size]

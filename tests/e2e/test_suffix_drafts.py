@@ -55,8 +55,8 @@ class Bench:
         """Steps in which an answer is decoded; it is retired after `taken` of its tokens are in the cache."""
         limit = len(prompt) + len(answer) - 1
         self.drafter.admit(admission(0, 0, NO_PAGES, limit, prompt, salt=salt))
-        chunk: Any = SimpleNamespace(prompts=[SimpleNamespace(slot=0, end=len(prompt))])
-        self.drafter.prefilled(chunk)
+        begun: Any = SimpleNamespace(slots=torch.tensor([0]))
+        self.drafter.begun(begun)
         text = torch.from_numpy(np.concatenate((prompt, answer)))
         self.history[0, : len(text)] = text
         at, steps = len(prompt), 0
