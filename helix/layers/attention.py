@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.base import Communicator
+from comm.base import Communicator, PackedPartials
 from comm.hopb import RESERVED_SMS
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
@@ -154,15 +154,22 @@ class ShardedAttention:
         def of(chunk: int) -> slice:
             return slice(cuts[chunk].start * each, cuts[chunk].stop * each)
 
-        def attend(chunk: int) -> PartialAttention:
+        large = self.comm.takes_sms(rows, result.shape[2], q.dtype, self.shares)
+
+        def attend(chunk: int) -> PartialAttention | PackedPartials:
             # Nothing runs beside the first chunk. Others' parts are still unmerged: each has a workspace of its own.
             beside = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
-            return self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
+            sent = self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
+            return self.comm.pack(sent, self.shares) if large else sent  # by all SMs
 
-        def exchange(chunk: int, sent: PartialAttention) -> None:
-            self.comm.merge_exchange(sent, self.shares, result[of(chunk)])
+        def exchange(chunk: int, sent: PartialAttention | PackedPartials) -> None:
+            if isinstance(sent, PackedPartials):
+                self.comm.exchange_packed(sent, self.shares, result[of(chunk)])
+            else:
+                self.comm.merge_exchange(sent, self.shares, result[of(chunk)])
 
-        self.pipeline.run(chunks, attend, exchange)
+        # Over latents attention has one program an SM, and the SMs that it leaves free are whole, whoever comes first.
+        self.pipeline.run(chunks, attend, exchange, leads=large and self.latent is None)
         return self.received(result, rows)
 
     def sent(self, partial: PartialAttention, rows: int) -> PartialAttention:

@@ -37,8 +37,7 @@ from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
 from kernels.attention.unpacked_prefill import _unpack_pages_kernel
 from kernels.dense.linear import _linear_kernel
-from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel
-from kernels.dense.linear_fp8_sm90 import HALF as PAIRS
+from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel, rows_of
 from kernels.dense.linear_scaled import _scaled_linear_kernel, _unpack_kernel
 from kernels.dense.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.dense.linear_sm90 import SHARED as SLICED
@@ -62,6 +61,7 @@ from kernels.moe.experts import (
     tiles_of,
     way_of,
 )
+from kernels.moe.experts_scaled_sm90 import _moe_scaled_sm90_kernel, parts_of, stages_of, words_shared
 from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
 from kernels.moe.router import _route_kernel
@@ -85,7 +85,7 @@ from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PLAIN = {"scales": None, "GROUP": 1, "GROUPS": 0, "BEGIN": 0}  # weights that are not of a few bits
-AMONG, BESIDE = {"READY": False, "ALONE": False}, {"READY": True, "ALONE": True}  # attention, of a whole batch or not
+AMONG, BESIDE = {"READY": False}, {"READY": True}  # attention of a whole batch, of a chunk behind another's
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 # Arguments that are no tensors of the case's dtype and no strides: type, and whether it is a multiple of 16.
@@ -155,14 +155,14 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 1, 64),
         (bf16, 64, 8, 16, 64), (bf16, 256, 16, 32, 16), (bf16, 128, 8, 8, 128), (fp32, 128, 8, 8, 100),
     ):  # fmt: skip
-        tile, alone = decode_tile(tokens * group, dim, dtype), decode_tile(tokens * group, dim, dtype, alone=True)
-        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
+        tile = decode_tile(tokens * group, dim, dtype)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
         shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **AMONG, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         paged = shared | none | {"PAGE": page, "HOLES": False}
-        yield "decode-alone", dtype, _flash_decode_kernel, paged | BESIDE, alone
+        yield "decode-beside", dtype, _flash_decode_kernel, paged | BESIDE, options
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
@@ -273,16 +273,17 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             yield "linear-sm90-send", bf16, _linear_sm90_kernel, tile | world | none, {"num_warps": 4}
     for gated, split, most, parts, stages in (
         (False, 4, 8, 2, 5), (False, 16, 16, 2, 4), (False, 1, 32, 1, 6), (True, 3, 8, 2, 5), (True, 1, 32, 1, 6),
-        (False, 2, 64, 1, 4), (True, 1, 64, 1, 4),
+        (False, 2, 64, 1, 4), (True, 1, 64, 1, 4), (False, 4, 128, 1, 4), (True, 3, 128, 1, 4),
     ):  # fmt: skip
         tile = {"SPLIT": split, "N_MAX": most, "PARTS": parts, "STAGES": stages, "GROUP": 128, "BEGIN": 64}
-        tile |= {"BIAS": True, "GATED": gated}
-        yield "linear-fp8-sm90", bf16, _linear_fp8_sm90_kernel, tile | alone | none, {"num_warps": 4}
+        tile |= {"BIAS": True, "GATED": gated, "ROWS": rows_of(most)}
+        warps = {"num_warps": rows_of(most) // 16}
+        yield "linear-fp8-sm90", bf16, _linear_fp8_sm90_kernel, tile | alone | none, warps
         if gated:
             to_heads = tile | alone | heads | {"GATED": False, "out": None}
-            yield "qkv-append-fp8-sm90", bf16, _linear_fp8_sm90_kernel, to_heads, {"num_warps": 4}
+            yield "qkv-append-fp8-sm90", bf16, _linear_fp8_sm90_kernel, to_heads, warps
         else:
-            yield "linear-fp8-sm90-send", bf16, _linear_fp8_sm90_kernel, tile | world | none, {"num_warps": 4}
+            yield "linear-fp8-sm90-send", bf16, _linear_fp8_sm90_kernel, tile | world | none, warps
     for rows, block_r, block_k, stages, warps in ((64, 64, 128, 5, 4), (8, 64, 128, 5, 4), (256, 128, 64, 4, 8)):
         tile = {"R": 2112, "K": 7168, "GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": block_r, "BLOCK_K": block_k}
         tile |= {"BLOCK_N": min(128, max(16, rows)), "STAGES": stages, "TOGETHER": 8, "BIAS": True, "PDL": True}
@@ -320,6 +321,21 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             if not gate:
                 world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": H > 4096, "out": None}
                 yield "moe-sm90-send", bf16, _moe_sm90_kernel, shape | extra | world, {"num_warps": 4}
+    for E, H, F, k, tokens, columns, clamped, group, begin in (
+        (128, 2048, 768, 8, 40, 8, False, 128, 0),  # of Qwen3-30B-A3B, DeepSeek-R1; of gpt-oss-20b
+        (32, 7168, 2048, 8, 128, 16, False, 128, 0),
+        (8, 2880, 1440, 4, 128, 32, True, 128, 96),
+        (32, 2880, 2880, 4, 5, 8, True, 32, 0),
+        (32, 2880, 2880, 4, 40, 16, True, 32, 0),
+        (32, 2880, 2880, 4, 128, 32, True, 32, 0),
+    ):
+        shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(128, triton.next_power_of_2(tokens * k))}
+        shape |= {"COLUMNS": columns, "STAGES": stages_of(columns, group == 32), "LISTS": 3, "CLAMPED": clamped}
+        shape["PARTS"] = parts_of(columns, group == 32)
+        for gate in (True, False):
+            groups = triton.cdiv(begin * (not gate) + (H if gate else F), group)
+            extra = {"GATE": gate, "BIAS": clamped, "GROUP": group, "GROUPS": groups, "BEGIN": begin * (not gate)}
+            yield "moe-scaled-sm90", bf16, _moe_scaled_sm90_kernel, shape | extra, {"num_warps": 4}
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
@@ -348,8 +364,8 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         (fp32, 128, 8, 1, 64, "fp8"),
     ):  # fmt: skip
         few = 1 + (kv == "fp8")
-        tile, alone = (decode_tile(tokens * group, dim, dtype, few, alone=each) for each in (False, True))
-        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
+        tile = decode_tile(tokens * group, dim, dtype, few)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "PAGE": page}
         shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1, **AMONG}
@@ -358,7 +374,7 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         shared |= scales | tile
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         yield f"decode-{kv}", dtype, _flash_decode_kernel, shared | none, options
-        yield f"decode-alone-{kv}", dtype, _flash_decode_kernel, shared | none | BESIDE, alone
+        yield f"decode-beside-{kv}", dtype, _flash_decode_kernel, shared | none | BESIDE, options
         if page == 128:
             for counted in ("ends", "any"):
                 collects = shared | {"COLLECT": counted}
@@ -372,11 +388,12 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     ):  # fmt: skip
         slots = max(page, 64)
         given = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 32, "ROWS": 16, "PAGE": page}
-        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1}
+        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1, **AMONG}
         given |= {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
         given |= {"QUERIES": 16, "OF_WARP": 32} if tokens * group <= 16 else {"QUERIES": 32, "OF_WARP": 16}
         given["STAGES"] = (3 if kv == "fp8" else 2) * 32 // given["OF_WARP"]
         yield f"decode-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given, {"num_warps": 4}
+        yield f"decode-beside-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given | BESIDE, {"num_warps": 4}
     for kv, (_, words, apart) in BLOCKS.items():  # over blocks, of which each head reads its own, and of prompts
         tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
@@ -516,7 +533,9 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         elif name in DESCRIPTORS and isinstance(function, GluonJITFunction):
             columns = constants["D"] if function is _flash_prefill_sm90_kernel else DESCRIPTORS[name]
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {columns}],{SHARED.value!r}>", False
-        if name == "words" and function in (_linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel):
+        if name == "words" and function in (
+            _linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel, _moe_scaled_sm90_kernel,
+        ):  # fmt: skip
             kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS", "D")) else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
             rows = ROWS.value if name == "weights" else constants["N_MAX"]
@@ -525,7 +544,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if function is _linear_fp8_sm90_kernel and name == "weights":
             paired = constants["GATED"] or constants["D"]
             columns = constants["PARTS"] * BLOCK_K.value
-            block = [1, PAIRS.value // 8, 2, 8, columns] if paired else [DOWN_ROWS.value, columns]
+            rows = constants["ROWS"]
+            block = [1, rows // 16, 2, 8, columns] if paired else [rows, columns]
             kind, aligned = f"tensordesc<fp8e4nv{block},{(E4M3_PAIRS if paired else E4M3).value!r}>", False
         if function is _linear_fp8_sm90_kernel and name == "xs":
             block = [constants["N_MAX"], constants["PARTS"] * BLOCK_K.value]
@@ -537,7 +557,11 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             if constants["GROUPS"]:
                 layout, element = E4M3_GATE_UP if constants["GATE"] else E4M3_DOWN, "fp8e4nv"
             kind, aligned = f"tensordesc<{element}{block},{layout.value!r}>", False
-        if function is _moe_sm90_kernel and name == "x_n":
+        if function is _moe_scaled_sm90_kernel and name == "w":
+            columns = BLOCK_K.value // (8 if constants["GROUP"] == 32 else 4)
+            block = [1, HALF.value // 8, 2, 8, columns] if constants["GATE"] else [1, DOWN_ROWS.value, columns]
+            kind, aligned = f"tensordesc<i32{block},{words_shared(columns, len(block))!r}>", False
+        if function in (_moe_sm90_kernel, _moe_scaled_sm90_kernel) and name == "x_n":
             aligned = False
         signature[name] = "constexpr" if name in constants else kind
         if name in constants:
