@@ -615,6 +615,14 @@ def test_hopper_layers_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("N, packed", [(2, True), (40, True), (40, False)])
+def test_hopper_layers_of_a_few_bits_in_a_graph(N: int, packed: bool) -> None:
+    case = scaled_case(wide_case(4, 16, 8, 2048, 768, False, N), packed)
+    assert experts_scaled_sm90.fits(case.x, case.ids, case.gate_up, case.down)
+    check_layers_in_a_graph(case, 16, 4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("N, way", [(2, "few"), (16, "some"), (64, "some")])
 def test_layers_in_a_graph_that_start_early(N: int, way: str) -> None:
     E, k, H, F = 64, 8, 2048, 96
