@@ -414,14 +414,14 @@ class RoutedExperts:
         P = N * top_k
         h = torch.empty(P, F, dtype=x.dtype, device=x.device)
         given = x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, self.clamp_at
-        if x.is_cuda and experts_sm90.fits(x, gate_up, down):
-            experts_sm90.launch(*given, self.addend, h, out)
-            return
         if x.is_cuda and experts_scaled_sm90.fits(x, ids, gate_up, down):
             outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
             columns = experts_scaled_sm90.columns_of(P, self.total_experts or E)
             experts_scaled_sm90.launch(*given, h, outputs, columns)
             self._sum(outputs, out)
+            return
+        if x.is_cuda and experts_sm90.fits(x, gate_up, down):
+            experts_sm90.launch(*given, self.addend, h, out)
             return
         sums = out if isinstance(out, SumTarget) else None
         to = (out, None, None) if sums is None else (None, sums.peers, sums.count)

@@ -35,7 +35,7 @@ MOST_COLUMNS = 32  # pairs of a block
 MIN_WIDTH = 192  # columns of an expert
 WARPS, ROWS, HALF = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
 BLOCK_K = gl.constexpr(128)  # columns of a product
-SHARED_KB = 104  # of a program's stages; two programs fit an SM
+SHARED_KB = {2: 104, 3: 68}  # of a program's stages, by programs of an SM
 COPIED = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Of a step's scales of e2m1, those of `_words`: a thread's rows, its quarter.
@@ -365,10 +365,15 @@ def parts_of(columns: int, packed: bool) -> int:
     return 4 if packed and columns <= 16 else 2
 
 
+def programs_of(columns: int, packed: bool) -> int:
+    """Chooses the programs of an SM: three hide more of what a step waits for, where their stages are small."""
+    return 2 if packed or columns > 8 else 3
+
+
 def stages_of(columns: int, packed: bool) -> int:
     """Computes how many steps a program has in shared memory."""
     part = BLOCK_K.value * (ROWS.value // (2 if packed else 1) + 2 * columns) + 256
-    return min(8, SHARED_KB * 1024 // (parts_of(columns, packed) * part))
+    return min(8, SHARED_KB[programs_of(columns, packed)] * 1024 // (parts_of(columns, packed) * part))
 
 
 def fits(
@@ -421,7 +426,7 @@ def launch(
         down_data.view(torch.int32), [E, H, F // a_word], [H * F // a_word, F // a_word, 1],
         [1, ROWS.value, words], words_shared(words, 3),
     )  # fmt: skip
-    programs = 2 * sm_count(x.device)
+    programs = programs_of(columns, a_word == 8) * sm_count(x.device)
     block_p = max(128, triton.next_power_of_2(P))
     most = triton.cdiv(min(block_p, E + block_p // columns), programs) + 2  # blocks that a program has
     lists = torch.empty(2, programs, most, columns + 8, dtype=torch.int32, device=x.device)
