@@ -244,7 +244,7 @@ def fails_by_control_c(e: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def fails_by_nan(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    outputs, weight = e.generate(REQUESTS), e.runner.model.norm.weight
+    outputs, weight = e.generate(REQUESTS), e.runner.model.norm.read.weight
     next(outputs)
     before = weight.clone()
     weight.fill_(torch.nan)
@@ -369,7 +369,7 @@ def test_the_caller_is_not_left_in_inference_mode() -> None:
 
 def test_nan_is_an_error_and_not_a_token() -> None:
     e = alone()
-    e.runner.model.norm.weight.fill_(torch.nan)
+    e.runner.model.norm.read.weight.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="logits are NaN"):
         list(e.generate([Request(0, PROMPT, 3)]))
 
