@@ -16,6 +16,7 @@ from functools import partial
 from benchmarks.models.speculate import PARTS, REST
 from benchmarks.records import (
     acceptance_tables,
+    draft_tables,
     fidelity_tables,
     fp8_tables,
     fronts,
@@ -186,6 +187,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **fp8_tables.PAGE,
     **fronts.PAGE,
     **sparse_tables.PAGE,
+    **draft_tables.PAGE,
     **serving_tables.PAGE,
     "sparse-bill": partial(bill, sparse_bill.bill_table),
     "sparse-crossover": partial(bill, sparse_bill.crossover_table),
