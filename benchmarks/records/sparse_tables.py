@@ -130,7 +130,8 @@ def costs() -> list[str]:
 
 
 PAGE: dict[str, Callable[[], list[str]]] = {
-    "sparse-blocks": blocks, "sparse-parts": parts, "sparse-collect": collecting, "sparse-choose": choosing, "sparse-attend": attending,
+    "sparse-blocks": blocks, "sparse-parts": parts, "sparse-collect": collecting, "sparse-choose": choosing,
+    "sparse-attend": attending,
     "sparse-steps": partial(steps, "sparse-steps"), "sparse-policies": partial(steps, "sparse-policies"),
     "sparse-steps.emulated-8": partial(steps, "sparse-steps.emulated-8"),
     "sparse-steps.8gpu": partial(steps, "sparse-steps.8gpu", "step"), "sparse-costs": costs,
