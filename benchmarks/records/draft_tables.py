@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.records.columns import POINT, Columns, Show, at, lines, ms, of, page, us
 from benchmarks.records.rows import Row, kv, results, shape
 
+KEY = ("kind", "model", "layout", "drafter", "batch", "length", "gamma")
 TASKS = {"gain_code": "code", "gain_copy": "copy", "gain_facts": "facts"}
 PHASES = ("draft", "verify", "choose", "accept")
 MOST_LOST = 0.02  # of plain decoding's speed, where drafts do not hold
@@ -13,7 +14,7 @@ GROUPS = (1, 2, 3, 5, 7, 9, 12, 20, 28, 40)  # rows of a verified group: sequenc
 
 def timed() -> list[Row]:
     """Reads the steps of every drafter that ran, the newest of each point."""
-    found = results("drafters", "kind", "model", "layout", "drafter", "batch", "length", "gamma")
+    found = results("drafters", *KEY)
     return [r for r in found if r["kind"] == "drafters" and "failed" not in r]
 
 
@@ -80,12 +81,25 @@ def adapted() -> list[Row]:
     return [r for r in found if r["kind"] == "adaptive" and "failed" not in r]
 
 
-def experts() -> list[str]:
-    """Tabulates experts of a verified group: time over that of reading the distinct ones, by rows."""
+def _groups() -> dict[str, dict[int, Row]]:
+    """Experts of one rank whose inherent time is recorded, by model and by rows of a group."""
     ranks: dict[str, dict[int, Row]] = {}
     for r in results("moe", "model", "tpf", "ep", "tokens"):
         if r.get("inherent_us") and (r["tpf"], r["ep"]) == (1, 1):
             ranks.setdefault(r["model"], {})[r["tokens"]] = r
+    return ranks
+
+
+def experts_over_inherent(*models: str) -> str:
+    """Says what a verified group of five rows takes over reading its distinct experts, by model."""
+    rows = {model: own[5] for model, own in _groups().items() if model in models and 5 in own}
+    said = (f"{model} {r['us'] / r['inherent_us']:.2f} x" for model, r in rows.items())
+    return ", ".join(said) + " of what five rows must read" if rows else "not recorded"
+
+
+def experts() -> list[str]:
+    """Tabulates experts of a verified group: time over that of reading the distinct ones, by rows."""
+    ranks = _groups()
     counts = [n for n in GROUPS if any(n in own for own in ranks.values())]
 
     def cell(r: Row | None) -> str:

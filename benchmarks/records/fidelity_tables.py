@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.quality.agreement import MARGIN, wilson
 from benchmarks.quality.fidelity_tasks import BUDGETS
-from benchmarks.records.columns import Columns, lines
+from benchmarks.records.columns import Columns, at, lines
 from benchmarks.records.rows import Row, results
 
 OF_KEYS = f"{', '.join(f'{keys:,}' for keys in BUDGETS)} chosen keys"
@@ -107,7 +107,7 @@ COLUMNS: dict[str, Columns] = {
         "by text": lambda r: " ".join(map(str, sorted(r["common"]))),
     },
     "needles": ANSWERS | {"in each tenth of the text": _depths},
-    "facts": ANSWERS | {"all of a prompt": lambda r: f"{r['whole']} of {r['prompts']}"},
+    **dict.fromkeys(("facts", "hops"), ANSWERS | {"all of a prompt": lambda r: f"{r['whole']} of {r['prompts']}"}),
     "hits": TEXTS
     | POLICY
     | {
@@ -179,18 +179,14 @@ def matched() -> list[str]:
     return lines(columns, shown)
 
 
-def margins() -> list[str]:
-    """Tabulates how sure dense attention was where a policy says otherwise, of all recorded texts of one rank together.
-
-    Source:
-        Gather-decode (BRL-2026-07), section 8.3.
-    """
-    pooled: dict[str, list[Row]] = {}
+def pooled() -> list[Row]:
+    """Counts of each policy, all recorded texts of one rank together: steps, misses, and those where dense is sure."""
+    by_policy: dict[str, list[Row]] = {}
     for r in results("fidelity", *KEY):
         if r["kind"] == "text" and r["kvp"] == 1 and r["policy"] in POOLED:
-            pooled.setdefault(r["policy"], []).append(r)
+            by_policy.setdefault(r["policy"], []).append(r)
     rows = []
-    for policy, texts in pooled.items():
+    for policy, texts in by_policy.items():
         misses = [margin for r in texts for margin in r["margins_of_misses"]]
         sure, steps = (sum(r[name] for r in texts) for name in ("sure_steps", "steps"))
         held = sure - sum(margin > MARGIN for margin in misses)
@@ -201,13 +197,22 @@ def margins() -> list[str]:
                 "sure_steps": sure, "sure_range": wilson(held, sure), "largest": max(misses, default=0.0),
             }
         )  # fmt: skip
+    return rows
+
+
+def margins() -> list[str]:
+    """Tabulates how sure dense attention was where a policy says otherwise, of all recorded texts together.
+
+    Source:
+        Gather-decode (BRL-2026-07), section 8.3.
+    """
     columns: Columns = {
-        **{name: lambda r, name=name: f"{r[name]}" for name in ("policy", "texts", "steps", "misses")},
+        **{name: at(name) for name in ("policy", "texts", "steps", "misses")},
         f"of margins up to {MARGIN / 2:g}": lambda r: f"{r['ties'] / max(r['misses'], 1):.0%}",
         "largest": _number("largest", 2),
         f"held where the margin is above {MARGIN:g} (95%)": lambda r: f"{_ranged('sure')(r)} of {r['sure_steps']}",
     }
-    return lines(columns, rows)
+    return lines(columns, pooled())
 
 
 def policies() -> list[str]:

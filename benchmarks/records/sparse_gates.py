@@ -32,11 +32,16 @@ class Gate(NamedTuple):
     ours: list[tuple[str, bool]]
 
 
+def listed() -> list[Gate]:
+    """Lists the gates in the paper's order, then ours."""
+    return [*_of_the_op(), *_of_steps(), *_of_the_bill(), *_of_answers(), *_of_parts()]
+
+
 def gates() -> list[str]:
     """Tabulates the gates; those without a record say so."""
     rows = [
         (g.asked, g.paper, ", ".join(f"{said}: {'pass' if passed else 'fail'}" for said, passed in g.ours))
-        for g in (*_of_the_op(), *_of_steps(), *_of_the_bill(), *_of_answers(), *_of_parts())
+        for g in listed()
     ]
     return page([("gate", "paper", "here"), *((*row[:2], row[2] or "not recorded") for row in rows)])
 
