@@ -39,6 +39,7 @@ from benchmarks.records.style import (
     MARKERS,
     ORANGE,
     PURPLE,
+    RED,
     Style,
     curves,
     facets,
@@ -363,6 +364,7 @@ def needles(rows: list[Row]) -> Figure:
     rows = [{**r, "share": r["distant_hits"] / r["distant"]} for r in rows if r["distant"] and r["kvp"] == 1]
     lines = _scored(SCORED) | {
         "quest-64": {"label": "bounds, pages of 16", "color": BLUE, "marker": "P", "linestyle": ""},
+        "parts-128-of-256": {"label": "128 parts of 16", "color": RED, "marker": "*", "linestyle": ""},
         "window": {"label": "window", "color": BLACK, "marker": "X", "linestyle": ""},
     }
     for row in rows:
