@@ -161,7 +161,9 @@ def items() -> list[Item]:
         ),
         Item("Table 3: 1M, batch 1, 1.77 x (k=32)", "done", _step(1, M, 32), STEPS),
         Item("Table 3: 128K, batch 8, 1.81 x (k=32)", "done", _step(8, 128 * K, 32), STEPS),
-        Item("GATE-3, H1 to H3, bars of fidelity: pass or fail", "done", _verdicts(), "helix tables sparse-gates"),
+        Item(
+            "GATE-3, H1 to H3, thresholds of fidelity: pass or fail", "done", _verdicts(), "helix tables sparse-gates"
+        ),
         Item(
             "Table 4: window, ours, Quest's pages",
             "partly: speed on Qwen2.5-7B's shape, needles on the demo model; parts of blocks beside them",

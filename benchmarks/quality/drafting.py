@@ -162,7 +162,7 @@ class Told(Drafter):
 
 
 class Watched(Drafter):
-    """Proposes as another drafter does; whoever refuses a proposal is asked how probable it was."""
+    """Proposes as another drafter does; and says how probable a refused proposal was."""
 
     def __init__(self, drafter: Drafter, temperature: float) -> None:
         super().__init__(drafter.limit)

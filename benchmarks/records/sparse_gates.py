@@ -1,7 +1,7 @@
 """The gates of a paper on block-sparse attention, and our own: each passed or failed by what is recorded.
 
 Source:
-    Attention Pays Its Bill (BRL-2026-07): H1 (section 5), GATE-3 (6), the bars of 8, H2 and H3 (9).
+    Attention Pays Its Bill (BRL-2026-07): H1 (section 5), GATE-3 (6), the thresholds of 8, H2 and H3 (9).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FEW, BLOCKS, PARTS = "k=8 of 128", "k=32 of 128", "k=128 of 16"
 
 class Gate(NamedTuple):
     """Attributes:
-    asked: the gate, and what it asks.
+    name: the gate, and what it wants.
     paper: what the paper says of itself.
     ours: our figures, each with whether it passes.
     """
 
-    asked: str
+    name: str
     paper: str
     ours: list[tuple[str, bool]]
 
@@ -40,7 +40,7 @@ def listed() -> list[Gate]:
 def gates() -> list[str]:
     """Tabulates the gates; those without a record say so."""
     rows = [
-        (g.asked, g.paper, ", ".join(f"{said}: {'pass' if passed else 'fail'}" for said, passed in g.ours))
+        (g.name, g.paper, ", ".join(f"{said}: {'pass' if passed else 'fail'}" for said, passed in g.ours))
         for g in listed()
     ]
     return page([("gate", "paper", "here"), *((*row[:2], row[2] or "not recorded") for row in rows)])
@@ -127,7 +127,7 @@ def _of_the_bill() -> list[Gate]:
 
 
 def _of_answers() -> list[Gate]:
-    """Bars of fidelity, on the newest texts on which both presets were compared."""
+    """Thresholds of fidelity, on the newest texts on which both presets were compared."""
     rows = [r for r in results("fidelity", *KEY) if r["kvp"] == 1 and r["length"] == LONGEST]
     both = [r["commit"] for r in rows if r.get("policy") == KEEPS]
     rows = [r for r in rows if r["commit"] in both[-1:] and r.get("haystack", "code") == "code"]

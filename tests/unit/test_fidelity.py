@@ -237,15 +237,15 @@ def test_hidden_lines(tokenizer: Any) -> None:
 
 
 def test_lines_that_name_the_next(tokenizer: Any) -> None:
-    """What is asked next is the answer before; lines, numbers and depths are those of lines that do not."""
+    """What comes next is the answer before; lines, numbers and depths are those of lines that do not."""
     found, plain = (
         Haystack(tokenizer, "code", 900).hide([0.1, 0.6, 0.9], 900, 4, chained) for chained in (True, False)
     )
     answers = [tokenizer.decode(found.follows[answer]) for answer in found.answers]
-    asked = [line.split()[5] for line in tokenizer.decode(found.follows).split("\n")[1:]]
-    assert [f" {word}" for word in asked] == answers[:-1] and found.depths == plain.depths
+    wanted = [line.split()[5] for line in tokenizer.decode(found.follows).split("\n")[1:]]
+    assert [f" {word}" for word in wanted] == answers[:-1] and found.depths == plain.depths
     assert answers == [tokenizer.decode(plain.follows[answer]) for answer in plain.answers]
-    for word, answer in zip(asked, answers[1:], strict=True):
+    for word, answer in zip(wanted, answers[1:], strict=True):
         assert tokenizer.decode(found.prompt).count(f"\n# The magic number for {word} is{answer}.\n") == 1
 
 
