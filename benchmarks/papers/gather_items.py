@@ -237,10 +237,15 @@ def items() -> list[Item]:
             "helix planner bill",
         ),
         Item("9: crossover and regime map", "done", "table sparse-crossover", "helix planner bill"),
-        Item("9: prefill of 1M, 833 s", "partly: to 256K over host memory", _prefill(), "helix bench tier-prefill"),
+        Item(
+            "9: prefill of 1M, 833 s",
+            "partly: to 256K over host memory; 1M under a cap of 22 GB is a case",
+            _prefill(),
+            "helix bench tier-prefill",
+        ),
         Item(
             "10: cache in host memory, 24 GB card, 6.1 tokens/s",
-            "partly: memory is counted, not capped; PCIe 5",
+            "partly: memory of steps is counted; `bench.gpu_bytes` caps it, not recorded; PCIe 5",
             _tier(),
             TIER,
         ),

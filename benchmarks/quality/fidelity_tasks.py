@@ -135,7 +135,7 @@ def facts(task: FidelityTask) -> list[Row]:
 
 
 def hops(task: FidelityTask) -> list[Row]:
-    """As `facts`, but that the number of a line is what the next one is about: which is wanted, an answer says."""
+    """Facts in a chain: a line is about the number of the one before it, so that an answer says what is wanted next."""
     return _questions(task, _spread(task.count, HOPS), chained=True)
 
 

@@ -363,8 +363,8 @@ def needles(rows: list[Row]) -> Figure:
     """Needles that are found outside of sink and window, over the keys that a step reads; a panel for each text."""
     rows = [{**r, "share": r["distant_hits"] / r["distant"]} for r in rows if r["distant"] and r["kvp"] == 1]
     lines = _scored(SCORED) | {
-        "quest-64": {"label": "bounds, pages of 16", "color": BLUE, "marker": "P", "linestyle": ""},
-        "parts-128-of-256": {"label": "128 parts of 16", "color": RED, "marker": "*", "linestyle": ""},
+        "quest-64": {"label": "pages of 16", "color": BLUE, "marker": "P", "linestyle": ""},
+        "parts-128-of-256": {"label": "parts of 16", "color": RED, "marker": "*", "linestyle": ""},
         "window": {"label": "window", "color": BLACK, "marker": "X", "linestyle": ""},
     }
     for row in rows:
