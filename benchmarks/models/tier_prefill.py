@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import jobs
+from benchmarks.models.tier_steps import CARD
 from benchmarks.models.workloads import K, M, named
 from benchmarks.runner import Benchmark, Given, Part, Row
 
 HOST = 62e3  # bytes of a token: keys and values of 28 layers, and room
 GPU = 4e9
-CARD = 22e9  # of 24 GB, what the driver and loaded kernels leave
 CAPPED = ["decode.prefill_chunk=8192", f"bench.gpu_bytes={CARD:.0f}"]  # longer chunks take more memory
 
 

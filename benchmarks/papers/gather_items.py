@@ -245,7 +245,7 @@ def items() -> list[Item]:
         ),
         Item(
             "10: cache in host memory, 24 GB card, 6.1 tokens/s",
-            "partly: memory of steps is counted; `bench.gpu_bytes` caps it, not recorded; PCIe 5",
+            "partly: 20 GB in use as counted; `bench.gpu_bytes` caps it at 22, not recorded; PCIe 5",
             _tier(),
             TIER,
         ),
