@@ -16,6 +16,7 @@ is an error: blocks are counted on the device.
                         p: how probable so uneven a split of the prompts that only dense attention or only the policy
                         gets right would be, were both as good (McNemar's test, exact, two-sided)
              facts      four such lines, whose numbers are wanted one after the other
+             hops       three such lines, each about the number of the one before it in place of a word
              free       greedy text of each policy's own, up to the first token that is not dense attention's
              generated  as text; also with pages that become full behind the prefill never to be chosen (-frozen)
              recall     what choices keep of dense attention's weight, which of the best blocks they find, and what
@@ -27,8 +28,8 @@ is an error: blocks are counted on the device.
   model      demo, or the directory of a checkpoint
   length     tokens of a text, prefill and steps, or of a prompt and its answer; several with commas (default 8192)
   steps      of each text, the last of its tokens (default 64, of free 128, of generated 1024)
-  count      texts, none of whose lines is in another (default 5), or prompts (default 200, of facts 50)
-  haystack   of needles and facts: code, loop (a paragraph over and over), or both with a comma (default code)
+  count      texts, none of whose lines is in another (default 5), or prompts (default 200, of facts and hops 50)
+  haystack   of needles, facts and hops: code, loop (a paragraph over and over), or both with a comma (default code)
   kvp        ranks over which the cache is split, threads of this process (default 1)
   choice     local: each rank takes its share of the blocks; global: one choice over all of them (default local)
   policies   some of the names in the table's column, separated by commas (default: all)
@@ -66,9 +67,9 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "dtype": one_of("float32", "bfloat16", "float16"), "output": Path,
 }  # fmt: skip
 STEPS = {"free": 128, "generated": 1024}
-COUNTS = {"needles": 200, "facts": 50}
-HAYSTACKS = ("needles", "facts")
-NOT_READ = {"needles": ("steps",), "facts": ("steps",), "recall": ("policies", "choice", "kvp", "haystack")}
+COUNTS = {"needles": 200, "facts": 50, "hops": 50}
+HAYSTACKS = tuple(COUNTS)
+NOT_READ = {**dict.fromkeys(HAYSTACKS, ("steps",)), "recall": ("policies", "choice", "kvp", "haystack")}
 
 
 def chosen_policies(values: dict[str, Any], length: int) -> tuple[Policy, ...]:

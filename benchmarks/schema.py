@@ -15,6 +15,7 @@ from launch.inputs.compose import PATHS, RUN, Settings
 CONF = Path(__file__).resolve().parent / "conf"
 KINDS = ("none", "decode", "comm", "hopb", "hosts", "prefill", "serve", "tune")
 POINTED = ("decode", "hopb", "hosts", "prefill")  # what times bench.points
+LIMITED = ("decode", "prefill")  # where a rank may be kept to a part of its GPU
 DRAFTED = ("none", "decode", "tune")  # where a model may draft
 
 
@@ -38,6 +39,8 @@ class BenchConfig:
     grid: tune measures each of sparsities with each of gammas in the end.
     output: file of what tune has measured, JSON lines, which is not measured again; the rows of each of points are
         appended as it ends.
+    gpu_bytes: what a rank may allocate of its GPU, with decode and prefill; more fails, as on a smaller card. What the
+        driver and loaded kernels take comes on top. Unset: all of it.
     traces: what serve serves, some of those in benchmarks/ranks/serving.py; none given: all.
     """
 
@@ -51,6 +54,7 @@ class BenchConfig:
     sparsities: list[float] = field(default_factory=list)
     grid: bool = False
     output: str | None = None
+    gpu_bytes: float | None = None
     traces: list[str] = field(default_factory=list)
 
 
@@ -101,6 +105,8 @@ def check(config: LabConfig) -> None:
         raise ValueError(f"bench.kind={bench.kind!r} is unknown; choose one of {', '.join(KINDS)}")
     if not 1 <= bench.steps <= 1 << 20:
         raise ValueError(f"bench.steps={bench.steps} must be from 1 to {1 << 20}")
+    if bench.gpu_bytes is not None and not (bench.gpu_bytes > 0 and bench.kind in LIMITED):
+        raise ValueError(f"bench.gpu_bytes={bench.gpu_bytes} must be positive, and goes with {' and '.join(LIMITED)}")
     for key, share in (("acceptance", bench.acceptance), ("repeat", bench.repeat)):
         if share is not None and not 0 <= share <= 1:
             raise ValueError(f"bench.{key}={share!r} must be from 0 to 1")

@@ -28,6 +28,7 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
   path        with drafter=eagle3: the directory of its checkpoint
   sparsity    with drafter=sparse: the share of its keys that drafts read (default 0.07)
   sparse      blocks that each KV head chooses: plans block-sparse attention, and says where dense attention is faster
+              (attention=parts in its place: parts of blocks, which keep the single lines that blocks lose)
   tier        host: with sparse, keys and values lie in host memory, and what is not on the GPU comes over the link
   hits        with tier: the share of chosen blocks that are on the GPU already (default 0)
   ahead       with tier: of the blocks that are not on the GPU, the share that guesses name, so that they come while the

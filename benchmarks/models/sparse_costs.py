@@ -1,10 +1,12 @@
-"""Times block-sparse attention where nothing is chosen, and beside drafts: `helix bench sparse-costs`.
+"""Times block-sparse attention where nothing is chosen, beside drafts, and by parts: `helix bench sparse-costs`.
 
 Decode steps of whole models over a cache of random data (`bench=decode`), two jobs at a time, one beside the other:
 
   short    sequences shorter than `attention.from_tokens`: beside attention=dense, the bounds of pages are kept up
   roomy    4K tokens in an engine made for 1M, beside one made for 4K: work follows the live length
   drafts   four drafts a step at 1M, each of which chooses for itself, beside none
+  parts    parts of blocks (attention=parts), beside 32 blocks
+  dense    all keys, beside parts
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 
 MODELS = ("qwen2.5-7b",)
 SPARSE = ("attention=block_sparse", "attention.from_tokens=0")
+PARTS = ("attention=parts", "attention.from_tokens=0")
 DRAFTS = ("speculation=ngram", "speculation.gamma=4", "bench.acceptance=0.8")
 CostPoint = tuple[int, int]
 
@@ -34,10 +37,13 @@ class Probe:
 
 
 SHORT = ((1, 4 * K), (1, 32 * K), (1, 128 * K), (8, 128 * K))
+LONG = ((1, 128 * K), (8, 128 * K), (1, M))
 ON_GPU = {
     "short": (Probe((), SHORT), Probe(("attention=block_sparse", f"attention.from_tokens={2 * M}"), SHORT)),
     "roomy": (Probe(SPARSE, ((1, 4 * K),)), Probe(SPARSE, ((1, 4 * K), (1, M)))),
     "drafts": (Probe(SPARSE, ((1, 4 * K), (1, M))), Probe((*SPARSE, *DRAFTS), ((1, M),), gamma=4)),
+    "parts": (Probe(SPARSE, LONG), Probe(PARTS, LONG)),
+    "dense": (Probe(PARTS, LONG), Probe((), LONG)),
 }
 ON_CPU = {"roomy": (Probe(SPARSE, ((1, K),)), Probe(SPARSE, ((1, K), (1, 8 * K))))}
 
@@ -76,7 +82,7 @@ def measure(given: Given, model: str, what: str, one: Probe, other: Probe) -> It
 
 
 BENCHMARK = Benchmark(
-    "decode steps with block-sparse attention where it chooses nothing, and beside drafts, over all GPUs",
+    "decode steps with block-sparse attention where it chooses nothing, beside drafts, and with parts, over all GPUs",
     __doc__,
     (Part(cases, measure, "model case batch length drafts plain_us step_us step_us/plain_us"),),
     models=MODELS,

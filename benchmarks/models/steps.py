@@ -58,7 +58,7 @@ BUDGETS: tuple[tuple[str, ...], ...] = (
 )
 POLICIES: tuple[tuple[str, ...], ...] = (
     (),
-    *((f"attention={policy}", "attention.from_tokens=0") for policy in ("block_sparse", "quest", "window")),
+    *((f"attention={policy}", "attention.from_tokens=0") for policy in ("block_sparse", "parts", "quest", "window")),
 )
 
 
@@ -141,7 +141,7 @@ def measure_sparse(
 ) -> Iterator[Row]:
     """Rows of a job, each with what its queries read: `sparse` is None in those of dense attention."""
     read = budget(composed(overrides))
-    attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block}"
+    attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block // read.parts}"
     for row in time_job(works, layout, overrides):
         about = {"layers": len(spec.layers), "attention": attention}
         yield row | about | {"sparse": None if read is None else asdict(read)}
@@ -159,7 +159,7 @@ SPARSE = Benchmark(
     emulated=True,
 )
 SPARSE_POLICIES = Benchmark(
-    "decode steps with block-sparse attention, Quest's pages and a window, beside dense, over all GPUs",
+    "decode steps with block-sparse attention, parts, Quest's pages and a window, beside dense, over all GPUs",
     __doc__,
     (Part(partial(sparse_cases, SPARSE_MODELS, POLICY_POINTS, POLICIES), measure_sparse, _SPARSE_COLUMNS),),
     models=SPARSE_MODELS,

@@ -3,6 +3,9 @@
 Qwen2.5-7B's shape with random weights on one GPU, 256K tokens, block-sparse decode behind them: with 4 GB of the GPU
 for the cache, then with the whole cache there. Chunks are chosen by themselves. `turn_ms` is what 100 more tokens take
 behind the prompt. On one H200 both jobs take some 130 s.
+
+Then 1M tokens over host memory on a card of 24 GB: more than 22 GB cannot be allocated (`bench.gpu_bytes`), and
+`used_gb` is what the driver says at the end of the prompt. It takes some 8 minutes.
 """
 
 from __future__ import annotations
@@ -10,32 +13,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import jobs
-from benchmarks.models.workloads import K, named
+from benchmarks.models.tier_steps import CARD
+from benchmarks.models.workloads import K, M, named
 from benchmarks.runner import Benchmark, Given, Part, Row
 
-HOST = 20e9  # bytes: keys and values of 256K tokens, and room
+HOST = 62e3  # bytes of a token: keys and values of 28 layers, and room
 GPU = 4e9
+CAPPED = ["decode.prefill_chunk=8192", f"bench.gpu_bytes={CARD:.0f}"]  # longer chunks take more memory
 
 
-def measure(given: Given, host: bool) -> Iterator[Row]:
+def cases(given: Given) -> list[tuple[bool, int, bool]]:
+    """Lists the jobs: whether the cache lies in host memory, tokens, and whether the card is a small one."""
+    return [(True, 256 * K, False), (False, 256 * K, False), *[(True, M, True)] * given.gpu]
+
+
+def measure(given: Given, host: bool, length: int, capped: bool) -> Iterator[Row]:
     """A row of one job."""
-    model, length, of_host, of_gpu = ("qwen2.5-7b", 256 * K, HOST, GPU) if given.gpu else ("demo", 2 * K, 1e9, 4e8)
+    model, of_host, of_gpu = ("qwen2.5-7b", HOST * length, GPU) if given.gpu else ("demo", 1e9, 4e8)
+    length = length if given.gpu else length // 128
     job = [*named(model), "layout.kvp=1", "attention=block_sparse", "bench=prefill", f"bench.points=[1x{length}]"]
     if host:
         job += ["kv.tier=host", f"kv.host_bytes={of_host:.0f}", f"kv.gpu_bytes={of_gpu:.0f}"]
     row: Row = {"kind": "tier-prefill", "model": model, "tier": "host" if host else "gpu"}
-    (point,) = jobs.measure(1, job)["points"]
-    yield row | {"gpu_bytes": of_gpu if host else None} | point
+    row["limit_bytes"] = CARD if capped else None
+    try:
+        (point,) = jobs.measure(1, [*job, *(CAPPED if capped else [])])["points"]
+    except jobs.JobError as error:
+        point = {"batch": 1, "length": length, "failed": str(error)}
+    size = point.get("used_bytes_per_gpu", [None])[0]
+    yield row | {"gpu_bytes": of_gpu if host else None, "used_gb": size and size / 1e9} | point
 
 
 BENCHMARK = Benchmark(
-    "a prompt of 256K tokens over a cache in host memory, beside one on the GPU",
+    "prompts of 256K and 1M tokens over a cache in host memory, beside one on the GPU",
     __doc__,
     (
         Part(
-            lambda given: [(True,), (False,)],
+            cases,
             measure,
-            "model tier gpu_bytes length prefill_chunk prefill_s tokens_per_s turn_ms",
+            "model tier gpu_bytes limit_bytes used_gb length prefill_chunk prefill_s tokens_per_s turn_ms",
         ),
     ),
 )

@@ -36,7 +36,13 @@ PAPERS: dict[str, ModuleType] = {
 }
 DRAWN = {  # of `helix plot`
     "helix": ("fronts-deepseek-r1", "fronts-llama-3.1-405b"),
-    "vegas": ("acceptance-places", "acceptance-sparsity"),
+    "vegas": (
+        "acceptance-places",
+        "acceptance-sparsity",
+        "acceptance-refused",
+        "drafters-gains",
+        "drafters-breakdown",
+    ),
     "gather": ("sparse-map", "sparse-map.emulated-8", "fidelity-needles", "fidelity-recall"),
 }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.papers.items import NOT_RECORDED, Item, Table, span
-from benchmarks.records import sparse_bill
-from benchmarks.records.fidelity_tables import KEY
+from benchmarks.records import sparse_bill, sparse_gates
+from benchmarks.records.fidelity_tables import KEY, LONGEST, pooled
 from benchmarks.records.rows import WORKLOAD, Row, results
+from benchmarks.records.sparse_gates import KEEPS, over_dense
 from benchmarks.records.tables import TABLES
 
 K, M = 1024, 1 << 20
@@ -15,15 +16,20 @@ OPS, STEPS, FIDELITY, TIER = (
     "helix fidelity",
     "helix bench tier-steps",
 )
+KINDS = ("text", "needles", "facts", "hops", "generated", "recall")
 # The tables that are reprinted, and what makes their records.
 RECORDED = {
     "sparse-blocks": OPS,
     "sparse-steps": STEPS,
     "sparse-steps.emulated-8": f"{STEPS} ranks=8",
     "sparse-policies": "helix bench sparse-policies",
+    "sparse-gates": "helix tables sparse-gates",
+    "sparse-parts": OPS,
+    "sparse-costs": "helix bench sparse-costs",
     "sparse-bill": "helix planner bill",
+    "sparse-bill-three": "helix planner bill",
     "sparse-crossover": "helix planner bill",
-    **{f"fidelity-{name}": FIDELITY for name in ("policies", "text", "needles", "facts", "generated", "recall")},
+    **{f"fidelity-{name}": FIDELITY for name in ("policies", "matched", "margins", *KINDS)},
     "tier-steps": TIER,
     "tier-prefill": "helix bench tier-prefill",
     "tier-needles": "helix bench tier-needles",
@@ -36,23 +42,15 @@ def _op(batch: int, topk: int) -> str:
     return ", ".join(f"{r['length'] // K}K {r['best_dense_over_ours']:.1f} x" for r in found) or NOT_RECORDED
 
 
-def _step(batch: int, length: int, topk: int, name: str = "sparse-steps", model: str = "qwen2.5-7b") -> str:
+def _step(batch: int, length: int, topk: int) -> str:
     """Time of a dense step over a sparse one's."""
-    rows = [
-        r
-        for r in results(name, *WORKLOAD, "attention")
-        if (r["model"], r["batch"], r["length"]) == (model, batch, length)
-    ]
-    took = {r["attention"]: r["ttl_p50_us"] for r in rows if "failed" not in r}
-    own = took.get(f"block_sparse, k={topk} of 128")
-    return f"{took['dense'] / own:.2f} x" if own and "dense" in took else NOT_RECORDED
+    over = over_dense(batch, length, f"k={topk} of 128")
+    return NOT_RECORDED if over is None else f"{over:.2f} x"
 
 
-def _gate(least: float, length: int, *batches: int) -> str:
-    """Says at each batch if a step of 32 blocks is `least` times as fast as a dense one."""
-    found = {batch: _step(batch, length, 32) for batch in batches}
-    met = {batch: said != NOT_RECORDED and float(said.split()[0]) >= least for batch, said in found.items()}
-    return ", ".join(f"batch {b} {said}: {'met' if met[b] else 'not met'}" for b, said in found.items())
+def _verdicts() -> str:
+    said = [passed for gate in sparse_gates.listed() for _, passed in gate.ours]
+    return f"{sum(said)} of {len(said)} figures pass; below"
 
 
 def _flat(topk: int) -> str:
@@ -67,9 +65,24 @@ def _fidelity(kind: str, **fields: object) -> list[Row]:
     return [r for r in rows if all(r[name] == value for name, value in fields.items())]
 
 
-def _needles(policy: str, length: int, haystack: str) -> str:
-    rows = _fidelity("needles", policy=policy, length=length, haystack=haystack)
+def _needles(policy: str, length: int, haystack: str, count: int = 200) -> str:
+    rows = _fidelity("needles", policy=policy, length=length, haystack=haystack, count=count)
     return f"{policy} {rows[-1]['hits']} of {rows[-1]['count']}" if rows else f"{policy} -"
+
+
+def _newest(kind: str, *policies: str) -> str:
+    """Hits of some policies at 32K in code, on the newest prompts on which parts were measured."""
+    rows = [r for r in _fidelity(kind, length=LONGEST, haystack="code") if r["policy"] in policies]
+    together = [r["commit"] for r in rows if r["policy"] == KEEPS][-1:]
+    found = {r["policy"]: r for r in rows if r["commit"] in together}
+    said = [f"{policy} {found[policy]['hits']} of {found[policy]['count']}" for policy in policies if policy in found]
+    return ", ".join(said) or NOT_RECORDED
+
+
+def _margins() -> str:
+    """Shares of steps that hold where dense attention is sure, of all recorded texts together."""
+    rows = {r["policy"]: r for r in pooled() if r["policy"] in ("bounds-8", "bounds-32", KEEPS)}
+    return ", ".join(f"{policy} {r['sure']:.4f} of {r['sure_steps']}" for policy, r in rows.items())
 
 
 def _text(policy: str, length: int, name: str) -> str:
@@ -148,18 +161,14 @@ def items() -> list[Item]:
         ),
         Item("Table 3: 1M, batch 1, 1.77 x (k=32)", "done", _step(1, M, 32), STEPS),
         Item("Table 3: 128K, batch 8, 1.81 x (k=32)", "done", _step(8, 128 * K, 32), STEPS),
-        Item("GATE-3, 2 to 4 x at 128K: not met", "done", _gate(2, 128 * K, 1, 2, 4, 8), STEPS),
-        Item("GATE-3, 5 to 10 x at 1M: not met", "done", _gate(5, M, 1, 2), STEPS),
         Item(
-            "GATE-3 at 8 x 1M, over ranks",
-            "done, on eight emulated ranks",
-            _step(8, M, 32, "sparse-steps.emulated-8"),
-            f"{STEPS} ranks=8",
+            "GATE-3, H1 to H3, thresholds of fidelity: pass or fail", "done", _verdicts(), "helix tables sparse-gates"
         ),
         Item(
             "Table 4: window, ours, Quest's pages",
-            "partly: speed on Qwen2.5-7B's shape, needles on the demo model",
-            "32K, code: " + ", ".join(_needles(p, 32 * K, "code") for p in ("bounds-32", "quest-64", "window-4736")),
+            "partly: speed on Qwen2.5-7B's shape, needles on the demo model; parts of blocks beside them",
+            f"32K, code: {_newest('needles', 'dense', 'bounds-32', KEEPS, 'quest-64')}, "
+            f"{_needles('window-4736', 32 * K, 'code')}",
             FIDELITY,
         ),
         Item(
@@ -195,8 +204,8 @@ def items() -> list[Item]:
         ),
         Item(
             "8.3: margins of misses, pooled",
-            "partly: kept by row, not pooled",
-            "`margins_of_misses` of each record",
+            "done: all texts of a policy together",
+            _margins(),
             FIDELITY,
         ),
         Item(
@@ -213,7 +222,13 @@ def items() -> list[Item]:
             f"{_needles('bounds-32', 32 * K, 'code')}, {_needles('dense', 32 * K, 'code')}",
             FIDELITY,
         ),
-        Item("8.4: several facts, multi-hop", "partly: four facts; no multi-hop", "table fidelity-facts", FIDELITY),
+        Item(
+            "8.4: several facts, multi-hop",
+            "done: four facts, `task=hops`: a fact that names another",
+            f"facts: {_newest('facts', 'dense', 'bounds-32', KEEPS, 'quest-64')}; "
+            f"hops: {_newest('hops', 'dense', 'bounds-32', KEEPS, 'quest-64')}",
+            FIDELITY,
+        ),
         Item("8.4: 512K and 1M needles", "out of reach: no model of that context here", "-", FIDELITY),
         Item(
             "9, equation 2, Figure 3: the bill; 3.05 TB/s, 3.2 ms, 1.7 ms, R² 0.998",
@@ -222,10 +237,15 @@ def items() -> list[Item]:
             "helix planner bill",
         ),
         Item("9: crossover and regime map", "done", "table sparse-crossover", "helix planner bill"),
-        Item("9: prefill of 1M, 833 s", "partly: to 256K over host memory", _prefill(), "helix bench tier-prefill"),
+        Item(
+            "9: prefill of 1M, 833 s",
+            "partly: to 256K over host memory; 1M under a cap of 22 GB is a case",
+            _prefill(),
+            "helix bench tier-prefill",
+        ),
         Item(
             "10: cache in host memory, 24 GB card, 6.1 tokens/s",
-            "partly: memory is counted, not capped; PCIe 5",
+            "partly: 20 GB in use as counted; `bench.gpu_bytes` caps it at 22, not recorded; PCIe 5",
             _tier(),
             TIER,
         ),

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from benchmarks.papers.items import NOT_RECORDED, Item, Table, span
 from benchmarks.records.acceptance_tables import KEY, joined
+from benchmarks.records.draft_tables import adapted, best, experts_over_inherent, gained, timed
 from benchmarks.records.rows import Row, results
 from benchmarks.records.tables import TABLES
 
 ACCEPTANCE, DRAFTS, KERNELS = "helix acceptance", "helix bench self-drafts", "helix bench sparse"
+DRAFTERS = "helix bench drafters"
+LONG = 112 * 1024
 # The tables that are reprinted, and what makes their records.
 RECORDED = {
     **dict.fromkeys(
@@ -19,6 +22,10 @@ RECORDED = {
     "sparse-collect": KERNELS,
     "sparse-choose": KERNELS,
     "sparse-attend": KERNELS,
+    "drafters": DRAFTERS,
+    "drafters-breakdown": DRAFTERS,
+    "drafters-adaptive": DRAFTERS,
+    "experts-verified": "helix bench moe",
     "self-drafts": DRAFTS,
     "self-drafts-of-8": f"{DRAFTS} ranks=8",
 }
@@ -64,7 +71,7 @@ def _collect(name: str) -> str:
     rows = [
         r for r in results("sparse", "kind", "group", "dim", "queries", "batch", "length") if r["kind"] == "collect"
     ]
-    return span([r[f"{name}_over_plain"] for r in rows], ".2f", "x")
+    return span([r[f"{name}_over_plain"] for r in rows if f"{name}_over_plain" in r], ".2f", "x")
 
 
 def _attend() -> str:
@@ -72,17 +79,6 @@ def _attend() -> str:
     rows = [r for r in results("sparse", "kind", "heads", "batch", "length", "run") if r["kind"] == "attend"]
     single = {(r["heads"], r["batch"], r["length"]): r["us"] for r in rows if r["run"] == 1}
     return span([r["us"] / single[r["heads"], r["batch"], r["length"]] for r in rows], ".2f", "x of single keys")
-
-
-def _phase(model: str, phases: Sequence[str], batch: int, length: int) -> str:
-    """The share of some phases in an iteration of four drafts."""
-    found = results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
-    rows = [
-        r
-        for r in found
-        if (r["model"], r["batch"], r["length"], r["gamma"]) == (model, batch, length, 4) and r.get("phase_us")
-    ]
-    return span([sum(r["phase_us"][p] for p in phases) / sum(r["phase_us"].values()) for r in rows], ".1%")
 
 
 def _gain(models: Sequence[str], rate: str = "0.9") -> str:
@@ -99,10 +95,42 @@ def _gain(models: Sequence[str], rate: str = "0.9") -> str:
     )
 
 
+def _beside(*drafters: str) -> str:
+    """Gains over plain steps on the task that gains least, Qwen3-8B, 4 x 112K, by measured acceptance."""
+    rows = {r["drafter"]: r for r in best(timed()) if (r["model"], r["batch"], r["length"]) == ("qwen3-8b", 4, LONG)}
+    said = [f"{name} {gained(rows[name]):.2f} x ({rows[name]['gamma']} drafts)" for name in drafters if name in rows]
+    return ", ".join(said) or NOT_RECORDED
+
+
+def _choosing(*drafters: str) -> str:
+    """What the choice of keys adds to an iteration, Qwen3-8B, 4 x 112K, four drafts."""
+    said = []
+    for r in timed():
+        if (r["model"], r["batch"], r["length"], r["gamma"]) == ("qwen3-8b", 4, LONG, 4) and r["drafter"] in drafters:
+            own = r["phase_us"]["choose"]
+            said.append(f"{r['drafter']} {own / (sum(r['phase_us'].values()) - own):.1%}")
+    return ", ".join(said) or NOT_RECORDED
+
+
+def _by_length(drafter: str) -> str:
+    rows = [r for r in best(timed()) if (r["model"], r["drafter"], r["batch"]) == ("qwen3-8b", drafter, 4)]
+    said = (f"{r['length'] // 1024}K {gained(r):.2f} x" for r in sorted(rows, key=lambda r: int(r["length"])))
+    return ", ".join(said) or NOT_RECORDED
+
+
+def _lost() -> str:
+    return span([max(0.0, 1 - r["gain"]) for r in adapted() if r["speculation"]], ".1%", "lost where none holds")
+
+
+def _refused() -> str:
+    rows = [r for r in results("acceptance", *KEY) if r.get("refused") and r["policy"] == "any"]
+    likely, count = sum(sum(r["refused_tenths"][3:]) for r in rows), sum(r["refused"] for r in rows)
+    return f"any: {likely / count:.0%} of {count} with 0.3 or more" if rows else NOT_RECORDED
+
+
 def items() -> list[Item]:
     """Lists the paper's items, in its order."""
     models = ("qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b")
-    first = ("qwen3-8b", ("choose",), 4, 112 * 1024)
     return [
         Item(
             "Figure 1: iteration of drafts and verification",
@@ -121,9 +149,9 @@ def items() -> list[Item]:
         ),
         Item(
             "Figure 3: breakdown of an iteration",
-            "partly: of `any` alone; `quest` and `window` are not timed",
-            f"choice {_phase(*first)} of an iteration",
-            DRAFTS,
+            "partly: `any`, `c2q` and `window`, four drafts; `quest` not recorded",
+            f"choice over all else: {_choosing('any', 'c2q', 'window', 'quest')}",
+            DRAFTERS,
         ),
         Item(
             "Equation 2: keys by all drafts' logits", "done: policy `all`, of the laboratory", _kept("all"), ACCEPTANCE
@@ -140,7 +168,12 @@ def items() -> list[Item]:
             _kept("all", "accepted"),
             ACCEPTANCE,
         ),
-        Item("Figure 5: how probable refused tokens were", "not done", "-", ACCEPTANCE),
+        Item(
+            "Figure 5: how probable refused tokens were",
+            "done: by tenths, in every record from now on; on a GPU not recorded",
+            _refused(),
+            ACCEPTANCE,
+        ),
         Item(
             "Figure 6: cost of collecting",
             "done: all rows in one maximum or mean; the paper 5 to 189%",
@@ -167,16 +200,16 @@ def items() -> list[Item]:
         Item("5.1: H100 NVL", "partly: H200 and emulated ranks", "-", DRAFTS),
         Item(
             "5.1: baselines MagicDec-Stream and -Quest",
-            "partly: acceptance of `window` and `quest`; not timed",
-            _kept("window", "quest"),
-            ACCEPTANCE,
+            "partly: `window` timed in our engine, `quest` its acceptance alone",
+            f"{_beside('any', 'c2q', 'window', 'quest')}; tokens: {_kept('window', 'quest')}",
+            DRAFTERS,
         ),
         Item("5.1: baseline SpecExtend", "partly: policy `last` in every layer; not timed", _kept("last"), ACCEPTANCE),
         Item(
             "Figure 9: AIME25, CodeElo",
-            "out of reach: needs trained 8B weights; the step is timed at given rates",
-            _gain(models, "0.96"),
-            DRAFTS,
+            "partly: no trained 8B weights; times of Qwen3-8B, batch 4, acceptance of the demo model",
+            f"{_by_length('any')}; {_gain(models, '0.96')}",
+            DRAFTERS,
         ),
         Item(
             "Figure 10a: drafting accuracy",
@@ -187,14 +220,14 @@ def items() -> list[Item]:
         Item(
             "Figure 10b: overhead of choosing, 5.9 to 9.4%",
             "done: the choice, without the collecting",
-            _phase(*first),
-            DRAFTS,
+            _choosing("any", "c2q", "quest"),
+            DRAFTERS,
         ),
         Item(
             "Figure 11: LongBench-v2, 96K to 120K",
-            "partly: 1 x 128K, 4 x 112K and 8 x 1M of random data",
-            _gain(models, "0.8"),
-            DRAFTS,
+            "partly: 4 x 112K, times of random weights, acceptance of the demo model at 4K to 32K",
+            _beside("any", "c2q", "window", "quest", "ngram"),
+            DRAFTERS,
         ),
         Item("Abstract: 1.25 to 2.81 x over vLLM", "partly: beside our own plain steps", _gain(models), DRAFTS),
         Item("Appendix B: weights in place of logits", "done, in the laboratory", _kept("weights", "any"), ACCEPTANCE),
@@ -203,11 +236,28 @@ def items() -> list[Item]:
         Item("E.1: sampling parameters", "done: temperature 0.6, top-p, top-k", "table acceptance-sampled", ACCEPTANCE),
         Item(
             "Figure 13: map of gamma and share",
-            "partly: `helix tune` draws it; none is recorded on a GPU",
+            "partly: `helix tune ... bench.grid=true` draws it; none is recorded on a GPU",
             "-",
             "helix tune",
         ),
-        Item("Table 3: gammas that were chosen", "partly: 4, 6 and 8 are timed", "table self-drafts", DRAFTS),
+        Item(
+            "Table 3: gammas that were chosen",
+            "done: of 2, 4 and 6, what gains the most on the worst task",
+            _beside("any", "c2q", "window"),
+            DRAFTERS,
+        ),
+        Item(
+            "Experts under verification",
+            "not in the paper: a group's rows take different experts",
+            experts_over_inherent("gpt-oss-20b", "Qwen3-30B-A3B"),
+            "helix bench moe",
+        ),
+        Item(
+            "Drafts that do not hold",
+            "not in the paper: `adaptive` weighs the price of a group; gpt-oss-20b alone is recorded",
+            _lost(),
+            DRAFTERS,
+        ),
         Item(
             "Over several ranks", "not in the paper: each rank chooses its share", "table acceptance-ranks", ACCEPTANCE
         ),

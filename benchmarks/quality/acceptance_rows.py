@@ -53,9 +53,13 @@ def described(way: Drafting) -> Row:
 
 
 def counted(outcomes: Sequence[Outcome], gamma: int) -> Row:
-    """How many drafts held: of each place, a draft is tried where all before it held."""
+    """How many drafts held: of each place, a draft is tried where all before it held.
+
+    refused_tenths: by how probable the model found them, how many of the first drafts that did not hold.
+    """
     by_prompt = [sum(1 + n for n in x.held) / len(x.held) for x in outcomes]
     held = [n for x in outcomes for n in x.held]
+    probable = [p for x in outcomes for p in x.refused]
     tried = [sum(n >= place for n in held) for place in range(gamma)]
     kept = [sum(n > place for n in held) for place in range(gamma)]
     return {
@@ -69,6 +73,8 @@ def counted(outcomes: Sequence[Outcome], gamma: int) -> Row:
         "kept": kept,
         "kept_share": [k / n if n else None for k, n in zip(kept, tried, strict=True)],
         "kept_range": [wilson(k, n) for k, n in zip(kept, tried, strict=True)],
+        "refused": len(probable),
+        "refused_tenths": [sum(min(9, int(10 * p)) == tenth for p in probable) for tenth in range(10)],
     }
 
 

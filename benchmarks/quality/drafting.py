@@ -80,10 +80,12 @@ class Outcome:
     Attributes:
         tokens: [n] of all turns.
         held: drafts that held in each step.
+        refused: of one rank, how probable the model with all its keys finds each first draft that did not hold.
     """
 
     tokens: list[int]
     held: list[int]
+    refused: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,40 @@ class Told(Drafter):
         self.learner.taken(step)
 
 
+class Watched(Drafter):
+    """Proposes as another drafter does; and says how probable a refused proposal was."""
+
+    def __init__(self, drafter: Drafter, temperature: float) -> None:
+        super().__init__(drafter.limit)
+        self.drafter = drafter
+        self.verification = drafter.verification
+        self.temperature = temperature or 1.0
+        self.proposed = torch.empty(0)
+        self.seen: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        draft = self.drafter.propose(state, kind)
+        self.proposed = draft.tokens
+        return draft
+
+    def takes(self, kind: StepKind) -> bool:
+        return self.drafter.takes(kind)
+
+    def taken(self, step: Taken) -> None:
+        self.drafter.taken(step)
+
+    def observe(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
+        """Keeps a step's logits [n, V] over the whole vocabulary, of `positions` [n] of `slots` [n]."""
+        self.seen = slots, positions, logits
+
+    def refused(self, slot: int, position: int, place: int) -> float:
+        """Returns the probability of the draft at `place` that was refused, of a token for `position`."""
+        assert self.seen is not None
+        slots, positions, logits = self.seen
+        (row,) = ((slots == slot) & (positions == position)).nonzero()[0].tolist()
+        return float((logits[row] / self.temperature).softmax(-1)[self.proposed[slot, place]])
+
+
 def run(
     setting: Subject,
     continuations: Sequence[Continuation],
@@ -232,6 +268,7 @@ def _decode(
     measured = meter.of(drafter, runner) if meter is not None and isinstance(drafter, SparseDrafter) else None
     steps: list[Tensor] = []
     tokens: list[list[int]] = [[] for _ in batch]
+    refused: list[list[float]] = [[] for _ in batch]
     for turn in range(max(len(c.turns) for c in batch)):
         live = [turn < len(c.turns) for c in batch]
         told = [c.turns[turn].tolist() if here else [] for c, here in zip(batch, live, strict=True)]
@@ -246,14 +283,21 @@ def _decode(
         if measured is not None:
             measured.verified(torch.tensor([len(x) > 0 for x in told], device=device))
         count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)
-        runner.drafter, last = drafter, first + count - 1
+        watched = Watched(drafter, way.temperature) if way.gamma and runner.layout.world_size == 1 else None
+        runner.drafter, runner.observer = watched or drafter, None if watched is None else watched.observe
+        last = first + count - 1
         turns = torch.tensor(live, device=device)
         while (state.active[:n].copy_(turns & (state.lengths[:n] < last))).any():
             active, before = state.active[:n].clone(), state.lengths[:n].clone()
             runner.decode(StepKind(n, way.gamma, sampled, sampled))
             steps.append(torch.where(active, state.lengths[:n] - before - 1, -1))
+            if watched is not None:
+                for slot, held in enumerate(steps[-1].tolist()):
+                    if 0 <= held < way.gamma and watched.proposed[slot, held] >= 0:
+                        refused[slot].append(watched.refused(slot, int(before[slot]) + 1 + held, held))
             if measured is not None:
                 measured.verified(active)
+        runner.observer = None
         for slot in (slot for slot in range(n) if live[slot]):
             span = slice(int(first[slot]), int(last[slot]) + 1)
             tokens[slot] += state.history[slot, span].tolist()
@@ -262,7 +306,7 @@ def _decode(
     for slot in runner.admitted:
         drafter.retire(state.leaving(slot))
     held = torch.stack(steps, 1).tolist()
-    return [Outcome(ids, [x for x in row if x >= 0]) for ids, row in zip(tokens, held, strict=True)]
+    return [Outcome(ids, [x for x in row if x >= 0], p) for ids, row, p in zip(tokens, held, refused, strict=True)]
 
 
 def _tell(runner: ModelRunner, drafter: Drafter, told: list[list[int]], way: Drafting) -> None:

@@ -18,6 +18,7 @@ from benchmarks.runner import Row
 from helix.placement import BlockBudget
 
 FACTS = 4
+HOPS = 3  # lines of a chain
 DEPTHS = 10  # parts of the text by which hits are counted
 PAGES = (128, 16)
 BUDGETS = (512, 1024, 2048, 4096)  # chosen keys: 4 to 32 blocks of 128
@@ -130,13 +131,23 @@ def needles(task: FidelityTask) -> list[Row]:
 
 def facts(task: FidelityTask) -> list[Row]:
     """Numbered lines, in a part of the text each; their numbers are wanted in turn, the true ones before them given."""
-    return _questions(task, [[(j + (i + 0.5) / task.count) / FACTS for j in range(FACTS)] for i in range(task.count)])
+    return _questions(task, _spread(task.count, FACTS))
 
 
-def _questions(task: FidelityTask, depths: Sequence[Sequence[float]]) -> list[Row]:
+def hops(task: FidelityTask) -> list[Row]:
+    """Facts in a chain: a line is about the number of the one before it, so that an answer says what is wanted next."""
+    return _questions(task, _spread(task.count, HOPS), chained=True)
+
+
+def _spread(prompts: int, lines: int) -> list[list[float]]:
+    """Depths of a line in each of `lines` equal parts of the text, by prompt."""
+    return [[(j + (i + 0.5) / prompts) / lines for j in range(lines)] for i in range(prompts)]
+
+
+def _questions(task: FidelityTask, depths: Sequence[Sequence[float]], chained: bool = False) -> list[Row]:
     """Each answer counts as right where the likeliest tokens are all its own, the true ones before them."""
     haystack = Haystack(task.tokenizer, task.haystack, task.length)
-    hidden = [haystack.hide(of_prompt, task.length, seed) for seed, of_prompt in enumerate(depths)]
+    hidden = [haystack.hide(of_prompt, task.length, seed, chained) for seed, of_prompt in enumerate(depths)]
     given = torch.zeros(len(hidden), max(len(x.follows) for x in hidden), dtype=torch.int64)
     for row, x in zip(given, hidden, strict=True):
         row[: len(x.follows)] = x.follows
@@ -216,6 +227,6 @@ def _on_text(task: FidelityTask, ids: Tensor, chosen: Sequence[Policy]) -> tuple
 
 
 TASKS: dict[str, Callable[[FidelityTask], list[Row]]] = {
-    "text": text, "needles": needles, "facts": facts, "free": free, "generated": generated, "recall": recall,
-    "hits": hits
+    "text": text, "needles": needles, "facts": facts, "hops": hops, "free": free, "generated": generated,
+    "recall": recall, "hits": hits,
 }  # fmt: skip

@@ -6,6 +6,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,17 +89,22 @@ class Haystack:
         if not self.lines:
             raise ValueError("no token of this model begins with a line's end: needles cannot be hidden in its text")
 
-    def hide(self, depths: Sequence[float], length: int, seed: int) -> Questions:
+    def hide(self, depths: Sequence[float], length: int, seed: int, chained: bool = False) -> Questions:
         """Lines at `depths`, ascending shares of the text, and questions about them in an order of their own.
 
         Prompt and what follows have at most `length` tokens, and as nearly that as whole lines allow. The seed fixes
         words, numbers, the order of the questions and where in the haystack the text begins.
+
+        Args:
+            chained: a line's number is what the next one is about, in place of a word.
         """
         rng = random.Random(seed)
         words = rng.sample(WORDS, len(depths))
         numbers = [f"{rng.randrange(100_000):05d}" for _ in depths]
-        hidden = [self._encode(f"\n# The magic number for {w} is {n}.") for w, n in zip(words, numbers, strict=True)]
         order = rng.sample(range(len(depths)), len(depths))
+        for before, i in pairwise(order) if chained else ():
+            words[i] = numbers[before]
+        hidden = [self._encode(f"\n# The magic number for {w} is {n}.") for w, n in zip(words, numbers, strict=True)]
         first, *others = (self._encode(f"\n# The magic number for {words[i]} is") for i in order)
         follows: list[int] = []
         answers = []

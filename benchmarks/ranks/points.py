@@ -15,6 +15,7 @@ from benchmarks.ranks.kept import keep
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
 from helix.build.engine import build_engine
+from helix.config import Config
 from helix.control.engine import Engine
 from helix.errors import ConfigError
 from helix.models import Decoder, DraftLayer
@@ -25,6 +26,21 @@ from launch.inputs.preflight import CheckedRun
 def gammas(config: LabConfig) -> list[int]:
     """Drafts of a step with which each point is timed."""
     return config.bench.gammas or [0 if config.speculation.drafter == "none" else config.speculation.gamma]
+
+
+def limit(config: Config, device: torch.device) -> None:
+    """Limits what this rank allocates of its GPU to `bench.gpu_bytes`, if called before the model is loaded."""
+    most = lab(config).bench.gpu_bytes
+    if most is not None and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / torch.cuda.mem_get_info(device)[1]), device)
+
+
+def used(device: torch.device) -> int | None:
+    """Bytes of a GPU that anybody uses, by its driver; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def at_each(

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.ranks.kept import keep_blocks
 from benchmarks.ranks.phases import STEPS as PHASED
 from benchmarks.ranks.phases import phase_us
-from benchmarks.ranks.points import at_each, engine_at, gammas
+from benchmarks.ranks.points import at_each, engine_at, gammas, limit, used
 from benchmarks.ranks.seats import Seats
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig, lab
@@ -52,6 +52,7 @@ def run(task: Task) -> Done:
         ConfigError: the only point is beyond the model's context, or its cache does not fit.
     """
     plan, comm = task.plan, task.comm
+    limit(plan.config, comm.device)
     model, draft = task.load()
     found: list[dict[str, Any]] = []
     for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, task.console)):
@@ -104,7 +105,7 @@ def _time_point(
         measured |= {"variant": text, "gamma": gamma, "sparsity": sparsity if gamma else None, **shared, **traced}
         measured["hopb_chunks"] = engine.runner.chunks(len(own[0]))
         measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
-        measured["used_bytes_per_gpu"] = comm.all_gather_object(_used(comm.device))
+        measured["used_bytes_per_gpu"] = comm.all_gather_object(used(comm.device))
         console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
         found.append(measured)
     engine.close()
@@ -119,14 +120,6 @@ def _attend_as(runner: ModelRunner, config: LabConfig) -> None:
     keep_blocks(runner, config.bench.repeat)
     if runner.graphs is not None:
         runner.graphs = StepGraphs()
-
-
-def _used(device: torch.device) -> int | None:
-    """Bytes of a GPU that anybody uses, by its driver; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
 
 
 def _time_drafts(

@@ -84,6 +84,24 @@ def places(rows: list[Row]) -> Figure:
     return _figure(points, draw, "place of a draft", "held, where all before did\n(higher is better)", percent=True)
 
 
+def refused(rows: list[Row]) -> Figure:
+    """Shares of refused tokens by how probable the model with all its keys found them; a panel for each task.
+
+    Source: Vegas (arXiv:2602.07223), figure 5.
+    """
+    rows = _drawn([r for r in rows if r["kvp"] == 1 and r.get("refused")])
+    points = [
+        {**r, "probability": (tenth + 0.5) / 10, "share": count / r["refused"]}
+        for r in rows
+        for tenth, count in enumerate(r["refused_tenths"])
+    ]
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        curves(panel, same, "probability", "share", policy=POLICIES, spread=SPREADS)
+
+    return _figure(points, draw, "probability of a refused token", "of all refused tokens", percent=True)
+
+
 def sparsities(rows: list[Row]) -> Figure:
     """Tokens an iteration over the share of keys that drafts read, of the length that has most; a panel for each task.
 

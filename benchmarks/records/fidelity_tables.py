@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.quality.agreement import MARGIN, wilson
 from benchmarks.quality.fidelity_tasks import BUDGETS
-from benchmarks.records.columns import Columns, lines
+from benchmarks.records.columns import Columns, at, lines
 from benchmarks.records.rows import Row, results
 
 OF_KEYS = f"{', '.join(f'{keys:,}' for keys in BUDGETS)} chosen keys"
@@ -54,8 +55,10 @@ def _by_budget(what: str, name: str) -> Columns:
     return {f"{what} {OF_KEYS}": lambda r: " ".join(f"{x:.3f}" for x in r[name])}
 
 
-MATCHED = ["dense", "window-640", "window-4736", "quest-64"]
+MATCHED = ["dense", "window-640", "window-4736", "quest-64", "parts-128-of-256"]
 MATCHED += [f"{score}-{k}" for score in ("bounds", "mean", "mean_std") for k in (8, 32)]
+POOLED = [name for name in MATCHED if name != "dense"]
+LONGEST = 32 << 10  # of the demo model's texts
 OUTSIDE = "outside of sink and window (95%)"
 SOURCES: Columns = {"texts of": lambda r: r["commit"][:7]}
 TEXTS: Columns = {"text": lambda r: f"{r['windows']} x {r['length'] >> 10}K", **SOURCES, "ranks": _ranks}
@@ -104,7 +107,7 @@ COLUMNS: dict[str, Columns] = {
         "by text": lambda r: " ".join(map(str, sorted(r["common"]))),
     },
     "needles": ANSWERS | {"in each tenth of the text": _depths},
-    "facts": ANSWERS | {"all of a prompt": lambda r: f"{r['whole']} of {r['prompts']}"},
+    **dict.fromkeys(("facts", "hops"), ANSWERS | {"all of a prompt": lambda r: f"{r['whole']} of {r['prompts']}"}),
     "hits": TEXTS
     | POLICY
     | {
@@ -135,6 +138,81 @@ COLUMNS: dict[str, Columns] = {
 def table(name: str) -> list[str]:
     """What was recorded of one kind, as lines of a page; none where nothing was."""
     return lines(COLUMNS[name], [r for r in results("fidelity", *KEY) if r["kind"] == name])
+
+
+def matched() -> list[str]:
+    """Tabulates what dense attention finds and what other policies do, on one rank in code.
+
+    Source:
+        Gather-decode (BRL-2026-07), table 4.
+    """
+    recorded = [r for r in results("fidelity", *KEY) if r["kvp"] == 1 and r.get("haystack", "code") == "code"]
+    with_facts = {r["commit"] for r in recorded if r["kind"] == "facts"}
+    found = {(r["commit"], r["policy"], r["kind"], r["length"]): r for r in recorded if r["commit"] in with_facts}
+    shown = [r for r in found.values() if r["kind"] == "facts" and r["length"] == LONGEST]
+
+    def hits(kind: str, length: int) -> Callable[[Row], str]:
+        def cell(r: Row) -> str:
+            row = found.get((r["commit"], r["policy"], kind, length))
+            return "-" if row is None else f"{row['hits']} of {row['count']}"
+
+        return cell
+
+    def on_text(show: Callable[[Row], str]) -> Callable[[Row], str]:
+        def cell(r: Row) -> str:
+            row = found.get((r["commit"], r["policy"], "text", LONGEST))
+            return "-" if row is None else show(row)
+
+        return cell
+
+    columns: Columns = {
+        **SOURCES,
+        "policy": POLICY["policy"],
+        "keys": POLICY["keys"],
+        **{f"needles, {n >> 10}K": hits("needles", n) for n in (LONGEST // 4, LONGEST // 2, LONGEST)},
+        f"facts, {LONGEST >> 10}K": hits("facts", LONGEST),
+        "all four": lambda r: f"{r['whole']} of {r['prompts']}",
+        "agrees": on_text(_number("agrees", 3)),
+        "where dense is sure": on_text(_number("sure", 3)),
+        "KL": on_text(_number("kl")),
+    }
+    return lines(columns, shown)
+
+
+def pooled() -> list[Row]:
+    """Counts of each policy, all recorded texts of one rank together: steps, misses, and those where dense is sure."""
+    by_policy: dict[str, list[Row]] = {}
+    for r in results("fidelity", *KEY):
+        if r["kind"] == "text" and r["kvp"] == 1 and r["policy"] in POOLED:
+            by_policy.setdefault(r["policy"], []).append(r)
+    rows = []
+    for policy, texts in by_policy.items():
+        misses = [margin for r in texts for margin in r["margins_of_misses"]]
+        sure, steps = (sum(r[name] for r in texts) for name in ("sure_steps", "steps"))
+        held = sure - sum(margin > MARGIN for margin in misses)
+        rows.append(
+            {
+                "policy": policy, "texts": sum(r["windows"] for r in texts), "steps": steps, "misses": len(misses),
+                "ties": sum(margin <= MARGIN / 2 for margin in misses), "sure": held / sure,
+                "sure_steps": sure, "sure_range": wilson(held, sure), "largest": max(misses, default=0.0),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def margins() -> list[str]:
+    """Tabulates how sure dense attention was where a policy says otherwise, of all recorded texts together.
+
+    Source:
+        Gather-decode (BRL-2026-07), section 8.3.
+    """
+    columns: Columns = {
+        **{name: at(name) for name in ("policy", "texts", "steps", "misses")},
+        f"of margins up to {MARGIN / 2:g}": lambda r: f"{r['ties'] / max(r['misses'], 1):.0%}",
+        "largest": _number("largest", 2),
+        f"held where the margin is above {MARGIN:g} (95%)": lambda r: f"{_ranged('sure')(r)} of {r['sure_steps']}",
+    }
+    return lines(columns, pooled())
 
 
 def policies() -> list[str]:

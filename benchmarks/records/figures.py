@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from benchmarks.ranks.hopb import PEER_MEMORY
-from benchmarks.records import acceptance_figures, fronts
+from benchmarks.records import acceptance_figures, draft_figures, fronts
 from benchmarks.records.acceptance_tables import KEY as ACCEPTANCE
+from benchmarks.records.draft_tables import KEY as DRAFTERS
 from benchmarks.records.fidelity_tables import KEY as FIDELITY
 from benchmarks.records.hopb_tables import POINT as HOPB
 from benchmarks.records.recorded_steps import cell_of
@@ -38,6 +39,7 @@ from benchmarks.records.style import (
     MARKERS,
     ORANGE,
     PURPLE,
+    RED,
     Style,
     curves,
     facets,
@@ -361,7 +363,8 @@ def needles(rows: list[Row]) -> Figure:
     """Needles that are found outside of sink and window, over the keys that a step reads; a panel for each text."""
     rows = [{**r, "share": r["distant_hits"] / r["distant"]} for r in rows if r["distant"] and r["kvp"] == 1]
     lines = _scored(SCORED) | {
-        "quest-64": {"label": "bounds, pages of 16", "color": BLUE, "marker": "P", "linestyle": ""},
+        "quest-64": {"label": "pages of 16", "color": BLUE, "marker": "P", "linestyle": ""},
+        "parts-128-of-256": {"label": "parts of 16", "color": RED, "marker": "*", "linestyle": ""},
         "window": {"label": "window", "color": BLACK, "marker": "X", "linestyle": ""},
     }
     for row in rows:
@@ -419,6 +422,7 @@ class Drawing(NamedTuple):
 
     Attributes:
         field: what tells kinds apart.
+        needs: a field without which a line is not drawn: older ones lack it.
     """
 
     draw: Callable[[list[Row]], Figure]
@@ -426,6 +430,7 @@ class Drawing(NamedTuple):
     key: tuple[str, ...]
     kind: str | None = None
     field: str = "kind"
+    needs: str = ""
 
 
 DRAWINGS = {
@@ -447,6 +452,9 @@ DRAWINGS = {
     "fidelity-recall": Drawing(recall, "fidelity", FIDELITY, "recall"),
     "acceptance-places": Drawing(acceptance_figures.places, "acceptance", ACCEPTANCE, "acceptance"),
     "acceptance-sparsity": Drawing(acceptance_figures.sparsities, "acceptance", ACCEPTANCE, "sweep"),
+    "acceptance-refused": Drawing(acceptance_figures.refused, "acceptance", ACCEPTANCE, "acceptance", needs="refused"),
+    "drafters-gains": Drawing(draft_figures.gains, "drafters", DRAFTERS, "drafters"),
+    "drafters-breakdown": Drawing(draft_figures.breakdown, "drafters", DRAFTERS, "drafters"),
     "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "synthetic"),
 }
 
@@ -455,7 +463,8 @@ def rows_of(name: str, results: Path) -> list[Row]:
     """The rows that a figure is drawn from; none where nothing was recorded."""
     drawing = DRAWINGS[name]
     rows = newest(results / f"{drawing.source}.jsonl", *drawing.key)
-    return [row for row in rows if drawing.kind is None or row[drawing.field] == drawing.kind]
+    rows = [row for row in rows if drawing.kind is None or row[drawing.field] == drawing.kind]
+    return [row for row in rows if row.get(drawing.needs, not drawing.needs)]
 
 
 def draw(name: str, results: Path, figures: Path) -> None:

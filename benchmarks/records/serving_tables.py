@@ -68,6 +68,8 @@ def long_prompts() -> list[str]:
         "prompt": kilo("length"),
         "cache": lambda r: "host memory" if r["tier"] == "host" else "GPU",
         "of the GPU": of("gpu_bytes", "GB", 0, 1e9),
+        "limit": of("limit_bytes", "GB", 0, 1e9),
+        "in use": of("used_gb", "GB"),
         "chunks of": of("prefill_chunk", "", 0),
         "prompt takes": of("prefill_s", "s", 2),
         "100 more tokens": of("turn_ms", "ms", 0),

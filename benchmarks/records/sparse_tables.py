@@ -7,6 +7,7 @@ from functools import partial
 
 from benchmarks.records.columns import POINT, Columns, at, lines, ms, of, page, us
 from benchmarks.records.rows import WORKLOAD, Row, kv, results, shape
+from benchmarks.timer import READ_CEILING
 
 
 def _kind(kind: str, *keys: str) -> list[Row]:
@@ -31,8 +32,26 @@ def blocks() -> list[str]:
     return lines(columns, _kind("sparse", "heads", "batch", "length", "topk"))
 
 
+def parts() -> list[str]:
+    """Choosing and attending parts of blocks, beside 32 blocks."""
+    columns: Columns = {
+        "heads q/kv": at("heads"),
+        "batch": kv,
+        "parts": at("topk"),
+        "of blocks": at("candidates"),
+        "read": of("read_bytes", "MB", 1, 1e6),
+        "candidates": us("candidates_us"),
+        "choose": us("select_us"),
+        "attend": us("attend_us"),
+        "all": us("us"),
+        "32 blocks": us("blocks_us"),
+        "over": of("over_blocks", "x", 2),
+    }
+    return lines(columns, _kind("parts", "heads", "batch", "length", "topk", "candidates"))
+
+
 def collecting() -> list[str]:
-    """Verification with scores of its keys, over verification without."""
+    """Verification with scores of its keys, over verification without; plain also by two tiles, each with all keys."""
     ratios = {"all": "all rows' mean", "ends": "of two", "any": "best row", "each": "each row"}
     columns: Columns = {
         "heads a KV head": at("group"),
@@ -40,9 +59,12 @@ def collecting() -> list[str]:
         "queries": at("queries"),
         "sequences": kv,
         "plain": us("plain_us"),
+        "general kernel": us("general_us"),
+        "keys alone": us("keys_us"),
         **{title: of(f"{rows}_over_plain", "x", 2) for rows, title in ratios.items()},
     }
-    return lines(columns, _kind("collect", "group", "dim", "queries", "batch", "length"))
+    found = _kind("collect", "group", "dim", "queries", "batch", "length")
+    return lines(columns, [r | {"keys_us": r["batch"] * r["length"] * r["dim"] * 4e6 / READ_CEILING} for r in found])
 
 
 def choosing() -> list[str]:
@@ -108,7 +130,8 @@ def costs() -> list[str]:
 
 
 PAGE: dict[str, Callable[[], list[str]]] = {
-    "sparse-blocks": blocks, "sparse-collect": collecting, "sparse-choose": choosing, "sparse-attend": attending,
+    "sparse-blocks": blocks, "sparse-parts": parts, "sparse-collect": collecting, "sparse-choose": choosing,
+    "sparse-attend": attending,
     "sparse-steps": partial(steps, "sparse-steps"), "sparse-policies": partial(steps, "sparse-policies"),
     "sparse-steps.emulated-8": partial(steps, "sparse-steps.emulated-8"),
     "sparse-steps.8gpu": partial(steps, "sparse-steps.8gpu", "step"), "sparse-costs": costs,

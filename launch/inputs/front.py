@@ -153,7 +153,7 @@ LAYOUT_KEYS = (
     ("layout=dp layout.dp=N", "a baseline: each of N ranks attends whole sequences of its own"),
 )
 LOSSLESS = ("speculation=ngram | sparse", "several tokens a step, none of them changed: by prompt lookup, by few keys")
-LOSSY = ("attention=block_sparse", "steps read a few blocks of the cache (lossy); kv.tier=host keeps it in host memory")
+LOSSY = ("attention=parts", "steps read few keys (lossy); block_sparse: faster, loses lines; with kv.tier=host")
 RUN = Command(
     "helix run",
     "Decodes the prompts of a file with a Hugging Face checkpoint, over all ranks of a layout.",

@@ -108,6 +108,16 @@ def test_ways_are_those_that_differ() -> None:
     ]  # fmt: skip
 
 
+def test_refused_drafts_are_counted_by_how_probable_they_were() -> None:
+    """Greedy: none is the likeliest token, so none has more than half of the weight; over two ranks none is counted."""
+    found = rows(policies=["window", "full"], task=["facts"], gamma=[3], sparsity=[0.05])
+    window, full = found["window", "facts"], found["full", "facts"]
+    assert 0 < window["refused"] == sum(window["refused_tenths"]) == window["iterations"] - window["kept"][-1]
+    assert sum(window["refused_tenths"][5:]) == 0 == full["refused"]
+    over_two = rows(policies=["window"], task=["facts"], gamma=[3], sparsity=[0.05], kvp=[2])
+    assert over_two["window", "facts"]["refused"] == 0
+
+
 @pytest.mark.parametrize("kvp, temperature", [(2, 0.0), (1, 0.6)])
 def test_what_reads_everything_keeps_everything(kvp: int, temperature: float) -> None:
     """On two ranks too, and with the target's own noise."""

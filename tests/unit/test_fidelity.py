@@ -102,7 +102,7 @@ def known(monkeypatch: pytest.MonkeyPatch, *others: Policy) -> None:
 def rows(**more: Any) -> dict[str, dict[str, Any]]:
     """What a task finds, by policy."""
     values = {"model": "demo", "length": [260], "steps": 3, "count": 2} | more
-    if values.get("task") in ("needles", "facts"):
+    if values.get("task") in ("needles", "facts", "hops"):
         del values["steps"]
     return {row["policy"]: row for cell in measure(values) for row in cell}
 
@@ -161,7 +161,7 @@ def test_prompts_of_any_length_stand_for_themselves(tokenizer: Any, monkeypatch:
     assert batches["few"].blocks_read == pytest.approx(both["few"].blocks_read)
 
 
-@pytest.mark.parametrize("task, prompts, distant", [("needles", 4, 3), ("facts", 1, 3)])
+@pytest.mark.parametrize("task, prompts, distant", [("needles", 4, 3), ("facts", 1, 3), ("hops", 1, 2)])
 def test_a_window_never_retrieves(monkeypatch: pytest.MonkeyPatch, task: str, prompts: int, distant: int) -> None:
     """Unless what it is to retrieve lies in it: the last line does, in either task."""
     known(monkeypatch, FEW, Policy("window", BlockBudget(1, 5, 0, 0), 16))
@@ -234,6 +234,19 @@ def test_hidden_lines(tokenizer: Any) -> None:
             line = "\n" + ask.partition(" is")[0] + " is" + tokenizer.decode(found.follows[answer]) + "."
             assert prompt.count(line + "\n") == 1
             assert len(tokenizer(prompt[: prompt.index(line)])["input_ids"]) / 850 == pytest.approx(depth, abs=0.08)
+
+
+def test_lines_that_name_the_next(tokenizer: Any) -> None:
+    """What comes next is the answer before; lines, numbers and depths are those of lines that do not."""
+    found, plain = (
+        Haystack(tokenizer, "code", 900).hide([0.1, 0.6, 0.9], 900, 4, chained) for chained in (True, False)
+    )
+    answers = [tokenizer.decode(found.follows[answer]) for answer in found.answers]
+    wanted = [line.split()[5] for line in tokenizer.decode(found.follows).split("\n")[1:]]
+    assert [f" {word}" for word in wanted] == answers[:-1] and found.depths == plain.depths
+    assert answers == [tokenizer.decode(plain.follows[answer]) for answer in plain.answers]
+    for word, answer in zip(wanted, answers[1:], strict=True):
+        assert tokenizer.decode(found.prompt).count(f"\n# The magic number for {word} is{answer}.\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,10 @@ def test_drafts_to_time_are_those_that_are_proposed() -> None:
     PROGRAM.work(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,1,7]"))
     with pytest.raises(ValueError, match=r"bench\.gammas has 8, but speculation.drafter=ngram .* proposes 7 at most"):
         PROGRAM.work(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,8]"))
+
+
+@pytest.mark.parametrize("overrides", [["bench=decode", "bench.gpu_bytes=0"], ["bench=comm", "bench.gpu_bytes=1e9"]])
+def test_a_limit_of_memory_is_positive_and_of_what_is_timed_on_one_card(overrides: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"bench.gpu_bytes=.* must be positive, and goes with decode and prefill"):
+        schema.check(composed(*overrides))
+    schema.check(composed("bench=prefill", "bench.gpu_bytes=22e9"))

@@ -1,0 +1,59 @@
+"""Figures of drafters beside each other in one engine."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.records.acceptance_figures import POLICIES
+from benchmarks.records.draft_tables import PHASES, TASKS, best
+from benchmarks.records.rows import Row, grouped, kv
+from benchmarks.records.style import BLACK, COLOURS, Style, curves, facets, legend, panels
+
+DRAFTERS: dict[str, Style] = {**POLICIES, "ngram": {"label": "ngram", "color": BLACK, "marker": "P"}}
+BROKEN_DOWN = (112 << 10, 4)  # length and drafts
+
+
+def gains(rows: list[Row]) -> Figure:
+    """Gains by measured acceptance over the length of sequences; a panel for each task and batch.
+
+    Source: Vegas (arXiv:2602.07223), figures 9 and 11.
+    """
+    first = rows[0]["model"]
+    points = [
+        {**r, "task": name, "gain": r[task]}
+        for r in best([r for r in rows if r["model"] == first])
+        for task, name in TASKS.items()
+    ]
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        curves(panel, same, "length", "gain", drafter=DRAFTERS)
+
+    return facets(
+        grouped(points, "batch", "task"), draw,
+        [style for name, style in DRAFTERS.items() if any(r["drafter"] == name for r in points)],
+        lambda batch, task: f"{first}, batch {batch}: {task}", "tokens of a sequence",
+        "tokens/s over plain\n(higher is better)", level="plain decoding", base=2,
+        across=lambda count: (len(TASKS), count // len(TASKS)), sharex=True, sharey=True,
+    )  # fmt: skip
+
+
+def breakdown(rows: list[Row]) -> Figure:
+    """What the parts of an iteration take, at the longest length; a panel for each batch, a row for each drafter.
+
+    Source: Vegas (arXiv:2602.07223), figures 3 and 10b.
+    """
+    first, (length, drafts) = rows[0]["model"], BROKEN_DOWN
+    found = [r for r in rows if (r["model"], r["length"], r["gamma"]) == (first, length, drafts) and r.get("phase_us")]
+    by_batch = grouped([{**r, "kv": kv(r)} for r in found], "kv")
+    figure, axes = panels(max(1, len(by_batch)))
+    styles = {phase: {"label": phase, "color": colour} for phase, colour in zip(PHASES, COLOURS, strict=False)}
+    for panel, ((where,), same) in zip(axes.flat, by_batch.items(), strict=True):
+        names, below = [r["drafter"] for r in same], [0.0] * len(same)
+        for phase, style in styles.items():
+            own = [r["phase_us"].get(phase, 0.0) / 1e3 for r in same]
+            panel.barh(names, own, left=below, color=style["color"])
+            below = [x + y for x, y in zip(below, own, strict=True)]
+        panel.set(title=f"{first}, {where}, {drafts} drafts", xlabel="ms (less is better)")
+    legend(figure, [{**style, "marker": "s", "linestyle": ""} for style in styles.values()])
+    return figure
