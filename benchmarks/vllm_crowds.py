@@ -40,9 +40,10 @@ def main() -> None:
         found = engine.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begin
         assert all(len(one.outputs[0].token_ids) == new for one in found)
-        row = {"engine": f"vllm {vllm.__version__}", "tp": given.tp, "requests": count, "length": length, "new": new}
+        row = {"engine": f"vllm {vllm.__version__}", "gpus": given.tp, "goal": None}
+        row |= {"requests": count, "length": length, "new": new, "seconds": seconds}
         with given.output.open("a") as file:
-            file.write(json.dumps(row | {"seconds": seconds}) + "\n")
+            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ class ScheduleConfig:
 
     Attributes:
         goal: latency, balance or throughput, which set the two bounds below; balance widens them while prompts wait.
-        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes; unset: as the goal has it.
+        stall_ms: most milliseconds of chunks of prompts between two decode steps; unset: as the goal has it.
         decode_share: share of the time for decode steps while prompts wait and any sequence decodes; unset: as the goal
             has it.
         run_ms: most milliseconds of decode steps between two decisions of rank 0.

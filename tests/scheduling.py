@@ -160,7 +160,7 @@ class Serving:
         self.rows: dict[int, Row] = {}
         self.served: dict[int, Served] = {}
         self.flying: deque[Flight] = deque()
-        self.now = self.device = self.owed = self.longest_s = 0.0
+        self.now = self.device = self.owed = self.paused = self.longest_s = 0.0
         self.steps = self.decisions = 0
 
     # ---- the caller
@@ -406,11 +406,14 @@ class Serving:
         if decoding and size:
             assert self.owed <= 1e-9, "decode steps have had less than their share"
             bound = self.goal.stall_s(self.waiting_s)
-            assert seconds <= bound * 1.001 or size <= LEAST_CHUNK, "a chunk stalls those that decode"
-            self.longest_s, self.owed = max(self.longest_s, seconds), self.goal.owed_s(seconds)
+            self.paused += seconds
+            assert self.paused <= bound * 1.001 or size <= LEAST_CHUNK, "chunks stall those that decode"
+            self.longest_s, self.owed = max(self.longest_s, self.paused), self.goal.owed_s(seconds, bound)
         if not decoding:
-            self.owed = 0.0
+            self.owed = self.paused = 0.0
         self.owed -= decision.decode_steps * self.step_s
+        if decision.decode_steps:
+            self.paused = 0.0
         if size:
             unfinished = [row for row in self.rows.values() if row.length < row.admission.length and not row.drawn]
             oldest = min(unfinished, key=lambda row: (row.served.came, row.served.request.id))

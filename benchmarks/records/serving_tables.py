@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.records.columns import Columns, at, kilo, lines, ms, of, share
-from benchmarks.records.rows import Row, kv, results
+from benchmarks.records.rows import Row, kv, results, tokens
 
 
 def _set_beside(r: Row) -> str:
@@ -124,6 +124,59 @@ def crowds() -> list[str]:
     return lines(columns, [r for r in results("serve", "trace", "requests") if "requests" in r])
 
 
+CROWD = "engine", "gpus", "goal", "requests", "length", "new"
+
+
+def _crowd(r: Row) -> tuple[int, int, int]:
+    """Requests, tokens of each prompt up to a power of two, as other engines had a few less, and new tokens."""
+    return r["requests"], 1 << (r["length"] - 1).bit_length(), r["new"]
+
+
+def _named(r: Row) -> str:
+    requests, length, new = _crowd(r)
+    return f"{requests} x {length if length < 1 << 10 else tokens(length)}, {new}"
+
+
+def _a_token(r: Row) -> float:
+    return float(r["seconds"] / r["requests"] / (r["length"] + r["new"]))
+
+
+def crowds_beside_vllm(gpus: int) -> list[str]:
+    """Seconds for all requests of a crowd by goal, beside vLLM's, and the ratio of seconds for each token."""
+    every = [r for r in results("crowds", *CROWD) if r["gpus"] == gpus]
+    found: dict[tuple[int, int, int], Row] = {}
+    for r in every:
+        name = r["goal"] or "vllm"
+        found.setdefault(_crowd(r), dict(r))[f"{name}_s"] = r["seconds"]
+        found[_crowd(r)][f"{name}_token"] = _a_token(r)
+    columns: Columns = {"requests x prompt, new": _named, "vLLM 0.25.1": of("vllm_s", "s", 2)}
+    for goal in ("throughput", "balance"):
+        if any(f"{goal}_s" in r for r in found.values()):
+            columns |= {f"`{goal}`": of(f"{goal}_s", "s", 2), f"over vLLM's, {goal}": _over_vllm(goal)}
+    return lines(columns, [r for r in found.values() if r["engine"] == "helix" and "vllm_s" in r])
+
+
+def _over_vllm(goal: str) -> Callable[[Row], str]:
+    return lambda r: f"{r[f'{goal}_token'] / r['vllm_token']:.2f}" if f"{goal}_token" in r else "-"
+
+
+def crowds_waits() -> list[str]:
+    """What each request of a crowd on two GPUs waits for, and where the time goes."""
+    columns: Columns = {
+        "requests x prompt, new": _named,
+        "goal": at("goal"),
+        **{f"first token p{p}": of(f"first_p{p}_ms", "ms", 0) for p in (50, 99)},
+        **{f"gap p{p}": of(f"gap_p{p}_ms", "ms", digits) for p, digits in ((50, 1), (99, 0))},
+        "longest": of("gap_max_ms", "ms", 0),
+        "prompts": of("prefill_s", "s", 2),
+        "steps": of("steps", "", 0),
+        "they take": of("decode_s", "s", 2),
+        "neither": lambda r: f"{1e3 * (r['seconds'] - r['prefill_s'] - r['decode_s']):.0f} ms",
+    }
+    found = [r for r in results("crowds", *CROWD) if r["gpus"] == 2 and r["engine"] == "helix" and r["new"] > 100]
+    return lines(columns, sorted(found, key=lambda r: -r["length"]))
+
+
 def served_over_http() -> list[str]:
     """What clients of a server see."""
     columns: Columns = {
@@ -200,6 +253,9 @@ PAGE: dict[str, Callable[[], list[str]]] = {
     "tier-needles": needles_over_host_memory,
     "serve": served,
     "serve-crowds": crowds,
+    "crowds": partial(crowds_beside_vllm, 2),
+    "crowds.1gpu": partial(crowds_beside_vllm, 1),
+    "crowds-waits": crowds_waits,
     "serve-http": served_over_http,
     "serve-kills": kills,
     "start": starts,

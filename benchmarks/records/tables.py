@@ -61,6 +61,7 @@ RESULTS = [
     "fidelity",
     "fp8",
     "acceptance",
+    "serving",
 ]
 GUIDES = ["planner", "sparse", "tiering", "serving", "serving-engine", "speculation"]
 ROWS, MOST_ROWS = 8, 12  # of a table of results on a page

@@ -1,4 +1,4 @@
-"""Goals of scheduling: what bounds the chunks of prompts while somebody decodes."""
+"""Goals of scheduling: what bounds the chunks of prompts between two decode steps."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ from dataclasses import dataclass
 
 from helix.config import ScheduleConfig
 
-PART = 0.2  # a chunk's longest part of the time for which prompts still have to wait
-
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of chunks: most milliseconds of one, and the share of the time for decode steps between them."""
+    """Bounds of prompts beside decode steps.
+
+    Attributes:
+        stall_ms: most milliseconds of chunks between two decode steps.
+        decode_share: share of the time for decode steps; 0: one between two pauses.
+    """
 
     stall_ms: float
     decode_share: float
 
-    @property
-    def owed(self) -> float:
-        """Seconds of decode steps for each second of a chunk."""
-        return self.decode_share / (1 - self.decode_share)
 
-
-GOALS = {  # bounds while prompts hardly wait, and the widest ones
+GOALS = {  # bounds while prompts hardly wait, and those while they wait for long
     "latency": (Bounds(25.0, 0.5), Bounds(25.0, 0.5)),
-    "balance": (Bounds(50.0, 0.25), Bounds(400.0, 0.05)),
-    "throughput": (Bounds(400.0, 0.05), Bounds(1000.0, 0.02)),
+    "balance": (Bounds(50.0, 0.25), Bounds(400.0, 0.0)),
+    "throughput": (Bounds(400.0, 0.0), Bounds(1000.0, 0.0)),
 }
 
 
 class Goal:
-    """Bounds of a chunk, by the time for which prompts wait.
+    """Bounds of chunks, by the time for which prompts wait.
 
     `schedule.stall_ms` and `schedule.decode_share` replace those of `schedule.goal`.
     """
@@ -45,10 +43,12 @@ class Goal:
         )
 
     def stall_s(self, waiting_s: float) -> float:
-        """Returns the most seconds of a chunk while other prompts wait for `waiting_s` seconds of chunks."""
-        return min(max(self.least.stall_ms / 1e3, PART * waiting_s), self.most.stall_ms / 1e3)
+        """Returns the most seconds of chunks between two steps while other prompts wait for `waiting_s` seconds."""
+        return min(max(self.least.stall_ms / 1e3, waiting_s), self.most.stall_ms / 1e3)
 
-    def owed_s(self, seconds: float) -> float:
-        """Returns the seconds of decode steps after a chunk: a longer one is not followed by more, within bounds."""
+    def owed_s(self, seconds: float, stall_s: float) -> float:
+        """Returns the seconds of decode steps after a chunk, which fall to none as the bound `stall_s` widens."""
         least, most = self.least, self.most
-        return max(most.owed * seconds, min(least.owed * seconds, least.owed * least.stall_ms / 1e3))
+        wide = (1e3 * stall_s - least.stall_ms) / max(most.stall_ms - least.stall_ms, 1.0)
+        share = least.decode_share + wide * (most.decode_share - least.decode_share)
+        return share / (1 - share) * min(seconds, least.stall_ms / 1e3)

@@ -30,7 +30,7 @@ from helix.events.decision import Admission, Decision, Segment, StepKind, StepPl
 from helix.events.request import Request
 
 LEAST_CHUNK = 32  # tokens: a shorter chunk costs as much
-LOOK_AHEAD = 32  # waiting requests that one decision considers
+LOOK_AHEAD = 32  # waiting requests that one decision considers for each home: the device may be idle meanwhile
 UNTIMED_STEPS = 2  # most steps of a run of unknown duration: new requests wait for all of them
 SALTS = (1 << 39) - 1  # an admission's salt is so many bits of its request's, by a hash that differs in each process
 RETRY_S = 1.0  # interval after which a request that did not fit is tried again: its prefix may be cached by then
@@ -178,6 +178,8 @@ class Scheduler:
         self._held_tokens = 0  # most tokens per sequence of the last decision's step if it is held, else 0
         self._changed: list[_Change] = []  # table changes by the prompt chunk of the last decision
         self._owed = 0.0  # seconds of decode steps before the next prompt chunk
+        self._paused = 0.0  # seconds of chunks since the last step, while somebody decodes
+        self._more = False  # whether the next decision may admit requests that the last one did not consider
         self._number = self._submitted = 0
         self.running: dict[int, Scheduled] = {}
         self.preemptions = 0
@@ -300,7 +302,8 @@ class Scheduler:
         masked = any(s.request.grammar is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
-        if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
+        left = [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]
+        if left and not (prefill and self._goes_on()):
             shaped = {slot for slot, s in self.running.items() if s.request.sampling.is_shaped}
             plan = self._pace(rows, sum(s.cached for s in self.running.values()), shaped)
             steps = self._steps(plan, min(left), 1 if masked else self._runner.run_steps)
@@ -337,12 +340,17 @@ class Scheduler:
     # ---- slots and pages
 
     def _admit(self, now: float) -> Iterator[Admission]:
-        at = 0
-        while any(self._free_slots) and at < min(len(self._waiting), LOOK_AHEAD):
+        at, most = 0, min(len(self._waiting), LOOK_AHEAD * len(self._homes))
+        self._more = most < len(self._waiting)
+        for _ in range(most):
+            if not any(self._free_slots):
+                self._more = False
+                return
             _, s = self._waiting[at]
             fit = self._fit(s, now)
             if fit is None:
                 s.refused = now if s.refused is None else s.refused
+                self._more = False
                 if now - s.refused >= self._patience_s:
                     return
                 at += 1
@@ -481,14 +489,16 @@ class Scheduler:
         """Yields the segments of a prompt chunk if one is due: half for the oldest prompt, then the shortest first."""
         prompts = [s for s in self.running.values() if s.prefilled < len(s.tokens)]
         if not decoding:
-            self._owed = 0.0
-        if not prompts or self._owed > 0:
+            self._owed = self._paused = 0.0
+        stall = self._stall_s()
+        if not prompts or self._owed > 0 or self._paused >= stall:
             return
         oldest = min(prompts, key=lambda s: s.order[1:])
         others = sorted(
             (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.prefilled)
         )
-        tokens, work = self._runner.prefill_chunk, self._most_work(others) if decoding else math.inf
+        tokens = self._runner.prefill_chunk
+        work = self._times.within(stall - self._paused) if decoding else math.inf
         self._advance(oldest, writes)
         least = min(LEAST_CHUNK, tokens, len(oldest.tokens) - oldest.prefilled)
         half = max(self._cut(oldest, -(-tokens // 2), work / 2), least)
@@ -524,7 +534,8 @@ class Scheduler:
                 columns = self._tables(s).enter(s.held, s.tokens[:end])
                 self._changed.append(_Change(s, s.held, columns.start, len(columns)))
         if decoding:
-            self._owed += self._goal.owed_s(self._times.seconds(done))
+            seconds = self._times.seconds(done)
+            self._owed, self._paused = self._goal.owed_s(seconds, stall), self._paused + seconds
 
     def _round(self, oldest: Scheduled, ends: dict[Scheduled, int]) -> None:
         """Limits a chunk to one of the runner's sizes, at a prompt that goes on behind it anyway."""
@@ -538,10 +549,16 @@ class Scheduler:
         if left > 0 and (last is not oldest or 2 * left >= size):
             ends[last] = last.prefilled + left
 
-    def _most_work(self, others: list[Scheduled]) -> float:
-        """Returns the most work of a chunk while somebody decodes, where other prompts wait beside the oldest."""
-        waiting = self._queued + sum(self._times.work(s.prefilled, len(s.tokens)) for s in others)
-        return self._times.within(self._goal.stall_s(self._times.seconds(waiting) if waiting else 0.0))
+    def _stall_s(self) -> float:
+        """Returns the most seconds of chunks between two steps, by the prompts that wait beside the oldest."""
+        prompts = [s for s in self.running.values() if s.prefilled < len(s.tokens)]
+        oldest = min(prompts, key=lambda s: s.order[1:], default=None)
+        waiting = self._queued + sum(self._times.work(s.prefilled, len(s.tokens)) for s in prompts if s is not oldest)
+        return self._goal.stall_s(self._times.seconds(waiting) if waiting else 0.0)
+
+    def _goes_on(self) -> bool:
+        """Returns whether a chunk follows the last one before any step: none is owed, and half of the pause is left."""
+        return (self.prefills or self._more) and self._owed <= 0 and 2 * self._paused <= self._stall_s()
 
     def _advance(self, s: Scheduled, writes: list[_Change]) -> None:
         """Shares pages of a prompt that other sequences have computed since."""
@@ -568,7 +585,7 @@ class Scheduler:
     def _steps(self, plan: StepPlan, left: int, bound: int) -> int:
         """Returns the decode steps of one decision, at least one: at most until the first sequence must end."""
         most = min(bound, math.ceil(left / plan.tokens), plan.steps or bound)
-        prompts = self.prefills
+        prompts, self._paused = self.prefills or self._more, 0.0
         if plan.seconds is None:
             self._owed = 0.0
             return 1 if prompts else min(most, plan.steps or UNTIMED_STEPS)

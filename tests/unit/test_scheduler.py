@@ -148,6 +148,18 @@ def test_thousands_at_once_stay_within_the_goals_bounds_and_nobody_starves(
     assert max(gaps) <= most + 2 * serving.step_s, "a stream has waited for more than a chunk and a step"
 
 
+def test_chunks_follow_one_another_while_half_of_the_pause_is_left() -> None:
+    """Beside a stream and for the goal throughput: chunks of 58 ms until 0.5 s are over, then one step, again and again."""
+    serving = Serving(9000, max_batch=64, ahead=0, prefill_chunk=500, run_steps=50, goal="throughput")
+    serving.submit(words(100), 2000)
+    serving.turn()
+    for seed in range(40):
+        serving.submit(words(500, seed + 1), 1)
+    runs = [(len(d.prefill) > 0, d.decode_steps) for _ in range(20) if (d := serving.turn()) is not None]
+    pause = [(True, 0)] * (len(runs[: runs.index((True, 1))])) + [(True, 1)]
+    assert runs[: 2 * len(pause)] == 2 * pause and 0.5 < serving.longest_s < 0.6, (runs, serving.longest_s)
+
+
 def test_chunks_are_cut_to_sizes_that_are_launched_at_once() -> None:
     """Where somebody waits for tokens, and where a prompt goes on behind the chunk."""
     serving = Serving(9000, prefill_chunk=8192, ahead=0, chunk_sizes=(64, 96, 128, 192, 256))
@@ -414,7 +426,7 @@ def test_requests_of_one_token_starve_nobody() -> None:
     drawn = []
     while serving.turn() is not None:
         drawn.append(len(serving.served[0].drawn))
-    assert drawn[:8] == [2, 10, 18, 26, 34, 42, 50, 58], "a run of steps follows each prompt"
+    assert drawn[:8] == [1, 9, 17, 25, 33, 41, 49, 57], "a run of steps follows each prompt"
 
 
 def test_what_never_fits_is_refused_with_both_numbers() -> None:

@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "chunks as long as they may be", "helix/control/scheduler.py",
-        "self._most_work(others) if decoding else math.inf", "math.inf", SCHEDULER,
+        "self._times.within(stall - self._paused) if decoding else math.inf", "math.inf", SCHEDULER,
     ),
     Fault(
         "many steps that nobody has timed", "helix/control/scheduler.py",
@@ -81,7 +81,11 @@ FAULTS = [
     ),
     Fault(
         "chunk after chunk", "helix/control/scheduler.py",
-        "if not prompts or self._owed > 0:", "if not prompts:", SCHEDULER,
+        "if not prompts or self._owed > 0 or", "if not prompts or", SCHEDULER,
+    ),
+    Fault(
+        "a pause is its last chunk", "helix/control/scheduler.py",
+        "self._goal.owed_s(seconds, stall), self._paused + seconds", "self._goal.owed_s(seconds, stall), seconds", SCHEDULER,
     ),
     Fault(
         "the oldest prompt has what is left", "helix/control/scheduler.py",
