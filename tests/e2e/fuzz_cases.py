@@ -254,7 +254,7 @@ def settings_of(
     if spec is not None and spec.has_states:
         settings["kv.snapshots"] = rng.choice((0, 1, 2, 8))
         drafters.remove("model")  # which would have the family's states
-    if spec is not None and spec.brought is not None and spec.brought.ffn == spec.layers[-1].ffn:
+    if spec is not None and spec.brought in spec.layers:
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
@@ -475,7 +475,7 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "layout.tpa=5": (_any, ONE_RANK | {"layout.tpa": 5}),
     "layout.mode=dp speculation.drafter=ngram": (_stateless, PLAIN | OWN_SEQUENCES | {"speculation.drafter": "ngram"}),
     "layout.mode=dp attention.policy=block_sparse": (_whole, BLOCKS | OWN_SEQUENCES),
-    "layout.mode=dp Gated DeltaNet": (_states, PLAIN | OWN_SEQUENCES),
+    "layout.mode=dp Gated DeltaNet": (_states, PLAIN | OWN_SEQUENCES | {"hopb.chunks": "none"}),
     "attention.policy=block_sparse Gated DeltaNet": (_states, BLOCKS),
     "speculation.drafter=sparse Gated DeltaNet": (_states, PLAIN | DRAFTS),
     "layout.ep=2 experts": (_dense, TWO_RANKS | {"layout.ep": 2}),
