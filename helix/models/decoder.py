@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,19 @@ class LayerSpec:
     rope: RopeSpec | None = None
 
 
+class NextTokenNames(NamedTuple):
+    """Names of a layer for multi-token prediction and of what is around it; {} is the number of the model's layers."""
+
+    layer: str = "model.layers.{}"
+    token_norm: str = "model.layers.{}.enorm"
+    state_norm: str = "model.layers.{}.hnorm"
+    join: str = "model.layers.{}.eh_proj"
+    norm: str = "model.layers.{}.shared_head.norm"
+
+
+BEHIND = NextTokenNames()  # the last layer, as DeepSeek-V3 has it
+
+
 @dataclass(frozen=True)
 class DecoderSpec:
     """Shape and options of a checkpoint's model.
@@ -60,7 +73,7 @@ class DecoderSpec:
         gain_offset: number that gains of norms have more than their tensors.
         embedding_scale, logit_scale: factors on what is embedded, and on logits.
         brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
-        brought_norm: name of the norm behind that layer.
+        brought_names: names of its tensors.
         draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
         taps: layers whose inputs the layer that drafts reads, in order; the number of layers is the last one's output.
             Empty: it reads the normalised output.
@@ -82,7 +95,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     brought: LayerSpec | None = None
-    brought_norm: str = "shared_head.norm"
+    brought_names: NextTokenNames = BEHIND
     draft: LayerSpec | None = None
     taps: tuple[int, ...] = ()
 
@@ -146,11 +159,13 @@ class DecoderSpec:
         if self.brought is None:
             raise ValueError(
                 "speculation.drafter=mtp: config.json names no layer for multi-token prediction "
-                "(num_nextn_predict_layers of DeepSeek-V3 and its kin): set speculation=ngram or another drafter"
+                "(num_nextn_predict_layers of DeepSeek-V3 and its kin, mtp_num_hidden_layers of Qwen3.5): "
+                "set speculation=ngram or another drafter"
             )
-        name = f"model.layers.{len(self.layers)}"
+        name = self.brought_names.layer.format(len(self.layers))
         shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))
-        return replace(self, draft=self.brought, unused=(*shared, f"model.layers.{len(self.layers) + 1}."))
+        others = (prefix for prefix in self.unused if not f"{name}.".startswith(prefix))
+        return replace(self, draft=self.brought, unused=(*others, *shared, f"model.layers.{len(self.layers) + 1}."))
 
 
 class DecoderLayer:
@@ -162,6 +177,7 @@ class DecoderLayer:
     Args:
         comm: the communicator of all ranks.
         own: that of the ranks which attend the same sequences.
+        name: prefix of its tensors, if it is not one of the model's own layers.
     """
 
     def __init__(
@@ -174,10 +190,11 @@ class DecoderLayer:
         index: int,
         pipeline: Pipeline,
         before: AllReduceNorm | None,
+        name: str = "",
     ) -> None:
         self.index = index
         self.comm, self._scattered = comm, own is not comm
-        name, layer = f"model.layers.{index}", spec.stack[index]
+        name, layer = name or f"model.layers.{index}", spec.stack[index]
 
         def norm(part: str) -> AllReduceNorm:
             return AllReduceNorm(weights, own, f"{name}.{part}_layernorm", spec.hidden, spec.norm_eps)
@@ -218,14 +235,14 @@ class NextTokenLayer:
         self.read = self.width = hidden
         self.vocab_rows, self.logits = model.embedding.rows, model.head
         self._embedding = model.embedding
-        name = f"model.layers.{index}"
-        self.token_norm = AllReduceNorm(weights, comm, f"{name}.enorm", hidden, spec.norm_eps)
-        self.state_norm = AllReduceNorm(weights, comm, f"{name}.hnorm", hidden, spec.norm_eps)
+        names = NextTokenNames(*(name.format(index) for name in spec.brought_names))
+        self.token_norm = AllReduceNorm(weights, comm, names.token_norm, hidden, spec.norm_eps)
+        self.state_norm = AllReduceNorm(weights, comm, names.state_norm, hidden, spec.norm_eps)
         self.columns = layout.ffn_columns(comm.rank, 2 * hidden)
-        self.join = RowParallel(weights, comm, f"{name}.eh_proj", self.columns, 2 * hidden, hidden, False)
-        self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, model.pipeline, None)
+        self.join = RowParallel(weights, comm, names.join, self.columns, 2 * hidden, hidden, False)
+        self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, model.pipeline, None, names.layer)
         self._rotary = model.rotary[self.layer.rope]
-        self.norm = AllReduceNorm(weights, comm, f"{name}.{spec.brought_norm}", hidden, spec.norm_eps)
+        self.norm = AllReduceNorm(weights, comm, names.norm, hidden, spec.norm_eps)
 
     def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
         both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.of(states)), 1)

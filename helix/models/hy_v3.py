@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec, LayerSpec
+from helix.models.decoder import DecoderSpec, LayerSpec, NextTokenNames
 from helix.models.hf import check_only, check_sizes, decoder_spec, experts_of
 
 
@@ -40,7 +40,7 @@ def spec(config: Any) -> DecoderSpec:
         found,
         unused=(f"model.layers.{layers}.",),
         brought=LayerSpec(found.layers[-1].mixer, moe) if has_layer else None,
-        brought_norm="final_layernorm",
+        brought_names=NextTokenNames(norm="model.layers.{}.final_layernorm"),
     )
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 from helix.layers.gated_delta import GatedDeltaSpec
 from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec
+from helix.models.decoder import DecoderSpec, NextTokenNames
 from helix.models.hf import check_sizes, decoder_spec, experts_of
 
+MTP = NextTokenNames(
+    "mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
+)  # fmt: skip
 KINDS = ("linear_attention", "full_attention")
 
 
@@ -62,12 +65,20 @@ def hybrid(config: Any, storage: str, **more: Any) -> DecoderSpec:
         spec.hidden, keys, values, key_dim, value_dim, conv, spec.norm_eps,
         storage="fused" if storage == "fused" else "apart",
     )  # fmt: skip
+    attending = spec.layers[config.layer_types.index("full_attention")]
     return replace(
         spec,
         gain_offset=1.0,
+        brought=replace(attending, ffn=more.get("moe", attending.ffn)) if _has_mtp(config) else None,
+        brought_names=MTP,
         unused=("mtp.", "model.visual."),  # layers for multi-token prediction, and what reads images
         layers=tuple(
             replace(layer, mixer=delta) if kind == "linear_attention" else layer
             for layer, kind in zip(spec.layers, config.layer_types, strict=True)
         ),
     )
+
+
+def _has_mtp(config: Any) -> bool:
+    """Says whether checkpoints have a layer for multi-token prediction; Qwen3-Next's have one that no key names."""
+    return bool(getattr(config, "mtp_num_hidden_layers", 1))

@@ -21,7 +21,9 @@ from kernels.reference.gated_delta import gated_delta_prefill as reference
 CHUNK = tl.constexpr(_CHUNK)
 BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one; blocks are merged by products
 COLUMNS = 32  # of a state in a program
-LEAST = 32  # columns of a tile: products of 64 x 64 by 64 x 16 halves come out wrong on Hopper
+# Columns of a tile of keys and of values. ptxas (12.8) compiles a second product of 64 x 64 by 64 x 32 halves wrong:
+# the words of its descriptors are taken from the register of the loop's counter in `_inverse`.
+LEAST_KEYS, LEAST_VALUES = 32, 64
 
 
 @triton.jit
@@ -231,7 +233,8 @@ def gated_delta_prefill(
     totals, betas = (x.qkv.new_empty(N, values, dtype=torch.float32) for _ in range(2))
     out = x.qkv.new_empty(N, values * value_dim)
     heads = {"KEYS": p.key_heads, "VALUES": values, "DK": key_dim, "DV": value_dim}
-    block_k, block_v = triton.next_power_of_2(max(key_dim, LEAST)), triton.next_power_of_2(max(value_dim, LEAST))
+    block_k = triton.next_power_of_2(max(key_dim, LEAST_KEYS))
+    block_v = triton.next_power_of_2(max(value_dim, LEAST_VALUES))
     of_chunk = {"BLOCK_S": triton.next_power_of_2(n), "BLOCK_K": block_k, "BLOCK_V": block_v}
     chunks = N // _CHUNK + n  # at least as many as there are
     _inputs_kernel[chunks, 2 * p.key_heads + values](
@@ -241,13 +244,12 @@ def gated_delta_prefill(
     )  # fmt: skip
     groups = {"GROUP": p.group, "FIRST": p.first}
     _systems_kernel[chunks, values](k, v, w, totals, betas, cu_q, n, **heads, **groups, **of_chunk, num_warps=4)
-    columns = min(COLUMNS, block_v)
     # With three stages chunks are loaded ahead, and a program of 16-bit rows takes most of an SM.
-    roomy = out.itemsize == 2 and triton.cdiv(value_dim, columns) * values <= sm_count(out.device)
-    _chunks_kernel[triton.cdiv(value_dim, columns), values, n](
+    roomy = out.itemsize == 2 and triton.cdiv(value_dim, COLUMNS) * values <= sm_count(out.device)
+    _chunks_kernel[triton.cdiv(value_dim, COLUMNS), values, n](
         x.qkv, q, k, v, w, totals, kept.state, kept.qkv, slots, positions, cu_q, out, x.qkv.stride(0),
         W=conv_width, RING=ring, BLOCK_W=triton.next_power_of_2(max(conv_width - 1, 1)), BLOCK_K=block_k,
-        BLOCK_V=columns, **heads, **groups, num_warps=4,
+        BLOCK_V=COLUMNS, **heads, **groups, num_warps=4,
         num_stages=3 if roomy else 2,
     )  # fmt: skip
     block_h = max(1, min(2048 // block_v, triton.next_power_of_2(values)))

@@ -160,6 +160,8 @@ def case_of(
         spec = None
     kv_heads = 1 if family in LATENTS else config["num_key_value_heads"]
     experts = 1 if spec is None or spec.experts is None else spec.experts.experts
+    if spec is not None and spec.has_states:
+        modes = [mode for mode in modes if mode != "dp"] or ["helix"]
     layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, modes, rng)
     settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
     vocab = config["vocab_size"]
@@ -249,7 +251,10 @@ def settings_of(
         return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds
     has_heads = spec is not None and _whole(spec)
     drafters = ["none", "ngram", "suffix", "model"]
-    if spec is not None and spec.brought is not None and spec.brought.ffn == spec.layers[-1].ffn:
+    if spec is not None and spec.has_states:
+        settings["kv.snapshots"] = rng.choice((0, 1, 2, 8))
+        drafters.remove("model")  # which would have the family's states
+    if spec is not None and spec.brought in spec.layers:
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
@@ -415,13 +420,21 @@ def _any(spec: DecoderSpec) -> bool:
     return True
 
 
+def _states(spec: DecoderSpec) -> bool:
+    return spec.has_states
+
+
+def _stateless(spec: DecoderSpec) -> bool:
+    return not spec.has_states
+
+
 def _latents(spec: DecoderSpec) -> bool:
     return spec.attention.latent is not None
 
 
 def _whole(spec: DecoderSpec) -> bool:
-    """Says whether some layer has keys of heads and reads whole sequences."""
-    return spec.attention.latent is None and bool(spec.full)
+    """Says whether some layer has keys of heads and reads whole sequences, and no layer keeps a state."""
+    return spec.attention.latent is None and bool(spec.full) and not spec.has_states
 
 
 def _windows(spec: DecoderSpec) -> bool:
@@ -440,9 +453,9 @@ def _two_heads(spec: DecoderSpec) -> bool:
 # What makes settings illegal, by the words that the refusal has to hold: of which models, and what is set.
 SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "kv.tier=host attention.policy=dense": (_any, PLAIN | HOST),
-    "kv.tier=host kv.host_bytes": (_any, BLOCKS | {"kv.tier": "host"}),
-    "kv.ahead=true attention.topk=0": (_any, BLOCKS | HOST | {"kv.ahead": True, "attention.topk": 0}),
-    "kv.tier=host speculation.drafter=sparse": (_any, BLOCKS | HOST | DRAFTS),
+    "kv.tier=host kv.host_bytes": (_stateless, BLOCKS | {"kv.tier": "host"}),
+    "kv.ahead=true attention.topk=0": (_stateless, BLOCKS | HOST | {"kv.ahead": True, "attention.topk": 0}),
+    "kv.tier=host speculation.drafter=sparse": (_stateless, BLOCKS | HOST | DRAFTS),
     "speculation.drafter=sparse attention.policy=block_sparse": (_whole, BLOCKS | DRAFTS),
     "speculation.drafter=sparse kv.page_size=48": (_whole, PLAIN | DRAFTS | {"kv.page_size": 48}),
     "speculation.drafter=sparse latents": (_latents, PLAIN | DRAFTS),
@@ -460,8 +473,11 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
         BLOCKS | {"speculation.drafter": "ngram", "speculation.gamma": 7, "attention.local_blocks": 1},
     ),
     "layout.tpa=5": (_any, ONE_RANK | {"layout.tpa": 5}),
-    "layout.mode=dp speculation.drafter=ngram": (_any, PLAIN | OWN_SEQUENCES | {"speculation.drafter": "ngram"}),
+    "layout.mode=dp speculation.drafter=ngram": (_stateless, PLAIN | OWN_SEQUENCES | {"speculation.drafter": "ngram"}),
     "layout.mode=dp attention.policy=block_sparse": (_whole, BLOCKS | OWN_SEQUENCES),
+    "layout.mode=dp Gated DeltaNet": (_states, PLAIN | OWN_SEQUENCES | {"hopb.chunks": "none"}),
+    "attention.policy=block_sparse Gated DeltaNet": (_states, BLOCKS),
+    "speculation.drafter=sparse Gated DeltaNet": (_states, PLAIN | DRAFTS),
     "layout.ep=2 experts": (_dense, TWO_RANKS | {"layout.ep": 2}),
     "speculation.layout.kvp=2 kv.page_size=1": (
         _two_heads,

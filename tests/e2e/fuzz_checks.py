@@ -23,8 +23,9 @@ from transformers import CONFIG_MAPPING
 
 from helix.layers.attention import AttentionSpec
 from helix.models import DecoderSpec, spec_from_config
+from helix.models.decoder import NextTokenNames
 from helix.models.loading import read_config
-from tests.e2e import eagle3, mtp
+from tests.e2e import eagle3
 from tests.e2e.checkpoints import write_fp8
 from tests.e2e.fuzz_cases import STORED, Ask, Case
 from tests.e2e.fuzz_configs import ARCHITECTURES
@@ -123,7 +124,11 @@ def save(case: Case, directory: Path) -> None:
         save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
     if case.settings["speculation.drafter"] == "mtp":
         tensors = load_file(directory / "model.safetensors")
-        save_file(tensors | layer_ahead(tensors, case.content), directory / "model.safetensors", {"format": "pt"})
+        save_file(
+            tensors | layer_ahead(tensors, spec_from_config(case.content)),
+            directory / "model.safetensors",
+            {"format": "pt"},
+        )
     (directory / "config.json").write_text(json.dumps(case.content))
     if case.stored is not None:  # transformers gets what is stored, unpacked
         whole = directory / "whole"
@@ -156,15 +161,16 @@ def _write_eagle3(spec: DecoderSpec, to: Path, seed: int) -> None:
     save_file(tensors, to / "model.safetensors", {"format": "pt"})
 
 
-def layer_ahead(tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A layer for multi-token prediction like the model's last one."""
-    last, hidden = f"model.layers.{content['num_hidden_layers'] - 1}.", content["hidden_size"]
-    name = f"model.layers.{content['num_hidden_layers']}."
-    like = {name + n.removeprefix(last): t.clone() for n, t in tensors.items() if n.startswith(last)}
-    norms = {f"{name}{n}.weight": torch.ones(hidden) for n in ("enorm", "hnorm", mtp.last_norm(content))}
-    return (
-        like | norms | {f"{name}eh_proj.weight": torch.eye(hidden).repeat(1, 2) + 0.1 * torch.randn(hidden, 2 * hidden)}
-    )
+def layer_ahead(tensors: dict[str, torch.Tensor], spec: DecoderSpec) -> dict[str, torch.Tensor]:
+    """A layer for multi-token prediction like one of the model's."""
+    assert spec.brought is not None
+    last = f"model.layers.{len(spec.layers) - 1 - spec.layers[::-1].index(spec.brought)}."
+    names = NextTokenNames(*(name.format(len(spec.layers)) for name in spec.brought_names))
+    like = {f"{names.layer}.{n.removeprefix(last)}": t.clone() for n, t in tensors.items() if n.startswith(last)}
+    norms = {f"{n}.weight": torch.ones(spec.hidden) for n in (names.token_norm, names.state_norm, names.norm)}
+    norms = {name: weight - spec.gain_offset for name, weight in norms.items()}
+    both = torch.eye(spec.hidden).repeat(1, 2) + 0.1 * torch.randn(spec.hidden, 2 * spec.hidden)
+    return like | norms | {f"{names.join}.weight": both}
 
 
 def nudged(directory: Path, to: Path, share: float, seed: int) -> None:

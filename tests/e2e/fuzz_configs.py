@@ -303,6 +303,46 @@ def _mistral4(rng: random.Random, shapes: Shapes) -> Json:
     return _deepseek(rng, shapes) | flags
 
 
+def _hybrid(rng: random.Random, shapes: Shapes) -> Json:
+    """Layers that keep a state, of heads that few ranks divide, beside layers with attention."""
+    sizes = shapes.rng
+    keys, layers = sizes.choice((1, 2, 3)), rng.randint(2, 4)
+    kinds = ["full_attention", "linear_attention"]
+    kinds += [rng.choice(("linear_attention", "linear_attention", "full_attention")) for _ in range(layers - 2)]
+    rng.shuffle(kinds)
+    return _partial(rng, shapes) | {
+        "hidden_size": sizes.choice((24, 33, 40)),
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "attention_bias": rng.random() < 0.3,
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * sizes.choice((1, 2, 3)),
+        "linear_key_head_dim": sizes.choice((8, 12, 16)),
+        "linear_value_head_dim": sizes.choice((6, 10, 16)),
+        "linear_conv_kernel_dim": sizes.choice((2, 3, 4)),
+    }
+
+
+def _gated_experts(rng: random.Random, shapes: Shapes) -> Json:
+    experts = shapes.rng.randint(2, 11)
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": shapes.rng.randint(1, experts),
+        "moe_intermediate_size": rng.randint(3, 50),
+        "shared_expert_intermediate_size": rng.randint(3, 60),
+    }
+
+
+def _qwen3_next(rng: random.Random, shapes: Shapes) -> Json:
+    config = _hybrid(rng, shapes) | _gated_experts(rng, shapes) | {"norm_topk_prob": rng.random() < 0.7}
+    dense = [i for i in range(config["num_hidden_layers"]) if rng.random() < 0.3]
+    return config | {"decoder_sparse_step": rng.choice((1, 1, 2)), "mlp_only_layers": dense}
+
+
+def _qwen3_5_moe(rng: random.Random, shapes: Shapes) -> Json:
+    return _hybrid(rng, shapes) | _gated_experts(rng, shapes)
+
+
 MAKERS: dict[str, Callable[[random.Random, Shapes], Json]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -325,6 +365,9 @@ MAKERS: dict[str, Callable[[random.Random, Shapes], Json]] = {
     "olmo3": _olmo3,
     "gemma3_text": _gemma3,
     "granite": _granite,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _hybrid,
+    "qwen3_5_moe_text": _qwen3_5_moe,
 }
 LATENTS = ("deepseek_v2", "deepseek_v3", "mistral4")
 GROWING = ("ministral3", "mistral4")  # families whose queries grow with their position
@@ -417,6 +460,9 @@ def _derivable_layer_types(model_type: str, config: Json) -> bool:
         return bool(
             config["layer_types"] == ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
         )
+    if "linear_num_key_heads" in config:
+        derived = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)]
+        return bool(config["layer_types"] == derived)
     return True
 
 

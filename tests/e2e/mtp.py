@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from helix.models import spec_from_config
+from helix.models.decoder import NextTokenNames
 from tests.e2e.checkpoints import config_of
 from tests.e2e.parity import Continuation
 from tests.ending import folder
@@ -25,6 +27,8 @@ def whole(family: str) -> Path:
     config.num_hidden_layers += 1
     if kinds := getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = [*kinds, "sparse"]
+    if hybrid(config):
+        config.layer_types = [*config.layer_types, "full_attention"]
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -41,23 +45,41 @@ def with_layer(family: str) -> Path:
     directory, config = folder(f"helix-{family}-mtp-"), json.loads((whole(family) / "config.json").read_text())
     tensors = load_file(whole(family) / "model.safetensors")
     layers, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
-    name, generator = f"model.layers.{layers}", torch.Generator().manual_seed(5)
-    for norm in ("enorm", "hnorm", last_norm(config)):
-        tensors[f"{name}.{norm}.weight"] = 1 + 0.3 * torch.randn(hidden, generator=generator)
-    tensors[f"{name}.eh_proj.weight"] = 0.12 * torch.randn(hidden, 2 * hidden, generator=generator)
-    tensors[f"{name}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{name}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
-    if kinds := config.get("mlp_layer_types"):
-        config["mlp_layer_types"] = kinds[:-1]
+    for key in ("mlp_layer_types", "layer_types"):
+        if kinds := config.get(key):
+            config[key] = kinds[:layers]
+    names, generator = names_of(config), torch.Generator().manual_seed(5)
+    for norm in (names.token_norm, names.state_norm, names.norm):
+        tensors[f"{norm}.weight"] = gain(config) + 0.3 * torch.randn(hidden, generator=generator)
+    tensors[f"{names.join}.weight"] = 0.12 * torch.randn(hidden, 2 * hidden, generator=generator)
+    name = f"model.layers.{layers}."
+    if hybrid(config):
+        tensors = {n.replace(name, f"{names.layer}."): tensor for n, tensor in tensors.items()}
+    else:
+        tensors[f"{name}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{name}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
-def last_norm(config: dict[str, Any]) -> str:
-    """The name of the norm behind the layer."""
-    return "final_layernorm" if config["model_type"] == "hy_v3" else "shared_head.norm"
+def names_of(config: dict[str, Any]) -> NextTokenNames:
+    """Returns the names of the layer's tensors."""
+    spec = spec_from_config(config)
+    return NextTokenNames(*(name.format(len(spec.layers)) for name in spec.brought_names))
+
+
+def gain(config: dict[str, Any]) -> float:
+    """Returns what a norm that does nothing has for weights."""
+    return 0.0 if hybrid(config) else 1.0
+
+
+def hybrid(config: Any) -> bool:
+    """Says whether layers keep states."""
+    return str(config["model_type"] if isinstance(config, dict) else config.model_type).startswith(
+        ("qwen3_next", "qwen3_5")
+    )
 
 
 class Oracle:
@@ -69,11 +91,12 @@ class Oracle:
         self.model, self.tensors = self.lm.model, load_file(with_layer(family) / "model.safetensors")
         self.model.config.num_hidden_layers -= 1  # it runs as many
         self.layer = self.model.layers[-1]
-        self.name = f"model.layers.{len(self.model.layers) - 1}"
+        config = json.loads((with_layer(family) / "config.json").read_text())
+        self.names, self.offset = names_of(config), 1 - gain(config)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        gain = self.tensors[f"{self.name}.{name}.weight"]
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], gain, self.model.config.rms_norm_eps)
+        weight = self.tensors[f"{name}.weight"] + self.offset
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, self.model.config.rms_norm_eps)
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -90,14 +113,15 @@ class Oracle:
 
     def ahead(self, embedded: Tensor, states: Tensor) -> Tensor:
         """States [1, n, H] of the layer."""
-        both = torch.cat((self.norm(embedded, "enorm"), self.norm(states, "hnorm")), -1)
-        x = both @ self.tensors[f"{self.name}.eh_proj.weight"].T
+        both = torch.cat((self.norm(embedded, self.names.token_norm), self.norm(states, self.names.state_norm)), -1)
+        x = both @ self.tensors[f"{self.names.join}.weight"].T
         n = x.shape[1]
         mask = torch.full((n, n), torch.finfo(x.dtype).min).triu(1)[None, None]
         positions = torch.arange(n)[None]
-        angles = self.model.rotary_emb(x, position_ids=positions)
+        axes = positions.expand(3, 1, n) if "qwen3_5" in self.model.config.model_type else positions  # those of images
+        angles = self.model.rotary_emb(x, position_ids=axes)
         y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
-        return self.norm(y, last_norm(self.model.config.to_dict()))
+        return self.norm(y, self.names.norm)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_speculation import whimsical
 
 FAMILIES = ["deepseek-v3-yarn", "deepseek-v3-halves"]
-HEADS = ["glm4-moe", "hy-v3"]  # of queries and keys, in place of latents
+HEADS = ["glm4-moe", "hy-v3", "qwen3-next", "qwen3.5-tied", "qwen3.5-moe"]  # of queries and keys, in place of latents
 GRIDS, TILES = [(1, 1), (2, 1), (4, 1), (3, 1)], [(1, 2), (2, 2), (3, 1)]
 
 
