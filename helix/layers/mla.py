@@ -28,6 +28,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.layers.attention import ShardedAttention, sent
+from helix.layers.indexer import Indexer, IndexerSpec
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.weights import Weights
@@ -58,6 +59,8 @@ class MLASpec:
         norm_eps: epsilon of the latents' norms.
         scale: factor on q.k.
         interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in its two halves.
+        topk: tokens that a query reads, those that an indexer chooses; None: all.
+        indexer: this layer's own indexer; with `topk` and without one, the choice of the layer before is read.
     """
 
     hidden: int
@@ -70,6 +73,8 @@ class MLASpec:
     norm_eps: float
     scale: float
     interleaved: bool
+    topk: int | None = None
+    indexer: IndexerSpec | None = None
 
     @property
     def query(self) -> int:
@@ -85,7 +90,10 @@ class MLASpec:
     def weights(self) -> int:
         """Number of weights in all projections, over all ranks."""
         of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
-        return self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
+        index = 0 if self.indexer is None else self.indexer.weights(self.hidden, self.q_rank or 0)
+        return (
+            index + self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -109,7 +117,8 @@ class MLASpec:
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
-        return latents(self.latent, self.rope, dtype, kv)
+        index = () if self.indexer is None else (self.indexer.keeps(dtype),)
+        return (*latents(self.latent, self.rope, dtype, kv), *index)
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
         """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.buffers`."""
@@ -160,7 +169,12 @@ class MLA(ShardedAttention):
     ) -> None:
         heads = (comm.rank, spec.q_heads, 1)
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale)
-        self.spec, self.latent, name = spec, spec.latent, f"{place.name}.self_attn"
+        self.spec, self.latent, self.topk, name = spec, spec.latent, spec.topk, f"{place.name}.self_attn"
+        self.indexer: Indexer | None = None
+        if spec.indexer is not None:
+            assert spec.q_rank and spec.topk, "indexers read the queries' latent"
+            sizes = spec.hidden, spec.q_rank, spec.topk
+            self.indexer = Indexer(weights, comm, spec.indexer, *sizes, f"{name}.indexer")
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
         gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize, comm.wire_rate)
@@ -207,11 +221,15 @@ class MLA(ShardedAttention):
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents."""
         spec = self.spec
-        kept, slots = cache.layer(self.index).kept, step.new_slots(None)
+        mine, slots = cache.layer(self.index), step.new_slots(None)
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
-            q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])
+            of_q = rms_norm(q, self.q_gain, spec.norm_eps)[0]
+            if self.indexer is not None:
+                self.indexer(x, of_q, angles, mine, step)
+            q = self.q_up(of_q)
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
+        kept = mine.kept
         absorbed = mla_append(
             q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, kept["latents"], slots,
             kept.get("latent_scales"), kept.get("ropes"),

@@ -20,7 +20,9 @@ from helix.placement import ChunkPart, Placement, PromptChunk
 from helix.steps.sampling import SamplingState
 from kernels.tokens.commit import PAST, Candidates, commit
 
-__all__ = ["PAST", "DecodeState", "Step"]
+__all__ = ["CHOSEN", "PAST", "DecodeState", "Step"]
+
+CHOSEN = "chosen"  # key of the tokens that an indexer chose for a step's queries, see `Step.chosen`
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Step:
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: most tokens of one sequence in the step.
         max_k: upper bound of the keys that one sequence reads on this rank; prefill only.
+        longest: tokens of the longest sequence after the step, over all ranks; prefill only.
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
         first: slot of the first sequence of a decode step; its slots are consecutive.
         overlapped: whether the other half of a prefill step computes while this half communicates.
@@ -72,6 +75,7 @@ class Step:
     cu_q: Tensor | None
     max_q: int
     max_k: int = 0
+    longest: int = 0
     chunks: int = 1
     first: int = 0
     overlapped: bool = False
@@ -98,6 +102,22 @@ class Step:
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
+
+    @property
+    def chosen(self) -> tuple[Tensor, ...] | None:
+        """The tokens that an indexer chose for each query, in the latest layer with one; None: all.
+
+        Cache slots [N, width] int32 on this rank in local order, and the columns [lo, hi) [N] int32 that hold some.
+        """
+        return self.shared.get(CHOSEN)
+
+    def owners(self) -> Tensor | None:
+        """Returns the index [N] int64 of each token's sequence in a prefill step; None in a decode step."""
+        cu_q = self.cu_q
+        if cu_q is None:
+            return None
+        rows = torch.arange(len(self.tokens), dtype=torch.int32, device=cu_q.device)
+        return self.once("owners", lambda: (torch.searchsorted(cu_q[1:].contiguous(), rows, right=True),))[0]
 
     def halves(self) -> tuple[Step, Step]:
         """Splits a prefill step in two: the first half of its tokens, and the second."""
@@ -393,6 +413,7 @@ class DecodeState(Follower):
             cu_q=cu_q,
             max_q=max(counts),
             max_k=self.placement.layout.local_length(longest, 0, self.placement.append_block),
+            longest=longest,
             staged=staged,
             parts=whole,
             counts=of_ranks,

@@ -38,7 +38,7 @@ LEVELS = {
         {"paged_keys"},
         {"reference"},
         {"attention"},
-        {"mla", "peers", "sparse", "tier"},
+        {"indexer", "mla", "peers", "sparse", "tier"},
         {"dense", "tokens"},
         {"moe"},
     ],
