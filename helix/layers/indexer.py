@@ -1,6 +1,6 @@
 """Indexer of DeepSeek sparse attention (DSA): chooses the tokens that a query of latent attention reads.
 
-    score of token t = sum over index heads h of w_h relu(q_h . k_t)        the topk best are read, all if there are fewer
+    score of token t = sum over index heads h of w_h relu(q_h . k_t)         the topk best are read, or all of fewer
 
     norm(q_a x) --> wq_b [N, H_I, D_I] --> RoPE ------------> scores of this rank's tokens --> choice over all ranks
     x --> wk [N, D_I] --> LayerNorm, RoPE, append                ^                                     |
@@ -129,24 +129,16 @@ class Indexer:
         parts = []
         for begin in range(0, len(q), most):
             part = slice(begin, begin + most)
-            cu_q = None if step.cu_q is None else step.cu_q.clamp(begin, begin + most) - begin
-            sequences = slice(None) if step.cu_q is not None else slice(begin // each, (begin + most) // each)
+            cu_q, of, pages = None, None, tables
+            if step.cu_q is None or owners is None:
+                pages = tables[begin // each : (begin + most) // each]
+            else:
+                cu_q, of = step.cu_q.clamp(begin, begin + most) - begin, owners[part]
             scores = torch.empty(len(q[part]), columns, dtype=torch.float32, device=q.device)
-            index_scores(q[part], weights[part], keys, tables[sequences], hi[part], cu_q, min(step.max_q, most), scores)
-            parts.append(
-                choose_tokens(
-                    scores,
-                    step.positions[part],
-                    step.starts[part],
-                    hi[part],
-                    tables[sequences],
-                    None if owners is None else owners[part],
-                    self.topk,
-                    step.placement.most_tokens(tables),
-                    shard,
-                )  # fmt: skip
-            )
-        slots, counts = parts[0] if len(parts) == 1 else (torch.cat(of_rows) for of_rows in zip(*parts, strict=True))
+            index_scores(q[part], weights[part], keys, pages, hi[part], cu_q, min(step.max_q, most), scores)
+            of_rows = step.positions[part], step.starts[part], hi[part], pages, of
+            parts.append(choose_tokens(scores, *of_rows, self.topk, step.placement.most_tokens(tables), shard))
+        slots, counts = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))
         return slots, lo, counts  # lo is 0: there is no window
 
     def _shard(self, step: Step) -> Shard:

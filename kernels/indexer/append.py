@@ -13,7 +13,7 @@ from kernels.reference.index_append import index_append as reference
 
 @triton.jit
 def _index_append_kernel(
-    q, k, cos, sin, gain, bias, cache, slots, q_n, k_n, page_stride, eps,
+    q, raw, cos, sin, gain, bias, cache, slots, q_n, raw_n, page_stride, eps,
     HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -30,7 +30,7 @@ def _index_append_kernel(
     if part == 0:
         slot = tl.load(slots + token)
         if slot >= 0:
-            row = k + token * k_n
+            row = raw + token * raw_n
             x = tl.load(row + d, mask=d < D, other=0.0).to(tl.float32)
             mean = tl.sum(x, 0) / D
             apart = tl.where(d < D, x - mean, 0.0)

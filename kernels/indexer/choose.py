@@ -28,11 +28,11 @@ SCORE_PASSES = 4
 
 @triton.jit
 def _keys(
-    scores, j, inside, turn,
+    scored, j, inside, turn,
     CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Computes the keys of local tokens `j`, int64: 32 bits of the score, BITS of the position."""
-    x = tl.load(scores + j, mask=inside, other=0.0)
+    x = tl.load(scored + j, mask=inside, other=0.0)
     x = tl.where(x == 0.0, 0.0, x)  # -0 equals 0
     bits = x.to(tl.int32, bitcast=True)
     code = (bits ^ ((bits >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
@@ -43,7 +43,7 @@ def _keys(
 
 @triton.jit
 def _found(
-    positions, gathered, bounds, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
+    positions, gathered, least_keys, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
 ):
     """Finds the least key of those chosen so far, and how many more are to come of the keys with its digits; 0: none.
 
@@ -53,7 +53,7 @@ def _found(
         bound = n * 0
         left = tl.where(tl.load(positions + n) + 1 > topk, topk, 0)
     else:
-        bound = tl.load(bounds + (STAGE - 1) * N + n)
+        bound = tl.load(least_keys + (STAGE - 1) * N + n)
         left = tl.load(lefts + (STAGE - 1) * N + n)
         if left > 0:
             digit = tl.arange(0, 256)
@@ -71,16 +71,16 @@ def _found(
 
 @triton.jit(do_not_specialize=["N", "parts"])  # they change from chunk to chunk
 def _count_digits_kernel(
-    scores, positions, starts, hi, gathered, counts, bounds, lefts, scores_n, N, topk, parts,
+    scored, positions, first_ranks, hi, gathered, counts, least_keys, lefts, scores_n, N, topk, parts,
     STAGE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
     wait_for_predecessor(PDL)
-    bound, left = _found(positions, gathered, bounds, lefts, n, N, topk, STAGE, PASSES, RANKS)
+    bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
     if part == 0:
-        tl.store(bounds + STAGE * N + n, bound)
+        tl.store(least_keys + STAGE * N + n, bound)
         tl.store(lefts + STAGE * N + n, left.to(tl.int32))
     length = tl.load(hi + n)
     run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
@@ -88,12 +88,12 @@ def _count_digits_kernel(
     end = tl.minimum(begin + run, length)
     if (left > 0) & (begin < end):
         shift: tl.constexpr = 8 * (PASSES - 1 - STAGE)
-        turn = (RANK - tl.load(starts + n) + RANKS).to(tl.int32) % RANKS
+        turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
         found = tl.zeros([256], tl.int32)
         for at in range(begin, end, TILE):
             j = at + tl.arange(0, TILE)
             inside = j < end
-            keys = _keys(scores + n * scores_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+            keys = _keys(scored + n * scores_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
             counted = inside & (keys >> (shift + 8) == bound >> (shift + 8))
             found += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=counted)
         tl.atomic_add(counts + n * 256 + tl.arange(0, 256), found, mask=found > 0, sem="relaxed")
@@ -102,8 +102,8 @@ def _count_digits_kernel(
 
 @triton.jit(do_not_specialize=["N", "parts", "EACH"])
 def _write_chosen_kernel(
-    scores, positions, starts, hi, gathered, bounds, lefts, part_counts, tables, rows, slots, taken,
-    scores_n, tables_b, width, N, topk, parts, EACH,
+    scored, positions, first_ranks, hi, gathered, least_keys, lefts, part_counts, block_tables, owners,
+    chosen_slots, chosen_counts, scores_n, tables_b, width, N, topk, parts, EACH,
     WRITES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -114,32 +114,32 @@ def _write_chosen_kernel(
     run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
     begin = part * run
     end = tl.minimum(begin + run, length)
-    turn = (RANK - tl.load(starts + n) + RANKS).to(tl.int32) % RANKS
+    turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
     if WRITES:
-        bound = tl.load(bounds + PASSES * N + n)
+        bound = tl.load(least_keys + PASSES * N + n)
         q = tl.arange(0, BLOCK_PARTS)
         of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
         place = tl.sum(tl.where(q < part, of_parts, 0), 0)
         if part == 0:
-            tl.store(taken + n, tl.sum(of_parts, 0))
+            tl.store(chosen_counts + n, tl.sum(of_parts, 0))
         row = n // EACH
-        if rows is not None:
-            row = tl.load(rows + n)
-        pages = tables + row * tables_b
+        if owners is not None:
+            row = tl.load(owners + n)
+        pages = block_tables + row * tables_b
     else:
-        bound, _ = _found(positions, gathered, bounds, lefts, n, N, topk, PASSES, PASSES, RANKS)
+        bound, _ = _found(positions, gathered, least_keys, lefts, n, N, topk, PASSES, PASSES, RANKS)
         if part == 0:
-            tl.store(bounds + PASSES * N + n, bound)
+            tl.store(least_keys + PASSES * N + n, bound)
         place = part * 0
     for at in range(begin, end, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < end
-        keys = _keys(scores + n * scores_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        keys = _keys(scored + n * scores_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         chosen = (inside & (keys >= bound)).to(tl.int32)
         if WRITES:
             page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
             to = place + tl.cumsum(chosen, 0) - 1
-            tl.store(slots + n * width + to, page * PAGE + j % PAGE, mask=chosen > 0)
+            tl.store(chosen_slots + n * width + to, page * PAGE + j % PAGE, mask=chosen > 0)
         place += tl.sum(chosen, 0)
     start_successor(PDL)
     if not WRITES:

@@ -30,8 +30,8 @@ def score_tile(rows: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["EACH"])
 def _index_scores_kernel(
-    q, weights, cache, tables, hi, cu_q, scores,
-    q_n, weights_n, page_stride, tables_b, scores_n, EACH,
+    q, weights, cache, tables, hi, cu_q, scored,
+    q_n, weights_n, page_stride, tables_b, scored_n, EACH,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -71,14 +71,14 @@ def _index_scores_kernel(
             next_page = tl.load(pages + ahead // PAGE, mask=ahead < longest, other=0)
             key = tile * BLOCK_N + lane
             at = page * page_stride + (key % PAGE) * D
-            # Of keys beyond the longest row anything may be read: their scores are not stored.
+            # Of keys beyond the longest row anything may be read: their scored are not stored.
             keys = tl.load(
                 cache + at[:, None] + d[None, :], mask=(key < longest)[:, None] & (d < D)[None, :], other=0.0
             )
             products = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [BLOCK_N, ROWS * BLOCK_H]
             found = tl.where(products > 0, products, tl.where(products == products, 0.0, products)) * factors[None, :]
             found = tl.sum(tl.reshape(found, [BLOCK_N, ROWS, BLOCK_H]), 2)
-            to = scores + (begin + t)[None, :] * scores_n + key[:, None]
+            to = scored + (begin + t)[None, :] * scored_n + key[:, None]
             tl.store(to, found, mask=key[:, None] < lengths[None, :])
     # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
     start_successor(PDL)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import cycle
 
 import pytest
-import torch
 
-from helix.control.engine import Engine
 from helix.layout import HelixLayout
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import DSA_FAMILIES
-from tests.e2e.parity import check, distributed_rank, loopback
+from tests.e2e.parity import check, loopback
 from tests.e2e.test_parity import BLOCKS, MOE_LENGTHS, MOE_TOKENS, WORLDS
-from tests.pool import Pool
 
 
 def matrix() -> list[object]:
