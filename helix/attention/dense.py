@@ -28,7 +28,8 @@ class DenseAttention(AttentionPolicy):
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         lo, hi = step.bounds(layer.window)
         if layer.latent is not None and layer.topk is not None and (chosen := step.chosen) is not None:
-            keys = cache.chosen_latents(layer.latent, *chosen, layer.scale)
+            slots, *bounds = chosen
+            keys = cache.chosen_latents(layer.latent, slots, bounds[0], bounds[1], layer.scale)
             return attend_chosen(q, keys, prefill=step.cu_q is not None, sms=layer.sms(q.device), lane=layer.chunk)
         tables = step.pages(layer.window)
         latents = layer.latent is not None

@@ -185,7 +185,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for group, page, sinks in ((7, 64, False), (16, 128, True)):
         constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
-    latents = {"R": 512, "P": 64, "PAGE": 64}
+    latents = {"R": 512, "P": 64, "PAGE": 64, "SCALE_PAGE": 64}
     for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
         for name, plain in (("", {"scales": None, "ropes": None}), ("-fp8", {})):
             tile = latent_tile(tokens * heads, 512, 64, dtype, not plain)
@@ -194,7 +194,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
             yield f"mla-decode-{rows}{name}", dtype, _mla_decode_kernel, latents | tile | plain | grid, options
             if plain:
-                yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, latents | tile | {"GROUP": heads}, options
+                prefill = latents | tile | plain | {"GROUP": heads}
+                yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, prefill, options
     for heads, tokens in ((128, 1), (32, 4)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
         yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid | {"scales": None}, {"num_warps": 4}
@@ -477,6 +478,14 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
     for writes in (False, True):
         write = choice | {"WRITES": writes, "PAGE": 64, "BLOCK_PARTS": 64} | ({} if writes else {"owners": None})
         yield "write-chosen", bf16, _write_chosen_kernel, write, {"num_warps": 4}
+    for few, plain in ((False, {"scales": None, "ropes": None}), (True, {})):
+        tile = latent_tile(64, 512, 64, bf16, few)
+        options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
+        latents = {"R": 512, "P": 64, "PAGE": 1, "SCALE_PAGE": 64, "GROUP": 64, **plain, **tile}
+        grid = {"T": 1, "BLOCK_B": 8, "ROWS": 64, "EARLY": True, "PDL": True}
+        name = "-fp8" * few
+        yield f"mla-decode-64{name}", bf16, _mla_decode_kernel, latents | grid, options
+        yield f"mla-prefill-64{name}", bf16, _mla_prefill_kernel, latents, options
 
 
 def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:
