@@ -229,7 +229,7 @@ def write_fp8(
     scaled_in: torch.dtype = torch.float32,
     decades: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint whose layers' matrices, except routers, are e4m3; returns what all tensors hold, in fp32.
+    """Writes a checkpoint whose layers' matrices, except of choices, are e4m3; returns what all tensors hold, in fp32.
 
     Args:
         block: rows and columns of a scale; None: all.
@@ -239,7 +239,7 @@ def write_fp8(
     stored, whole = {}, load_file(plain / "model.safetensors")
     for name, weight in list(whole.items()):
         stored[name] = weight
-        if weight.dim() != 2 or "layers" not in name or name.endswith("gate.weight"):
+        if weight.dim() != 2 or "layers" not in name or name.endswith(("gate.weight", "weights_proj.weight")):
             continue
         size = block[0] or weight.shape[0], block[1] or weight.shape[1]
         parts = [[p.abs().max() / 448 for p in rows.split(size[1], 1)] for rows in weight.split(size[0])]

@@ -50,6 +50,7 @@ def alone(
         *product(("llama-llama3", "qwen3", "qwen2-windowed-tied", "gpt-oss"), ("fp8", "k16v8")),
         ("deepseek-v3-yarn", "fp8"),
         ("deepseek-v2-lite", "fp8"),
+        ("glm-5", "fp8"),
     ],
 )
 def test_grids_agree(family: str, kv: str) -> None:
@@ -73,6 +74,7 @@ DRAFTERS = [
     ("qwen3", NgramDrafter(3, 4)),
     *(("qwen3", SelfDrafts(2, DraftBudget(policy, 0.2))) for policy in ("any", "quest")),
     ("deepseek-v3-yarn", NgramDrafter(3, 4)),
+    ("deepseek-v32", NgramDrafter(3, 4)),
 ]
 
 
