@@ -102,9 +102,9 @@ class Indexer:
     def __call__(
         self, x: Tensor, latents: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, step: Step
     ) -> None:
-        """Appends index keys, and chooses tokens for this layer and those that share its choice: `step.chosen`.
+        """Adds index keys to the cache, and chooses tokens for this layer and those that share its choice.
 
-        A prefill step of sequences of at most `topk` tokens reads all, and chooses nothing.
+        The choice is `step.chosen`. A prefill step of sequences of at most `topk` tokens reads all: it makes none.
 
         Args:
             x: [N, H], the layer's normalised input.

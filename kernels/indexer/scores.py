@@ -1,4 +1,4 @@
-"""Scores of an indexer: for each query, a score of each key of its sequence on this rank.
+"""An indexer's scores: for each query, one of each key of its sequence on this rank.
 
 A program holds the queries of all index heads of several tokens of a sequence, and reads a run of index keys: tokens
 that are verified together read each key once. Products, on tensor cores, have keys as rows, so that a thread has most

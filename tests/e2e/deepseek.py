@@ -121,6 +121,17 @@ DSA_FAMILIES: dict[str, Any] = {
         index_topk=8,
         **_INDEXED,
     ),
+    # All tokens of most prompts are read.
+    "glm-5-all": lambda: GlmMoeDsaConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=24,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=128,
+        **_INDEXED,
+    ),
     # Layers 0, 1 and 3 have indexers.
     "glm-5-shared": lambda: GlmMoeDsaConfig(
         hidden_size=64,
