@@ -57,6 +57,10 @@ class IndexerSpec:
         """Returns the data that it keeps of a token."""
         return Keeps("index_keys", (self.width,), dtype)
 
+    def buffers(self, topk: int) -> int:
+        """Counts the activations per token of a prefill step: queries, fp32 keys and head weights, a row of slots."""
+        return self.heads * self.width + 2 * (self.width + self.heads) + 2 * topk
+
     def rows(self, begin: int) -> list[range]:
         """Returns the rows of a query or key from `begin` on, with rotated pairs in two halves, as kernels have them.
 

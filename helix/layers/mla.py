@@ -124,7 +124,8 @@ class MLASpec:
         """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.buffers`."""
         q, lanes, copies = sent(layout, rank, self.q_heads, 1)
         queries = q * (self.query + copies * self.entry + self.latent)
-        return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent
+        index = 0 if self.indexer is None or self.topk is None else self.indexer.buffers(self.topk)
+        return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent + index
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> MLA:
         """Builds this rank's part."""
