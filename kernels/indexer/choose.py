@@ -121,7 +121,8 @@ def _write_chosen_kernel(
         of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
         place = tl.sum(tl.where(q < part, of_parts, 0), 0)
         if part == 0:
-            tl.store(chosen_counts + n, tl.sum(of_parts, 0))
+            # Never more, unless ranks are emulated, whose counts are not those of their tokens.
+            tl.store(chosen_counts + n, tl.minimum(tl.sum(of_parts, 0), width))
         row = n // EACH
         if owners is not None:
             row = tl.load(owners + n)
@@ -139,7 +140,7 @@ def _write_chosen_kernel(
         if WRITES:
             page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
             to = place + tl.cumsum(chosen, 0) - 1
-            tl.store(chosen_slots + n * width + to, page * PAGE + j % PAGE, mask=chosen > 0)
+            tl.store(chosen_slots + n * width + to, page * PAGE + j % PAGE, mask=(chosen > 0) & (to < width))
         place += tl.sum(chosen, 0)
     start_successor(PDL)
     if not WRITES:
