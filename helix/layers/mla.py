@@ -112,7 +112,9 @@ class MLASpec:
 
     @property
     def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one latent, over all heads."""
+        """Number of multiplications of a token's queries with one latent or, with `topk`, one index key."""
+        if self.topk is not None:
+            return 0 if self.indexer is None else self.indexer.heads * self.indexer.width
         return self.q_heads * (self.entry + self.latent)
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
