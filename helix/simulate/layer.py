@@ -22,13 +22,13 @@ from helix.simulate.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Consta
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
-from kernels.indexer.choose import DIGITS, SCORE_PASSES
+from kernels.indexer.choose import DIGITS, FEW_PASSES
 from kernels.scaled_keys import GROUP
 
 SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
-SCORE_READS, NUMBER_BYTES = 8, 4  # of an indexer's scores: each pass reads them, from the L2 if they fit
+SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch
 
 
 @dataclass(frozen=True)
@@ -217,14 +217,14 @@ class Layer:
         (of,) = {*self.spec.indexers}
         heads, tokens = of.heads * of.width, self.length / p.kvp
         scanned = self.sequences * tokens * of.width * self.item["plain_kv"]
-        counts = self.rows * DIGITS * NUMBER_BYTES * p.kvp
-        passes = SCORE_PASSES + (self.length.bit_length() + 7) // 8
-        gather = self.collective("choose tokens", "all_gather", p.kvp, counts).times(passes)
-        kernels = self._timed("choose tokens", self.rows * tokens * SCORE_READS * NUMBER_BYTES, self.zeros, passes + 3)
+        gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGITS * NUMBER_BYTES * p.kvp)
+        lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
+        read = self.rows * tokens * SCORE_READS * NUMBER_BYTES
+        kernels = self._timed("choose tokens", read, self.zeros, FEW_PASSES + 3)
         return [
             self.kernel("index", of.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
             self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, 1, None, hw.latent_flops),
-            kernels.plus(gather),
+            kernels.plus(gathers.times(FEW_PASSES)).plus(lists),
         ]
 
     def _chooses(self, window: int | None) -> Sparse | None:

@@ -3,8 +3,12 @@
 A token's key is a number of its score, then of its position, an earlier one above a later one: keys are distinct, so
 that ties are decided alike on every grid. Each launch counts one digit of eight bits, of the keys whose digits before
 are those of the k-th largest. Ranks gather these counts, and each next launch finds the digit in their sum. Once all
-keys with the digits found are chosen, further launches count nothing. Two more launches write the chosen tokens in
-local order: one counts those of each part of a row, one writes them.
+keys with the digits found are chosen, further launches count nothing.
+
+Two digits leave few keys between chosen ones and others, some hundred of a million. For few rows, the next launch lists
+them, ranks gather the lists, and the last launch finds the k-th largest itself, bit by bit, as each of its programs
+does. Many rows would send too much: there all digits are counted. The last launch writes the chosen tokens in local
+order; the one before has counted those of each part of a row.
 
 With the keys of a rank alone, all of this is the same without the gathers.
 """
@@ -24,6 +28,8 @@ TILE = 2048  # scores of a program per iteration
 PROGRAMS = 4  # per SM
 DIGITS = 256
 SCORE_PASSES = 4
+FEW_PASSES, FEW_ROWS = 2, 32  # digits counted where keys between are listed, of up to so many rows over several ranks
+LISTED = 1024  # listed keys of all ranks that a program keeps in registers
 
 
 @triton.jit
@@ -69,9 +75,10 @@ def _found(
     return bound, left
 
 
-@triton.jit(do_not_specialize=["N", "parts"])  # they change from chunk to chunk
+@triton.jit(do_not_specialize=["N", "parts", "listed_n"])  # they change from chunk to chunk
 def _count_digits_kernel(
-    scored, positions, first_ranks, hi, gathered, counts, least_keys, lefts, scores_n, N, topk, parts,
+    scored, positions, first_ranks, hi, gathered, counts, least_keys, lefts, listed,
+    scored_n, N, topk, parts, listed_n,
     STAGE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -82,6 +89,8 @@ def _count_digits_kernel(
     if part == 0:
         tl.store(least_keys + STAGE * N + n, bound)
         tl.store(lefts + STAGE * N + n, left.to(tl.int32))
+        if STAGE == 0 and listed is not None:
+            tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
     length = tl.load(hi + n)
     run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
     begin = part * run
@@ -93,19 +102,119 @@ def _count_digits_kernel(
         for at in range(begin, end, TILE):
             j = at + tl.arange(0, TILE)
             inside = j < end
-            keys = _keys(scored + n * scores_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+            keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
             counted = inside & (keys >> (shift + 8) == bound >> (shift + 8))
             found += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=counted)
         tl.atomic_add(counts + n * 256 + tl.arange(0, 256), found, mask=found > 0, sem="relaxed")
     start_successor(PDL)
 
 
-@triton.jit(do_not_specialize=["N", "parts", "EACH"])
+@triton.jit
+def _list_best(
+    scored, listed, length, bound, turn, cap,
+    SHIFT: tl.constexpr, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Lists the `cap` largest of more keys with the digits of `bound`; one program reads the whole row several times.
+
+    Only equal scores are so many.
+    """
+    low = bound
+    want = cap
+    digit = tl.arange(0, 256)
+    for place in range(SHIFT // 8):
+        at_bit = SHIFT - 8 - 8 * place
+        counts = tl.zeros([256], tl.int32)
+        for at in range(0, length, TILE):
+            j = at + tl.arange(0, TILE)
+            inside = j < length
+            keys = _keys(scored, j, inside, turn, CYCLE, BLOCK_TOKENS, BITS)
+            counted = inside & (keys >> (at_bit + 8) == low >> (at_bit + 8))
+            counts += tl.histogram(((keys >> at_bit) & 255).to(tl.int32), 256, mask=counted)
+        reach = tl.cumsum(counts, 0, reverse=True)
+        found = tl.sum((reach >= want).to(tl.int32), 0) - 1
+        want -= tl.max(tl.where(digit == found + 1, reach, 0), 0)
+        low += found.to(tl.int64) << at_bit
+    done = 0
+    for at in range(0, length, TILE):
+        j = at + tl.arange(0, TILE)
+        inside = j < length
+        keys = _keys(scored, j, inside, turn, CYCLE, BLOCK_TOKENS, BITS)
+        taken = (inside & (keys >= low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
+        tl.store(listed + done + tl.cumsum(taken, 0), keys, mask=taken > 0)  # behind their number
+        done += tl.sum(taken, 0)
+    tl.store(listed, done.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["N", "parts", "cap"])
+def _list_between_kernel(
+    scored, positions, first_ranks, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
+    scored_n, N, topk, parts, cap,
+    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % parts
+    n = (tl.program_id(0) // parts).to(tl.int64)
+    wait_for_predecessor(PDL)
+    bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, COUNTED, PASSES, RANKS)
+    if part == 0:
+        tl.store(least_keys + COUNTED * N + n, bound)
+        tl.store(lefts + COUNTED * N + n, left.to(tl.int32))
+    length = tl.load(hi + n)
+    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
+    begin = part * run
+    end = tl.minimum(begin + run, length)
+    turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+    shift: tl.constexpr = 8 * (PASSES - COUNTED)
+    listed += n * (1 + cap)
+    # Keys from `chosen_from` on are chosen; those between are listed.
+    chosen_from = bound
+    if shift > 0:
+        chosen_from += tl.where(left > 0, 1, 0).to(tl.int64) << shift
+    count = part * 0
+    for at in range(begin, end, TILE):
+        j = at + tl.arange(0, TILE)
+        inside = j < end
+        keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        count += tl.sum((inside & (keys >= chosen_from)).to(tl.int32), 0)
+        if shift > 0:
+            between = (inside & (keys >= bound) & (keys < chosen_from)).to(tl.int32)
+            some = tl.sum(between, 0)
+            if some > 0:
+                first = tl.atomic_add(listed, some.to(tl.int64), sem="relaxed")  # in any order: keys are distinct
+                to = first + tl.cumsum(between, 0)
+                tl.store(listed + to, keys, mask=(between > 0) & (to <= cap))
+    tl.store(part_counts + n * parts + part, count)
+    if shift > 0:
+        tl.debug_barrier()  # after the stores of all threads
+        if tl.atomic_add(tickets + n, 1) == parts - 1:  # the last one of the row
+            if tl.load(listed, volatile=True) > cap:
+                _list_best(
+                    scored + n * scored_n, listed, length, bound, turn, cap,
+                    shift, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE,
+                )  # fmt: skip
+    start_successor(PDL)
+
+
+@triton.jit
+def _larger(listed, stride, rank, numbers, first, trial, n, N, RANKS: tl.constexpr, EACH: tl.constexpr):
+    """Counts listed keys of all ranks from `trial` on; `first` [ranks, EACH] are the first ones of each."""
+    count = tl.sum((first >= trial).to(tl.int32))
+    most = tl.max(numbers, 0)
+    for at in range(EACH, most, EACH):
+        i = at + tl.arange(0, EACH)
+        inside = i[None, :] < numbers[:, None]
+        keys = tl.load(listed + ((rank * N + n) * stride)[:, None] + 1 + i[None, :], mask=inside, other=-1)
+        count += tl.sum((inside & (keys >= trial)).to(tl.int32))
+    return count
+
+
+@triton.jit(do_not_specialize=["N", "parts", "EACH", "width"])
 def _write_chosen_kernel(
-    scored, positions, first_ranks, hi, gathered, least_keys, lefts, part_counts, block_tables, owners,
-    chosen_slots, chosen_counts, scores_n, tables_b, width, N, topk, parts, EACH,
-    WRITES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr, PDL: tl.constexpr,
+    scored, first_ranks, hi, all_listed, least_keys, lefts, part_counts, block_tables, owners,
+    chosen_slots, chosen_counts, scored_n, tables_b, width, N, parts, EACH,
+    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
@@ -115,36 +224,51 @@ def _write_chosen_kernel(
     begin = part * run
     end = tl.minimum(begin + run, length)
     turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
-    if WRITES:
-        bound = tl.load(least_keys + PASSES * N + n)
-        q = tl.arange(0, BLOCK_PARTS)
-        of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
-        place = tl.sum(tl.where(q < part, of_parts, 0), 0)
-        if part == 0:
-            # Never more, unless ranks are emulated, whose counts are not those of their tokens.
-            tl.store(chosen_counts + n, tl.minimum(tl.sum(of_parts, 0), width))
-        row = n // EACH
-        if owners is not None:
-            row = tl.load(owners + n)
-        pages = block_tables + row * tables_b
-    else:
-        bound, _ = _found(positions, gathered, least_keys, lefts, n, N, topk, PASSES, PASSES, RANKS)
-        if part == 0:
-            tl.store(least_keys + PASSES * N + n, bound)
-        place = part * 0
+    bound = tl.load(least_keys + COUNTED * N + n)
+    q = tl.arange(0, BLOCK_PARTS)
+    of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
+    place = tl.sum(tl.where(q < part, of_parts, 0), 0)
+    total = tl.sum(of_parts, 0)
+    shift: tl.constexpr = 8 * (PASSES - COUNTED)
+    if shift > 0:
+        left = tl.load(lefts + COUNTED * N + n)
+        if left > 0:
+            stride = 1 + width.to(tl.int64)
+            rank = tl.arange(0, BLOCK_RANKS)
+            numbers = tl.load(all_listed + (rank * N + n) * stride, mask=rank < RANKS, other=0).to(tl.int32)
+            i = tl.arange(0, LISTED)
+            inside = i[None, :] < numbers[:, None]
+            first = tl.load(all_listed + ((rank * N + n) * stride)[:, None] + 1 + i[None, :], mask=inside, other=-1)
+            for step in range(shift):
+                trial = bound + (tl.full([], 1, tl.int64) << (shift - 1 - step))
+                larger = _larger(all_listed, stride, rank, numbers, first, trial, n, N, RANKS, LISTED)
+                bound = tl.where(larger >= left, trial, bound)
+            own = tl.load(all_listed + (RANK * N + n) * stride).to(tl.int32)
+            for at in range(0, own, LISTED):
+                i = at + tl.arange(0, LISTED)
+                keys = tl.load(all_listed + (RANK * N + n) * stride + 1 + i, mask=i < own, other=-1)
+                at_token = (1 << BITS) - 1 - (keys & ((1 << BITS) - 1))
+                local = at_token // (RANKS * BLOCK_TOKENS) * BLOCK_TOKENS + at_token % BLOCK_TOKENS
+                taken = (i < own) & (keys >= bound)
+                total += tl.sum(taken.to(tl.int32), 0)
+                place += tl.sum((taken & (local < begin)).to(tl.int32), 0)
+    if part == 0:
+        # Never more, unless ranks are emulated, whose counts are not those of their tokens.
+        tl.store(chosen_counts + n, tl.minimum(total, width))
+    row = n // EACH
+    if owners is not None:
+        row = tl.load(owners + n)
+    pages = block_tables + row * tables_b
     for at in range(begin, end, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < end
-        keys = _keys(scored + n * scores_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         chosen = (inside & (keys >= bound)).to(tl.int32)
-        if WRITES:
-            page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
-            to = place + tl.cumsum(chosen, 0) - 1
-            tl.store(chosen_slots + n * width + to, page * PAGE + j % PAGE, mask=(chosen > 0) & (to < width))
+        page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
+        to = place + tl.cumsum(chosen, 0) - 1
+        tl.store(chosen_slots + n * width + to, page * PAGE + j % PAGE, mask=(chosen > 0) & (to < width))
         place += tl.sum(chosen, 0)
     start_successor(PDL)
-    if not WRITES:
-        tl.store(part_counts + n * parts + part, place)
 
 
 def choose_tokens(
@@ -194,25 +318,35 @@ def choose_tokens(
         return slots, taken
     tiles = triton.cdiv(S, TILE)
     parts = max(1, min(tiles, triton.cdiv(PROGRAMS * sm_count(device), N)))
-    counts = torch.zeros(passes, N, DIGITS, dtype=torch.int32, device=device)
-    bounds = torch.empty(passes + 1, N, dtype=torch.int64, device=device)
-    lefts = torch.empty(passes, N, dtype=torch.int32, device=device)
+    few = shard.gather is None or N <= FEW_ROWS
+    counted = FEW_PASSES if few else passes
+    numbers = torch.zeros(counted * N * DIGITS + N, dtype=torch.int32, device=device)
+    counts, tickets = numbers[:-N].view(counted, N, DIGITS), numbers[-N:]
+    least_keys = torch.empty(counted + 1, N, dtype=torch.int64, device=device)
+    lefts = torch.empty(counted + 1, N, dtype=torch.int32, device=device)
     part_counts = torch.empty(N, parts, dtype=torch.int32, device=device)
+    listed = torch.empty(N, 1 + width if few else 0, dtype=torch.int64, device=device)
     options = dict(
         PASSES=passes, BITS=8 * (passes - SCORE_PASSES), RANKS=shard.kvp, RANK=shard.kvp_rank,
         BLOCK_TOKENS=shard.append_block, TILE=TILE, num_warps=4, **overlapped(scores),
     )  # fmt: skip
     gathered = counts
-    for stage in range(passes):
+    for stage in range(counted):
         _count_digits_kernel[(parts * N,)](
-            scores, positions, starts, hi, gathered, counts[stage], bounds, lefts, scores.stride(0), N, topk, parts,
-            STAGE=stage, **options,
+            scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed if few else None,
+            scores.stride(0), N, topk, parts, 1 + width, STAGE=stage, **options,
         )  # fmt: skip
         gathered = counts[stage] if shard.gather is None else shard.gather(counts[stage])
-    for writes in (False, True):
-        _write_chosen_kernel[(parts * N,)](
-            scores, positions, starts, hi, gathered, bounds, lefts, part_counts, tables, rows, slots, taken,
-            scores.stride(0), tables.stride(0), width, N, topk, parts, max(1, N // len(tables)),
-            WRITES=writes, PAGE=shard.page_size, BLOCK_PARTS=triton.next_power_of_2(parts), **options,
-        )  # fmt: skip
+    _list_between_kernel[(parts * N,)](
+        scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
+        scores.stride(0), N, topk, parts, width, COUNTED=counted, **options,
+    )  # fmt: skip
+    ranks = triton.next_power_of_2(shard.kvp)
+    _write_chosen_kernel[(parts * N,)](
+        scores, starts, hi, shard.gather(listed) if few and shard.gather is not None else listed,
+        least_keys, lefts, part_counts, tables, rows, slots, taken,
+        scores.stride(0), tables.stride(0), width, N, parts, max(1, N // len(tables)),
+        COUNTED=counted, PAGE=shard.page_size, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_RANKS=ranks,
+        LISTED=max(16, LISTED // ranks), **options,
+    )  # fmt: skip
     return slots, taken

@@ -43,7 +43,7 @@ from kernels.dense.qkv_append import _qkv_append_kernel
 from kernels.dense.rms_norm import _rms_norm_kernel
 from kernels.indexer.append import _index_append_kernel
 from kernels.indexer.choose import TILE as SCORES
-from kernels.indexer.choose import _count_digits_kernel, _write_chosen_kernel
+from kernels.indexer.choose import _count_digits_kernel, _list_between_kernel, _write_chosen_kernel
 from kernels.indexer.scores import _index_scores_kernel, score_tile
 from kernels.mla.append import _mla_append_kernel
 from kernels.mla.decode import _mla_decode_kernel
@@ -125,9 +125,9 @@ SPECIAL = {
     **dict.fromkeys(("place_of", "page_of", "turns", "chosen", "miss_blocks", "miss_places"), ("*i32", True)),
     "positions": ("*i64", True),
     **dict.fromkeys(("scored", "raw"), ("*fp32", True)),
-    **dict.fromkeys(("first_ranks", "least_keys", "owners"), ("*i64", True)),
-    **dict.fromkeys(("gathered", "lefts", "chosen_slots", "chosen_counts"), ("*i32", True)),
-    **dict.fromkeys(("parts", "EACH"), ("i32", False)),
+    **dict.fromkeys(("first_ranks", "least_keys", "owners", "listed", "all_listed"), ("*i64", True)),
+    **dict.fromkeys(("gathered", "lefts", "chosen_slots", "chosen_counts", "tickets"), ("*i32", True)),
+    **dict.fromkeys(("parts", "EACH", "listed_n", "cap"), ("i32", False)),
     **dict.fromkeys(("miss_counts", "his", "listed_from", "listed_to", "block_counts"), ("*i32", True)),
     **dict.fromkeys(("copied_from", "copied_to", "placed", "kept_on_host"), ("*i32", True)),
     **dict.fromkeys(("from_layer", "to_layer", "placed_layer", "host_layer"), ("i64", True)),
@@ -473,11 +473,15 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
     append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32}
     yield "index-append", bf16, _index_append_kernel, append, {"num_warps": 1}
     choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "RANK": 3, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
-    for stage in (0, 3, 6):
-        yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
-    for writes in (False, True):
-        write = choice | {"WRITES": writes, "PAGE": 64, "BLOCK_PARTS": 64} | ({} if writes else {"owners": None})
-        yield "write-chosen", bf16, _write_chosen_kernel, write, {"num_warps": 4}
+    for stage in (0, 1, 6):
+        more = {"listed": None} if stage == 6 else {}
+        yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage, **more}, {"num_warps": 4}
+    for counted in (2, 7):
+        listing = choice | {"COUNTED": counted}
+        write = listing | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
+        yield "list-between", bf16, _list_between_kernel, listing, {"num_warps": 4}
+        owners = {"owners": None} if counted == 2 else {}
+        yield "write-chosen", bf16, _write_chosen_kernel, write | owners, {"num_warps": 4}
     for few, plain in ((False, {"scales": None, "ropes": None}), (True, {})):
         tile = latent_tile(64, 512, 64, bf16, few)
         options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}

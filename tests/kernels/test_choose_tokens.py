@@ -94,21 +94,36 @@ def wanted(scores: Tensor, length: int, topk: int) -> list[int]:
     return sorted(sorted(range(length), key=lambda j: (-row[j] if row[j] == row[j] else -torch.inf, j))[:topk])
 
 
-@OPS
+@pytest.mark.parametrize("op, few_rows", [(choose_tokens, 32), (choose_tokens, 0), (reference, 0)])
 @pytest.mark.parametrize(
     "kvp, block, page, topk", [(1, 16, 16, 8), (2, 1, 16, 5), (3, 16, 7, 40), (8, 16, 16, 33), (4, 64, 16, 1)]
 )
-@pytest.mark.parametrize("kind", ["apart", "tied", "zeros"])
+@pytest.mark.parametrize("kind", ["apart", "near", "tied", "zeros"])
 def test_the_best_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, op: Any, kvp: int, block: int, page: int, topk: int, kind: str, device: Any
+    monkeypatch: pytest.MonkeyPatch,
+    op: Any,
+    few_rows: int,
+    kvp: int,
+    block: int,
+    page: int,
+    topk: int,
+    kind: str,
+    device: torch.device,
 ) -> None:
-    """Rows shorter than topk, empty shards, negative scores, and ties over blocks and ranks."""
+    """Rows shorter than topk, empty shards, negative scores, and ties over blocks and ranks; few rows and many.
+
+    Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long.
+    """
+    monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(choose, "LISTED", 32)
     monkeypatch.setattr(choose, "TILE", 64)
     monkeypatch.setattr(choose, "PROGRAMS", 9)
     gen = torch.Generator().manual_seed(kvp)
     lengths, starts = [300, 1, topk, topk + 1, 150], [0, kvp - 1, 1 % kvp, 0, kvp // 2]
     scores = torch.randn(5, 300, generator=gen) * 10
-    if kind == "tied":
+    if kind == "near":
+        scores = 1 + scores / 1e5
+    elif kind == "tied":
         scores = scores.round() / 4
     elif kind == "zeros":
         scores = torch.where(scores > 14, scores, scores * 0)  # of either sign
