@@ -134,7 +134,7 @@ def _list_best(
         found = tl.sum((reach >= want).to(tl.int32), 0) - 1
         want -= tl.max(tl.where(digit == found + 1, reach, 0), 0)
         low += found.to(tl.int64) << at_bit
-    done = 0
+    done = want * 0
     for at in range(0, length, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < length
