@@ -17,7 +17,7 @@ from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.placement import Stripes
-from tests.e2e.fuzz_configs import Json, Shapes, config_of, rope_of, written
+from tests.e2e.fuzz_configs import LATENT, Json, Shapes, config_of, rope_of, written
 
 # Sections of config.json, and rows and columns of a scale.
 STORED: dict[str, tuple[Json, tuple[int | None, int | None]]] = {
@@ -145,7 +145,7 @@ def case_of(
     rng = random.Random(f"{family} {seed}")
     shapes = Shapes.draw(family, seed // SHARED)
     config = config_of(family, rng, shapes)
-    if family.startswith("deepseek"):
+    if family in LATENT:
         config |= {"head_dim": config["qk_rope_head_dim"]}
     rope = rope_of(family, rng, config["max_position_embeddings"])
     config["eos_token_id"] = rng.choice((None, 2, 3, [3, 5]))
@@ -158,7 +158,7 @@ def case_of(
         spec: DecoderSpec | None = spec_from_config(content)
     except ValueError:  # the case is over once it is read
         spec = None
-    kv_heads = 1 if family.startswith("deepseek") else config["num_key_value_heads"]
+    kv_heads = 1 if family in LATENT else config["num_key_value_heads"]
     experts = 1 if spec is None or spec.experts is None else spec.experts.experts
     layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, modes, rng)
     settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
