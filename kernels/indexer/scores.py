@@ -76,7 +76,7 @@ def _index_scores_kernel(
                 cache + at[:, None] + d[None, :], mask=(key < longest)[:, None] & (d < D)[None, :], other=0.0
             )
             products = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [BLOCK_N, ROWS * BLOCK_H]
-            found = tl.where(products > 0, products, tl.where(products == products, 0.0, products)) * factors[None, :]
+            found = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * factors[None, :]
             found = tl.sum(tl.reshape(found, [BLOCK_N, ROWS, BLOCK_H]), 2)
             to = scored + (begin + t)[None, :] * scored_n + key[:, None]
             tl.store(to, found, mask=key[:, None] < lengths[None, :])

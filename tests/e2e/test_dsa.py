@@ -104,7 +104,7 @@ def test_loopback_ranks_on_one_gpu(family: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4, 8)])
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("family", DSA_FAMILIES)
 def test_gpus(family: str, drafts: int, world: int, kind: type[TorchDistCommunicator]) -> None:

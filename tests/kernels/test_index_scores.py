@@ -119,3 +119,12 @@ def test_pages_beyond_2_to_the_31_elements() -> None:
     hi = torch.tensor([128], dtype=torch.int32, device="cuda")
     index_scores(q, torch.ones(1, 32, device="cuda"), cache, table, hi, None, 1, got)
     assert got[0, :64].eq(0).all() and got[0, 64:].eq(32 * 128).all()
+
+
+@OPS
+def test_nan_surfaces(op: Any, device: torch.device) -> None:
+    q, weights, cache, tables, hi = make([2], [40], 4, 16, 16, torch.float32, device)
+    cache[tables[0, 1], 3, 5] = torch.nan
+    got = torch.zeros(2, 64, device=device)
+    op(q, weights, cache, tables, hi, None, 2, got)
+    assert got.isnan().nonzero().tolist() == [[0, 19], [1, 19]]
