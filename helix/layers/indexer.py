@@ -58,8 +58,11 @@ class IndexerSpec:
         return Keeps("index_keys", (self.width,), dtype)
 
     def buffers(self, topk: int) -> int:
-        """Counts the activations per token of a prefill step: queries, fp32 keys and head weights, a row of slots."""
-        return self.heads * self.width + 2 * (self.width + self.heads) + 2 * topk
+        """Counts the activations per token of a prefill step, in numbers of 16 bits.
+
+        These are queries, fp32 keys and head weights, and rows of slots, twice while parts are put together.
+        """
+        return self.heads * self.width + 2 * (self.width + self.heads) + 4 * topk
 
     def rows(self, begin: int) -> list[range]:
         """Returns the rows of a query or key from `begin` on, with rotated pairs in two halves, as kernels have them.
