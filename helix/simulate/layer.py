@@ -354,8 +354,8 @@ class Layer:
         """
         p, hw = self.points, self.hardware
         tokens = self._read_tokens(window)
-        # Each query reads what it chose itself.
-        readers = self.sequences if self._chooses(window) is None and not self.spec.indexers else self.rows
+        readers = self.sequences if self._chooses(window) is None else self.rows  # each query chooses its own blocks
+        readers = self.rows if self.spec.indexers else readers  # or tokens
         read = readers * tokens * stored * self.item["kv" if window is None else "plain_kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
         few = self.options.kv in FEW_BITS and window is None
