@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks import jobs
-from benchmarks.kernels import accept, attention, comm, indexer, linear, mla, moe, sampling, sparse, tier
+from benchmarks.kernels import accept, attention, comm, delta, indexer, linear, mla, moe, sampling, sparse, tier
 from benchmarks.models import (
+    drafters,
     fronts,
     hopb,
     hosts,
@@ -50,6 +51,7 @@ BENCHMARKS = {
     "moe": moe.BENCHMARK,
     "mla": mla.BENCHMARK,
     "indexer": indexer.BENCHMARK,
+    "delta": delta.BENCHMARK,
     "verify": verify.BENCHMARK,
     "accept": accept.BENCHMARK,
     "sampling": sampling.BENCHMARK,
@@ -68,6 +70,7 @@ BENCHMARKS = {
     "tier-needles": tier_needles.BENCHMARK,
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,
+    "drafters": drafters.BENCHMARK,
     "prefill": prefill.BENCHMARK,
     "prefill-kernels": prefill.KERNELS_ALONE,
     "serve": serve.BENCHMARK,

@@ -36,7 +36,8 @@ class BenchConfig:
     repeat: share of the last step's blocks that a block-sparse step keeps; unset: what the model chooses.
     sparsities: shares of the keys that tune tries, with speculation.gamma drafts of a step.
     grid: tune measures each of sparsities with each of gammas in the end.
-    output: file of what tune has measured, JSON lines; it is not measured again.
+    output: file of what tune has measured, JSON lines, which is not measured again; the rows of each of points are
+        appended as it ends.
     traces: what serve serves, some of those in benchmarks/ranks/serving.py; none given: all.
     """
 

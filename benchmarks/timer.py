@@ -14,10 +14,17 @@ from comm.base import Communicator
 from helix.run.clock import Moment, seconds_of_each
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
+READ_CEILING_H100 = 3.0e12
 PAGE, DIM = 64, 128
 ROTATED = 256 << 20  # bytes of KV that pass before the first one is read again: four times the L2
 K = 1024
 WARM_UP_S = 0.05  # a GPU that was idle takes its time to come up to speed: up to 10% at the first few launches
+
+
+def read_ceiling(device: torch.device) -> float:
+    """Bytes per second of reading alone on this GPU; those of an H200 where there is none."""
+    on_h100 = device.type == "cuda" and "H100" in torch.cuda.get_device_name(device)
+    return READ_CEILING_H100 if on_h100 else READ_CEILING
 
 
 def replays(

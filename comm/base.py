@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -26,6 +27,19 @@ from kernels.attention.split_kv import PartialAttention
 from kernels.dense.rms_norm import rms_norm
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PackedPartials:
+    """The messages that a rank sends in an exchange.
+
+    Attributes:
+        packed: uint8 [K, bytes], row k to kvp rank k.
+        shape: tokens, lanes, values per head and dtype of the partials inside.
+    """
+
+    packed: Tensor
+    shape: tuple[int, int, int, torch.dtype]
 
 
 class Communicator(ABC):
@@ -135,8 +149,24 @@ class Communicator(ABC):
         return self._exchange(partial, shares, result)
 
     def _exchange(self, partial: PartialAttention, shares: Sequence[int], result: Tensor | None) -> Tensor:
-        received = self.all_to_all(pack_partials(partial, shares, self._starts_of(shares)))
-        partials, part_lse = partial_views(received, *_message_shape(partial, shares))
+        return self.exchange_packed(self.pack(partial, shares), shares, result)
+
+    def takes_sms(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
+        """Returns whether each program of an exchange takes a whole multiprocessor, as a library's do.
+
+        Args:
+            N, D, dtype, shares: tokens, values per head, their dtype, and the heads of each rank.
+        """
+        return True
+
+    def pack(self, partial: PartialAttention, shares: Sequence[int]) -> PackedPartials:
+        """Merges the splits of `partial` into messages: the first part of `merge_exchange`, on this rank alone."""
+        packed = pack_partials(partial, shares, self._starts_of(shares))
+        return PackedPartials(packed, _message_shape(partial, shares))
+
+    def exchange_packed(self, sent: PackedPartials, shares: Sequence[int], result: Tensor | None = None) -> Tensor:
+        """Exchanges and combines what was packed: the rest of `merge_exchange`."""
+        partials, part_lse = partial_views(self.all_to_all(sent.packed), *sent.shape)
         mine = shares[self.kvp_rank]
         return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine], out=result)
 

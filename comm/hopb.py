@@ -3,6 +3,10 @@
     main stream   attend 0 | attend 1   | attend 2   | exchange 2
     side stream            | exchange 0 | exchange 1 |
 
+Programs that exchange over a library take a multiprocessor (SM) each, and stream priority does not preempt attention,
+whose programs stay to its end, two on an SM. So attention that leaves some SMs free is launched a little later than the
+exchange beside it: programs come to the emptiest SMs, and of those that come first each finds one for itself.
+
 Attention stays on one stream. Exchanges come in the order of their chunks, the same on every rank, as collectives
 require; the last one has nothing to run beside, and stays on the main stream. Inside a captured step the two streams
 become two branches of the graph.
@@ -16,8 +20,9 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-# SMs that attention leaves free for the exchange: stream priority does not preempt a persistent grid.
-RESERVED_SMS = 4
+RESERVED_SMS = 4  # that attention leaves free for an exchange whose programs take one each
+# 2 us and more: two kernels of a graph, both ready when a third ends, start within 1 or 2 of each other.
+LEAD_CYCLES = 4000
 
 
 class Pipeline:
@@ -30,12 +35,15 @@ class Pipeline:
     def __init__(self, device: torch.device | None) -> None:
         self._side = None if device is None else torch.cuda.Stream(device, priority=-1)
 
-    def run(self, chunks: int, attend: Callable[[int], T], exchange: Callable[[int, T], object]) -> None:
+    def run(
+        self, chunks: int, attend: Callable[[int], T], exchange: Callable[[int, T], object], leads: bool = False
+    ) -> None:
         """Attends and exchanges all chunks.
 
         Args:
             attend: computes the argument of `exchange` for a chunk, on the current stream.
             exchange: exchanges a chunk, on the current stream, which may then be the side stream.
+            leads: an exchange has to be on the GPU before the attention beside it.
         """
         side = self._side
         main = None if side is None else torch.cuda.current_stream(side.device)
@@ -49,6 +57,8 @@ class Pipeline:
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
                     exchange(chunk, attended[-1])
+                if leads:
+                    torch.cuda._sleep(LEAD_CYCLES)
             else:
                 if chunks > 1:  # a stream that nothing was given would end the capture of a graph
                     main.wait_stream(side)

@@ -154,6 +154,9 @@ class SymmMemCommunicator(TorchDistCommunicator):
             rank=self.kvp_rank, lanes=max(shares), pieces=EXCHANGE_PIECES, spins=self._spins,
         )  # fmt: skip
 
+    def takes_sms(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
+        return not self._boxes_take(N, D, dtype, shares)
+
     def _result(self, out: Tensor, N: int, shares: Sequence[int], result: Tensor | None) -> Tensor:
         return out.new_empty(N, shares[self.kvp_rank], out.shape[-1]) if result is None else result
 

@@ -62,6 +62,7 @@ class KVConfig:
     tokens: capacity in tokens over all ranks; unset: from memory_fraction.
     memory_fraction: share of the memory that is free once the weights are in.
     prefix_cache: whether what was computed is kept for prompts that begin alike.
+    snapshots: copies of states that are kept for prompts that begin alike, of models whose layers keep states.
     tier: gpu: keys and values lie on the GPU; host: in pinned memory of the host, and what a step chooses comes over
         the link (with attention=block_sparse alone).
     host_bytes: of each rank's keys and values, with tier=host.
@@ -76,6 +77,7 @@ class KVConfig:
     tokens: int | None = None
     memory_fraction: float = 0.9
     prefix_cache: bool = True
+    snapshots: int = 8
     tier: str = "gpu"
     host_bytes: float | None = None
     gpu_bytes: float | None = None
@@ -88,7 +90,9 @@ class AttentionConfig:
     policy: which keys a query of a decode step reads: dense: all; block_sparse (lossy): the first blocks of the
         sequence, the last ones, and those between that promise most. Prefill reads all.
     block: tokens of a block, which is a page of the cache.
-    topk: blocks that each KV head chooses, of all ranks together; 0: none.
+    part: tokens of a part of a block; queries choose parts instead of blocks. Unset: blocks.
+    candidates: blocks, the best by their own bounds, whose parts are considered, of all ranks together.
+    topk: blocks, or parts, that each KV head chooses, of all ranks together; 0: none.
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
     score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
@@ -100,6 +104,8 @@ class AttentionConfig:
 
     policy: str = "dense"
     block: int = 128
+    part: int | None = None
+    candidates: int = 256
     topk: int = 32
     sink_blocks: int = 1
     local_blocks: int = 4
@@ -152,18 +158,25 @@ class DraftLayoutConfig:
 @dataclass
 class SpeculationConfig:
     """Attributes:
-    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; model: what
-        a smaller model says; sparse: what the model itself says over few keys.
+    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; suffix: the
+        same, also in answers to earlier requests; model: what a smaller model says; mtp: what
+        the checkpoint's layer for multi-token prediction says; sparse: what the model itself says over few keys;
+        eagle3: what a layer with a checkpoint of its own says, trained to read the model's hidden states.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
-    longest: the most final tokens that ngram compares.
+    longest: the most final tokens that ngram and suffix compare.
+    remembered: the most tokens of earlier answers in which suffix looks, for requests of the same salt.
     policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
         by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
         (quest); every key (full).
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
-    noise: shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
-        drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
+    noise: of sparse, mtp and eagle3. shared: sampled requests draw drafts with the target's noise, and every token is
+        the one without drafts; own: drafts are drawn by themselves and kept by rejection, which changes which tokens a
+        request gets.
+    path: directory of eagle3's checkpoint.
+    window: latest tokens of a sequence that eagle3 reads; unset: max_position_embeddings of its config.json, as many as
+        it has seen in training.
     model: the smaller model, of the same vocabulary.
     layout: how the ranks share it.
     """
@@ -172,9 +185,12 @@ class SpeculationConfig:
     gamma: int = 4
     adaptive: bool = True
     longest: int = 3
+    remembered: int = 1 << 18
     policy: str = "any"
     sparsity: float = 0.07
     noise: str = "shared"
+    path: str | None = None
+    window: int | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: DraftLayoutConfig = field(default_factory=DraftLayoutConfig)
 
@@ -185,7 +201,8 @@ class DecodeConfig:
     prompts: JSON lines of prompts.
     output: JSON lines of results; unset: text on the terminal alone.
     resume: keep what `output` already holds and run the rest.
-    max_batch: slots; more prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
+    max_batch: slots, or auto: as many as there are prompts and memory, up to 512 tokens a step; 8 on CPUs and with
+        kv.tier=host. More prompts wait for a free one. With mode=dp, each rank has its share, rounded up.
     max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     stream: print text as it comes.
@@ -195,7 +212,7 @@ class DecodeConfig:
     prompts: str | None = None
     output: str | None = None
     resume: bool = False
-    max_batch: int = 8
+    max_batch: str = "auto"
     max_length: int | None = None
     prefill_chunk: str = "auto"
     stream: bool = True
@@ -213,15 +230,18 @@ class ScheduleConfig:
     """Settings of how requests share the ranks, whether a file or a server brings them.
 
     Attributes:
-        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes.
-        decode_share: share of the time for decode steps while prompts wait and any sequence decodes.
+        goal: latency, balance or throughput, which set the two bounds below; balance widens them while prompts wait.
+        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes; unset: as the goal has it.
+        decode_share: share of the time for decode steps while prompts wait and any sequence decodes; unset: as the goal
+            has it.
         run_ms: most milliseconds of decode steps between two decisions of rank 0.
         patience_s: seconds for which others may overtake a request that does not fit; then pages are kept for it.
         lease: new tokens for which a sequence takes pages at a time.
     """
 
-    stall_ms: float = 50.0
-    decode_share: float = 0.25
+    goal: str = "balance"
+    stall_ms: float | None = None
+    decode_share: float | None = None
     run_ms: float = 20.0
     patience_s: float = 30.0
     lease: int = 1024
@@ -322,29 +342,35 @@ def check(config: Config) -> None:
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "speculation.drafter": ("none", "ngram", "model", "sparse"),
+        "schedule.goal": ("latency", "balance", "throughput"),
+        "speculation.drafter": ("none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
     }
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-    if (chunk := config.decode.prefill_chunk) != "auto" and not re.fullmatch(r"[1-9]\d{0,8}", chunk):
-        raise ValueError(f"decode.prefill_chunk={chunk} must be auto or a number of tokens from 1 to 999999999")
+    for key, top in {"decode.prefill_chunk": 999_999_999, "decode.max_batch": MOST_SEQUENCES}.items():
+        text = _get(config, key)
+        if text != "auto" and not (re.fullmatch(r"[1-9]\d{0,8}", text) and int(text) <= top):
+            raise ValueError(f"{key}={text} must be auto or a number from 1 to {top}")
     ranges = {
         "kv.append_block": (1, 1 << 24),
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
         "kv.tokens": (1, 1 << 50),
-        "decode.max_batch": (1, MOST_SEQUENCES),
         "decode.max_new_tokens": (1, 1 << 40),
         "decode.max_length": (1, 1 << 40),
         "attention.block": (1, 1 << 14),
+        "attention.part": (1, 1 << 13),
+        "attention.candidates": (1, 1024),
         "attention.topk": (0, MOST_CHOSEN),
         "attention.sink_blocks": (0, 1 << 20),
         "attention.local_blocks": (1, 1 << 20),
         "attention.from_tokens": (0, 1 << 40),
         "speculation.gamma": (1, MAX_QUERIES - 1),
         "speculation.longest": (1, 8),
+        "speculation.window": (1, 1 << 40),
+        "speculation.remembered": (16, 1 << 24),
         "schedule.stall_ms": (1, 60_000),
         "schedule.decode_share": (0.0, 0.99),
         "schedule.run_ms": (0.1, 10_000),
@@ -375,11 +401,41 @@ def check(config: Config) -> None:
             f"kv.page_size={config.kv.page_size} and attention.block={config.attention.block} differ, but a block is a "
             f"page: leave out kv.page_size, or set attention.block={config.kv.page_size}"
         )
+    check_parts(config)
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
+    if config.kv.snapshots < 0:
+        raise ValueError(f"kv.snapshots={config.kv.snapshots} must be at least 0")
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
+
+
+def check_parts(config: Config) -> None:
+    """Raises ValueError where parts of blocks cannot be chosen."""
+    attention = config.attention
+    if attention.part is None:
+        return
+    if attention.part & (attention.part - 1) or attention.block % attention.part or attention.block == attention.part:
+        raise ValueError(
+            f"attention.part={attention.part} must be a power of two that cuts attention.block={attention.block} into "
+            "equal parts: set another, or leave it out"
+        )
+    if attention.score != "bounds":
+        raise ValueError(
+            f"attention.part={attention.part} needs bounds, and attention.score is {attention.score}: set "
+            "attention.score=bounds, or leave out attention.part"
+        )
+    if attention.choice == "global":
+        raise ValueError(
+            f"attention.part={attention.part} is chosen by each rank from its own blocks: set "
+            "attention.choice=local, or leave out attention.part"
+        )
+    if config.kv.tier == "host" and config.kv.dtype != "auto":
+        raise ValueError(
+            f"attention.part={attention.part} with kv.tier=host needs keys and values of equal size, and kv.dtype is "
+            f"{config.kv.dtype}: leave out one of the two"
+        )
 
 
 def check_tier(config: Config) -> None:
@@ -398,6 +454,11 @@ def check_tier(config: Config) -> None:
         raise ValueError(
             "kv.tier=host with attention.policy=dense would read the whole cache over the link in each step: set "
             "attention=block_sparse, or kv.tier=gpu"
+        )
+    if config.speculation.drafter in ("mtp", "eagle3"):
+        raise ValueError(
+            f"kv.tier=host moves the model's own layers, and speculation.drafter={config.speculation.drafter} has one "
+            "more in their pages: set speculation=ngram or another drafter, or kv.tier=gpu"
         )
     if config.speculation.drafter == "sparse":
         raise ValueError(

@@ -207,6 +207,10 @@ class HelixLayout:
         heads = self.o_heads(rank, q_heads, kv_heads)
         return range(heads.start * head_dim, heads.stop * head_dim)
 
+    def state_heads(self, rank: int, heads: int) -> range:
+        """Returns this rank's heads of a recurrent layer: cut over all ranks, like columns of an FFN."""
+        return self.ffn_columns(rank, heads)
+
     # ---- FFN, experts, vocabulary
 
     def ffn_columns(self, rank: int, width: int) -> range:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -83,14 +83,27 @@ class BlockBudget:
     Attributes:
         sink_blocks: first blocks of the sequence, always read.
         local_blocks: last blocks, the query's own included, always read.
-        topk: blocks chosen between them, on this rank.
+        topk: blocks chosen between them, or parts of blocks, on this rank.
         from_tokens: queries over fewer tokens read all of them.
+        parts: equal parts of a block among which a query chooses; 1: it chooses blocks.
+        candidates: blocks, the best by their own bounds, whose parts are considered, on this rank.
     """
 
     sink_blocks: int
     local_blocks: int
     topk: int
     from_tokens: int
+    parts: int = 1
+    candidates: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Most blocks between sink and local ones that a query reads something of."""
+        return self.topk if self.parts == 1 else min(self.topk, self.candidates)
+
+    def over(self, ranks: int) -> BlockBudget:
+        """Returns the budget of one of `ranks` ranks that choose from their own blocks: shares, rounded up."""
+        return replace(self, topk=-(-self.topk // ranks), candidates=-(-self.candidates // ranks))
 
 
 @dataclass(frozen=True)
@@ -162,7 +175,7 @@ class Placement:
 
     def block_ranges(
         self, positions: Tensor, starts: Tensor, live: Tensor, queries: int, budget: BlockBudget
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Computes the local pages that queries always read, and the candidate pages; none unless `live`.
 
         Of `pages` local pages, those before `first` (the sink) and from `last` on (the local blocks, and all pages with
@@ -173,7 +186,9 @@ class Placement:
             live: bool [N].
 
         Returns:
-            first, last, pages, hi: int32 [N]; `hi` is the number of keys in a table of the pages that are read.
+            first, last, pages, hi: int32 [N]; `hi` is the number of keys in a table of what is read. If parts are
+            chosen, also part_first, part_last, part_pages: like the first three, in parts, of a table of all pages that
+            are always read and of the candidates, which are chosen by their own bounds; and used, the sequence's parts.
         """
         if dispatch.on_gpu(positions):
             where = {"page_size": self.page_size, **self.grid, **asdict(budget)}
@@ -192,8 +207,14 @@ class Placement:
         last = torch.minimum(torch.maximum(last, first), pages)
         short = positions + 1 < budget.from_tokens
         first, last = (torch.where(short, pages, x) for x in (first, last))
-        left_out = last - first - (last - first).clamp(max=budget.topk)
-        return first.int(), last.int(), pages.int(), (length - left_out * page).int()
+        parts = budget.parts
+        looked_at = (last - first).clamp(max=budget.candidates) if parts > 1 else last - first
+        left_out = (last - first) * parts - (looked_at * parts).clamp(max=budget.topk)
+        found = [first, last, pages, length - left_out * (page // parts)]
+        if parts > 1:
+            found += [x * parts for x in (first, first + looked_at, pages - (last - first) + looked_at)]
+            found.append(-(-length // (page // parts)))
+        return tuple(x.int() for x in found)
 
     def draft_ranges(
         self, positions: Tensor, starts: Tensor, live: Tensor, budget: KeyBudget
@@ -263,13 +284,16 @@ class Placement:
         local = -(-tokens // (self.layout.kvp * block)) * block + sequences * block
         return -(-local // self.page_size) + 2 * sequences
 
-    def most_blocks(self, budget: BlockBudget, max_length: int) -> int:
-        """Computes the most pages that a query of a sequence of up to `max_length` tokens reads."""
+    def most_blocks(self, budget: BlockBudget, max_length: int, between: int | None = None) -> int:
+        """Computes the most pages that a query of a sequence of up to `max_length` tokens reads.
+
+        Args:
+            between: the most that it reads between sink and local blocks; None: those of the budget.
+        """
+        between = budget.blocks if between is None else between
         fixed = (budget.sink_blocks + budget.local_blocks) * self.page_size + MAX_QUERIES
-        sparse = self.touched(budget.sink_blocks * self.page_size) + budget.topk + self.touched(fixed)
-        return min(
-            max(sparse, self.touched(min(budget.from_tokens, max_length))), self.touched(max_length) + budget.topk
-        )
+        sparse = self.touched(budget.sink_blocks * self.page_size) + between + self.touched(fixed)
+        return min(max(sparse, self.touched(min(budget.from_tokens, max_length))), self.touched(max_length) + between)
 
     @property
     def stripes(self) -> Stripes:
@@ -306,12 +330,14 @@ class PromptChunk:
         begin: global position of the first token.
         tokens: int64 [m], on the host.
         known: tokens of the sequence in its pages already: for these only states and windows are computed.
+        saves: see `helix.events.decision.Segment`.
     """
 
     slot: int
     begin: int
     tokens: Tensor
     known: int = 0
+    saves: int = -1
 
     @property
     def end(self) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, knobs
 from triton.runtime.jit import JITFunction
 
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
@@ -39,6 +39,15 @@ def compiled_ahead() -> Iterator[None]:
                 yield
         finally:
             JITFunction.run = launch
+
+
+def on_compilation(tell: Callable[[str], None] | None) -> None:
+    """Sends each kernel that is compiled, or loaded, from now on to `tell`: its name and its arguments' types."""
+
+    def hook(*, fn: Any, repr: str, **of_kernel: Any) -> None:
+        tell(f"{fn.name} {repr}")  # type: ignore[misc]
+
+    knobs.runtime.jit_post_compile_hook = None if tell is None else hook
 
 
 class _Once(AsyncCompileMode):

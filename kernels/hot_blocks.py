@@ -100,7 +100,7 @@ class Readers(NamedTuple):
 
     Attributes:
         hi: [N] int32, contiguous: one past the last key in a query's table.
-        pages: [N] int32, contiguous: pages of the query's sequence on this rank.
+        pages: [N] int32, contiguous: pages of the query's sequence on this rank; where it reads parts, used parts.
         positions: [N] int64, contiguous: the first of a sequence at its committed length.
         starts: [N] int64, contiguous: kvp rank of the sequence's first block.
         first_row: row of the first sequence in the batch.

@@ -88,10 +88,31 @@ class PagedKeys:
             assert self.k.shape[2] + P == width and self.rope.stride()[1:] == (P, 1) and self.k_scale.is_contiguous()
         assert self.k.stride()[1:] == (self.k.shape[2], 1), f"a page must be contiguous, got strides {self.k.stride()}"
 
+    def in_parts(self, parts: int) -> PagedKeys:
+        """Returns the same keys and values in pages that are one of `parts` parts of a page: part j of page i is page
+        `i * parts_apart + j`."""
+        if parts == 1:
+            return self
+        return replace(self, k=_in_parts(self.k, parts), v=_in_parts(self.v, parts))
+
     def unpacked(self, dtype: torch.dtype = torch.float32) -> PagedKeys:
         """Returns the same keys and values, those in e4m3 as numbers of `dtype`: exact in bf16 and fp32."""
         k = _unpacked(self.k, self.k_scale, dtype)
         return replace(self, k=k, v=_unpacked(self.v, self.v_scale, dtype), k_scale=None, v_scale=None)
+
+
+def parts_apart(kept: torch.Tensor, parts: int) -> int:
+    """Computes how many parts, of which a page [page_size, heads, D] has `parts`, begin before the next page begins."""
+    apart, rest = divmod(kept.stride(0), kept.shape[1] // parts * kept.stride(1))
+    assert rest == 0 and apart >= parts, "pages begin between parts"
+    return apart
+
+
+def _in_parts(kept: torch.Tensor, parts: int) -> torch.Tensor:
+    pages, size, heads, width = kept.shape
+    _, slot, head, _ = kept.stride()
+    apart, each = parts_apart(kept, parts), size // parts
+    return kept.as_strided(((pages - 1) * apart + parts, each, heads, width), (each * slot, slot, head, 1))
 
 
 def _unpacked(kept: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,8 @@
   helix plan DIR gpus=4 context=128K acceptance=0.7 gamma=4              with speculative decoding
   helix plan qwen2.5-7b gpus=8 context=1M drafter=sparse sparsity=0.07 acceptance=0.9
                                                                 the model drafts for itself, over 7% of its keys
+  helix plan deepseek-r1 gpus=8 context=128K batch=8 drafter=mtp acceptance=0.8
+                                                                its layer for multi-token prediction drafts
   helix plan qwen2.5-7b gpus=8 context=1M sparse=32                      block-sparse beside dense
   helix plan qwen2.5-7b gpus=1 context=1M sparse=32 tier=host hits=0.8   a cache in host memory
 
@@ -21,7 +23,9 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
   backend     auto: the runtime's own collectives; nccl: the library's, where they were measured
   acceptance  probability that a drafted token is accepted: plans speculation
   gamma       drafted tokens of a step (default: the best one)
-  drafter     ngram (default), whose drafts cost nothing, or sparse: the model drafts for itself, and pays for it
+  drafter     ngram (default), whose drafts cost nothing; sparse: the model drafts for itself, and pays for it; mtp: its
+              layer for multi-token prediction does; eagle3: a trained layer
+  path        with drafter=eagle3: the directory of its checkpoint
   sparsity    with drafter=sparse: the share of its keys that drafts read (default 0.07)
   sparse      blocks that each KV head chooses: plans block-sparse attention, and says where dense attention is faster
   tier        host: with sparse, keys and values lie in host memory, and what is not on the GPU comes over the link
@@ -65,17 +69,17 @@ from helix.simulate.plan import MODES, PlannedLayout, Question, Ranking, plan
 from helix.simulate.points import Tier
 from launch.inputs import front
 from launch.inputs.arguments import helped, one_of, parse, several, tokens
-from launch.inputs.auto_layout import planned
+from launch.inputs.auto_layout import layer_drafts, planned
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.files import check_writable, write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "context": tokens, "batch": int, "ttl_ms": float, "hardware": str,
-    "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "drafter": one_of("ngram", "sparse"),
-    "sparsity": float, "sparse": int, "attention": str, "tier": one_of("host"), "hits": float, "ahead": float,
-    "host_bytes": float, "gpu_bytes": float, "weights": one_of("bf16", "fp8"), "kv": one_of("fp8", "k16v8"),
-    "modes": several, "json": str,
+    "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int,
+    "drafter": one_of("ngram", "sparse", "mtp", "eagle3"), "path": str, "sparsity": float, "sparse": int,
+    "attention": str, "tier": one_of("host"), "hits": float, "ahead": float, "host_bytes": float, "gpu_bytes": float,
+    "weights": one_of("bf16", "fp8"), "kv": one_of("fp8", "k16v8"), "modes": several, "json": str,
 }  # fmt: skip
 STORAGE = {"weights": "model.weights", "kv": "kv.dtype"}
 NEEDED = ("model", "gpus", "context")
@@ -176,6 +180,20 @@ def drafted_share(given: dict[str, Any]) -> float | None:
     return SpeculationConfig().sparsity if share is None else share
 
 
+def drafter_overrides(given: dict[str, Any]) -> list[str]:
+    """Returns the runtime's overrides that name a layer that drafts; empty with another drafter.
+
+    Raises:
+        ValueError: eagle3 without a path, or a path without it.
+    """
+    drafter, path = given.get("drafter"), given.get("path")
+    if (drafter == "eagle3") != (path is not None):
+        raise ValueError("drafter=eagle3 and path=DIR, the directory of its checkpoint, go together")
+    if drafter not in ("mtp", "eagle3"):
+        return []
+    return [f"speculation={drafter}", *([f"speculation.path={path}"] if path is not None else [])]
+
+
 def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], list[str]]]:
     """Returns the ranking of layouts, with a function that gives the runtime's overrides for each.
 
@@ -184,7 +202,8 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
     """
     attention, share = sparse_overrides(given), drafted_share(given)
     storage = [f"{key}={given[name]}" for name, key in STORAGE.items() if name in given]
-    config, spec, model = load_model(given["model"], attention, storage)
+    drafter = drafter_overrides(given)
+    config, spec, model = load_model(given["model"], [*attention, *drafter], storage)
     check_config(config)
     check_cache(config, spec)
     config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
@@ -192,7 +211,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
         raise ValueError(f"context={given['context']} exceeds {given['model']}'s {spec.context}")
     backend = given.get("backend", "auto")
     question = Question(
-        spec,
+        replace(spec, draft=None, taps=()),
         pick_hardware(given.get("hardware"), backend),
         given["gpus"],
         given["context"],
@@ -201,6 +220,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
         given.get("acceptance"),
         given.get("gamma"),
         share,
+        layer_drafts(config.speculation, spec),
         tuple(given.get("modes", MODES)),
         replace(planned(config, spec), tier=tier_of(given)),
     )
@@ -214,9 +234,10 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
         settings += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
         random = config.model.path is None  # a shape without weights: there is only time to see
         if choice.gamma:
-            settings += [f"speculation={'ngram' if share is None else 'sparse'}", f"speculation.gamma={choice.gamma}"]
-        if choice.gamma and share is not None:
-            settings += [f"speculation.sparsity={share:g}"]
+            settings += drafter or [f"speculation={'ngram' if share is None else 'sparse'}"]
+            settings += [f"speculation.gamma={choice.gamma}"]
+            settings += [f"speculation.sparsity={share:g}"] if share is not None else []
+        if choice.gamma and question.priced:
             settings += [f"bench.acceptance={given['acceptance']:g}"] if random else []
         tier = question.options.tier
         tokens = 0 if tier is not None else None if question.options.sparse is None else pays_from(question, choice)
@@ -248,7 +269,7 @@ def as_json(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]], g
         "reason": ranking.reason,
         "verdict": ranking.verdict,
         **({"compared": compared(ranking)} if q.options.sparse else {}),
-        **({"drafting": drafting.compared(ranking)} if q.sparsity is not None else {}),
+        **({"drafting": drafting.compared(ranking)} if q.priced else {}),
         "choices": [
             asdict(choice)
             | {"in_time": ranking.in_time(choice), "command": command(gpus, overrides(choice))}
@@ -291,7 +312,7 @@ def show(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]]) -> N
             f"hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms."
         )
     print(f"\n{ranking.reason}\n{ranking.verdict}\n" + (f"{compared(ranking)}\n" if sparse else ""))
-    if q.sparsity is not None:
+    if q.priced:
         print(drafting.compared(ranking))
     elif speculates:
         print("Drafting is counted as free, and acceptance as the same at every place.")

@@ -14,14 +14,14 @@ import torch
 from comm.base import Communicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.build.checks import CheckedDraft
-from helix.build.parts import make_formats
+from helix.build.parts import load_eagle3, make_formats
 from helix.config import Config, ModelConfig
 from helix.errors import ConfigError
 from helix.hub import find_models
 from helix.layers.weights import Formats
 from helix.library import import_transformers
 from helix.memory.kv_cache import free_bytes
-from helix.models import Decoder
+from helix.models import Decoder, DraftLayer
 from helix.models.loading import randomize, weights_of
 from helix.place import KINDS, Place, gpu_facts, gpu_name
 from helix.speculation import DraftModel
@@ -134,9 +134,12 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -
     console = Console(plan, job)
     phases.mark("connect")
 
-    def load() -> tuple[Decoder, DraftModel | None]:
+    def load() -> tuple[Decoder, DraftModel | DraftLayer | None]:
         model = _load(plan, config.model, config.seed, comm, console)
-        draft = None
+        draft: DraftModel | DraftLayer | None = None
+        if config.speculation.drafter == "eagle3":
+            layer = draft = load_eagle3(config.speculation, model, plan.layout, comm)
+            console.note(layer.about)
         if plan.draft is not None:
             own = _load(plan.draft, config.speculation.model, config.seed, comms[1], console)
             draft = DraftModel(own, plan.draft.layout, comms[1], config.kv.dtype)

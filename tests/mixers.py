@@ -21,6 +21,7 @@ from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
@@ -79,7 +80,7 @@ class Decay:
         self.kq = ColumnParallel(weights, spec.hidden, rows)
         self.output = RowParallel(weights, comm, f"{name}.o", columns, spec.width, spec.hidden, False)
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """x [N, H] -> k and q [N, 2 * channels]; nothing is kept of single tokens."""
         return self.kq(x)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
+from helix.control.goals import Goal
 from helix.control.prefill_time import PrefillTime
 from helix.control.scheduler import LEAST_CHUNK, RunnerTraits, Scheduler
 from helix.events.decision import Admission, Decision, StepPlan
@@ -130,7 +132,7 @@ class Serving:
         step_s: float = STEP_S,
         kept: Sequence[int] = (0,),
         drafts: int = 0,
-        **options: float,
+        **options: Any,
     ) -> None:
         self.layout = HelixLayout.create(kvp=kvp)
         self.stripes = Stripes(self.layout, append_block, page_size)
@@ -141,7 +143,7 @@ class Serving:
         trees = [PrefixTree(pool, self.stripes, self.times.cost, 1) for pool in self.pools]
         self.tables = [BlockTables(tree, caching) for tree in trees]
         plan = StepPlan(drafts, seconds=step_s)
-        given = {key: options.pop(key) for key in ("decode_share", "patience_s", "lease") if key in options}
+        given = {key: options.pop(key) for key in ("goal", "decode_share", "patience_s", "lease") if key in options}
         given |= {f"{key}_ms": 1e3 * options.pop(f"{key}_s") for key in ("stall", "run") if f"{key}_s" in options}
         schedule = ScheduleConfig(**given)
         self.scheduler = Scheduler(
@@ -149,17 +151,16 @@ class Serving:
             self.times,
             RunnerTraits(max_batch, prefill_chunk, "raise kv.tokens", drafts=drafts, **options),
             schedule,
-            lambda rows, without: plan,
+            lambda rows, kv_tokens, without: plan,
         )
-        self.stall_s, share = schedule.stall_ms / 1e3, schedule.decode_share
-        self.ratio = share / (1 - share)
+        self.goal = Goal(schedule)
         self.ahead, self.step_s, self.drafts, self.kept = ahead, step_s, drafts, kept
         self.prefill_chunk, self.max_batch = prefill_chunk, max_batch
         self.memory = np.full((homes, pages, kvp, page_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.served: dict[int, Served] = {}
         self.flying: deque[Flight] = deque()
-        self.now = self.device = self.owed = 0.0
+        self.now = self.device = self.owed = self.longest_s = 0.0
         self.steps = self.decisions = 0
 
     # ---- the caller
@@ -387,14 +388,26 @@ class Serving:
             held = self.memory[self.home(row.admission.slot), page, rank, slot % self.stripes.page_size]
             assert held.tolist() == row.chain[: row.length], "keys of other tokens"
 
+    @property
+    def waiting_s(self) -> float:
+        """The time of all prompts that are not computed, the oldest of those that run apart."""
+        rows = {int(row.admission.id): row for row in self.rows.values()}
+        waiting = [s for name, s in self.served.items() if not s.ended and name not in rows]
+        works = [self.times.work(0, len(s.request.prompt) + len(s.drawn)) for s in waiting]
+        running = sorted(rows.values(), key=lambda row: (row.served.came, row.served.request.id))
+        unfinished = [r for r in running if r.length < r.admission.length and not r.drawn and not r.served.ended]
+        works += [self.times.work(row.length, row.admission.length) for row in unfinished[1:]]
+        return sum(works) * TOKEN_S
+
     def check_chunk(self, decision: Decision, seconds: float, decoding: bool) -> None:
         """The bounds of chunks while somebody decodes, and the half of the oldest prompt."""
         size = sum(s.end - s.begin for s in decision.prefill)
         assert size <= self.prefill_chunk
         if decoding and size:
             assert self.owed <= 1e-9, "decode steps have had less than their share"
-            assert seconds <= self.stall_s * 1.001 or size <= LEAST_CHUNK, "a chunk stalls those that decode"
-            self.owed = seconds * self.ratio
+            bound = self.goal.stall_s(self.waiting_s)
+            assert seconds <= bound * 1.001 or size <= LEAST_CHUNK, "a chunk stalls those that decode"
+            self.longest_s, self.owed = max(self.longest_s, seconds), self.goal.owed_s(seconds)
         if not decoding:
             self.owed = 0.0
         self.owed -= decision.decode_steps * self.step_s

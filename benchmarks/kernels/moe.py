@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from benchmarks.runner import Benchmark, Given, Part, Row
-from benchmarks.timer import ROTATED, seconds
+from benchmarks.timer import ROTATED, read_ceiling, seconds
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import Scoring, route
 from kernels.reference.experts import moe as reference
@@ -54,6 +54,7 @@ FEW_BITS: list[tuple[Experts, Stored]] = [
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CHUNK = 8192  # tokens of a prefill
+GROUPS = (1, 2, 3, 5, 7, 9, 12, 20, 28, 40)  # tokens that one step verifies: of one sequence, of four
 INPUTS = 32  # at least, each with a choice of experts of its own
 
 
@@ -130,6 +131,7 @@ def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int, st
         "us": seconds(ours, copies, device) * 1e6,
         "route_us": seconds(lambda i: route(logits[i], model.top_k, **scoring), copies, device) * 1e6,
         "bar_us": touched * expert_bytes / 4.2e12 * 1e6 + 8,
+        "inherent_us": touched * expert_bytes / read_ceiling(device) * 1e6,
     }
     return [row]
 
@@ -139,6 +141,17 @@ def cases(given: Given) -> Iterable[tuple[Experts, tuple[int, int], int]]:
     if not given.gpu:
         return [(Experts("tiny", 8, 2, 32, 16), (1, 2), 3)]
     return product([model for model in MODELS if _is_chosen(model, given)], GRIDS, TOKENS)
+
+
+def verified_cases(given: Given) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
+    """Groups of drafts on one GPU, whose tokens choose evenly: what reading the experts that they touch takes."""
+    if given.gpu:
+        of = [(MODELS[0], "bf16"), (MODELS[0], "fp8"), (MODELS[1], "bf16"), (MODELS[1], "mxfp4")]
+        for (model, stored), tokens in product(of, GROUPS):
+            if _is_chosen(model, given):
+                yield model, (1, 1), tokens, cast(Stored, stored)
+    else:
+        yield Experts("tiny", 8, 2, 32, 16), (1, 1), 3, "bf16"
 
 
 def few_bits_cases(given: Given) -> Iterator[tuple[Experts, tuple[int, int], int, Stored]]:
@@ -162,6 +175,7 @@ BENCHMARK = Benchmark(
     (
         Part(cases, measure, "model tpf ep tokens experts us route_us bar_us us/bar_us"),
         Part(few_bits_cases, measure, "model tpf ep tokens experts us bar_us us/bar_us", "weights of a few bits"),
+        Part(verified_cases, measure, "model tokens experts bytes us inherent_us us/inherent_us", "groups of drafts"),
     ),
     models=tuple(dict.fromkeys(model.name for model in (*MODELS, *(model for model, _ in FEW_BITS)))),
 )

@@ -6,6 +6,9 @@ CUDA-graph replays over other sequences of one pool of pages, and other queries,
 read: one sequence's bounds and blocks would stay in it. Dense attention is ours over the same pages and torch's over
 contiguous memory. `target_us` is the bytes of bounds and of the blocks that are read, at 4.4 TB/s, and 12 us.
 
+The same where a query chooses parts of 16 tokens, those of the best blocks (`candidates`): beside 32 blocks, timed in
+turn with it. Parts are checked against torch's choice among those of the candidates that the kernel has chosen.
+
 What drafts add (benchmarks/kernels/drafts.py): the scores that verification leaves beside attention, and what it takes
 longer for them; the choice of the best 7% of all keys, in all layers; and attention over these, which lie anywhere,
 alone or in runs. All are checked against torch, then timed in the same way. `target_us`: three times the bytes of
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import sdpa_kernel
@@ -37,6 +41,10 @@ SINK, LOCAL = 1, 4
 MOST_COPIES = 40
 SHAPES = [(q, kv, batch, n * K) for q, kv in ((28, 4), (8, 1), (32, 8)) for batch in (1, 8) for n in (4, 128, 1024)]
 CHOSEN = (8, 32)
+PARTS = 8  # of a block
+CANDIDATES = [(128, 256), (128, 128), (64, 64)]  # chosen parts, and blocks whose parts are considered
+
+Ranges = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -47,6 +55,7 @@ class SparseCase:
     k: torch.Tensor
     v: torch.Tensor
     bounds: torch.Tensor
+    part_bounds: torch.Tensor
     tables: list[torch.Tensor]
     first: torch.Tensor
     last: torch.Tensor
@@ -61,9 +70,24 @@ class SparseCase:
             self.q[copy], self.bounds, self.tables[copy], *ranges, topk, topk + 8, "bounds", self.counted
         )  # fmt: skip
 
-    def attend(self, table: torch.Tensor, hi: torch.Tensor, copy: int) -> torch.Tensor:
+    def candidates(self, count: int, copy: int) -> torch.Tensor:
+        """A table [B, Hkv, count + 8] of the pages that are read anyway and of the candidates."""
+        ranges = self.first, self.last, self.pages
+        return select_blocks(
+            self.q[copy], self.bounds, self.tables[copy], *ranges, count, count + 8, "bounds", self.counted,
+            stretches=True,
+        )  # fmt: skip
+
+    def select_parts(self, topk: int, count: int, copy: int, ranges: Ranges) -> torch.Tensor:
+        """A table [B, Hkv, topk + 8 * PARTS] of the parts that are read; `ranges` are those of the candidates."""
+        return select_blocks(
+            self.q[copy], self.part_bounds, self.candidates(count, copy), *ranges, topk, topk + 8 * PARTS, "bounds",
+            self.counted, most=count * PARTS,
+        )  # fmt: skip
+
+    def attend(self, table: torch.Tensor, hi: torch.Tensor, copy: int, parts: int = 1) -> torch.Tensor:
         """Attention over the first keys of a table, of all KV heads together or of each."""
-        read = PagedKeys(self.k, self.v, table, self.lo, hi, DIM**-0.5)
+        read = PagedKeys(self.k, self.v, table, self.lo, hi, DIM**-0.5).in_parts(parts)
         return flash_decode(self.q[copy][:, None], read, early=True)[0]
 
     def choose_and_attend(self, topk: int) -> Callable[[int], torch.Tensor]:
@@ -99,7 +123,11 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
     every = torch.arange(pool, dtype=torch.int32, device=device)[None]
     begin = torch.zeros(1, dtype=torch.int64, device=device)
     whole = {"kvp": 1, "kvp_rank": 0, "append_block": PAGE}
-    fold_blocks(k[None], None, bounds, every, begin, begin, begin + pool * PAGE, pool, "bounds", **whole)
+    part_bounds = torch.empty(1, pool, kv_heads, PARTS, 2, DIM, device=device, dtype=dtype)
+    fold_blocks(
+        k[None], None, bounds, every, begin, begin, begin + pool * PAGE, pool, "bounds", **whole,
+        part_bounds=part_bounds,
+    )  # fmt: skip
     tables = torch.randperm(pool, device=device).int().view(batches, batch, -1)
     q = [torch.randn(batch, q_heads, DIM, device=device, dtype=dtype) for _ in range(copies)]
     pages = torch.full((batch,), length // PAGE, dtype=torch.int32, device=device)
@@ -110,6 +138,7 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
         k,
         v,
         bounds[0],
+        part_bounds[0],
         [tables[i % batches] for i in range(copies)],
         *ranges,
         counted,
@@ -162,6 +191,60 @@ def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int) 
     return rows
 
 
+def measure_parts(given: Given, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
+    """A row for each of CANDIDATES, microseconds."""
+    device, held = given.device, length // PAGE
+    s = setting(q_heads, kv_heads, batch, length, device)
+    between, rows = held - SINK - LOCAL, []
+    for topk, count in CANDIDATES:
+        looked_at = min(between, count)
+        candidates_end = SINK + looked_at
+        first, last, pages = (
+            torch.full_like(s.first, n * PARTS) for n in (SINK, candidates_end, candidates_end + LOCAL)
+        )
+        ranges = first, last, pages
+        read = (SINK + LOCAL) * PAGE + min(topk, looked_at * PARTS) * PAGE // PARTS
+        hi = torch.full_like(s.lo, read)
+        check_parts(s, topk, count, ranges)
+        tables = [s.select_parts(topk, count, i, ranges).clone() for i in range(len(s.q))]
+
+        def select(i: int, given: tuple[int, int] = (topk, count), ranges: Ranges = ranges) -> torch.Tensor:
+            return s.select_parts(*given, i, ranges)
+
+        def attend(i: int, tables: list[torch.Tensor] = tables, hi: torch.Tensor = hi) -> torch.Tensor:
+            return s.attend(tables[i], hi, i, PARTS)
+
+        def both(i: int, select: Any = select, hi: torch.Tensor = hi) -> torch.Tensor:
+            return s.attend(select(i), hi, i, PARTS)
+
+        size = bounds_bytes(kv_heads, batch, length) + batch * kv_heads * DIM * 4 * (looked_at * PARTS + read)
+        of_blocks = 1e6 * seconds(s.choose_and_attend(32), len(s.q), device)
+        row: Row = {"kind": "parts", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length, "topk": topk}
+        row |= {"candidates": count, "read_bytes": size}
+        row |= {"candidates_us": 1e6 * seconds(partial(s.candidates, count), len(s.q), device)}
+        row |= {"select_us": 1e6 * seconds(select, len(s.q), device)}
+        row |= {"attend_us": 1e6 * seconds(attend, len(s.q), device)}
+        row |= {"us": 1e6 * seconds(both, len(s.q), device), "blocks_us": of_blocks}
+        rows.append(row | {"over_blocks": row["us"] / of_blocks})
+    return rows
+
+
+def check_parts(s: SparseCase, topk: int, count: int, ranges: Ranges) -> None:
+    """Raises AssertionError unless parts promise as much as the best, by torch, of the candidates' parts."""
+    of_candidates = s.candidates(count, 0)
+    table = s.select_parts(topk, count, 0, ranges)
+    first, last = (int(x[0]) // PARTS for x in ranges[:2])
+    head = torch.arange(s.bounds.shape[1], device=table.device)[:, None]
+    for b, looked_at in enumerate(of_candidates[:, :, first:last].long()):
+        of_parts = s.part_bounds[looked_at, head].flatten(1, 2).transpose(0, 1)  # [n * PARTS, Hkv, 2, D]
+        k = min(topk, len(of_parts))
+        best = block_scores(s.q[0][b], of_parts, "bounds").topk(k).values.sort().values
+        chosen = table[b, :, first * PARTS : first * PARTS + k].long()
+        mine = s.part_bounds[chosen // PARTS, head, chosen % PARTS].transpose(0, 1)
+        # fp32 sums of 256 products in other orders.
+        torch.testing.assert_close(block_scores(s.q[0][b], mine, "bounds").sort().values, best, rtol=1e-4, atol=1e-4)
+
+
 def torchs(s: SparseCase, copies: int, device: torch.device) -> Row:
     """Torch's dense attention over contiguous copies of as many batches as rotation needs."""
     found: Row = {f"{name}_us": None for name in TORCH}
@@ -180,11 +263,13 @@ def torchs(s: SparseCase, copies: int, device: torch.device) -> Row:
 
 
 COLUMNS = "heads batch length topk select_us attend_us us target_us dense_us cudnn_us flash_us best_dense_over_ours"
+OF_PARTS = "heads batch length topk candidates candidates_us select_us attend_us us blocks_us over_blocks"
 BENCHMARK = Benchmark(
     "block-sparse attention beside dense attention, and the kernels of sparse drafts, on one GPU",
     __doc__ or "",
     (
         Part(lambda given: SHAPES if given.gpu else [(4, 2, 1, 2 * K)], measure, COLUMNS),
+        Part(lambda given: SHAPES if given.gpu else [(4, 2, 1, 2 * K)], measure_parts, OF_PARTS),
         *drafts.PARTS,
     ),
 )

@@ -7,6 +7,7 @@ can have several tokens: `over_step` is the mean `tpot` over the time of a step 
 
   streams    1 x 128K and 8 x 32K tokens of context, alone and with a prompt of 1K tokens each second
   grammars   the same 8 rows, whose answers follow a JSON schema; the tokenizer is as large as the model's, and made up
+  crowd      requests of one size, all at once, over a server that has just started
   next turn  100 new tokens behind 128K of context, and behind 1M over two GPUs and more
 """
 
@@ -33,6 +34,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from benchmarks import jobs
+from benchmarks.ranks.crowds import CROWDS
 from benchmarks.runner import Benchmark, Given, Part, Row
 from launch.inputs.compose import ROOT, composed
 
@@ -166,7 +168,7 @@ def row(seen: Sequence[HTTPSeen], seconds: float, step_s: float | None = None) -
     figures = {
         "ttft": [s.came[0] - s.sent for s in seen],
         "itl": gaps,
-        "tpot": [(s.came[-1] - s.came[0]) / (n - 1) for s, n in zip(seen, new, strict=True)],
+        "tpot": [(s.came[-1] - s.came[0]) / (n - 1) for s, n in zip(seen, new, strict=True) if n > 1],
     }
     found: Row = {}
     for name, values in figures.items():
@@ -182,6 +184,21 @@ def row(seen: Sequence[HTTPSeen], seconds: float, step_s: float | None = None) -
     return found
 
 
+async def crowds(client: HTTPClient, small: int) -> list[Row]:
+    """Requests of one size, all at once; first those that a server meets first."""
+    rows = list[Row]()
+    for count, length, new in CROWDS:
+        if small > 1:
+            count, length, new = min(count, 8), max(length // small, 4), min(new, 4)
+        prompts = [client.tokens(length) for _ in range(count)]
+        begin = time.perf_counter()
+        seen = await asyncio.gather(*(client.stream(prompt, new) for prompt in prompts))
+        seconds = time.perf_counter() - begin
+        found = row(seen, seconds) | {"seconds": seconds, "new": new}
+        rows.append({"trace": "crowd", "batch": count, "length": length, "arrivals": 0, **found})
+    return rows
+
+
 async def traces(client: HTTPClient, given: Given, steps: dict[int, float]) -> list[Row]:
     """All of them.
 
@@ -189,7 +206,7 @@ async def traces(client: HTTPClient, given: Given, steps: dict[int, float]) -> l
         steps: seconds of a decode step, by the number of sequences.
     """
     small = 1 if given.gpu else SMALLER
-    new, rows = 512 if given.gpu else 48, list[Row]()
+    new, rows = 512 if given.gpu else 48, await crowds(client, small)
 
     async def together(contexts: list[list[int]], arrivals: int = 0, **more: Any) -> Row:
         begin = time.perf_counter()
@@ -227,8 +244,8 @@ def measure(given: Given) -> list[Row]:
     vocab = int(str(config["vocab_size"]))
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), config)
-        model = [f"model.path={directory}", "model.load=random", f"layout.kvp={given.ranks}", "decode.max_batch=16"]
-        model += ["model.dtype=bfloat16"] if given.gpu else ["kv.tokens=32768"]
+        model = [f"model.path={directory}", "model.load=random", f"layout.kvp={given.ranks}"]
+        model += ["model.dtype=bfloat16"] if given.gpu else ["kv.tokens=32768", "decode.max_batch=16"]
         timed = [f"bench.points=[{','.join(f'{b}x{n}' for b, n in points.items())}]", "bench=decode"]
         done = jobs.measure(given.ranks, [*model, *timed, f"bench.steps={32 if given.gpu else 3}"])
         steps = {p["batch"]: p["ttl_p50_us"] / 1e6 for p in done["points"]}

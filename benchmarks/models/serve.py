@@ -23,7 +23,7 @@ COLUMNS = (
 def measure(given: Given, ranks: int) -> Iterator[Row]:
     """All traces in a job."""
     model = "qwen2.5-7b" if given.gpu else "demo"
-    overrides = [*named(model), f"layout.kvp={ranks}", "bench=serve", "decode.max_batch=64"]
+    overrides = [*named(model), f"layout.kvp={ranks}", "bench=serve"]
     for row in jobs.rows(overrides):
         yield {"model": model, "layout": f"helix kvp={ranks}", **row}
 

@@ -38,12 +38,13 @@ MEASURED = [
     "tokens_per_s_gpu", "speculation",
 ]  # fmt: skip
 PARTS = {
-    "draft": r"^_(replay|find|propose|draft_ranges|select_tokens)_kernel",
-    "attention": r"^_(kv_append|flash_decode(_fp8_sm90)?|merge_parts|mla_\w+|angles|local_bounds|cache_slots)_kernel"
+    "draft": r"^_(replay|find(_others)?|propose|draft_ranges|select_tokens)_kernel",
+    "attention": r"^_(kv_append|flash_decode((_fp8|_many)_sm90)?|merge_parts|mla_\w+|gated_delta_step)_kernel"
+    r"|^_(angles|local_bounds|cache_slots)_kernel"
     r"|^_(select_blocks|choose|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
     "exchange": r"^_((merge_)?exchange|merge_messages|lse_combine)_kernel|ncclDevKernel_SendRecv",
-    "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8)?(_sm90)?|qkv_append|each_head|silu_mul|route)_kernel"
-    r"|^_(moe_sm90|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
+    "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8)?(_sm90)?|qkv_append|each_head|head_squares)_kernel"
+    r"|^_(silu_mul|sigmoid_mul|gated_norm|route|moe(_scaled)?_sm90|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
     "all-reduce": r"^_(all_reduce_norm|reduce_scatter)_kernel|ncclDevKernel_(AllReduce|ReduceScatter)",
     "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|draw|verify_and_pack)_kernel|ncclDevKernel_AllGather"
     r"|^_(shape_logits|top_of_blocks|merge_tops)_kernel",

@@ -30,6 +30,11 @@ def blocks(topk: int, local: int = 4) -> BlockBudget:
     return BlockBudget(1, local, topk, 0)
 
 
+def parts(topk: int, candidates: int, tokens: int = 16) -> BlockBudget:
+    """Parts of `tokens` tokens among those of `candidates` blocks of 128."""
+    return replace(blocks(topk), parts=128 // tokens, candidates=candidates)
+
+
 def policies() -> list[Policy]:
     """Dense attention and what is compared with it: fewer bits; budgets of blocks, of a window, by each score."""
     return [
@@ -39,6 +44,7 @@ def policies() -> list[Policy]:
         Policy("window-4736", blocks(0, 36)),
         *(Policy(f"{score}-{k}", blocks(k), score=score) for score in ("bounds", "mean") for k in (4, 8, 16, 32)),
         Policy("quest-64", blocks(64, 32), page=16),
+        *(Policy(f"parts-{k}-of-{n}", parts(k, n)) for k, n in ((64, 64), (128, 64), (128, 128), (128, 256))),
         *(Policy(f"{stored}-32", blocks(32), stored=stored) for stored in ("int8", "fp8")),
         *(Policy(f"{name}-32", blocks(32), layers=n) for name, n in (("pairs", 2), ("fours", 4))),
     ]

@@ -64,7 +64,7 @@ class Policy:
     def keys(self) -> int | None:
         """Keys that a query of a long sequence reads, at most; None for all."""
         b = self.budget
-        return None if b is None else (b.sink_blocks + b.local_blocks + b.topk) * self.page
+        return None if b is None else (b.sink_blocks + b.local_blocks) * self.page + b.topk * (self.page // b.parts)
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def _outcomes(
     """Each policy with its logits and the blocks it has read; those that read one cache come one after the other."""
     room = max(map(len, prompts)) + steps
     longest = max(room, model.spec.max_positions)  # the same kernels, once compiled, for texts of any length
-    for (page, kv), group in groupby(sorted(policies, key=_cache), key=_cache):
+    for (page, kv, parts), group in groupby(sorted(policies, key=_cache), key=_cache):
         placement = Placement(layout, layout.kvp_rank(comm.rank), page, page)
-        runner = prefilled(model, placement, comm, prompts, room, longest, kv=kv, score="bounds")
+        runner = prefilled(model, placement, comm, prompts, room, longest, kv=kv, score="bounds", parts=parts)
         for policy in group:
             attends = _attention(policy, placement, longest, comm) or runner.dense
             logits = _steps(runner, policy, attends, prompts, steps, given)
@@ -174,8 +174,8 @@ def _outcomes(
         del runner  # before the next cache is made
 
 
-def _cache(policy: Policy) -> tuple[int, str]:
-    return policy.page, policy.kv
+def _cache(policy: Policy) -> tuple[int, str, int]:
+    return policy.page, policy.kv, 1 if policy.budget is None else policy.budget.parts
 
 
 def _steps(

@@ -76,7 +76,7 @@ class Subject:
 def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
     """This rank's part of a checkpoint."""
     checkpoint = Checkpoint(path)
-    model = Decoder(checkpoint.with_head(spec_from_config(read_config(path))), layout, comm, dtype, comm.device)
+    model = Decoder(checkpoint.as_stored(spec_from_config(read_config(path))), layout, comm, dtype, comm.device)
     checkpoint.load(model.weights)
     return model
 
@@ -91,6 +91,7 @@ def prefilled(
     *,
     kv: str = "auto",
     score: str | None = None,
+    parts: int = 1,
     drafter: Drafter | None = None,
 ) -> ModelRunner:
     """A runner whose cache holds the prompts [n] but for their last tokens, one a slot, with `room` tokens for each.
@@ -99,12 +100,13 @@ def prefilled(
         max_length: of the runner.
         kv: how keys and values are kept, as kv.dtype says.
         score: as in `KVCache`; bounds are not folded.
+        parts: of a page that have bounds of their own.
         drafter: as in `ModelRunner`, which makes room for its drafts.
     """
     n, layout = len(prompts), placement.layout
     pages = n * placement.stripes.pages_for(room)
     keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype, kv)
-    keeps = keeps if score is None else with_bounds(keeps, model.weights.dtype)
+    keeps = keeps if score is None else with_bounds(keeps, model.weights.dtype, parts)
     rows = 1 + (0 if drafter is None else drafter.limit)
     cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, rows, TOGETHER * CHUNK), score)
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)

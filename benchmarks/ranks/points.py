@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from comm.base import Communicator
 from helix.build.engine import build_engine
 from helix.control.engine import Engine
 from helix.errors import ConfigError
-from helix.models import Decoder
+from helix.models import Decoder, DraftLayer
 from helix.speculation import DraftModel
 from launch.inputs.preflight import CheckedRun
 
@@ -30,18 +32,24 @@ def at_each(
 ) -> list[dict[str, Any]]:
     """Rows of `measure(batch, length)` at each point, or one that says why the point `failed`.
 
+    Rank 0 appends a point's rows to `bench.output` as it ends: they are kept, whatever becomes of the next one.
+
     Raises:
         ConfigError: the only point does not fit.
     """
-    found: list[dict[str, Any]] = []
-    todo = bench_points(lab(plan.config).bench)
+    bench, found = lab(plan.config).bench, list[dict[str, Any]]()
+    todo = bench_points(bench)
     for batch, length in todo:
         try:
-            found += measure(batch, length)
+            rows = measure(batch, length)
         except ConfigError as error:  # of several points, the others count
             if len(todo) == 1:
                 raise
-            found.append({"batch": batch, "length": length, "failed": str(error)})
+            rows = [{"batch": batch, "length": length, "failed": str(error)}]
+        found += rows
+        if bench.output is not None and comm.rank == 0:
+            with Path(bench.output).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
         if comm.device.type == "cuda":
             gc.collect()  # an engine and its graphs refer to each other
             torch.cuda.empty_cache()
@@ -55,7 +63,7 @@ def engine_at(
     batch: int,
     length: int,
     steps: int,
-    draft: DraftModel | None = None,
+    draft: DraftModel | DraftLayer | None = None,
     hopb: str | None = None,
 ) -> tuple[Engine, int]:
     """An engine with room for `batch` sequences of `length` tokens and `steps` more steps; also the tokens of each.

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.ranks.crowds import CROWDS
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import lab
+from helix.build.buffers import most_slots
 from helix.build.engine import build_engine
 from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
@@ -236,6 +238,27 @@ def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
+def crowds(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """Requests of one size, all at once: the time of all of them."""
+    for count, length, new in CROWDS:
+        if small > 1:
+            count, length, new = min(count, 8), max(length // small, 4), min(new, 4)
+        requests = [client.request(client.tokens(0), length, new) for _ in range(count)]
+        begin = perf_counter()
+        seen = client.serve([Arrival(0.0, request) for request in requests])
+        if client.leads:
+            seconds, timings = perf_counter() - begin, client.engine.timings
+            gaps, first = [g for s in seen.values() for g in s.gaps_s], [s.first_s for s in seen.values()]
+            yield {
+                "trace": "crowd", "requests": count, "length": length, "new": new, "seconds": seconds,
+                "tokens_per_s": count * new / seconds, "first_p50_ms": _ms(first, 50), "first_p99_ms": _ms(first, 99),
+                "gap_p50_ms": _ms(gaps, 50), "gap_p99_ms": _ms(gaps, 99), "gap_max_ms": _ms(gaps, 100),
+                "prefill_s": timings.prefill_s, "decode_s": sum(timings.ttl_s), "steps": len(timings.ttl_s),
+                "decisions": timings.decisions, "preemptions": timings.preemptions,
+                "goal": client.engine.schedule.goal,
+            }  # fmt: skip
+
+
 def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """Requests of 1K to 32K at random times: the curve of tokens over rate, up to what the engine can do.
 
@@ -322,6 +345,7 @@ TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
     "streams": streams,
     "first_tokens": first_tokens,
     "beside_prefill": beside_prefill,
+    "crowds": crowds,
     "churn": churn,
     "poisson": poisson,
 }
@@ -340,14 +364,15 @@ def run(task: Task) -> Done:
     wanted = 4 * M if small == 1 else 16 * M // small
     if unknown := set(traces := lab(plan.config).bench.traces) - set(TRACES):
         raise ConfigError(f"bench.traces has {min(unknown)!r}: choose of {', '.join(TRACES)}")
-    engine = build_engine(plan.layout, comm, model, plan.config, plan.config.decode.max_batch, wanted)
+    slots, auto = most_slots(plan.config, comm.device.type), plan.config.decode.max_batch == "auto"
+    engine = build_engine(plan.layout, comm, model, plan.config, slots, wanted, fewer=auto)
     keep(engine.runner, lab(plan.config))
     for tensor in engine.runner.cache.tensors:
         for layer in tensor:
             layer.normal_()
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up({StepKind()}, mark=task.phases.mark)
+        engine.warm_up({StepKind()}, mark=task.phases.mark, chunks=True)
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []
     for name in traces or TRACES:

@@ -26,7 +26,7 @@ from helix.attention.policies import make_policy
 from helix.control.timings import Timings
 from helix.events.decision import StepKind
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder
+from helix.models import Decoder, DraftLayer
 from helix.run.autotune import choose_chunks
 from helix.run.graphs import StepGraphs
 from helix.run.model_runner import ModelRunner
@@ -64,7 +64,7 @@ def _time_point(
     plan: CheckedRun,
     comm: Communicator,
     model: Decoder,
-    draft: DraftModel | None,
+    draft: DraftModel | DraftLayer | None,
     console: Console,
     batch: int,
     length: int,

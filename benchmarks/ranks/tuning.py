@@ -26,6 +26,7 @@ from benchmarks.ranks.tuning_steps import DraftSource, Measured, TuningGrid
 from benchmarks.ranks.tuning_steps import run as search
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
+from helix.build.buffers import most_slots
 from helix.build.engine import build_engine, make_drafter
 from helix.control.engine import RUN_STEPS, Engine
 from helix.control.timings import Timings
@@ -180,7 +181,7 @@ class PromptSample(_Sample):
         config = _widest(lab(plan.config))
         model, _ = task.load()
         requests = _requests(task)
-        rows = min(config.decode.max_batch, len(requests))
+        rows = min(most_slots(config, comm.device.type), len(requests))
         self.turns = [requests[i : i + rows] for i in range(0, len(requests), rows)]
         self.drafts = config.speculation.gamma
         wanted = max(sum(self._need(r) for r in turn) for turn in self.turns)

@@ -189,7 +189,7 @@ def prefill() -> list[str]:
     }
     prompt: Columns = {
         "prompt": lambda r: " | ".join(cell(r) for cell in POINT.values()).replace(" | 1 x ", " 1 x "),
-        "layout": at("layout"),
+        "layout": lambda r: f"{r['layout']}{', emulated' * ('emulated_by' in r)}",
         "seconds": of("prefill_s", "", 2),
         "tokens/s": of("tokens_per_s", "", 0),
     }

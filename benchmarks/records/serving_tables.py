@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from benchmarks.records.columns import Columns, at, kilo, lines, ms, of, share
 from benchmarks.records.rows import Row, kv, results
@@ -202,4 +203,5 @@ PAGE: dict[str, Callable[[], list[str]]] = {
     "start": starts,
     "self-drafts": self_drafts,
     "self-drafts-of-8": self_drafts_of_8,
+    "self-drafts.8gpu": partial(_drafts, "self-drafts.8gpu"),
 }

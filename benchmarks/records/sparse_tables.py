@@ -71,9 +71,17 @@ def attending() -> list[str]:
     return lines(columns, _kind("attend", "heads", "batch", "length", "run"))
 
 
-def steps(name: str) -> list[str]:
-    """Steps under every attention that was measured beside dense ones, and how many times as fast."""
+def steps(name: str, beside: str | None = None) -> list[str]:
+    """Steps under every attention that was measured beside dense ones, and how many times as fast.
+
+    Args:
+        beside: another record, of the dense ones.
+    """
     found = [r for r in results(name, *WORKLOAD, "attention") if "failed" not in r]
+    if beside is not None and found:
+        wanted = {tuple(r[k] for k in WORKLOAD) for r in found}
+        plain = [r for r in results(beside, *WORKLOAD) if tuple(r[k] for k in WORKLOAD) in wanted and "failed" not in r]
+        found = [r | {"attention": "dense"} for r in plain] + found
     attentions = list(dict.fromkeys(r["attention"] for r in found))
     took = {(shape(r), kv(r), r["layout"], r["attention"]): r["ttl_p50_us"] for r in found}
 
@@ -102,5 +110,6 @@ def costs() -> list[str]:
 PAGE: dict[str, Callable[[], list[str]]] = {
     "sparse-blocks": blocks, "sparse-collect": collecting, "sparse-choose": choosing, "sparse-attend": attending,
     "sparse-steps": partial(steps, "sparse-steps"), "sparse-policies": partial(steps, "sparse-policies"),
-    "sparse-steps.emulated-8": partial(steps, "sparse-steps.emulated-8"), "sparse-costs": costs,
+    "sparse-steps.emulated-8": partial(steps, "sparse-steps.emulated-8"),
+    "sparse-steps.8gpu": partial(steps, "sparse-steps.8gpu", "step"), "sparse-costs": costs,
 }  # fmt: skip

@@ -14,11 +14,14 @@ from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
 HEADLINE = [
-    ("qwen2.5-7b", 1, 1 << 20),
-    ("llama-3.1-8b", 1, 1 << 20),
-    ("deepseek-v2-lite", 1, 1 << 20),
-    ("gpt-oss-20b", 1, 1 << 20),
+    ("qwen2.5-7b", 1, 1 << 20, None),
+    ("llama-3.1-8b", 1, 1 << 20, None),
+    ("deepseek-v2-lite", 1, 1 << 20, None),
+    ("gpt-oss-20b", 1, 1 << 20, None),
+    ("deepseek-r1", 1, 1 << 20, "fp8"),
+    ("llama-3.1-405b", 1, 1 << 20, "fp8"),
 ]
+WHOLE = "fp8-steps"  # records of models that eight GPUs hold in FP8 alone
 BUDGETS_MS = (5, 10, 20, 50)  # of TTL
 
 
@@ -59,11 +62,11 @@ def steps(name: str = "step") -> list[str]:
     return lines({**LAYOUT, "time per token": _ttl, **timed}, results(name, *WORKLOAD))
 
 
-def _best(name: str = "step") -> list[Row]:
+def _best(*names: str) -> list[Row]:
     """The best Helix layout of each workload."""
     found: dict[tuple[Any, ...], Row] = {}
-    for r in results(name, *WORKLOAD):
-        if "failed" not in r:
+    for r in (r for name in names or ("step",) for r in results(name, *WORKLOAD)):
+        if "failed" not in r and r["layout"].startswith("helix "):
             found[_key(r)] = min(found.get(_key(r), r), r, key=lambda r: r["ttl_p50_us"])
     return list(found.values())
 
@@ -91,27 +94,53 @@ def gap() -> list[str]:
     return page(table)
 
 
-def _plain_tp() -> Show:
-    """Plain TP's time per token over eight GPUs at a row's workload."""
-    found = {_key(r): _ttl(r) for r in results("baselines", *WORKLOAD) if r["layout"].startswith("tp ")}
-    return lambda r: found.get(_key(r), "-")
+def _beside(mode: str, *names: str) -> Show:
+    """A mode's best time per token over eight GPUs at a row's workload."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for r in (r for name in names for r in results(name, *WORKLOAD) if r["layout"].startswith(f"{mode} ")):
+        found[_key(r)] = min(found.get(_key(r), r), r, key=lambda r: r.get("ttl_p50_us", float("inf")))
+    return lambda r: _ttl(found[_key(r)]) if _key(r) in found else "-"
 
 
 def _key(r: Row) -> tuple[Any, ...]:
-    return r["model"], r["batch"], r["length"]
+    return r["model"], r["batch"], r["length"], r.get("weights")
 
 
 def headline() -> list[str]:
-    """Four of the best Helix layouts over eight GPUs, beside plain TP, and vLLM on as many as divide the heads."""
+    """Some of the best Helix layouts over eight GPUs, beside plain TP, and vLLM on as many as divide the heads."""
 
     def vllm(r: Row) -> str:
         gpus = 8 if load_spec(r["model"]).attention.q_heads % 8 == 0 else 4
         return f"{r['vllm_ms']:.2f} ms, {gpus} GPUs" if r["vllm_ms"] else "-"
 
     columns: Columns = {
-        "model": shape, "context": kv, "Helix": _ttl, "plain TP=8": _plain_tp(), "vLLM 0.25.1": vllm,
+        "model": _named, "context": kv, "Helix": _ttl, "plain TP=8": _beside("tp", "baselines", WHOLE),
+        "vLLM 0.25.1": vllm,
     }  # fmt: skip
-    return lines(columns, [r for r in _best() if _key(r) in HEADLINE])
+    return lines(columns, [r for r in _best("step", WHOLE) if _key(r) in HEADLINE])
+
+
+def whole() -> list[str]:
+    """Models that eight GPUs hold in FP8 alone: the best Helix layout, plain TP, and attention of whole sequences."""
+    columns: Columns = {
+        "model": _named,
+        "KV": kv,
+        "best Helix layout": lambda r: _layout(r).removeprefix("helix "),
+        **IDEAL,
+        "plain TP=8": _beside("tp", WHOLE),
+        "dp=8": _beside("dp", WHOLE),
+        "most memory of a GPU": lambda r: f"{max(r['used_bytes_per_gpu']) / 1e9:.0f} GB",
+    }
+    return lines(columns, _best(WHOLE))
+
+
+def modes() -> list[str]:
+    """Every layout of the workloads that were timed in mode dp too."""
+    return lines({**LAYOUT, "time per token": _ttl}, results("modes", *WORKLOAD))
+
+
+def _named(r: Row) -> str:
+    return f"{shape(r)}{', FP8' if r.get('weights') == 'fp8' else ''}"
 
 
 def four_gpus() -> list[str]:
@@ -136,29 +165,45 @@ def best_steps(*only: int) -> list[str]:
         "best Helix layout": lambda r: r["layout"].split(" ->")[0].removeprefix("helix "),
         **IDEAL,
         "target": target,
-        "plain TP=8": _plain_tp(),
+        "plain TP=8": _beside("tp", "baselines"),
         **VLLM,
     }
     return lines(columns, [r for r in _best() if not only or (r["batch"], r["length"]) == only])
 
 
 def _on_eight() -> list[tuple[Row, Row, float]]:
-    """Steps over eight GPUs, the same emulated on two, and how far apart they are."""
-    both = [r for name in ("step.emulated-8", "baselines.emulated-8") for r in results(name, *WORKLOAD)]
-    both.sort(key=lambda r: "superseded" not in r)  # the last counts
-    emulated = {tuple(r[k] for k in WORKLOAD): r for r in both}
+    """Steps over eight GPUs, the same emulated on two, and how far apart they are.
+
+    Of several emulated ones those of the same code count, or else the last whose kernels were not replaced since.
+    """
+    names = "step", "baselines", WHOLE
+    key = *WORKLOAD, "commit"
+    emulated: dict[tuple[Any, ...], list[Row]] = {}
+    for r in (r for name in names for r in results(f"{name}.emulated-8", *key)):
+        emulated.setdefault(tuple(r[k] for k in WORKLOAD), []).append(r)
     found = []
-    for r in (r for name in ("step", "baselines") for r in results(name, *WORKLOAD)):
-        other = emulated.get(tuple(r[k] for k in WORKLOAD), r)
-        if "failed" not in r and "failed" not in other and other is not r:
-            found.append((r, other, other["ttl_p50_us"] / r["ttl_p50_us"] - 1))
+    for r in (r for name in names for r in results(name, *WORKLOAD)):
+        same = sorted(
+            emulated.get(tuple(r[k] for k in WORKLOAD), []),
+            key=lambda other: (other["commit"] == r["commit"], "superseded" not in other),
+        )
+        if same and "failed" not in r and "failed" not in same[-1]:
+            found.append((r, same[-1], same[-1]["ttl_p50_us"] / r["ttl_p50_us"] - 1))
     return found
 
 
-def emulated_eight() -> list[str]:
-    """Steps over eight GPUs, and emulated on two."""
-    body = [(*_point(r), _layout(r), _ttl(r), _ttl(other), f"{apart:+.1%}") for r, other, apart in _on_eight()]
-    return page([(*LAYOUT, "eight GPUs", "emulated on two", "difference"), *body])
+def emulated_eight(same_code: bool = False) -> list[str]:
+    """Steps over eight GPUs, and emulated on two.
+
+    Args:
+        same_code: only those of one commit.
+    """
+    body = [
+        (*_point(r), _layout(r), _ttl(r), _ttl(other), f"{apart:+.1%}")
+        for r, other, apart in _on_eight()
+        if not same_code or r["commit"] == other["commit"]
+    ]
+    return page([(*LAYOUT, "eight GPUs", "emulated on two", "difference"), *body]) if body else []
 
 
 def agreement() -> list[str]:

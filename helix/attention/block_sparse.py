@@ -1,13 +1,13 @@
 """Block-sparse decode: each KV head reads the sequence's sink blocks, its latest blocks and the best-scored others.
 
 A block is a page. Its key bounds are written once, when it is full of committed tokens (`KVCache.fold`), so a rejected
-draft leaves no trace; pages that are not full are always read. Each query chooses blocks of its own in each layer, so
+draft leaves no trace; pages that are not full are always read. Where parts of blocks are chosen, the blocks with the
+best bounds are candidates, and the bounds of their parts decide. Each query chooses blocks of its own in each layer, so
 tokens depend neither on the rest of the batch nor on drafts. Prefill and layers with a window stay dense.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,16 +56,20 @@ class BlockSparseAttention(AttentionPolicy):
         self.comm = comm if placement.layout.kvp > 1 and budget.topk else None
         kvp = placement.layout.kvp
         self.from_tokens = budget.from_tokens
-        self.share = replace(budget, topk=-(-budget.topk // kvp))
+        self.share = budget.over(kvp)
         self.budget = budget if self.comm else self.share
+        assert budget.parts == 1 or self.comm is None, "each rank chooses parts of its own blocks"
         self.width = placement.most_blocks(self.budget, max_length)
+        if budget.parts > 1:
+            self.looked_at = placement.most_blocks(self.budget, max_length, self.budget.candidates)
+            self.width = placement.most_blocks(self.budget, max_length, 0) * budget.parts + self.budget.topk
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self._uncounted = torch.zeros_like(self.counted)
 
     def blocks_read(self) -> float | None:
         """Returns the average number of blocks read per query and KV head on this rank; None before any choice."""
         read, choices = self.counted.tolist()
-        return read / choices if choices else None
+        return read / choices / self.budget.parts if choices else None
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         self.dense.prepare(step, windows if step.cu_q is not None else windows - {None})
@@ -78,22 +82,22 @@ class BlockSparseAttention(AttentionPolicy):
 
         def make() -> tuple[Tensor, ...]:
             tokens = step.positions, step.starts, step.live
-            first, last, pages, hi = step.placement.block_ranges(*tokens, step.max_q, budget)
-            return first, last, pages, hi, torch.zeros_like(hi)
+            first, last, pages, hi, *of_parts = step.placement.block_ranges(*tokens, step.max_q, budget)
+            return first, last, pages, hi, torch.zeros_like(hi), *of_parts
 
         return step.once(budget, make)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         if step.cu_q is not None or layer.window is not None:
             return self.dense.attend(q, cache, step, layer)
-        *_, hi, lo = self.ranges(step)
+        _, _, _, hi, lo, *_ = self.ranges(step)
         sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
-        keys = cache.paged(table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
+        keys = cache.paged(table, lo[:, None], hi[:, None], layer.scale, layer.sinks).in_parts(self.budget.parts)
         return decode_parts(q[:, None], keys, sms=sms, early=True, lane=layer.chunk)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
-        """Chooses blocks in one layer; returns the page table [N, Hkv, width] of each query and KV head."""
+        """Chooses blocks in one layer; returns each query's and KV head's table of pages or parts, [N, Hkv, width]."""
         offered = None
         if self.comm is not None:
             shape = len(q), cache.bounds.shape[1], self.budget.topk, 2
@@ -116,9 +120,16 @@ class BlockSparseAttention(AttentionPolicy):
     def promising(
         self, q: Tensor, cache: LayerCache, step: Step, budget: BlockBudget, counted: Tensor, sms: int, **more: Any
     ) -> Tensor:
-        """Chooses the blocks that promise most to this rank, within a budget."""
-        first, last, pages, *_ = self.ranges(step, budget)
+        """Chooses the blocks, or parts, that promise most to this rank, within a budget."""
+        first, last, pages, _, _, *of_parts = self.ranges(step, budget)
+        blocks = q, cache.bounds, step.block_tables, first, last, pages
+        if budget.parts == 1:
+            return select_blocks(*blocks, budget.topk, self.width, self.score, counted, sms=sms, **more)
+        looked_at = select_blocks(
+            *blocks, budget.candidates, self.looked_at, self.score, self._uncounted, stretches=True, sms=sms, **more
+        )  # fmt: skip
+        first, last, pages, _ = of_parts
         return select_blocks(
-            q, cache.bounds, step.block_tables, first, last, pages, budget.topk, self.width, self.score, counted,
-            sms=sms, **more,
+            q, cache.part_bounds, looked_at, first, last, pages, budget.topk, self.width, self.score, counted,
+            most=budget.candidates * budget.parts, sms=sms, **more,
         )  # fmt: skip

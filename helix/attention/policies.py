@@ -11,6 +11,13 @@ from helix.placement import BlockBudget, Placement
 from kernels.sparse.select_blocks import MOST_PAGES
 
 
+def budget_of(config: AttentionConfig) -> BlockBudget:
+    """Returns the budget of a config, over all ranks."""
+    parts = config.block // config.part if config.part and config.topk else 1
+    candidates = config.candidates if parts > 1 else 0
+    return BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens, parts, candidates)
+
+
 def make_policy(
     config: AttentionConfig, placement: Placement, max_length: int, comm: Communicator, kv: KVConfig
 ) -> BlockSparseAttention | None:
@@ -28,7 +35,7 @@ def make_policy(
             f"{max_length} tokens have more, in pages of kv.page_size={page} over layout.kvp={kvp} ranks; set "
             f"kv.page_size={-(-max_length // (MOST_PAGES * kvp))} or more, or decode.max_new_tokens lower"
         )
-    budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
+    budget = budget_of(config)
     over_all = comm if config.choice == "global" else None
     given = budget, config.score, placement, max_length, comm.device, over_all
     return TieredAttention(*given, kv.ahead) if kv.tier == "host" else BlockSparseAttention(*given)

@@ -53,6 +53,7 @@ class TieredAttention(BlockSparseAttention):
         super().__init__(budget, score, placement, max_length, device, comm)
         self.from_tokens = 0  # sequences within the budget are fetched from the host too
         self.guesses = ahead
+        self.blocks = placement.most_blocks(self.budget, max_length)
         on_gpu = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None
         # Two streams in turn: one layer's guess is computed while another's blocks are fetched.
@@ -61,7 +62,7 @@ class TieredAttention(BlockSparseAttention):
 
     def least_places(self, drafts: int) -> int:
         """Returns the hot places per KV head for all blocks that a sequence's queries of one step may read."""
-        return self.width + drafts * self.budget.topk
+        return self.blocks + drafts * self.budget.blocks
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         super().prepare(step, windows)
@@ -83,20 +84,23 @@ class TieredAttention(BlockSparseAttention):
         assert isinstance(cache, TieredLayer)
         if step.cu_q is not None:
             return self._prefill(q, cache, step, layer)
-        *_, hi, lo = self.ranges(step)
+        _, _, _, hi, lo, *_ = self.ranges(step)
         sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
         if self._guessed.pop(cache.index, None):
             self._join(self._ahead[cache.lane])
         self._fetch(table, cache, step, self.budget, cache.misses)
         keys = cache.every_place.paged(table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
+        keys = keys.in_parts(self.budget.parts)
         return decode_parts(q[:, None], keys, sms=sms, early=True, lane=layer.chunk)
 
     def _fetch(self, table: Tensor, cache: TieredLayer, step: Step, budget: BlockBudget, misses: FetchList) -> None:
         """Replaces the pages of a table by places on the GPU, and fetches the blocks that had none."""
-        _, _, pages, hi, _ = self.ranges(step, budget)
-        readers = Readers(hi, pages, step.positions, step.starts, step.max_q, step.first)
-        resolve(table, readers, cache.hot, misses, **step.placement.grid, page_size=step.placement.page_size)
+        _, _, pages, hi, _, *of_parts = self.ranges(step, budget)
+        held, parts = of_parts[-1] if of_parts else pages, budget.parts
+        readers = Readers(hi, held, step.positions, step.starts, step.max_q, step.first)
+        where = {**step.placement.grid, "page_size": step.placement.page_size, "parts": parts}
+        resolve(table, readers, cache.hot, misses, **where, apart=cache.parts_apart(parts))
         copy_blocks(cache.host, cache.places, misses)
 
     @contextmanager

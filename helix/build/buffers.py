@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
+from helix.config import Config
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import StepSizes
 from helix.models import DecoderSpec
 
 MOST = 16384  # tokens of a chunk: longer ones are not faster per token
 SHARE = 16  # buffers take at most 1 / SHARE of the free memory
+MOST_SLOTS = 512  # of decode.max_batch=auto, and most tokens of its steps
+FEW_SLOTS = 8  # of it on CPUs and over host memory, where steps of more rows are not cheaper for a row
 SLACK = 1.25  # factor for the allocator's fragmentation
 
 
@@ -48,3 +51,20 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torc
 def longest_chunk(token_bytes: int, free: int) -> int:
     """Returns the most tokens of a prefill step, a power of two, that leave most of `free` bytes to the KV cache."""
     return min(MOST, 1 << max(free // SHARE // token_bytes, 1).bit_length() - 1)
+
+
+def most_slots(config: Config, device: str) -> int:
+    """Returns decode.max_batch, or the most that auto may choose on this type of device."""
+    if config.decode.max_batch != "auto":
+        return int(config.decode.max_batch)
+    return FEW_SLOTS if device == "cpu" or config.kv.tier == "host" else MOST_SLOTS
+
+
+def fitting_slots(free: int, page_bytes: int, slot_bytes: int) -> int:
+    """Returns the most slots, a power of two, whose pages fit in `free` bytes, most of which are left to pages.
+
+    Args:
+        page_bytes: bytes of the pages that each slot should have.
+        slot_bytes: bytes of a slot beside pages.
+    """
+    return 1 << max(free // max(page_bytes, SHARE * slot_bytes, 1), 1).bit_length() - 1

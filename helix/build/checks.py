@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from helix.build.parts import check_weights, make_checkpoint, make_draft_layout, make_spec
+import torch
+
+from comm.loopback import LoopbackWorld
+from helix.build.parts import check_weights, load_eagle3, make_checkpoint, make_draft_layout, make_spec
 from helix.config import Config
 from helix.files import read_json, read_text
 from helix.layout import HelixLayout
-from helix.models import DecoderSpec
+from helix.models import Decoder, DecoderSpec
 from helix.models.loading import Checkpoint
 from helix.placement import Stripes
 from helix.speculation import check_draft
@@ -129,6 +132,26 @@ def check_own_sequences(config: Config, layout: HelixLayout) -> None:
         )
 
 
+def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+    """Raises ValueError if layers that keep a state of each sequence cannot do what the config wants."""
+    if not spec.has_states:
+        return
+    why = "is not supported for models whose layers keep states (Gated DeltaNet)"
+    if layout.mode == "dp":
+        raise ValueError(f"layout.mode=dp {why}: set layout.mode=helix")
+    if config.attention.policy != "dense":
+        raise ValueError(f"attention.policy={config.attention.policy} {why}: set attention=dense")
+    if config.speculation.drafter == "sparse":
+        raise ValueError(f"speculation.drafter=sparse {why}: set speculation=ngram")
+
+
+def check_eagle3(config: Config, layout: HelixLayout, target: DecoderSpec, rank: int) -> None:
+    """Raises ValueError if the layer of speculation.drafter=eagle3 is not for this target and layout."""
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
+    model = Decoder(target, layout, comm, torch.float32, torch.device("meta"))
+    load_eagle3(config.speculation, model, layout, comm, check=True)
+
+
 def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank: int) -> CheckedDraft:
     """Checks the draft model; raises ValueError unless it can propose to the target."""
     speculation = config.speculation
@@ -138,6 +161,8 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
         spec = make_spec(replace(config, model=speculation.model))
         check_weights(speculation.model, "speculation.model")
         _check_latents(config, spec)
+        if spec.has_states:
+            raise ValueError("a model whose layers keep states (Gated DeltaNet) cannot draft: set speculation=ngram")
         layout = make_draft_layout(speculation.layout, spec, of_target.world_size)
         stripes = Stripes(of_target, *config.blocks)
         check_draft(target.vocab, spec.vocab, layout, stripes)

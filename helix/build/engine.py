@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from comm.base import Communicator
-from helix.attention.policies import make_policy
-from helix.build.buffers import CacheNeeds, longest_chunk, token_buffers
+from helix.attention.policies import budget_of, make_policy
+from helix.build.buffers import MOST_SLOTS, CacheNeeds, fitting_slots, longest_chunk, token_buffers
 from helix.build.tiering import make_tiered
 from helix.config import Config, SpeculationConfig
 from helix.control.engine import Engine
@@ -18,19 +18,24 @@ from helix.layers.indexer import SCORES
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
 from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, slot_bytes, with_bounds, without_long_rings
-from helix.models import Decoder, DecoderSpec
+from helix.models import Decoder, DecoderSpec, DraftLayer
 from helix.placement import Placement
 from helix.run.model_runner import ModelRunner
 from helix.speculation import (
     DraftBudget,
     Drafter,
     DraftModel,
+    LayerDrafter,
     ModelDrafter,
     NgramDrafter,
     NoDrafts,
     SparseDrafter,
+    SuffixDrafter,
 )
+from helix.steps.chunk_size import SIZES
 from kernels.attention.unpacked_prefill import PIECE_BYTES
+
+SLOT_TOKENS = 1024  # for which each slot of decode.max_batch=auto has pages
 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
@@ -40,7 +45,7 @@ def draft_budget(config: SpeculationConfig) -> DraftBudget:
 
 def make_drafter(
     config: Config,
-    draft: DraftModel | None,
+    draft: DraftModel | DraftLayer | None,
     model: Decoder,
     comm: Communicator,
     cache: KVCache,
@@ -54,6 +59,9 @@ def make_drafter(
     match speculation.drafter:
         case "ngram":
             return NgramDrafter(speculation.gamma, speculation.longest)
+        case "suffix":
+            of_others = speculation.remembered
+            return SuffixDrafter(speculation.gamma, speculation.longest, of_others, max_batch, comm.device)
         case "sparse":
             return SparseDrafter(
                 speculation.gamma,
@@ -66,8 +74,22 @@ def make_drafter(
                 max_batch=max_batch,
                 max_length=max_length,
             )
+        case "mtp" | "eagle3":
+            layer = model.next_token if speculation.drafter == "mtp" else draft
+            assert layer is not None and not isinstance(layer, DraftModel), "make_spec and the loader have it"
+            return LayerDrafter(
+                speculation.gamma,
+                layer,
+                model.weights.dtype,
+                comm,
+                cache,
+                placement,
+                noise=speculation.noise,
+                max_batch=max_batch,
+                max_length=max_length,
+            )
         case "model":
-            assert draft is not None, "loaded with the model that it drafts for"
+            assert isinstance(draft, DraftModel), "loaded with the model that it drafts for"
             return ModelDrafter(
                 draft,
                 speculation.gamma,
@@ -80,6 +102,35 @@ def make_drafter(
             )
         case _:
             return NoDrafts()
+
+
+def auto_slots(
+    config: Config,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    placement: Placement,
+    comm: Communicator,
+    needs: CacheNeeds,
+    draft: DraftModel | DraftLayer | None,
+) -> int:
+    """Returns the slots of decode.max_batch=auto, at most those of `needs`; a collective call."""
+    sizes, longest, drafts = needs.sizes, min(needs.tokens, spec.max_positions), needs.sizes.rows - 1
+    keeps = spec.keeps(placement.layout, comm.rank, dtype, config.kv.dtype)
+
+    def beside_pages(slots: int) -> int:
+        of = sizes._replace(slots=slots)
+        taken = slot_bytes(keeps, placement, of) + (
+            draft.slot_bytes(placement, of) if isinstance(draft, DraftModel) else 0
+        )
+        if config.speculation.drafter == "sparse":
+            budget = draft_budget(config.speculation)
+            taken += budget.table_bytes(spec, placement, comm.rank, slots, longest, drafts)
+        return taken + (slots * longest * torch.int32.itemsize if drafts else 0)  # the text that drafters look back at
+
+    of_page = sum(page_bytes(kept, placement.page_size) for kept in keeps)
+    of_tokens = placement.stripes.pages_for(min(SLOT_TOKENS, longest)) * of_page
+    slots = fitting_slots(needs.room, of_tokens, beside_pages(2) - beside_pages(1))
+    return min(comm.all_gather_object(min(sizes.slots, max(MOST_SLOTS // sizes.rows, 1), slots)))
 
 
 def make_cache(
@@ -95,7 +146,8 @@ def make_cache(
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
     score = config.attention.score if sparse else "bounds" if quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype, kv.dtype)
-    keeps = without_long_rings(keeps if score is None else with_bounds(keeps, dtype))
+    parts = budget_of(config.attention).parts if sparse else 1
+    keeps = without_long_rings(keeps if score is None else with_bounds(keeps, dtype, parts))
     of_page = sum(page_bytes(kept, page_size) for kept in keeps) + needs.draft_page
     beside_pages = slot_bytes(keeps, placement, sizes)
     tables = 0
@@ -131,7 +183,9 @@ def build_engine(
     max_batch: int,
     wanted_tokens: int,
     tokenizer: Any | None = None,
-    draft: DraftModel | None = None,
+    draft: DraftModel | DraftLayer | None = None,
+    *,
+    fewer: bool = False,
 ) -> Engine:
     """Creates an engine with KV for `wanted_tokens` tokens over all ranks, or as many as memory or kv.tokens allow.
 
@@ -139,7 +193,8 @@ def build_engine(
 
     Args:
         max_batch: sequences at a time, over all ranks.
-        draft: the model of speculation.drafter=model; its cache has as many pages.
+        fewer: whether they may be fewer, where memory has no pages for so many.
+        draft: the model of speculation.drafter=model, whose cache has as many pages; or the layer of eagle3.
 
     Raises:
         ConfigError: kv.tokens does not fit, or not even one page; or a host cannot pin kv.host_bytes.
@@ -154,13 +209,21 @@ def build_engine(
     # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys, or hold scores of tokens.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
     piece += SCORES * torch.float32.itemsize if spec.indexers else 0
-    free = free_bytes(comm.device) - 2 * (model.weights.largest * dtype.itemsize + piece)
+    unpacked = model.weights.largest * dtype.itemsize * (2 if comm.capturable else 1)  # captured chunks do so apart
+    free = free_bytes(comm.device) - 2 * (unpacked + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
-    room = min(int(free * kv.memory_fraction), free - chunk * buffers)
-    needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
-    if draft is not None:
+    # Captured chunks have memory of their own.
+    buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
+    room = min(int(free * kv.memory_fraction), free - buffered * buffers)
+    if config.speculation.drafter == "suffix":
+        room -= config.speculation.remembered * 8
+    needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk, kv.snapshots * kv.prefix_cache), wanted, room)
+    if fewer:
+        max_batch = auto_slots(config, spec, dtype, placement, comm, needs, draft)
+        needs = replace(needs, sizes=needs.sizes._replace(slots=max_batch))
+    if isinstance(draft, DraftModel):
         room -= draft.slot_bytes(placement, needs.sizes)
         needs = replace(needs, room=room, draft_page=draft.page_bytes(placement))
     make = make_tiered if kv.tier == "host" else make_cache

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import torch
 
-from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
-from helix.layers.weights import Formats, unpacked
+from comm.base import Communicator
+from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig, SpeculationConfig
+from helix.layers.attention import AttentionSpec
+from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
-from helix.models import DecoderSpec, spec_from_config
-from helix.models.loading import Checkpoint, load_spec_config, weights_of
+from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.models.eagle3 import UNUSED, Eagle3Layer, Eagle3Spec, drafted_by
+from helix.models.eagle3 import read as read_eagle3
+from helix.models.loading import Checkpoint, load_spec_config, read_config, weights_of
 from helix.models.quantized import WeightFormat, rounded
 
 
@@ -20,9 +24,57 @@ def make_layout(config: LayoutConfig) -> HelixLayout:
 
 
 def make_spec(config: Config) -> DecoderSpec:
-    """Creates the spec of the model; raises ValueError if the runtime does not know the model."""
+    """Creates the spec of the model; raises ValueError if the runtime does not know it, or it lacks a drafter."""
     path = None if config.model.path is None else Path(config.model.path)
-    return spec_from_config(load_spec_config(path, config.model.config))
+    spec = spec_from_config(load_spec_config(path, config.model.config))
+    if config.speculation.drafter == "eagle3":
+        return drafted_by(spec, make_eagle3(config.speculation, spec)[0])
+    return spec.with_mtp() if config.speculation.drafter == "mtp" else spec
+
+
+def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> tuple[Eagle3Spec, Checkpoint]:
+    """Opens the checkpoint of speculation.drafter=eagle3; raises ValueError if it is not for this target."""
+    if config.path is None:
+        raise ValueError("speculation=eagle3 needs speculation.path=DIR, the directory of the draft layer's checkpoint")
+    path = Path(config.path)
+    try:
+        checkpoint = Checkpoint(path)
+        return read_eagle3(read_config(path), checkpoint.shapes, target), checkpoint
+    except ValueError as error:
+        raise ValueError(f"the draft layer (speculation.path={path}): {error}") from error
+
+
+def load_eagle3(
+    config: SpeculationConfig, target: Decoder, layout: HelixLayout, comm: Communicator, *, check: bool = False
+) -> Eagle3Layer:
+    """Builds and loads this rank's part of the draft layer of speculation.drafter=eagle3.
+
+    Args:
+        target: part of the target on this rank.
+        check: whether to check the checkpoint's tensors instead of loading them.
+
+    Raises:
+        ValueError: the checkpoint is not for this target or layout.
+    """
+    spec, checkpoint = make_eagle3(config, target.spec)
+    attention = spec.layer.mixer
+    assert isinstance(attention, AttentionSpec)
+    try:
+        layout.check_heads(attention.q_heads, attention.kv_heads)
+        window = min(config.window or spec.max_positions, target.spec.max_positions)
+        if window in target.spec.windows:
+            raise ValueError(f"its window of {window} tokens is one of the target's: set another speculation.window")
+        d2t = checkpoint.whole("d2t") if "d2t" in checkpoint.files else None
+        ids = None if d2t is None else d2t + torch.arange(len(d2t))
+        weights = Weights(target.weights.dtype, target.weights.device)
+        layer = Eagle3Layer(weights, comm, layout, spec, target, ids, window)
+        if check:
+            checkpoint.check(weights.slices, UNUSED)
+        else:
+            checkpoint.load(weights)
+        return layer
+    except ValueError as error:
+        raise ValueError(f"the draft layer (speculation.path={config.path}): {error}") from error
 
 
 def check_weights(config: ModelConfig, key: str) -> None:
@@ -47,7 +99,7 @@ def make_checkpoint(
         return None, spec
     assert config.path is not None, "check_weights comes before"
     checkpoint = Checkpoint(Path(config.path), stored_format(config))
-    spec = checkpoint.with_head(spec)
+    spec = checkpoint.as_stored(spec)
     checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)
     return checkpoint, spec
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from comm.base import Communicator
-from helix.attention.policies import make_policy
+from helix.attention.policies import budget_of, make_policy
 from helix.attention.tiered import TieredAttention
 from helix.build.buffers import CacheNeeds
 from helix.config import Config
@@ -48,7 +48,7 @@ def tiered_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes
     """Counts the bytes on the GPU, for layers that keep key bounds beside keys and values (`with_bounds`)."""
     block, page = BlockShape.of(keeps, placement.page_size), placement.page_size
     of_pages = [k for kept in keeps for k in kept if k.per == "page"]
-    heads, layers = block.heads, len(of_pages)
+    heads, layers = block.heads, sum(k.name == "bounds" for k in of_pages)
     prompts = placement.chunk_pages(sizes.chunk, sizes.slots) + piece_pages(page)
     rings = layers * sizes.slots * ring_pages(page, sizes.rows)
     number = torch.int32.itemsize
@@ -76,7 +76,8 @@ def make_tiered(
         ConfigError: either memory is too small, or the host cannot pin it.
     """
     kv, sizes = config.kv, needs.sizes
-    keeps = with_bounds(spec.keeps(placement.layout, comm.rank, dtype, kv.dtype), dtype)
+    parts = budget_of(config.attention).parts
+    keeps = with_bounds(spec.keeps(placement.layout, comm.rank, dtype, kv.dtype), dtype, parts)
     assert kv.host_bytes is not None
     block = BlockShape.of(keeps, placement.page_size)
     of_page = len(spec.full) * block.heads * block.bytes

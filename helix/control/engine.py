@@ -32,10 +32,10 @@ from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.run.model_runner import ModelRunner, StepTokens
 from helix.run.rehearsal import rehearse
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
+from helix.steps.chunk_size import DEEP, SIZES, captured_first
 
 T = TypeVar("T")
-LARGE_CHUNK = 1024  # tokens: longer chunks use the same kernels
-DEEP = 32 << 10  # tokens before a chunk from which on it uses kernels for many keys
+LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
 RUN_STEPS = 32  # most per decision: pages are allocated for them, however short schedule.run_ms makes runs
 BEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
 
@@ -136,6 +136,8 @@ class Engine:
         variants: Iterable[StepKind],
         later: Iterable[StepKind] = (),
         mark: Callable[[str], None] = lambda phase: None,
+        *,
+        chunks: bool = False,
     ) -> None:
         """Compiles kernels and captures the steps of every batch size, so that no request waits for that; a collective.
 
@@ -144,6 +146,7 @@ class Engine:
             later: kinds of sampling whose kernels are compiled now; their steps are captured when they run for the
                 second time, which delays that step by about two launches.
             mark: called at the end of each phase, with its name.
+            chunks: whether the common sizes of prompt chunks are captured, too.
         """
         runner = self.runner
         tokens = self._pages * runner.placement.stripes.page_tokens
@@ -170,6 +173,10 @@ class Engine:
         mark("first_request")
         if runner.graphs is None:
             return
+        if chunks and runner.pads:
+            for size in captured_first(self.prefill_chunk, self._room(tokens) // runner.layout.kvp):
+                runner.capture_chunk(size)
+            mark("chunks")
         for rows in sizes:
             longest = max(1, min(runner.max_length, tokens // rows)) - 1
             choose_chunks(runner, rows, longest)
@@ -192,14 +199,20 @@ class Engine:
         Args:
             tokens: tokens of KV that all pages hold.
         """
-        room = min(tokens, self.runner.max_length) - 1
+        room, deep = self._room(tokens), DEEP * self.runner.layout.kvp
         most = max(min(self.prefill_chunk, room), 1)
-        sizes = [1 << i for i in range(LARGE_CHUNK.bit_length()) if 1 << i < most]
-        yield from ((1, size, 0) for size in (*sizes, most))
-        yield from ((1, size, DEEP) for size in sizes if size + DEEP <= room)
+        small = [1 << i for i in range(LARGE.bit_length()) if 1 << i <= most]
+        yield from ((1, size, 0) for size in sorted({*small, min(2 * LARGE, most), most}))
+        yield from ((1, size, deep) for size in small if size + deep <= room)
         slots = self.runner.max_batch
         several = sorted({min(1 << i, slots) for i in range(1, slots.bit_length() + 1)} - {1})
-        yield from product(several, [1], [0, DEEP] if room >= 1 + DEEP else [0])
+        stripes, shares = self.runner.placement.stripes, not self.runner.drafter.own_pages
+        for n, depth in product(several, [0, deep] if room > deep else [0]):
+            if shares or n * stripes.pages_for(depth + 1) <= self._pages:
+                yield n, 1, depth
+
+    def _room(self, tokens: int) -> int:
+        return min(tokens, self.runner.max_length) - 1
 
     def close(self) -> None:
         """Frees captured steps and host memory; to be called before the communicator is closed."""
@@ -258,6 +271,9 @@ class Engine:
             keep_drawn=not runner.drafter.lags,
             sparse_from=runner.policy.from_tokens,
             lacking=runner.lacking,
+            # A draft model's windows would lack what lies before a snapshot.
+            snapshots=0 if runner.drafter.lacking or not self.prefix_cache else runner.cache.snapshots,
+            chunk_sizes=SIZES if runner.pads else (),
         )
         scheduler = Scheduler(self.tables, self._times, traits, self.schedule, policy.pace)
         serving = Serving(

@@ -23,13 +23,16 @@ import numpy as np
 
 from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTable, BlockTables
+from helix.control.goals import Goal
 from helix.control.prefill_time import PrefillTime
+from helix.control.snapshots import StateSnapshots
 from helix.events.decision import Admission, Decision, Segment, StepKind, StepPlan, TableWrite
 from helix.events.request import Request
 
 LEAST_CHUNK = 32  # tokens: a shorter chunk costs as much
 LOOK_AHEAD = 32  # waiting requests that one decision considers
 UNTIMED_STEPS = 2  # most steps of a run of unknown duration: new requests wait for all of them
+SALTS = (1 << 39) - 1  # an admission's salt is so many bits of its request's, by a hash that differs in each process
 RETRY_S = 1.0  # interval after which a request that did not fit is tried again: its prefix may be cached by then
 
 
@@ -49,6 +52,7 @@ class Scheduled:
         reserved: tokens that its pages have room for.
         ended: it has ended; later tokens are discarded.
         leased: resumed after a preemption; exempt from another until its pages run out.
+        work: work of its prompt when it began to wait.
         refused: time at which it first did not fit.
         room, again: retry once `room` pages are free, or at time `again`.
     """
@@ -68,6 +72,7 @@ class Scheduled:
     ended: bool = False
     leased: bool = False
     refused: float | None = None
+    work: int = 0
     room: int = 0
     again: float = 0.0
 
@@ -114,6 +119,8 @@ class RunnerTraits:
         keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
         sparse_from: length from which decode steps of a sequence are sparse; None: none are.
         lacking: tokens before the end of a prefix hit that are computed again.
+        snapshots: number of snapshots of states; 0 if layers keep none.
+        chunk_sizes: sizes, ascending, to which chunks are cut while somebody decodes, as they are launched at once.
     """
 
     max_batch: int
@@ -124,6 +131,8 @@ class RunnerTraits:
     keep_drawn: bool = True
     sparse_from: int | None = None
     lacking: float = 0.0
+    snapshots: int = 0
+    chunk_sizes: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -137,7 +146,7 @@ class Scheduler:
             to rank `s % len(tables)`.
         times: predicts the time of prompt chunks; its work orders preemptions.
         schedule: how requests share the ranks.
-        pace: chooses drafts and steps for a batch size, given the slots without drafts; called before each run.
+        pace: chooses drafts and steps for rows, tokens in their cache and slots without drafts; called before each run.
 
     Attributes:
         running: running requests by slot.
@@ -150,12 +159,12 @@ class Scheduler:
         times: PrefillTime,
         runner: RunnerTraits,
         schedule: ScheduleConfig,
-        pace: Callable[[int, Collection[int]], StepPlan] = lambda rows, without: StepPlan(),
+        pace: Callable[[int, int, Collection[int]], StepPlan] = lambda rows, kv_tokens, without: StepPlan(),
     ) -> None:
         self._homes, self._times, self._runner, self._pace = tables, times, runner, pace
         self._stripes = tables[0].tree.stripes
-        self._run_s, self._stall_s = schedule.run_ms / 1e3, schedule.stall_ms / 1e3
-        self._owed_per_second = schedule.decode_share / (1 - schedule.decode_share)
+        self._states = StateSnapshots(runner.snapshots, self._stripes.tokens)
+        self._run_s, self._goal = schedule.run_ms / 1e3, Goal(schedule)
         self._patience_s = schedule.patience_s
         self._run_tokens = runner.run_steps * (1 + runner.drafts)
         self._lease = max(schedule.lease, 1 + self._run_tokens)  # a finished prompt decodes in the same decision
@@ -164,6 +173,7 @@ class Scheduler:
         self._free_slots = [list(range(home, runner.max_batch, len(tables))) for home in range(len(tables))]
         self._requests: dict[str | int, Scheduled] = {}
         self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
+        self._queued = 0  # work of the prompts of these
         self._launched: deque[dict[int, _Drawing]] = deque()  # by slot
         self._held_tokens = 0  # most tokens per sequence of the last decision's step if it is held, else 0
         self._changed: list[_Change] = []  # table changes by the prompt chunk of the last decision
@@ -192,7 +202,7 @@ class Scheduler:
         tokens = np.asarray(request.prompt, dtype=np.int32)
         s = Scheduled(request, (-request.priority, now, self._submitted), tokens, len(tokens))
         self._requests[request.id] = s
-        insort(self._waiting, (s.order, s))
+        self._queue(s)
         return None
 
     def end(self, request_id: str | int) -> bool:
@@ -205,7 +215,7 @@ class Scheduler:
             return False
         s.ended = True
         if s.slot is None:
-            del self._waiting[self._place(s)]
+            self._unqueue(self._place(s))
         return True
 
     def end_all(self) -> None:
@@ -291,7 +301,8 @@ class Scheduler:
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
         if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
-            plan = self._pace(rows, {slot for slot, s in self.running.items() if s.request.sampling.is_shaped})
+            shaped = {slot for slot, s in self.running.items() if s.request.sampling.is_shaped}
+            plan = self._pace(rows, sum(s.cached for s in self.running.values()), shaped)
             steps = self._steps(plan, min(left), 1 if masked else self._runner.run_steps)
         most = steps * (1 + plan.drafts)
         held, self._held_tokens = bool(self._held_tokens), most if masked else 0
@@ -336,9 +347,11 @@ class Scheduler:
                     return
                 at += 1
                 continue
-            del self._waiting[at]
+            self._unqueue(at)
             home, held = fit
-            s.slot, s.held, s.prefilled = heapq.heappop(self._free_slots[home]), held, self._resumes(held.known)
+            behind, state = self._states.find(s.tokens, held.known, s.request.salt)
+            s.slot, s.held = heapq.heappop(self._free_slots[home]), held
+            s.prefilled = max(self._resumes(held.known), behind)
             self.running[s.slot] = s
             request = s.request
             yield Admission(
@@ -357,6 +370,8 @@ class Scheduler:
                 held.copy_to,
                 request.drawn + len(s.drawn),
                 None if request.grammar is None else request.grammar.allowed(),
+                state,
+                hash(request.salt) & SALTS,
             )
 
     def _fit(self, s: Scheduled, now: float) -> tuple[int, BlockTable] | None:
@@ -431,7 +446,7 @@ class Scheduler:
         assert slot is not None
         self._leave(victim)
         victim.leased, victim.refused, victim.room = True, None, 0
-        insort(self._waiting, (victim.order, victim))
+        self._queue(victim)
         self.preemptions += 1
         return slot
 
@@ -448,6 +463,15 @@ class Scheduler:
         """Returns the tokens for which a sequence needs pages to draw `more` tokens."""
         return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._runner.drafts
 
+    def _queue(self, s: Scheduled) -> None:
+        s.work = int(self._times.work(0, s.known))
+        self._queued += s.work
+        insort(self._waiting, (s.order, s))
+
+    def _unqueue(self, at: int) -> None:
+        _, s = self._waiting.pop(at)
+        self._queued -= s.work
+
     def _place(self, s: Scheduled) -> int:
         return bisect_left(self._waiting, s.order, key=lambda entry: entry[0])
 
@@ -460,11 +484,11 @@ class Scheduler:
             self._owed = 0.0
         if not prompts or self._owed > 0:
             return
-        tokens, work = self._runner.prefill_chunk, self._times.within(self._stall_s) if decoding else math.inf
         oldest = min(prompts, key=lambda s: s.order[1:])
         others = sorted(
             (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.prefilled)
         )
+        tokens, work = self._runner.prefill_chunk, self._most_work(others) if decoding else math.inf
         self._advance(oldest, writes)
         least = min(LEAST_CHUNK, tokens, len(oldest.tokens) - oldest.prefilled)
         half = max(self._cut(oldest, -(-tokens // 2), work / 2), least)
@@ -484,18 +508,40 @@ class Scheduler:
             tokens, work = tokens - count, work - self._times.work(s.prefilled, s.prefilled + count)
             ends[s] = s.prefilled + count
         ends[oldest] = oldest.prefilled + max(half, self._cut(oldest, half + tokens, of_half + work))
+        if decoding:
+            self._round(oldest, ends)
         done = 0.0
         for s, end in ends.items():
             if end > s.prefilled:
                 assert s.slot is not None and s.held is not None
+                snapped, saves = self._states.end(s.tokens), -1
+                if s.prefilled < snapped <= end:
+                    end, saves = snapped, self._states.take(s.tokens[:snapped], s.request.salt)
                 new = s.tokens[s.prefilled : end]
-                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known)
+                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known, saves)
                 done += self._times.work(s.prefilled, end)
                 s.prefilled = end
                 columns = self._tables(s).enter(s.held, s.tokens[:end])
                 self._changed.append(_Change(s, s.held, columns.start, len(columns)))
         if decoding:
-            self._owed += self._times.seconds(done) * self._owed_per_second
+            self._owed += self._goal.owed_s(self._times.seconds(done))
+
+    def _round(self, oldest: Scheduled, ends: dict[Scheduled, int]) -> None:
+        """Limits a chunk to one of the runner's sizes, at a prompt that goes on behind it anyway."""
+        sizes, counts = self._runner.chunk_sizes, {s: end - s.prefilled for s, end in ends.items()}
+        size = max((size for size in sizes if size <= sum(counts.values()) <= sizes[-1]), default=0)
+        later = [s for s, end in ends.items() if end < len(s.tokens)]
+        if not size or not later:
+            return
+        last = max(later, key=lambda s: (s is not oldest, len(s.tokens) - s.prefilled))
+        left = counts[last] - (sum(counts.values()) - size)
+        if left > 0 and (last is not oldest or 2 * left >= size):
+            ends[last] = last.prefilled + left
+
+    def _most_work(self, others: list[Scheduled]) -> float:
+        """Returns the most work of a chunk while somebody decodes, where other prompts wait beside the oldest."""
+        waiting = self._queued + sum(self._times.work(s.prefilled, len(s.tokens)) for s in others)
+        return self._times.within(self._goal.stall_s(self._times.seconds(waiting) if waiting else 0.0))
 
     def _advance(self, s: Scheduled, writes: list[_Change]) -> None:
         """Shares pages of a prompt that other sequences have computed since."""

@@ -23,6 +23,7 @@ from helix.run.model_runner import ModelRunner, StepTokens
 from helix.speculation.adaptive import DraftOutcome, DraftPolicy
 
 AHEAD_S = 0.004  # time before the predicted end of a run at which the next decision is made; more than one takes
+PAUSE_S = 0.05  # time without requests after which a size of chunks is captured, which takes about as long
 LOOK_S = 0.001  # polling interval for runs that end sooner than predicted
 
 
@@ -134,8 +135,8 @@ class Serving:
             elif inbox.ended:
                 assert not self._open, f"{len(self._open)} requests were left behind"
                 return
-            elif not inbox.wait(self._beat_s):
-                self._launch(Decision.nothing())
+            elif not inbox.wait(PAUSE_S if (captures := self._runner.eager_size is not None) else self._beat_s):
+                self._launch(Decision.nothing(captures=captures))
 
     def _take(self, inbox: Inbox) -> Iterator[RequestUpdate]:
         for item in inbox.take():
@@ -223,7 +224,8 @@ class Serving:
         if not run.left:
             self._runs.popleft()
             self._scheduler.landed()
-            self._policy.observe(run.decision.kind.rows, run.decision.kind.drafts, run.seconds, run.outcomes)
+            kind, kv_tokens = run.decision.kind, sum(s.cached for s in run.rows.values())
+            self._policy.observe(kind.rows, kv_tokens, kind.drafts, run.seconds, run.outcomes)
             self._forget(run.rows)
             self._note_kv()
 

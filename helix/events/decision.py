@@ -31,6 +31,8 @@ class Admission:
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
         drawn: number of the last tokens of `length` that were drawn.
         allowed: mask of the tokens that it may draw next, int32 [W], see `Grammar`; None: all.
+        state: snapshot with which its states begin; -1: they begin with zeros.
+        salt: number from 0 to 2^39 - 1; equal ones may learn from each other, see `Request`.
     """
 
     id: str | int
@@ -48,6 +50,8 @@ class Admission:
     copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
     drawn: int = 0
     allowed: np.ndarray | None = None
+    state: int = -1
+    salt: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +70,7 @@ class Segment:
     Attributes:
         last: whether the prompt ends with them.
         known: number of the sequence's first tokens that are in its pages already.
+        saves: snapshot that is taken of its states behind them; -1: none.
     """
 
     slot: int
@@ -74,6 +79,7 @@ class Segment:
     last: bool
     tokens: np.ndarray
     known: int = 0
+    saves: int = -1
 
 
 _AtSlot = TypeVar("_AtSlot", Admission, TableWrite, Segment)
@@ -146,6 +152,7 @@ class Decision:
         draft_limits: limits of the decode steps; see `StepPlan`.
         holds_draw: the only decode step is held: the allowed tokens depend on tokens that rank 0 has not read.
         counts: of a rank's share in mode dp: prompt tokens of each rank; empty: as many on all ranks.
+        captures: nobody is served: a size of chunks that ran eagerly is captured.
     """
 
     number: int
@@ -160,11 +167,12 @@ class Decision:
     holds_draw: bool = False
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     counts: tuple[int, ...] = ()
+    captures: bool = False
 
     @classmethod
-    def nothing(cls, retire: tuple[int, ...] = ()) -> Decision:
-        """Creates a decision that computes nothing."""
-        return cls(0, retire, (), (), (), 0)
+    def nothing(cls, retire: tuple[int, ...] = (), captures: bool = False) -> Decision:
+        """Creates a decision that computes nothing for anybody."""
+        return cls(0, retire, (), (), (), 0, captures=captures)
 
     def share(self, rank: int, ranks: int) -> Decision:
         """Returns the part of one of `ranks` ranks that own sequences: slot s is slot `s // ranks` of rank `s % ranks`.

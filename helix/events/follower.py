@@ -42,13 +42,28 @@ class Prefilled:
         prompts: the chunk of each sequence.
         span: the tokens added to their pages.
         parts: locations of their tokens in layers that keep a window.
-        hidden: [N, H], hidden states of all their tokens.
+        states: [N, W], states of all their tokens that drafters read, see `Decoder.states`.
     """
 
     prompts: Sequence[PromptChunk]
     span: Span
     parts: tuple[ChunkPart, ...]
-    hidden: Tensor
+    states: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """Event: the first tokens of prompts were drawn.
+
+    Attributes:
+        slots, tokens, lengths: slots, first tokens, and tokens in the cache [n] int64.
+        states: those of the prompts' last tokens, as in `Prefilled` [n, W].
+    """
+
+    slots: Tensor
+    tokens: Tensor
+    lengths: Tensor
+    states: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,23 +73,32 @@ class Taken:
     Attributes:
         span: the tokens added in slots 0, 1, ..; `most` includes refused drafts.
         live: whether each sequence continues [n] bool.
-        hidden: hidden states [n * (1 + drafts), H].
+        tokens: the committed tokens of each sequence, then PAST [n, 1 + drafts] int64.
+        states: those of all verified tokens, as in `Prefilled` [n * (1 + drafts), W].
     """
 
     kind: StepKind
     span: Span
     live: Tensor
-    hidden: Tensor
+    states: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Retired:
-    """Event: a sequence leaves its slot; its pages [P] int32, start [1] and tokens in the cache [1], int64."""
+    """Event: a sequence leaves its slot.
+
+    Attributes:
+        table: its pages [P] int32.
+        start, length: kvp rank of its first block, tokens in the cache, each [1] int64.
+        history: its tokens as in `DecodeState`, [L] int32; none without drafters that read them.
+    """
 
     slot: int
     table: Tensor
     start: Tensor
     length: Tensor
+    history: Tensor
 
 
 class Follower:
@@ -91,6 +115,9 @@ class Follower:
 
     def prefilled(self, chunk: Prefilled) -> None:
         """Handles a computed chunk of prompts."""
+
+    def begun(self, begun: Begun) -> None:
+        """Handles the first tokens of prompts."""
 
     def takes(self, kind: StepKind) -> bool:
         """Returns whether `taken` is called after steps of this kind."""

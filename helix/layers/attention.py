@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.base import Communicator
+from comm.base import Communicator, PackedPartials
 from comm.hopb import RESERVED_SMS
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import Angles, paired
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, keys_and_values
 from helix.memory.kv_cache import KVCache, LayerCache
 from helix.steps.step import Step
+from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
+from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.scaled import as_tensor, matrix_rows
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shape of one layer's attention in the checkpoint."""
+    """Shape of one layer's attention in the checkpoint.
+
+    Attributes:
+        qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
+        rotated: number of a head's first dimensions that are rotated; None: all.
+        fused: whether one matrix has the rows of queries, keys and values.
+        multiplier: factor on q.k; None: head_dim^-0.5.
+        gated: whether the output of each query head is gated by a sigmoid; each head of q_proj is then followed by its
+            gate.
+        inputs: width of what queries, keys and values are projected from; None: `hidden`, that of the output.
+    """
 
     hidden: int
     q_heads: int
@@ -39,10 +53,17 @@ class AttentionSpec:
     norm_eps: float
     window: int | None
     sinks: bool
+    rotated: int | None = None
+    norm_over: Literal["head", "all"] = "head"
+    fused: bool = False
+    multiplier: float | None = None
+    gated: bool = False
+    inputs: int | None = None
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        """Factor on q.k."""
+        return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
 
     @property
     def attends(self) -> bool:
@@ -57,7 +78,7 @@ class AttentionSpec:
     @property
     def weights(self) -> int:
         """Number of weights in all projections, over all ranks."""
-        return self.hidden * self.head_dim * 2 * (self.q_heads + self.kv_heads)
+        return self.hidden * self.head_dim * ((2 + self.gated) * self.q_heads + 2 * self.kv_heads)
 
     @property
     def multiplications(self) -> int:
@@ -76,7 +97,8 @@ class AttentionSpec:
         """
         q, lanes, copies = sent(layout, rank, self.q_heads, self.kv_heads)
         rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
-        return copies * rows + 2 * (q + lanes) * self.head_dim
+        gates = 2 * len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * self.gated
+        return copies * rows + (2 * (q + lanes) + gates) * self.head_dim
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Attention:
         """Builds this rank's part."""
@@ -117,10 +139,6 @@ class ShardedAttention:
         self.window = window
         self.sinks: Tensor | None = None
 
-    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
-        """Computes this rank's part [N, H] of the output from the queries of `project`."""
-        return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
-
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Attends with queries [N, Hq_local, D] on all ranks; returns the exact output of own heads [N, heads, D]."""
         sequences, rows = len(step.slots), len(q)
@@ -140,15 +158,22 @@ class ShardedAttention:
         def of(chunk: int) -> slice:
             return slice(cuts[chunk].start * each, cuts[chunk].stop * each)
 
-        def attend(chunk: int) -> PartialAttention:
+        large = self.comm.takes_sms(rows, result.shape[2], q.dtype, self.shares)
+
+        def attend(chunk: int) -> PartialAttention | PackedPartials:
             # Nothing runs beside the first chunk. Others' parts are still unmerged: each has a workspace of its own.
             beside = replace(layer, reserved_sms=RESERVED_SMS if chunk else 0, chunk=chunk)
-            return self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
+            sent = self.sent(policy.attend(q[of(chunk)], cache, rows_of(step, of(chunk)), beside), rows)
+            return self.comm.pack(sent, self.shares) if large else sent  # by all SMs
 
-        def exchange(chunk: int, sent: PartialAttention) -> None:
-            self.comm.merge_exchange(sent, self.shares, result[of(chunk)])
+        def exchange(chunk: int, sent: PartialAttention | PackedPartials) -> None:
+            if isinstance(sent, PackedPartials):
+                self.comm.exchange_packed(sent, self.shares, result[of(chunk)])
+            else:
+                self.comm.merge_exchange(sent, self.shares, result[of(chunk)])
 
-        self.pipeline.run(chunks, attend, exchange)
+        # Over latents attention has one program an SM, and the SMs that it leaves free are whole, whoever comes first.
+        self.pipeline.run(chunks, attend, exchange, leads=large and self.latent is None)
         return self.received(result, rows)
 
     def sent(self, partial: PartialAttention, rows: int) -> PartialAttention:
@@ -162,6 +187,42 @@ class ShardedAttention:
     def received(self, x: Tensor, rows: int) -> Tensor:
         """Computes the exact output of own heads from what was exchanged, in messages of up to `rows` queries."""
         return x
+
+
+class Queries(NamedTuple):
+    """Queries [N, Hq, D] of a TPA slice, and the gates [N, heads * D] of own heads; None if they are not gated."""
+
+    heads: Tensor
+    gate: Tensor | None
+
+    def index_select(self, dim: int, index: Tensor) -> Queries:
+        """Selects as `Tensor.index_select` does."""
+        gate = None if self.gate is None else self.gate.index_select(dim, index)
+        return Queries(self.heads.index_select(dim, index), gate)
+
+
+class HeadSquares:
+    """Mean squares of all query heads and of all key heads, for norms over all of them.
+
+    Attributes:
+        spread: whether ranks have different heads, and add up what they have.
+    """
+
+    def __init__(self, comm: Communicator, layout: HelixLayout, spec: AttentionSpec) -> None:
+        self.comm = comm
+
+        def own(rank: int) -> tuple[int, int]:
+            return len(layout.q_heads(rank, spec.q_heads, spec.kv_heads)), len(layout.kv_heads(rank, spec.kv_heads))
+
+        self.spread = own(comm.rank) != (spec.q_heads, spec.kv_heads)
+        ranks = [own(rank) for rank in (range(comm.world_size) if self.spread else [comm.rank])]
+        q, k = (sum(heads) * spec.head_dim for heads in zip(*ranks, strict=True))  # on several ranks: counted by each
+        self._shares = 1 / q, 1 / k
+
+    def __call__(self, heads: Tensor, kv_heads: int, summed: bool = True) -> Tensor:
+        """Computes them [N, 2] fp32 for own heads [N, Hq + 2 kv_heads, D]; not `summed`: without other ranks' heads."""
+        squares = head_squares(heads, kv_heads, self._shares)
+        return self.comm.all_gather(squares).sum(0) if self.spread and summed else squares
 
 
 class Attention(ShardedAttention):
@@ -186,23 +247,41 @@ class Attention(ShardedAttention):
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec, name = spec, f"{place.name}.self_attn"
 
-        def rows(part: str, total: int, share: range) -> Rows:
-            dim = spec.head_dim
-            return Rows(f"{name}.{part}_proj", total * dim, range(share.start * dim, share.stop * dim), spec.qkv_bias)
+        dim, q, kv = spec.head_dim, layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
+        order, of_query = paired(dim, spec.rotated or dim), (1 + spec.gated) * dim
 
-        q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
-        self._q_rows = len(q) * spec.head_dim
-        self.qkv = ColumnParallel(
-            weights,
-            spec.hidden,
-            [rows("q", spec.q_heads, q), rows("k", spec.kv_heads, kv), rows("v", spec.kv_heads, kv)],
-        )
+        def places(heads: range, of_head: list[range], each: int = dim) -> list[range]:
+            """Lists these rows of each head, which has `each`; whole heads are one run."""
+            if [*map(len, of_head)] == [each]:
+                return [range(heads.start * each, heads.stop * each)]
+            return [range(h * each + r.start, h * each + r.stop) for h in heads for r in of_head] or [range(0)]
+
+        def rows(part: str, total: int, places: list[range], before: int) -> list[Rows]:
+            if spec.fused:  # behind the rows of so many heads
+                part, total = "qkv", spec.q_heads + 2 * spec.kv_heads
+                places = [range(before * dim + r.start, before * dim + r.stop) for r in places]
+            return [Rows(f"{name}.{part}_proj", total * dim, each, spec.qkv_bias) for each in places]
+
+        self._q_rows, q_total = len(q) * dim, (1 + spec.gated) * spec.q_heads
+        stacked = [
+            *rows("q", q_total, places(q, order, of_query), 0),
+            *rows("k", spec.kv_heads, places(kv, order), spec.q_heads),
+            *rows("v", spec.kv_heads, places(kv, [range(dim)]), spec.q_heads + spec.kv_heads),
+        ]
+        self.qkv = ColumnParallel(weights, spec.inputs or spec.hidden, stacked)
+        self.gate: ColumnParallel | None = None
+        if spec.gated:
+            gates = places(layout.o_heads(*heads), [range(dim, of_query)], of_query)
+            self.gate = ColumnParallel(weights, spec.hidden, rows("q", q_total, gates, 0))
         self.norms: tuple[Tensor, Tensor, float] | None = None
-        if spec.qk_norm:
-            gains = weights.parameter(spec.head_dim), weights.parameter(spec.head_dim)
-            for gain, part in zip(gains, ("q_norm", "k_norm"), strict=True):
-                weights.bind(gain, f"{name}.{part}.weight", (spec.head_dim,))
-            self.norms = *gains, spec.norm_eps
+        self._squares: HeadSquares | None = None
+        if spec.qk_norm and spec.norm_over == "all":
+            q_gain = weights.gain(f"{name}.q_norm.weight", spec.q_heads * dim, places(q, order)).view(-1, dim)
+            k_gain = weights.gain(f"{name}.k_norm.weight", spec.kv_heads * dim, places(kv, order)).view(-1, dim)
+            self.norms, self._squares = (q_gain, k_gain, spec.norm_eps), HeadSquares(comm, layout, spec)
+        elif spec.qk_norm:
+            q_gain, k_gain = (weights.gain(f"{name}.{part}_norm.weight", dim, order) for part in "qk")
+            self.norms = q_gain, k_gain, spec.norm_eps
         if spec.sinks and layout.kvp_rank(comm.rank) == 0:
             self.sinks = weights.parameter(len(q), dtype=torch.float32)
             weights.bind(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
@@ -218,18 +297,35 @@ class Attention(ShardedAttention):
             spec.output_bias,
         )
 
+    @property
+    def adds_squares(self) -> bool:
+        """Whether `project` sums over ranks."""
+        return self._squares is not None and self._squares.spread
+
     def sent_width(self, rows: int) -> int:
         return self.spec.head_dim
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
-        mine = cache.layer(self.index, prefill=step.cu_q is not None)
-        to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
-        if len(self.shares) > 1 and step.overlapped:
-            return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
-        return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Queries:
+        """Computes queries of this TPA slice from x [N, H], the same on every rank; appends its KV."""
+        gate = None if self.gate is None else self.gate(x)
+        return Queries(self._queries_and_append(x, angles, cache, step), gate)
 
-    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def finish(self, q: Queries, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+        """Computes this rank's part [N, H] of the output from the queries of `project`."""
+        found = self.attend(q.heads, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1)
+        return self.output(found if q.gate is None else sigmoid_mul(found, q.gate))
+
+    def _queries_and_append(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
+        mine = cache.layer(self.index, prefill=step.cu_q is not None)
+        to = angles.cos, angles.sin, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
+        gathers = len(self.shares) > 1 and step.overlapped
+        if not gathers and self._squares is None:
+            return angles.scaled(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
+        heads = (self._gathered(x) if gathers else self.qkv(x)).unflatten(1, (-1, self.spec.head_dim))
+        means = None if self._squares is None else self._squares(heads, mine.keys.shape[2])
+        return angles.scaled(kv_append(heads, *to, means))
+
+    def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.
 
         It may run concurrently with another layer: it uses the library's product, since our kernels share a workspace.
@@ -240,7 +336,13 @@ class Attention(ShardedAttention):
         heads = F.linear(x, weight, bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
         of_keys, of_values = (s if s is None else s[:, :0] for s in mine.scales)
-        return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms, (of_keys, of_values))
+        norms, means = self.norms, None
+        if norms is not None and self._squares is not None:
+            norms = norms[0], norms[1][:0], norms[2]
+            # Own heads stand for all: a factor on a row of queries changes no choice.
+            means = self._squares(heads, 0, summed=False)
+        to = *no_heads, step.new_slots(self.window), norms, (of_keys, of_values), means
+        return angles.scaled(kv_append(heads, angles.cos, angles.sin, *to))
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.layers.linear import ColumnParallel, Rows
+from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
@@ -106,12 +107,10 @@ class Indexer:
                 to = parameter[begin : (begin := begin + len(part))]
                 weights.bind(to, f"{name}.k_norm.{kind}", (spec.width,), part)
 
-    def __call__(
-        self, x: Tensor, latents: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, step: Step
-    ) -> None:
+    def __call__(self, x: Tensor, latents: Tensor, angles: Angles, cache: LayerCache, step: Step) -> None:
         """Adds index keys to the cache, and chooses tokens for this layer and those that share its choice.
 
-        The choice is `step.chosen`. A prefill step of sequences of at most `topk` tokens reads all: it makes none.
+        The choice is `step.chosen`. A prefill step of short sequences reads all: it makes none.
 
         Args:
             x: [N, H], the layer's normalised input.
@@ -120,8 +119,8 @@ class Indexer:
         spec, keys = self.spec, cache.kept["index_keys"]
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
         q = self.queries(latents).unflatten(1, (spec.heads, spec.width))
-        index_append(q, k, *angles, self.gain, self.bias, NORM_EPS, keys, step.new_slots(None))
-        if step.cu_q is None or step.longest > self.topk:
+        index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys, step.new_slots(None))
+        if step.cu_q is None or step.max_k * step.placement.layout.kvp > self.topk:
             step.shared[CHOSEN] = self._choose(q, weights, keys, step)
 
     def _choose(self, q: Tensor, weights: Tensor, keys: Tensor, step: Step) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ cost; it builds a rank's part of the layer. That part computes queries, then the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.pending import PendingSum
 from helix.attention.base import AttentionPolicy
+from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
@@ -70,10 +71,10 @@ class MixerSpec(Protocol):
 class Mixer(Protocol):
     """Part of a layer's mixer on this rank."""
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """Computes queries from x [N, H], the same on every rank; appends the tokens' data to the cache."""
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Any:
+        """Computes what `finish` takes from x [N, H], the same on every rank; appends the tokens' data to the cache."""
 
-    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingSum:
+    def finish(self, q: Any, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingSum:
         """Computes this rank's part [N, H] of the output from the queries of `project`.
 
         The later half of a prefill step may run concurrently, since this reads only tokens appended before.

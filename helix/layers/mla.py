@@ -27,10 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
+from comm.pending import PendingProjection
+from helix.attention.base import AttentionPolicy
 from helix.layers.attention import ShardedAttention, sent
 from helix.layers.indexer import Indexer, IndexerSpec
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
@@ -221,7 +224,7 @@ class MLA(ShardedAttention):
             False,
         )
 
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents."""
         spec = self.spec
         mine, slots = cache.layer(self.index), step.new_slots(None)
@@ -234,12 +237,17 @@ class MLA(ShardedAttention):
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
         kept = mine.kept
         absorbed = mla_append(
-            q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, kept["latents"], slots,
+            q, kv, angles.cos, angles.sin, self.kv_gain, spec.norm_eps, self.w_uk, kept["latents"], slots,
             kept.get("latent_scales"), kept.get("ropes"),
         )  # fmt: skip
+        absorbed = angles.scaled(absorbed)
         if not self.gathered:
             return absorbed
         return self._gather(absorbed, self.comm.gather_in_group if step.overlapped else self.comm.all_gather)
+
+    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+        """Computes this rank's part [N, H] of the output from the queries of `project`."""
+        return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
 
     def _gather(self, q: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
@@ -11,6 +13,7 @@ from comm.pending import PendingProjection
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
+from kernels.dense.sigmoid_mul import sigmoid_mul
 
 
 @dataclass(frozen=True)
@@ -20,14 +23,18 @@ class MLPSpec:
     Attributes:
         width: number of inner columns.
         bias: whether all three products have a bias.
+        fused: whether one matrix has the rows of gate and up.
+        activation: silu, or gelu in its approximation by tanh.
     """
 
     width: int
     bias: bool = False
+    fused: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> GatedMLP:
         """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
-        return GatedMLP(weights, comm, layout, hidden, self.width, self.bias, f"{layer}.mlp")
+        return GatedMLP(weights, comm, layout, hidden, self, f"{layer}.mlp")
 
     def multiplications(self, hidden: int) -> int:
         """Counts multiplications with weights for one token, over all ranks."""
@@ -39,17 +46,25 @@ class MLPSpec:
 
 
 class GatedMLP:
-    """FFN W_down (silu(W_gate x) * W_up x), each rank with its inner columns: a part of the sum over ranks."""
+    """FFN W_down (f(W_gate x) * W_up x) with activation f, each rank with its inner columns: a part of the sum."""
 
     def __init__(
-        self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, width: int, bias: bool, name: str
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, spec: MLPSpec, name: str
     ) -> None:
+        width, bias, self.activation = spec.width, spec.bias, spec.activation
         columns = layout.ffn_columns(comm.rank, width)
-        self.gate_up = ColumnParallel(
-            weights, hidden, [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
-        )
+        rows = [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
+        if spec.fused:
+            ups = range(width + columns.start, width + columns.stop)
+            rows = [Rows(f"{name}.gate_up_proj", 2 * width, part, bias) for part in (columns, ups)]
+        self.gate_up = ColumnParallel(weights, hidden, rows)
         self.down = RowParallel(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
-    def __call__(self, x: Tensor) -> PendingProjection:
-        """Computes this rank's part [N, H] from x [N, H], the same on every rank."""
-        return self.down(self.gate_up(x, gated=True))
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> PendingProjection:
+        """Computes this rank's part [N, H] from x [N, H], the same on all, times the sigmoid of weight [N, 1]."""
+        if self.activation == "silu":
+            inner = self.gate_up(x, gated=True)
+        else:
+            gate, up = self.gate_up(x).chunk(2, 1)
+            inner = F.gelu(gate, approximate="tanh").mul_(up)
+        return self.down(inner if weight is None else sigmoid_mul(inner, weight))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.layers.linear import ColumnParallel, Rows
-from helix.layers.mlp import GatedMLP
+from helix.layers.mlp import GatedMLP, MLPSpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from kernels.moe.experts import RoutedExperts
@@ -40,16 +40,19 @@ class MoESpec:
         width: inner columns of one expert.
         shared_width: inner columns of the shared experts, which every token uses, together; 0: none.
         scoring: this and the following up to `group_score` as in `kernels.moe.router.route`.
-        choice_bias: whether scores get a learned bias for the choice of experts, which weights do not include.
+        choice_bias: name within `block` of a learned bias on scores for the choice of experts, which weights do not
+            include; None: there is none.
         router_bias: whether the router's logits have a bias.
         exact_router: whether these logits stay unrounded.
         expert_bias: whether each expert's matrices have a bias.
         clamp_at: limit of the clamped SwiGLU; None: plain SwiGLU.
         block: name of the layer's FFN.
         router: name of the router in it.
+        shared: name of the shared experts in it.
+        shared_gate: name of a row whose sigmoid weighs the shared experts; None: their weight is 1.
         matrices: names of gate, up and down, if each expert has its own tensors.
-        storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved) or `mxfp4`
-            (like `stacked`, but [E, out, in] in packed 4-bit blocks).
+        storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved), `mxfp4` (like
+            `stacked`, but [E, out, in] in packed 4-bit blocks) or `joined` ([E, out, in], gate's rows, then up's).
     """
 
     experts: int
@@ -62,15 +65,17 @@ class MoESpec:
     groups: int = 1
     top_groups: int = 1
     group_score: int = 1
-    choice_bias: bool = False
+    choice_bias: str | None = None
     router_bias: bool = False
     exact_router: bool = False
     expert_bias: bool = False
     clamp_at: float | None = None
     block: str = "mlp"
     router: str = "gate"
+    shared: str = "shared_experts"
+    shared_gate: str | None = None
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    storage: Literal["apart", "stacked", "mxfp4"] = "apart"
+    storage: Literal["apart", "stacked", "mxfp4", "joined"] = "apart"
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> MoE:
         """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
@@ -102,13 +107,14 @@ class MoE:
         self.experts = layout.experts(comm.rank, spec.experts)
         self.columns = layout.expert_columns(comm.rank, spec.width)
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
-        self.router = ColumnParallel(weights, hidden, [router])
+        gate = [Rows(f"{name}.{spec.shared_gate}", 1, range(1))] if spec.shared_gate is not None else []
+        self.router = ColumnParallel(weights, hidden, [router, *gate])
         self.choice_bias: Tensor | None = None
-        if spec.choice_bias:
+        if spec.choice_bias is not None:
             self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
-            weights.bind(self.choice_bias, f"{router.name}.e_score_correction_bias", (spec.experts,))
+            weights.bind(self.choice_bias, f"{name}.{spec.choice_bias}", (spec.experts,))
 
-        plain = spec.storage == "apart" and spec.clamp_at is None
+        plain = spec.storage == "apart" and spec.clamp_at is None and spec.shared_gate is None
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
         self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token chooses
         local, width = len(self.experts) + self.shared_count * bool(self.experts), len(self.columns)
@@ -123,14 +129,14 @@ class MoE:
             self._read_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
         if spec.shared_width and not self.shared_count:
-            self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
+            self.shared = GatedMLP(weights, comm, layout, hidden, MLPSpec(spec.shared_width), f"{name}.{spec.shared}")
 
     def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
         """Lists the tensors of gate and up, and of down; none if these are not both kept in few bits."""
         spec = self.spec
         if spec.storage == "apart":
             blocks = [f"{name}.experts.{e}" for e in self.experts]
-            blocks += [f"{name}.shared_experts"] * (self.shared_count > 0)
+            blocks += [f"{name}.{spec.shared}"] * (self.shared_count > 0)
             gate_up, down = (
                 [f"{block}.{matrix}.weight" for block in blocks for matrix in matrices]
                 for matrices in (spec.matrices[:2], spec.matrices[2:])
@@ -148,7 +154,7 @@ class MoE:
         assert not spec.expert_bias, "no family has it"
         for i in range(self.shared_count):
             held = i if self.experts else None
-            self._read_expert(weights, hidden, f"{name}.shared_experts", held, spec.shared_width, i * spec.width)
+            self._read_expert(weights, hidden, f"{name}.{spec.shared}", held, spec.shared_width, i * spec.width)
         for e in range(spec.experts):
             held = self.shared_count + e - self.experts.start if e in self.experts else None
             self._read_expert(weights, hidden, f"{name}.experts.{e}", held, spec.width, 0)
@@ -168,9 +174,11 @@ class MoE:
         weights.bind(self.down[held], down, (hidden, total), range(hidden), columns)
 
     def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
-        """Binds tensors that stack all experts, with alternating rows of gate and up."""
+        """Binds tensors that stack all experts, with alternating rows of gate and up, or one behind the other."""
         spec, columns, width = self.spec, self.columns, len(self.columns)
         gate, up = (range(2 * columns.start + odd, 2 * columns.stop + odd, 2) for odd in (0, 1))
+        if spec.storage == "joined":
+            gate, up = columns, range(spec.width + columns.start, spec.width + columns.stop)
         # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors as well.
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
         for part, target, shape, ranges in (
@@ -189,7 +197,10 @@ class MoE:
                     weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=True)
                 else:
                     assert isinstance(here, Tensor), "such tensors are not kept in few bits"
-                    weights.bind(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
+                    if spec.storage == "joined":
+                        weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges)
+                    else:
+                        weights.bind(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
         if spec.expert_bias:
             self.gate_up_bias = weights.parameter(len(self.experts), 2 * width)
             shape = spec.experts, 2 * spec.width
@@ -204,8 +215,9 @@ class MoE:
     def __call__(self, x: Tensor) -> RoutedExperts:
         """Routes x [N, H], the same on every rank; returns this rank's part [N, H], not computed yet."""
         spec = self.spec
+        logits, weight = self.router(x, exact=spec.exact_router).tensor_split([spec.experts], 1)  # [N, E], [N, 1 or 0]
         ids, scores = route(
-            self.router(x, exact=spec.exact_router),
+            logits,
             spec.top_k,
             scoring=spec.scoring,
             bias=self.choice_bias,
@@ -226,7 +238,7 @@ class MoE:
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             clamp_at=spec.clamp_at,
-            addend=None if self.shared is None else self.shared(x).compute(),
+            addend=None if self.shared is None else self.shared(x, weight if weight.shape[1] else None).compute(),
             total_experts=spec.experts + self.shared_count,
             shared_count=self.shared_count,
         )

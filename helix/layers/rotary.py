@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dense.rotary import angles
@@ -22,27 +23,37 @@ class RopeSpec:
     Attributes:
         kind: one of ROPE_TYPES.
         theta: base of the frequencies.
-        head_dim: number of rotated dimensions.
+        head_dim: number of rotated dimensions, a head's first.
         scaling: the kind's own parameters, named as in a Hugging Face config.
+        resting: number of a head's further dimensions, which are not rotated.
+        query_scale: (b, n): queries at position p grow by a factor 1 + b ln(1 + floor(p / n)); None: they do not.
     """
 
     kind: str
     theta: float
     head_dim: int
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    resting: int = 0
+    query_scale: tuple[float, int] | None = None
 
     @classmethod
-    def from_config(cls, config: Any, head_dim: int) -> RopeSpec:
+    def from_config(cls, config: Any, head_dim: int, partial: bool = False, layers: str | None = None) -> RopeSpec:
         """Reads `rope_parameters` of a transformers config object, which collects all spellings.
+
+        Args:
+            partial: whether the family may rotate a part of a head alone, `partial_rotary_factor`.
+            layers: type of the layers, where parameters differ by it; None: they do not.
 
         Raises:
             ValueError: a kind or a parameter is not supported, missing or out of range.
         """
-        parameters = dict(config.rope_parameters)
+        parameters = dict(config.rope_parameters if layers is None else config.rope_parameters[layers])
         theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
         if kind not in ROPE_TYPES:
             raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        if parameters.get("partial_rotary_factor") not in (None, 1):
+        share = parameters.pop("partial_rotary_factor", None)
+        rotated = head_dim if share is None else rotated_of(head_dim, share)
+        if rotated < head_dim and not partial:
             raise ValueError("partial rotary embedding (partial_rotary_factor below 1) is not supported")
         trained = "original_max_position_embeddings"
         if kind == "yarn" and parameters.get("factor") is None and parameters.get(trained):
@@ -63,7 +74,7 @@ class RopeSpec:
             raise ValueError("config.json: RoPE's low_freq_factor must be below high_freq_factor")
         if kind == "yarn" and theta <= 1:
             raise ValueError(f"config.json: RoPE's rope_theta={theta!r} must be above 1")
-        return cls(kind, float(theta), head_dim, parameters)
+        return cls(kind, float(theta), rotated, parameters, head_dim - rotated)
 
     def frequencies(self) -> tuple[Tensor, float]:
         """Computes the inverse frequencies [D/2] fp32 and the factor on cos and sin.
@@ -110,14 +121,61 @@ class RopeSpec:
         return 1.0 if stretch <= 1 else 0.1 * weight * math.log(stretch) + 1.0
 
 
+@dataclass(frozen=True)
+class Angles:
+    """Effect of positions on the queries and keys of a step.
+
+    Attributes:
+        cos, sin: [N, D/2] of the angles of rotation, in the model's dtype.
+        query_scale: [N], factor on queries; None: there is none.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_scale: Tensor | None = None
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Multiplies queries [N, Hq, D] by their factor, in place."""
+        return q if self.query_scale is None else q.mul_(self.query_scale[:, None, None])
+
+
+def rotated_of(head_dim: int, share: Any) -> int:
+    """Returns the number of a head's rotated dimensions, from `partial_rotary_factor`.
+
+    Raises:
+        ValueError: it is no even number of dimensions.
+    """
+    known = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+    rotated = int(head_dim * share) if known else 0
+    if rotated < 2 or rotated % 2:
+        raise ValueError(f"config.json: partial_rotary_factor={share!r} of head_dim={head_dim} must be an even number")
+    return rotated
+
+
+def paired(head_dim: int, rotated: int) -> list[range]:
+    """Lists the rows of a head in the order of the kernels, which rotate row d against row d + head_dim / 2.
+
+    The same permutation of queries and keys leaves scores unchanged.
+    """
+    if rotated == head_dim:
+        return [range(head_dim)]
+    half, middle = rotated // 2, (rotated + head_dim) // 2
+    return [range(half), range(rotated, middle), range(half, rotated), range(middle, head_dim)]
+
+
 class Rotary:
     """Rotary embedding: angles of a step's positions, computed once and shared by all layers."""
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
         inv_freq, self.factor = spec.frequencies()
-        self.inv_freq = inv_freq.to(device)
+        self.inv_freq = F.pad(inv_freq, (0, spec.resting // 2)).to(device)  # an angle of 0 rotates nothing
         self.dtype = dtype
+        self.query_scale = spec.query_scale
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes cos, sin [N, D/2] of positions [N], in fp32, rounded to the model's dtype."""
-        return angles(positions, self.inv_freq, self.factor, self.dtype)
+    def angles(self, positions: Tensor) -> Angles:
+        """Computes the angles of positions [N], in fp32, rounded to the model's dtype."""
+        cos, sin = angles(positions, self.inv_freq, self.factor, self.dtype)
+        if self.query_scale is None:
+            return Angles(cos, sin)
+        beta, trained = self.query_scale
+        return Angles(cos, sin, (1 + beta * torch.log1p((positions // trained).float())).to(self.dtype))

@@ -49,6 +49,7 @@ class Slice:
         ranges: this rank's part, a range per dimension; steps are for interleaved rows.
         target: a view into a parameter, of that part's shape.
         mxfp4: whether the tensor is stored as `{name}_blocks`, two 4-bit values per byte, and `{name}_scales`.
+        plus: number that the parameter has more than the tensor.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Slice:
     ranges: tuple[range, ...]
     target: Matrix
     mxfp4: bool = False
+    plus: float = 0.0
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
@@ -67,12 +69,19 @@ class Slice:
 
 
 class Weights:
-    """Registry of a model's parameters, filled as its layers are built; the loader reads their values."""
+    """Registry of a model's parameters, filled as its layers are built; the loader reads their values.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, formats: Formats = unpacked) -> None:
+    Args:
+        gain_offset: number that gains of norms have more than their tensors, rounded to `dtype`.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, formats: Formats = unpacked, gain_offset: float = 0.0
+    ) -> None:
         self.dtype = dtype
         self.device = device
         self.formats = formats
+        self.gain_offset = gain_offset
         self.slices: list[Slice] = []
         self.largest = 0  # numbers of the largest matrix [R, K] of few bits: a prefill unpacks one at a time
         self.parameters: list[Tensor] = []
@@ -114,10 +123,20 @@ class Weights:
             begin,
         )
 
-    def bind(self, target: Matrix, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False) -> None:
+    def gain(self, name: str, total: int, parts: Sequence[range] | None = None) -> Tensor:
+        """Allocates and binds a norm's gain: these parts of a tensor [total], one behind the other; None: all of it."""
+        parts = [range(total)] if parts is None else parts
+        gain = self.parameter(sum(map(len, parts)))
+        for some, part in zip(gain.split([len(r) for r in parts]), parts, strict=True):
+            self.bind(some, name, (total,), part, plus=self.gain_offset)
+        return gain
+
+    def bind(
+        self, target: Matrix, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False, plus: float = 0.0
+    ) -> None:
         """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole."""
         whole = tuple(range(size) for size in shape[len(ranges) :])
-        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4))
+        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4, plus))
         assert tuple(target.shape) == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
 
     def bind_elsewhere(self, name: str, shape: Sequence[int]) -> None:

@@ -20,16 +20,19 @@ class Keeps:
         name: for example keys, values, latents, bounds, state.
         entry: shape of one entry.
         per: unit with one entry. `token`: each token that the rank owns. `page`: each page of such tokens. `slot`: each
-            sequence of the batch. `row`: each token of a sequence's last decode step, drafts included.
+            sequence of the batch. `row`: each token of a sequence's last decode step, drafts included. `recent`: each
+            such token, and `before` tokens before them.
         reach: size of the sliding window, in tokens, the query's own included; None: queries read all entries.
+        before: see `recent`.
         by_head: whether a page holds its entries [heads] head by head, [heads, page_size].
     """
 
     name: str
     entry: tuple[int, ...]
     dtype: torch.dtype
-    per: Literal["token", "page", "slot", "row"] = "token"
+    per: Literal["token", "page", "slot", "row", "recent"] = "token"
     reach: int | None = None
+    before: int = 0
     by_head: bool = False
 
     @property

@@ -26,6 +26,7 @@ from helix.placement import Placement
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
 
+SNAPPED = ("slot", "recent")  # what a snapshot has
 RING_MOST = 1024  # tokens of a window that a slot has a ring for
 
 
@@ -36,11 +37,13 @@ class StepSizes(NamedTuple):
         slots: number of slots.
         rows: most tokens of a sequence in a decode step.
         chunk: most tokens of a prefill step.
+        snapshots: number of copies of states, beside those of the slots.
     """
 
     slots: int
     rows: int = 1
     chunk: int = 1
+    snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class LayerCache:
     Attributes:
         index: index of the layer.
         kept: its data by name: per token [pages, page_size, *entry], per page [pages, *entry], per slot
-            [slots, *entry], per row [slots, rows, *entry].
+            [slots, *entry], per row or recent token [slots, rows, *entry].
         accepted: [slots] int64, accepted rows of a sequence's last step; empty if no layer keeps rows.
     """
 
@@ -72,6 +75,11 @@ class LayerCache:
     def bounds(self) -> Tensor:
         """Bounds [pages, Hkv, 2, D] of the keys in each page that is full of committed tokens."""
         return self.kept["bounds"]
+
+    @property
+    def part_bounds(self) -> Tensor:
+        """Bounds [pages, Hkv, parts, 2, D] of the keys in each part of such a page."""
+        return self.kept["part_bounds"]
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
@@ -120,6 +128,7 @@ class KVCache(Follower):
         rings: pages of a slot's ring, by window; by None for layers without one.
         lacking: tokens before the end of a prefix hit that are computed again.
         has_states: whether any layer keeps a state of each sequence.
+        snapshots: number of snapshots of states, which lie behind those of the slots.
         bytes_per_token: bytes in pages of a token that this rank owns.
         remedy: advice for an error: how to make room for more.
     """
@@ -154,7 +163,8 @@ class KVCache(Follower):
         ]
         self._places = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
         self.has_states = any(k.per == "slot" for kept in keeps for k in kept)
-        self._replays = any(k.per == "row" for kept in keeps for k in kept)
+        self.snapshots = sizes.snapshots if self.has_states else 0
+        self._replays = any(k.per in ("row", "recent") for kept in keeps for k in kept)
         self.accepted = torch.zeros(sizes.slots if self._replays else 0, dtype=torch.int64, device=device)
 
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
@@ -186,7 +196,7 @@ class KVCache(Follower):
                 fold_blocks(
                     group.tensors["keys"], group.tensors.get("key_scales"), bounds, span.tables, span.starts,
                     span.before, span.after, span.most // self.placement.page_size + 1, self.score,
-                    **self.placement.grid,
+                    **self.placement.grid, part_bounds=group.tensors.get("part_bounds"),
                 )  # fmt: skip
 
     def admit(self, admission: Admission) -> None:
@@ -196,7 +206,9 @@ class KVCache(Follower):
         for group in self.groups:
             for kept in group.keeps:
                 tensor = group.tensors[kept.name]
-                if kept.per == "slot":
+                if kept.per in SNAPPED and admission.state >= 0:
+                    tensor[:, slot].copy_(tensor[:, self._sizes.slots + admission.state])
+                elif kept.per == "slot":
                     tensor[:, slot].fill_(0)
                 elif kept.reach is not None:
                     # A prompt may resume behind tokens that its ring lacks: zeros keep what it computes first finite.
@@ -217,7 +229,18 @@ class KVCache(Follower):
                     for kept in group.keeps:
                         if kept.reach == reach:
                             group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
+        for prompt in chunk.prompts:
+            if prompt.saves >= 0:
+                self._snap(prompt.slot, prompt.saves)
         self.fold(chunk.span)
+
+    def _snap(self, slot: int, place: int) -> None:
+        """Takes a snapshot of a slot's states."""
+        for group in self.groups:
+            for kept in group.keeps:
+                if kept.per in SNAPPED:
+                    tensor = group.tensors[kept.name]
+                    tensor[:, self._sizes.slots + place].copy_(tensor[:, slot])
 
     def takes(self, kind: StepKind) -> bool:
         return self.score is not None or self._replays
@@ -245,12 +268,15 @@ def without_long_rings(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, 
     ]
 
 
-def with_bounds(keeps: Sequence[tuple[Keeps, ...]], dtype: torch.dtype) -> list[tuple[Keeps, ...]]:
-    """Adds per-page key bounds in `dtype` to the data of layers that read whole sequences."""
+def with_bounds(keeps: Sequence[tuple[Keeps, ...]], dtype: torch.dtype, parts: int = 1) -> list[tuple[Keeps, ...]]:
+    """Adds key bounds in `dtype` of each page, and of its `parts` if several, to layers that read whole sequences."""
 
     def more(kept: tuple[Keeps, ...]) -> tuple[Keeps, ...]:
-        keys = [k for k in kept if k.name == "keys" and k.reach is None]
-        return (*kept, *(Keeps("bounds", (k.entry[0], 2, k.entry[1]), dtype, "page") for k in keys))
+        if (keys := next((k for k in kept if k.name == "keys" and k.reach is None), None)) is None:
+            return kept
+        heads, width = keys.entry
+        of_parts = [Keeps("part_bounds", (heads, parts, 2, width), dtype, "page")] if parts > 1 else []
+        return (*kept, Keeps("bounds", (heads, 2, width), dtype, "page"), *of_parts)
 
     return [more(kept) for kept in keeps]
 
@@ -262,11 +288,17 @@ def ring(placement: Placement, reach: int, rows: int) -> int:
 
 def entries(kept: Keeps, placement: Placement, pages: int, sizes: StepSizes) -> tuple[int, ...]:
     """Returns the shape of the entries of one kind of data, for this number of pages."""
-    slots, rows, chunk = sizes
+    slots, rows, chunk, snapshots = sizes
     if kept.reach is not None:
         chunk_pages = placement.chunk_pages(chunk, slots)
         return slots * ring(placement, kept.reach, rows) + chunk_pages, placement.page_size
-    return {"token": (pages, placement.page_size), "page": (pages,), "slot": (slots,), "row": (slots, rows)}[kept.per]
+    return {
+        "token": (pages, placement.page_size),
+        "page": (pages,),
+        "slot": (slots + snapshots,),
+        "row": (slots, rows),
+        "recent": (slots + snapshots, rows + kept.before),
+    }[kept.per]
 
 
 def slot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> int:

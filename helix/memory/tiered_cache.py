@@ -21,6 +21,7 @@ from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache, LayerCache, StepSizes
 from helix.placement import ChunkPart, Placement
 from kernels.hot_blocks import NOWHERE, BlockList, FetchList, HotBlocks
+from kernels.paged_keys import parts_apart
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.write_back import write_back
 
@@ -57,6 +58,10 @@ class TieredLayer(LayerCache):
     def every_place(self) -> LayerCache:
         """The layer's places as pages, in which all heads share the place's block."""
         return self._of(self.block.under_every_head(self.places[0]))
+
+    def parts_apart(self, parts: int) -> int:
+        """Returns how many parts of a page, `parts` of which are keys, a place is long; 1 for whole pages."""
+        return 1 if parts == 1 else parts_apart(self.every_place.keys, parts)
 
     @property
     def fetched(self) -> LayerCache:
@@ -173,9 +178,10 @@ class TieredCache(KVCache):
         if not group.keeps[0].is_paged:
             return super().layer(index, prefill)
         kept = self.block.pages(self._chunk[0] if prefill else self.places[place, : self._rings])
+        bounds = {k.name: group.tensors[k.name][place] for k in group.keeps if k.per == "page"}
         at = slice(place, place + 1)
         return TieredLayer(
-            index, kept | {"bounds": group.tensors["bounds"][place]}, self.accepted, block=self.block,
+            index, kept | bounds, self.accepted, block=self.block,
             host=self.host[at], places=self.places[at], hot=self.hot.layer(place), chunk=self._chunk,
             pieces=self._pieces, misses=self._misses, ahead=self._ahead[place % 2], lane=place % 2,
         )  # fmt: skip

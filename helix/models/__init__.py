@@ -7,8 +7,31 @@ from collections.abc import Callable, Mapping
 from itertools import chain, combinations, islice
 from typing import Any
 
-from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from helix.models import (
+    deepseek,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    hy_v3,
+    llama,
+    minimax_m2,
+    ministral3,
+    mistral,
+    mistral4,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+    seed_oss,
+)
 from helix.models.decoder import Decoder, DecoderSpec
+from helix.models.draft_layer import DraftLayer
 from helix.models.hf import read_as
 
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
@@ -16,13 +39,34 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek.spec_v3),
     "DeepseekV32ForCausalLM": ("deepseek_v32", deepseek.spec_v32),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", deepseek.spec_glm),
+    "Gemma3ForCausalLM": ("gemma3_text", gemma3.spec),
+    "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe.spec),
+    "GraniteForCausalLM": ("granite", granite.spec),
+    "HYV3ForCausalLM": ("hy_v3", hy_v3.spec),
     "LlamaForCausalLM": ("llama", llama.spec),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", minimax_m2.spec),
+    "Ministral3ForCausalLM": ("ministral3", ministral3.spec),
     "MistralForCausalLM": ("mistral", mistral.spec),
+    "Mistral4ForCausalLM": ("mistral4", mistral4.spec),
     "MixtralForCausalLM": ("mixtral", mixtral.spec),
+    "Olmo2ForCausalLM": ("olmo2", olmo2.spec),
+    "Olmo3ForCausalLM": ("olmo3", olmo2.spec),
+    "Phi3ForCausalLM": ("phi3", phi3.spec),
     "Qwen2ForCausalLM": ("qwen2", qwen2.spec),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", qwen2_moe.spec),
     "Qwen3ForCausalLM": ("qwen3", qwen3.spec),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe.spec),
+    "Qwen3NextForCausalLM": ("qwen3_next", qwen3_next.spec),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5.spec_dense),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", qwen3_5.spec_moe),
+    "SeedOssForCausalLM": ("seed_oss", seed_oss.spec),
     "GptOssForCausalLM": ("gpt_oss", gpt_oss.spec),
+}
+
+# Models of text and images -> the architecture of their text part, which alone is run.
+OUTER = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 
 PAIRS = 2000  # most pairs of keys tried; more than published configs have
@@ -35,6 +79,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         ValueError: the architecture is unknown (the message lists those known), or the config is not usable; the
             message names the key.
     """
+    config = _text_part(config)
     model_type, spec = FAMILIES[_architecture(config)]
     try:
         return spec(read_as(model_type, config))
@@ -52,6 +97,19 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         raise
 
 
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the text part of a model of text and images; of another model, its own."""
+    names, text = config.get("architectures"), config.get("text_config")
+    outer = next((n for n in names if isinstance(n, str) and n in OUTER), None) if isinstance(names, list) else None
+    if outer is None:
+        return config
+    if not isinstance(text, Mapping):
+        raise ValueError(f"config.json: text_config={text!r:.100} must be an object in {outer}")
+    of_all = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+    given = {key: config[key] for key in of_all if config.get(key) is not None}
+    return {**text, **given, "architectures": [OUTER[outer]]}
+
+
 def _architecture(config: Mapping[str, Any]) -> str:
     """Returns the known architecture named by `architectures` or, without it, by `model_type`."""
     names, model_type = config.get("architectures"), config.get("model_type")
@@ -65,7 +123,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
     name = next((known for known in names or [] if known in FAMILIES), None)
     if name is None:
         unknown = ", ".join(names or []) or "(none named)"
-        raise ValueError(f"config.json: {key} has unknown architecture {unknown}; known: {', '.join(sorted(FAMILIES))}")
+        raise ValueError(
+            f"config.json: {key} has unknown architecture {unknown}; known: {', '.join(sorted([*FAMILIES, *OUTER]))}"
+        )
     if model_type not in (None, FAMILIES[name][0]):
         raise ValueError(
             f"config.json: architectures names {name}, whose model_type is {FAMILIES[name][0]!r}, not {model_type!r}"
@@ -73,4 +133,4 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return name
 
 
-__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "spec_from_config"]
+__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "DraftLayer", "spec_from_config"]

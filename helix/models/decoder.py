@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,13 @@ from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
 from helix.layers.indexer import IndexerSpec
+from helix.layers.linear import RowParallel
 from helix.layers.mixer import LayerPlace, MixerSpec
 from helix.layers.mla import MLASpec
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
-from helix.layers.norm import AllReduceNorm
-from helix.layers.rotary import RopeSpec, Rotary
+from helix.layers.norm import AllReduceNorm, JoinNorm, Placement
+from helix.layers.rotary import Angles, RopeSpec, Rotary
 from helix.layers.rows import over_all_ranks
 from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
@@ -34,10 +36,15 @@ from helix.steps.step import Step
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Spec of one layer: the mixer of tokens, and the FFN after it."""
+    """Spec of one layer: the mixer of tokens, and the FFN after it.
+
+    Attributes:
+        rope: its own RoPE; None: the model's.
+    """
 
     mixer: MixerSpec
     ffn: MLPSpec | MoESpec
+    rope: RopeSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,14 @@ class DecoderSpec:
         dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
         eos: token ids that end a sequence.
         unused: prefixes of checkpoint tensors that this model does not use.
+        norms: placement of norms: before, after or around each half of a layer.
+        gain_offset: number that gains of norms have more than their tensors.
+        embedding_scale, logit_scale: factors on what is embedded, and on logits.
+        brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
+        brought_norm: name of the norm behind that layer.
+        draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
+        taps: layers whose inputs the layer that drafts reads, in order; the number of layers is the last one's output.
+            Empty: it reads the normalised output.
     """
 
     vocab: int
@@ -63,6 +78,23 @@ class DecoderSpec:
     dtype: str
     eos: tuple[int, ...]
     unused: tuple[str, ...] = ()
+    norms: Placement = "before"
+    gain_offset: float = 0.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    brought: LayerSpec | None = None
+    brought_norm: str = "shared_head.norm"
+    draft: LayerSpec | None = None
+    taps: tuple[int, ...] = ()
+
+    @property
+    def ropes(self) -> list[RopeSpec]:
+        """Different RoPEs of the layers, and the model's first."""
+        found = [self.rope]
+        for layer in self.layers:
+            if layer.rope is not None and layer.rope not in found:
+                found.append(layer.rope)
+        return found
 
     @property
     def attention(self) -> AttentionSpec | MLASpec:
@@ -94,17 +126,42 @@ class DecoderSpec:
         return [i for i, layer in enumerate(self.layers) if layer.mixer.attends and layer.mixer.window is None]
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of each sequence in place of its tokens."""
+        return not all(layer.mixer.attends for layer in self.layers)
+
+    @property
     def context(self) -> str:
         """Phrase about `max_positions` for error messages."""
         return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> list[tuple[Keeps, ...]]:
         """Lists the data that each layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
-        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.layers]
+        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.stack]
+
+    @property
+    def stack(self) -> tuple[LayerSpec, ...]:
+        """All layers, the one that drafts included."""
+        return self.layers if self.draft is None else (*self.layers, self.draft)
+
+    def with_mtp(self) -> DecoderSpec:
+        """Returns the spec with the layer for multi-token prediction.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.brought is None:
+            raise ValueError(
+                "speculation.drafter=mtp: config.json names no layer for multi-token prediction "
+                "(num_nextn_predict_layers of DeepSeek-V3 and its kin): set speculation=ngram or another drafter"
+            )
+        name = f"model.layers.{len(self.layers)}"
+        shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))
+        return replace(self, draft=self.brought, unused=(*shared, f"model.layers.{len(self.layers) + 1}."))
 
 
 class DecoderLayer:
-    """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks.
+    """Residual block: attention over KVP x TPA, then the FFN over the same ranks, with norms around both.
 
     Each sum over ranks is done by the norm that follows it, which reads the whole residual stream anyway. In mode dp
     attention and norms have this rank's sequences alone, and the FFN gathers rows and scatters sums.
@@ -123,16 +180,28 @@ class DecoderLayer:
         spec: DecoderSpec,
         index: int,
         pipeline: Pipeline,
+        before: AllReduceNorm | None,
     ) -> None:
         self.index = index
         self.comm, self._scattered = comm, own is not comm
-        name, layer = f"model.layers.{index}", spec.layers[index]
-        self.input_norm = AllReduceNorm(weights, own, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
-        self.mixer = layer.mixer.build(weights, own, layout, LayerPlace(name, index, pipeline))
-        self.ffn_norm = AllReduceNorm(weights, own, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
-        self.ffn = layer.ffn.build(weights, comm, layout, spec.hidden, name)
+        name, layer = f"model.layers.{index}", spec.stack[index]
 
-    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+        def norm(part: str) -> AllReduceNorm:
+            return AllReduceNorm(weights, own, f"{name}.{part}_layernorm", spec.hidden, spec.norm_eps)
+
+        first = None if spec.norms == "after" else norm("input")
+        self.input_norm = JoinNorm(own, before, first)
+        self.mixer = layer.mixer.build(weights, own, layout, LayerPlace(name, index, pipeline))
+        middle = norm("post_attention")
+        if spec.norms == "before":
+            self.ffn_norm = JoinNorm(own, None, middle)
+        else:
+            self.ffn_norm = JoinNorm(own, middle, norm("pre_feedforward") if spec.norms == "around" else None)
+        self.ffn = layer.ffn.build(weights, comm, layout, spec.hidden, name)
+        self.added = None if spec.norms == "before" else norm("post_feedforward")
+        self.rope = 0 if layer.rope is None else spec.ropes.index(layer.rope)
+
+    def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes queries [N, Hq, D] of this TPA slice for a guessed input x [N, H]; appends no keys."""
         assert isinstance(self.mixer, Attention), "latents have no block selection"
         return self.mixer.queries(self.input_norm.of(x), angles, cache, step)
@@ -140,6 +209,41 @@ class DecoderLayer:
     def feed(self, x: Tensor, step: Step) -> Tensor | PendingSum:
         """Computes the FFN of x [N, H]: a part of a sum over ranks, or in mode dp the whole sum."""
         return over_all_ranks(self.ffn, x, step.counts, self.comm) if self._scattered else self.ffn(x)
+
+
+class NextTokenLayer:
+    """Layer for multi-token prediction (MTP), a `DraftLayer`; its states are normalised hidden states like the model's.
+
+    Source:
+        DeepSeek-V3, section 2.2 (https://arxiv.org/abs/2412.19437).
+    """
+
+    def __init__(
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecoderSpec, model: Decoder
+    ) -> None:
+        index, hidden = len(spec.layers), spec.hidden
+        self.read = self.width = hidden
+        self.vocab_rows, self.logits = model.embedding.rows, model.head
+        self._embedding = model.embedding
+        name = f"model.layers.{index}"
+        self.token_norm = AllReduceNorm(weights, comm, f"{name}.enorm", hidden, spec.norm_eps)
+        self.state_norm = AllReduceNorm(weights, comm, f"{name}.hnorm", hidden, spec.norm_eps)
+        self.columns = layout.ffn_columns(comm.rank, 2 * hidden)
+        self.join = RowParallel(weights, comm, f"{name}.eh_proj", self.columns, 2 * hidden, hidden, False)
+        self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, model.pipeline, None)
+        self._rotary = model.rotary[self.layer.rope]
+        self.norm = AllReduceNorm(weights, comm, f"{name}.{spec.brought_norm}", hidden, spec.norm_eps)
+
+    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
+        both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.of(states)), 1)
+        parts = self.join(both[:, self.columns.start : self.columns.stop].contiguous())
+        normed, x = self.layer.input_norm(parts, None)
+        return self.layer.mixer.project(normed, self._rotary.angles(step.positions), cache, step), x
+
+    def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        policy.prepare(step, {None})
+        normed, x = self.layer.ffn_norm(self.layer.mixer.finish(queries, cache, step, policy), x)
+        return self.norm(self.layer.feed(normed, step), x)[0]
 
 
 class Decoder:
@@ -168,43 +272,69 @@ class Decoder:
         self.spec = spec
         self.full = {*spec.full}
         self.own = SoloCommunicator(comm.device) if layout.dp > 1 else comm
-        self.weights = weights = Weights(dtype, device, formats)
+        self.weights = weights = Weights(dtype, device, formats, spec.gain_offset)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         self.pipeline = Pipeline(device if comm.capturable else None)
         self.turns = turns.Turns(device if comm.capturable else None)
         parts = weights, comm, self.own, layout, spec
-        self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(len(spec.layers))]
-        self.norm = AllReduceNorm(weights, self.own, "model.norm", spec.hidden, spec.norm_eps)
+        self.layers: list[DecoderLayer] = []
+        added = None  # the norm of what the layer before adds
+        for index in range(len(spec.layers)):
+            self.layers.append(DecoderLayer(*parts, index, self.pipeline, added))
+            added = self.layers[-1].added
+        norm = AllReduceNorm(weights, self.own, "model.norm", spec.hidden, spec.norm_eps)
+        self.norm = JoinNorm(self.own, added, norm)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
-        self.rotary = Rotary(spec.rope, dtype, device)
+        self.rotary = [Rotary(rope, dtype, device) for rope in spec.ropes]
+        self._adds_squares = any(
+            isinstance(layer.mixer, Attention) and layer.mixer.adds_squares for layer in self.layers
+        )
+        self.next_token: NextTokenLayer | None = None
+        if spec.draft is not None and spec.draft is spec.brought:
+            self.next_token = NextTokenLayer(weights, comm, layout, spec, self)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on all ranks of `own`.
+        """Runs a step as `states` does; returns the normalised hidden states [N, H]."""
+        return self.states(cache, step, policy)[0]
+
+    def states(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Tensor, Tensor]:
+        """Runs a step through all layers and appends its KV.
 
         Args:
             policy: chooses the keys that a query reads in this step; steps of different policies may share a cache.
+
+        Returns:
+            Normalised hidden states [N, H], and the states that a draft layer reads: the same, or those of
+            `DecoderSpec.taps` side by side. All are the same on all ranks of `own`.
         """
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
-        # which depend on all earlier tokens.
+        # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
         whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
-        if whole or len(step.tokens) < 2 * turns.LEAST:
-            *_, normed = self._through(cache, step, policy)
-            assert normed is not None
-            return normed
-        return torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+        if whole or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
+            *_, found = self._through(cache, step, policy)
+            assert found is not None
+        else:
+            found = torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+        if not self.spec.taps:
+            return found, found
+        return found[:, : self.spec.hidden].contiguous(), found[:, self.spec.hidden :].contiguous()
 
     def _through(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Iterator[Tensor | None]:
-        """Yields between the turns of `hidden` (`comm.turns.Turns`): KV is appended a turn before it is attended."""
+        """Yields between the turns of `states` (`comm.turns.Turns`): KV is appended a turn before it is attended."""
         x: Tensor | None = None
-        parts: Tensor | PendingSum = self.embedding(step.tokens)
-        angles = self.rotary.angles(step.positions)
+        tapped: dict[int, Tensor] = {}
+        parts: Tensor | PendingSum = self._embedded(step.tokens)
+        angles_of = [rotary.angles(step.positions) for rotary in self.rotary]
         policy.prepare(step, set(self.spec.windows))
         guesses = policy.guesses and step.cu_q is None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             normed, x = layer.input_norm(parts, x)
+            angles = angles_of[layer.rope]
+            if layer.index in self.spec.taps:
+                tapped[layer.index] = x
             if guesses and following is not None and following.index in self.full:
-                queries = partial(following.queries, x, angles, cache, step)
+                queries = partial(following.queries, x, angles_of[following.rope], cache, step)
                 policy.guess(queries, cache.layer(following.index), step)
             q = layer.mixer.project(normed, angles, cache, step)
             yield None
@@ -213,8 +343,15 @@ class Decoder:
             normed, x = layer.ffn_norm(parts, x)
             parts = layer.feed(normed, step)
             yield None
-        yield self.norm(parts, x)[0]
+        normed, tapped[len(self.layers)] = self.norm(parts, x)
+        yield torch.cat([normed, *(tapped[i] for i in self.spec.taps)], 1) if self.spec.taps else normed
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Computes this rank's parts [N, H] of the embedded tokens [N]."""
+        parts = self.embedding(tokens)
+        return parts if self.spec.embedding_scale == 1 else parts.mul_(self.spec.embedding_scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""
-        return self.head(hidden)
+        logits = self.head(hidden)
+        return logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)

@@ -6,6 +6,7 @@ of the layer before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from helix.layers.mla import MLASpec
 from helix.layers.moe import MoESpec
 from helix.models.decoder import DecoderSpec, LayerSpec
 from helix.models.hf import check_only, check_sizes, decoder_spec
+from helix.models.quantized import FP8
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is, as in the released models
 
@@ -22,21 +24,24 @@ def spec_v2(config: Any) -> DecoderSpec:
     """Reads a V2 config: experts by softmax scores, from all (`greedy`) or from the groups with the best experts."""
     check_only(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
     check_only(config, norm_topk_prob=(False,))
-    return _spec(config, _experts(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True)
+    return latent_spec(
+        config, experts_of(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True
+    )
 
 
 def spec_v3(config: Any) -> DecoderSpec:
-    """Reads a V3 config: experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
+    """Reads a V3 config."""
+    return latent_spec(config, sigmoid_experts(config), interleaved=bool(config.rope_interleave))
+
+
+def sigmoid_experts(config: Any) -> MoESpec:
+    """Reads experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
     check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
-    return _spec(config, _noaux(config), interleaved=bool(config.rope_interleave))
-
-
-def _noaux(config: Any) -> MoESpec:
     moe = replace(
-        _experts(config, grouped=True),
+        experts_of(config, grouped=True),
         scoring="sigmoid",
         group_score=2,
-        choice_bias=True,
+        choice_bias="gate.e_score_correction_bias",
         normalise=bool(config.norm_topk_prob),
     )
     if moe.experts < 2 * moe.groups:
@@ -57,7 +62,6 @@ def spec_glm(config: Any) -> DecoderSpec:
 
 
 def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
-    check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
     check_sizes(config, "q_lora_rank", "index_topk", "index_head_dim", "index_n_heads")
     layers, width, rope = config.num_hidden_layers, config.index_head_dim, config.qk_rope_head_dim
     if width < rope:
@@ -69,7 +73,7 @@ def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
         )
     if {*config.layer_types} != {"deepseek_sparse_attention"}:
         raise ValueError(f"config.json: layer_types={config.layer_types!r:.200} must be deepseek_sparse_attention")
-    spec = _spec(config, _noaux(config), interleaved=True)
+    spec = latent_spec(config, sigmoid_experts(config), interleaved=True)
     indexer = IndexerSpec(config.index_n_heads, width, rope, interleaved)
 
     def indexed(layer: LayerSpec, kind: str) -> LayerSpec:
@@ -80,7 +84,8 @@ def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
     return replace(spec, layers=tuple(map(indexed, spec.layers, kinds)))
 
 
-def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
+def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[str] = FP8) -> DecoderSpec:
+    """Reads a config of latent attention; `moe` are the experts behind the first dense layers."""
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     check_sizes(config, *sizes, *(["q_lora_rank"] if config.q_lora_rank is not None else []))
     check_only(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
@@ -98,6 +103,7 @@ def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
         head_dim=rope,
         moe=moe if "sparse" in kinds else None,
         moe_layers=tuple(kind == "sparse" for kind in kinds),
+        formats=formats,
     )
     scale = (nope + rope) ** -0.5
     temperature = spec.rope.scaling.get("mscale_all_dim")
@@ -115,12 +121,16 @@ def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
         scale=scale,
         interleaved=interleaved,
     )
-    # A layer for multi-token prediction follows the last one in some checkpoints.
-    unused = (f"model.layers.{layers}.",)
-    return replace(spec, layers=tuple(replace(layer, mixer=mla) for layer in spec.layers), unused=unused)
+    return replace(
+        spec,
+        layers=tuple(replace(layer, mixer=mla) for layer in spec.layers),
+        unused=(f"model.layers.{layers}.",),
+        brought=LayerSpec(mla, moe) if getattr(config, "num_mtp_layers", 0) else None,
+    )
 
 
-def _experts(config: Any, grouped: bool) -> MoESpec:
+def experts_of(config: Any, grouped: bool) -> MoESpec:
+    """Reads routed and shared experts, those routed from all or from the best groups."""
     check_sizes(config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
     experts, top_k, width = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size
     groups, top_groups = (config.n_group or 1, config.topk_group or 1) if grouped else (1, 1)

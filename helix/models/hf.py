@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,10 +23,12 @@ from helix.models.decoder import DecoderSpec, LayerSpec
 from helix.models.quantized import FP8, WeightFormat, refused
 
 DTYPES = ("float32", "bfloat16", "float16")
-LABELS = ("num_labels", "id2label", "label2id")  # of classifiers; transformers would create any number of them
+# Labels of classifiers, of which transformers would create any number, and what `read_as` is told itself.
+NOT_READ = ("num_labels", "id2label", "label2id", "model_type")
 MOST_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
 MOST_HEAD_DIM = 1 << 16
 MOST_LAYERS = 1 << 16  # configs have lists with an entry per layer
+TWO_ROPES = ("gemma3_text", "olmo3")  # families whose RoPE differs by layer type
 
 
 def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
@@ -36,12 +39,12 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
     """
     from transformers import CONFIG_MAPPING  # seconds
 
-    _check_before(config)
+    _check_before(config, model_type)
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.CRITICAL)  # its warnings are checked below, and would appear once per rank
     try:
-        read = CONFIG_MAPPING[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in LABELS}))
+        read = CONFIG_MAPPING[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in NOT_READ}))
         read.standardize_rope_params()  # as transformers does before each use: outer keys override nested ones
         return read
     except Exception as error:  # of any type: AttributeError, KeyError, TypeError and more
@@ -96,7 +99,13 @@ def decoder_spec(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    norm_over: Literal["head", "all"] = "head",
+    scale: float | None = None,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
     sinks: bool = False,
+    partial_rotary: bool = False,
+    fused: bool = False,
+    gated: bool = False,
     moe: MoESpec | None = None,
     moe_layers: tuple[bool, ...] | None = None,
     formats: Iterable[str] = FP8,
@@ -107,6 +116,11 @@ def decoder_spec(
         config: result of `read_as`.
         windows: each layer's sliding window; None: full attention in all.
         kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
+        norm_over: what norms of queries and keys are over.
+        scale: factor on q.k; None: head_dim^-0.5.
+        partial_rotary: whether the family may rotate a part of a head alone.
+        fused: whether one matrix has queries, keys and values, and one gate and up.
+        gated: whether outputs of query heads are gated.
         moe_layers: whether each layer has experts; None: all, if there are experts.
         formats: methods of quantisation that the family supports.
 
@@ -117,7 +131,9 @@ def decoder_spec(
         raise refused(f"{method} in {config.model_type} models")
     if config.is_heterogeneous:
         raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
-    check_only(config, hidden_act=("silu", "swish"), is_causal=(True,), is_encoder_decoder=(False,))
+    check_only(config, is_causal=(True,), is_encoder_decoder=(False,))
+    if activation == "silu":
+        check_only(config, hidden_act=("silu", "swish"))
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
     check_sizes(config, *sizes, "max_position_embeddings")
     hidden, q_heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
@@ -140,18 +156,29 @@ def decoder_spec(
     eos = config.eos_token_id
     positions, limited_by = _context(config)
     eps = float(config.rms_norm_eps)
+    full, local = ("full_attention", "sliding_attention") if config.model_type in TWO_ROPES else (None, None)
+    rope = RopeSpec.from_config(config, head_dim, partial_rotary, full)
+    windowed_rope = RopeSpec.from_config(config, head_dim, partial_rotary, local) if local is not None else None
     attention = AttentionSpec(
-        hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks
-    )
-    dense = MLPSpec(config.intermediate_size, mlp_bias)
+        hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks,
+        rotated=rope.head_dim, norm_over=norm_over,
+        fused=fused,
+        multiplier=scale,
+        gated=gated,
+    )  # fmt: skip
+    dense = MLPSpec(config.intermediate_size, mlp_bias, fused, activation)
     return DecoderSpec(
         vocab=config.vocab_size,
         hidden=hidden,
         layers=tuple(
-            LayerSpec(replace(attention, window=window), moe if moe is not None and has_experts else dense)
+            LayerSpec(
+                replace(attention, window=window),
+                moe if moe is not None and has_experts else dense,
+                None if window is None else windowed_rope,
+            )
             for window, has_experts in zip(windows or (None,) * layers, moe_layers or (True,) * layers, strict=True)
         ),
-        rope=RopeSpec.from_config(config, head_dim),
+        rope=rope,
         norm_eps=eps,
         tied=bool(config.tie_word_embeddings),
         max_positions=positions,
@@ -159,6 +186,14 @@ def decoder_spec(
         dtype=dtype,
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     )
+
+
+def check_positive(config: Any, *keys: str) -> None:
+    """Raises ValueError, with their names, unless these attributes are positive numbers, neither tiny nor huge."""
+    for key in keys:
+        value = getattr(config, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 <= value <= 1e9:
+            raise ValueError(f"config.json: {key}={value!r} must be a number from 1e-9 to 1e9")
 
 
 def quantisation(config: Any) -> str | None:
@@ -169,6 +204,21 @@ def quantisation(config: Any) -> str | None:
     """
     found = WeightFormat.from_config(getattr(config, "quantization_config", None))
     return found.method if found else None
+
+
+def with_query_scale(spec: DecoderSpec) -> DecoderSpec:
+    """Adds the growth of queries with their position, which RoPE's parameters state.
+
+    Raises:
+        ValueError: they lack it.
+    """
+    given = spec.rope.scaling
+    beta, trained = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < math.inf:
+        raise ValueError(f"config.json: RoPE's llama_4_scaling_beta={beta!r} must be a number, and not negative")
+    if not _is_size(trained) or trained is None:
+        raise ValueError(f"config.json: RoPE's original_max_position_embeddings={trained!r} must be a positive integer")
+    return replace(spec, rope=replace(spec.rope, query_scale=(float(beta), trained)))
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
@@ -209,7 +259,7 @@ def _context(config: Any) -> tuple[int, str]:
     return limits[name], name
 
 
-def _check_before(config: Mapping[str, Any]) -> None:
+def _check_before(config: Mapping[str, Any], model_type: str) -> None:
     """Raises ValueError, with the key, for values on which transformers fails without naming the key."""
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)
@@ -227,6 +277,8 @@ def _check_before(config: Mapping[str, Any]) -> None:
             raise ValueError(f"config.json: {key}={config[key]!r:.80} must be {what}, or null")
     rope = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None]
     for part in rope:
+        if model_type in TWO_ROPES:
+            break
         if nested := [key for key, value in part.items() if isinstance(value, Mapping)]:
             raise ValueError(
                 f"config.json: RoPE's parameters differ by layer type ({', '.join(nested)}), which is not supported"

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from comm.loopback import LoopbackWorld
 from helix.files import check_file, read_json
+from helix.layers.moe import MoESpec
 from helix.layers.weights import MXFP4_BLOCK, Formats, Kept, Slice, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
@@ -36,6 +37,8 @@ LISTED = 8  # most names shown per kind of problem
 
 IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer, left over in some checkpoints
 HEAD = "lm_head.weight"
+OUTER = "model.language_model."  # of a model's text part, beside one that reads images
+JOINED = ".experts.gate_up_proj"
 NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of plain floating-point types
 PACKED = ("U8",)  # safetensors' name of mxfp4's type
 SCALES = (*NUMBERS, "F8_E8M0")
@@ -90,20 +93,28 @@ class Checkpoint:
         if missing:
             raise ValueError(f"{INDEX} in {path} names files that are missing: {', '.join(missing)}")
         self.files: dict[str, str] = {}  # tensor name -> file
+        self._stored: dict[str, str] = {}  # tensor name -> name in the file
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         for name in files:
             with self._open(name) as shard:
-                for tensor in shard.keys():  # noqa: SIM118 - not a mapping
-                    self.files[tensor] = name
-                    stored = shard.get_slice(tensor)
+                for within in shard.keys():  # noqa: SIM118 - not a mapping
+                    tensor = f"model.{within.removeprefix(OUTER)}" if within.startswith(OUTER) else within
+                    self.files[tensor], self._stored[tensor] = name, within
+                    stored = shard.get_slice(within)
                     self.shapes[tensor], self.dtypes[tensor] = tuple(stored.get_shape()), stored.get_dtype()
-        lost = sorted(set(listed or ()) - set(self.files))
+        lost = sorted(set(listed or ()) - set(self._stored.values()))
         if lost:
             raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {_some(lost)}")
         config = read_config(path) if os.path.lexists(path / "config.json") else {}
         self.format = weight_format or WeightFormat.from_config(config.get("quantization_config"))
         self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Reads a whole tensor."""
+        with self._open(self.files[name]) as shard:
+            tensor: torch.Tensor = shard.get_tensor(name)
+            return tensor
 
     def _open(self, name: str, device: str = "cpu") -> Any:
         file = self.path / name
@@ -118,12 +129,20 @@ class Checkpoint:
             what = "truncated or damaged" if begins in (b"", b"{") else "not a safetensors file"
             raise ValueError(f"{file} is {what} ({error})") from error
 
-    def with_head(self, spec: DecoderSpec) -> DecoderSpec:
-        """Returns the spec with an untied head if the checkpoint has one, whatever its config says of ties.
+    def as_stored(self, spec: DecoderSpec) -> DecoderSpec:
+        """Returns the spec with what the files say and the config does not: an untied head, and joined experts.
 
         Fine-tuned heads differ from the embedding; transformers compares the two and ties only equal ones.
         """
-        return replace(spec, tied=spec.tied and HEAD not in self.files)
+        layers = tuple(
+            replace(layer, ffn=replace(ffn, storage="joined"))
+            if isinstance(ffn := layer.ffn, MoESpec)
+            and ffn.storage == "apart"
+            and f"model.layers.{index}.{ffn.block}{JOINED}" in self.files
+            else layer
+            for index, layer in enumerate(spec.layers)
+        )
+        return replace(spec, tied=spec.tied and HEAD not in self.files, layers=layers)
 
     def check(self, slices: list[Slice], unused: tuple[str, ...] = ()) -> None:
         """Checks the checkpoint's tensors against those that a model needs.
@@ -195,7 +214,7 @@ class Checkpoint:
                 file = self.files[name]
                 if file not in shards:
                     shards[file] = stack.enter_context(self._open(file))
-                return shards[file].get_slice(name)
+                return shards[file].get_slice(self._stored[name])
 
             # Sorted by file, for sequential reads.
             for done, s in enumerate(sorted(weights.slices, key=lambda s: self.files[next(iter(s.stored))]), 1):
@@ -223,6 +242,8 @@ class Checkpoint:
             keep_rounded(stored(s.name), s)
         else:
             s.target.copy_(read_part(stored(s.name), s.ranges))
+            if s.plus:
+                s.target.add_(s.plus)
 
 
 def _is_within(name: Any) -> bool:

@@ -20,13 +20,19 @@ class StepGraphs:
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, step: Callable[..., Any], *args: Hashable) -> Any:
-        """Runs a step, keyed by function and arguments; returns its result, which the next such run overwrites."""
+    def run(self, step: Callable[..., Any], *args: Hashable, captures: bool = True) -> Any:
+        """Runs a step, keyed by function and arguments; returns its result, which the next such run overwrites.
+
+        Args:
+            captures: whether it may be captured now; else it is replayed or runs eagerly.
+        """
         key = step, *args
         if key not in self._warm:  # compiles kernels and sets up communication, which capture cannot
             self._warm.add(key)
             return step(*args)
         if key not in self._captured:
+            if not captures:
+                return step(*args)
             graph = torch.cuda.CUDAGraph()
             # Thread-local, since NCCL's watchdog threads query events during capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -35,6 +41,10 @@ class StepGraphs:
         graph, result = self._captured[key]
         graph.replay()
         return result
+
+    def has(self, step: Callable[..., Any], *args: Hashable) -> bool:
+        """Returns whether a step is captured; arguments as in `run`."""
+        return (step, *args) in self._captured
 
     def close(self) -> None:
         """Frees the captured graphs: NCCL would wait for them forever when its communicator is destroyed."""

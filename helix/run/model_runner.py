@@ -19,7 +19,7 @@ from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
 from helix.events.decision import Admission, Decision, Segment, StepKind
-from helix.events.follower import Follower, Prefilled, Taken
+from helix.events.follower import Begun, Follower, Prefilled, Taken
 from helix.events.request import Logprobs
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
@@ -29,6 +29,7 @@ from helix.placement import Placement, PromptChunk
 from helix.run.clock import Moment
 from helix.run.graphs import StepGraphs
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
+from helix.steps.chunk_size import ChunkSize, padded
 from helix.steps.sampling import SamplingState, sampled_candidates
 from helix.steps.shaping import Shaper
 from helix.steps.step import PAST, DecodeState, Step
@@ -39,10 +40,10 @@ from kernels.tokens.commit import Candidates
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """A decode step up to its logits [N, V_local] fp32, with the hidden states [N, H]."""
+    """A decode step up to its logits [N, V_local] fp32, with the states that drafters read."""
 
     logits: Tensor
-    hidden: Tensor
+    states: Tensor
     step: Step
     draft: Draft | None
 
@@ -89,6 +90,8 @@ class ModelRunner:
         hopb_chunks: HOP-B chunks by rows of a step, and tokens per row from which on they pay, as chosen by
             `helix.run.autotune`.
         shaper: changes logits as requested; None until the first sequence requests it.
+        pads: whether chunks of prompts are padded to few sizes, most of which are captured: where neither the chunk's
+            parts nor its hidden states matter to anybody but the next token.
         mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
             with None; for benchmarks.
     """
@@ -130,6 +133,12 @@ class ModelRunner:
         self.hopb_chunks: dict[int, tuple[int, int]] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs() if comm.capturable else None
+        follows = type(self.drafter).prefilled is not Follower.prefilled or cache.score is not None
+        plain = layout.dp == 1 and not cache.rings and not cache.has_states and not follows
+        # Keys in e4m3 are unpacked, and tokens chosen, up to the number that the host knows.
+        plain = plain and not model.spec.indexers
+        self.pads = plain and comm.capturable and all(t.element_size() > 1 for t in cache.tensors)
+        self._packed: dict[ChunkSize, Tensor] = {}
         self.shaper: Shaper | None = None
         self._held: HeldStep | None = None
         self._drafting = True  # whether the last steps had drafts
@@ -181,6 +190,8 @@ class ModelRunner:
                 follower.write(table)
         for admission in decision.admit:
             self.admit(admission)
+        if decision.captures and (size := self.eager_size) is not None:
+            self.capture_chunk(size, known=1)
         if decision.prefill or decision.counts:
             keep(*self._by_slot(*self._prefill(decision.prefill, decision)))
         if decision.decode_steps:
@@ -242,29 +253,78 @@ class ModelRunner:
         if not segments:
             self.model.hidden(self.cache, self.state.padding_step(decision.counts), self.policy)
             return self._slots.new_full((1, 1), PAST), [0]
-        prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known) for s in segments]
-        step = self.state.prefill_step(prompts, decision.counts)
-        hidden = self.model.hidden(self.cache, step, self.policy)
-        span = self.state.prompts_span(step, prompts)
-        slots, ends = step.slots, span.after
-        self.state.lengths[slots] = ends
-        for follower in self.followers:
-            follower.prefilled(Prefilled(prompts, span, step.parts, hidden))
+        prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known, s.saves) for s in segments]
+        hidden, states = self._states(prompts, decision.counts)
         last = [i for i, s in enumerate(segments) if s.last]
+        of_all = to_device(torch.tensor([[p.slot, p.written[1]] for p in prompts]), self.device)
+        slots, ends = of_all.unbind(1)
+        self.state.lengths[slots] = ends
         if not last:
             return self._slots.new_full((1, 1), PAST), [segments[0].slot]
-        of_last = to_device(torch.tensor(last), self.device)
-        assert step.cu_q is not None
-        rows = step.cu_q[1:][of_last] - 1
-        slots, lengths = slots[of_last], ends[of_last]
-        logits, kind = self.model.logits(hidden[rows]), decision.kind
-        self._observe(logits, slots, lengths)
+        # The last one again and again, up to a power of two: fewer kernels to compile.
+        repeated = last + [last[-1]] * ((1 << (len(last) - 1).bit_length()) - len(last))
+        of_last = to_device(torch.tensor(repeated), self.device)
+        slots, lengths, n = slots[of_last], ends[of_last], len(last)
+        logits, kind = self.model.logits(hidden[of_last]), decision.kind
+        self._observe(logits[:n], slots[:n], lengths[:n])
         shaped = self._shaper().shape(logits, slots, torch.full_like(slots, -1), lengths) if kind.shaped else logits
         tokens = best_of_ranks(self._candidates(shaped, lengths, self.state.sampling.rows(slots), kind).pairs)[1]
         if kind.shaped:
             self._shaper().report(logits, tokens, slots, self.own)
         self.state.activate(slots, tokens, lengths)
-        return tokens[:, None], [segments[i].slot for i in last]
+        for follower in self.followers:
+            follower.begun(Begun(slots[:n], tokens[:n], lengths[:n], states[of_last[:n]]))
+        return tokens[:n, None], [segments[i].slot for i in last]
+
+    def _states(self, prompts: list[PromptChunk], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Runs a chunk of prompts, captured if it can be; returns the last tokens' states, see `Decoder.states`.
+
+        Args:
+            counts: see `Step.counts`.
+        """
+        state = self.state
+        if self.pads:
+            size = padded([len(p.tokens) for p in prompts], state.most_keys(prompts))
+            packed = state.packed(prompts, size)
+            if not size.captured or self.graphs is None:
+                return self._last_states(state.packed_step(packed, size))
+            self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
+            of_ends: tuple[Tensor, Tensor] = self.graphs.run(self._chunk, size, captures=False)
+            return of_ends
+        step = state.prefill_step(prompts, counts)
+        hidden, states = self.model.states(self.cache, step, self.policy)
+        span = state.prompts_span(step, prompts)
+        for follower in self.followers:
+            follower.prefilled(Prefilled(prompts, span, step.parts, states))
+        assert step.cu_q is not None
+        ends = step.cu_q[1:] - 1
+        return hidden[ends], states[ends]
+
+    @property
+    def eager_size(self) -> ChunkSize | None:
+        """A size of chunks that ran eagerly and can be captured in a pause."""
+        graphs = self.graphs
+        return None if graphs is None else next((s for s in self._packed if not graphs.has(self._chunk, s)), None)
+
+    def capture_chunk(self, size: ChunkSize, known: int = 0) -> None:
+        """Runs chunks of a size until they are captured: eagerly before, if none has run.
+
+        Args:
+            known: 1: no KV is written; 0: a token of the first page of slot 0 is.
+        """
+        assert self.graphs is not None
+        packed = self.state.packed([PromptChunk(0, 0, torch.zeros(1, dtype=torch.int64), known)], size)
+        self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
+        while not self.graphs.has(self._chunk, size):
+            self.graphs.run(self._chunk, size)
+
+    def _chunk(self, size: ChunkSize) -> tuple[Tensor, Tensor]:
+        return self._last_states(self.state.packed_step(self._packed[size], size))
+
+    def _last_states(self, step: Step) -> tuple[Tensor, Tensor]:
+        assert step.cu_q is not None
+        hidden = self.model.hidden(self.cache, step, self.policy)[step.cu_q[1:] - 1]
+        return hidden, hidden  # nobody else reads states of padded chunks
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
         """Returns first tokens [n, 1] and their slots; in mode dp those of all ranks, in the order of all slots."""
@@ -318,10 +378,10 @@ class ModelRunner:
         policy = self.policy if kind.sparse else self.dense
         if kind.drafts:
             policy = self.drafter.verification or policy
-        hidden = self.model.hidden(self.cache, step, policy)
+        hidden, states = self.model.states(self.cache, step, policy)
         logits = self.model.logits(hidden)
         self.mark("accept")
-        return ComputedStep(logits, hidden, step, draft)
+        return ComputedStep(logits, states, step, draft)
 
     def _complete(self, computed: ComputedStep, kind: StepKind) -> Tensor:
         """Draws a computed step's tokens and commits them."""
@@ -343,7 +403,7 @@ class ModelRunner:
             self.mark("choose")
             span = state.span(rows, before, state.lengths[:rows], step.max_q)
             for follower in followers:
-                follower.taken(Taken(kind, span, state.active[:rows], computed.hidden))
+                follower.taken(Taken(kind, span, state.active[:rows], computed.states, taken))
         self.mark(None)
         return self._of_all(taken)
 

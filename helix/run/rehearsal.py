@@ -28,6 +28,7 @@ def rehearse(
         chunks: (prompts, tokens of each, tokens before these) of each chunk.
         steps: kinds of decode steps, each once.
     """
+    graphs, runner.graphs = runner.graphs, None  # what is not launched cannot be captured
     with compiled_ahead():
         for prompts, count, known in chunks:
             end, slots = known + count, range(prompts)
@@ -47,3 +48,4 @@ def rehearse(
             fill(runner, kind.rows, 1)
             runner.step(kind)
         fill(runner, 0, 0)
+    runner.graphs = graphs

@@ -59,7 +59,7 @@ def compared(ranking: Ranking) -> str:
     sparse = q.options.sparse
     assert sparse is not None
     times, name = min((dense_ttl_s(q, c), c.name) for c in ranking.choices if c.batch == first.batch)
-    ours = f"{_ms(first.ttl_s)} a token with {first.name} and {sparse.topk} chosen blocks of {sparse.block} tokens"
+    ours = f"{_ms(first.ttl_s)} a token with {first.name} and {sparse.chosen}"
     dense = f"{_ms(times)} with {name} and dense attention"
     if times < first.ttl_s:
         said = f"Dense attention is faster here: {ours}, {dense}."

@@ -1,4 +1,4 @@
-"""Comparison of self-speculation with plain decoding: the gain, and the length from which on it pays."""
+"""Comparison of drafts that have a cost with plain decoding: the gain, and the length from which on it pays."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def pays_from(question: Question, choice: PlannedLayout) -> int | None:
 def compared(ranking: Ranking) -> str:
     """Describes in words which is faster here, and the length below which plain decoding is."""
     q, first = ranking.question, ranking.choices[0]
-    assert q.sparsity is not None
-    over = f"over {q.sparsity:.3g} of the keys"
+    over = "by the layer" if q.sparsity is None else f"over {q.sparsity:.3g} of the keys"
     if first.gamma:
-        plain = plan(replace(q, acceptance=None, gamma=None, sparsity=None)).choices[0]
+        plain = plan(replace(q, acceptance=None, gamma=None, sparsity=None, layer=None)).choices[0]
         gain = first.user / plain.user if q.batch is not None else first.gpu / plain.gpu
         said = f"Drafting pays here, {gain:.2f} times: {_speed(first)} and {_drafts(first.gamma)} {over}, "
         said += f"{_speed(plain)} and none."
@@ -38,6 +37,8 @@ def compared(ranking: Ranking) -> str:
         seconds, gamma, name = min((*drafted_ttl_s(q, c, q.context), c.name) for c in ranking.choices)
         said = f"Drafting does not pay here: {_speed(first)} and none; the best drafts would be {gamma} {over}, "
         said += f"{1e3 * seconds:.2f} ms a token with {name}."
+    if q.layer is not None:  # there is no such length: a layer costs about as much at any
+        return said
     tokens = pays_from(q, first)
     below = f"{tokens:,} tokens" if tokens is not None else "every length of the model's context"
     return f"{said} With {first.name} at batch {first.batch}, plain decoding is faster below {below}."

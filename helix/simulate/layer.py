@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from helix.layers.attention import AttentionSpec
+from helix.layers.gated_delta import GatedDeltaSpec
 from helix.layers.mla import MLASpec
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
@@ -178,10 +179,53 @@ class Layer:
         return Phase(name, latency + wire, self.zeros, self.zeros, sent, self.zeros + (width > 1), level)
 
     def _heads(self, window: int | None) -> list[Phase]:
-        s, d = self.spec, self.head_dim
-        qkv = self.kernel("qkv", s.hidden * d * (self.q + 2 * self.kv), self.rows)
+        d = self.head_dim
+        qkv = self.kernel(
+            "qkv", self.inputs * d * (self.q + 2 * self.kv + self.gates), self.rows, kernels=1 + self.gated
+        )
         attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
         return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
+
+    def recurrent(self, spec: GatedDeltaSpec) -> list[Phase]:
+        """Lists the phases of a layer with states, each of which a step reads and writes once."""
+        p, s, heads = self.points, self.spec, self._state_heads(spec)
+        passed = 2 * self.sequences * self.state_bytes(spec)
+        message = self.rows * s.hidden * self.item["messages"]
+        return [
+            self.kernel("qkv", s.hidden * self._state_rows(spec), self.rows),
+            self._timed("states", passed, self.zeros, 1),
+            self.kernel("output", s.hidden * heads * spec.value_dim, self.rows),
+            self.collective("output all-reduce", "all_reduce", np.where(p.mode == MEDHA, p.tpa, p.ranks), message),
+        ]
+
+    def _state_heads(self, spec: GatedDeltaSpec) -> Array:
+        """Computes the value heads of the fullest rank, over all of which a layer is cut."""
+        return _up(spec.value_heads, self.points.ffn_ranks)
+
+    def _state_rows(self, spec: GatedDeltaSpec) -> Array:
+        """Computes the rows of such a layer's first projection: q, k, v, z and two gates of each head."""
+        heads = self._state_heads(spec)
+        keys = np.minimum(_up(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
+        return 2 * keys * spec.key_dim + heads * (2 * spec.value_dim + 2)
+
+    def state_bytes(self, spec: GatedDeltaSpec) -> Array:
+        """Counts the bytes of a sequence's state, in fp32."""
+        return self._state_heads(spec) * spec.key_dim * spec.value_dim * 4
+
+    def recurrent_bytes(self, spec: GatedDeltaSpec) -> Array:
+        """Counts the bytes of such a layer's weights on the fullest rank."""
+        rows = self._state_rows(spec) + self._state_heads(spec) * spec.value_dim
+        return self.spec.hidden * rows * self.item["weights"]
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention's output has gates, which are projected apart."""
+        return isinstance(self.mixer, AttentionSpec) and self.mixer.gated
+
+    @property
+    def gates(self) -> Any:
+        """Number of heads whose gates a rank computes: those of which it has the output."""
+        return self.o * self.gated
 
     def _latent(self, window: int | None) -> list[Phase]:
         """Lists the phases of MLA, with the faster order of W_UV and exchange, and the faster making of queries."""
@@ -281,7 +325,7 @@ class Layer:
         return found
 
     def _finding(self, window: int | None) -> list[Phase]:
-        """Lists the phases of block selection, which reads two vectors of every block and has a fixed cost."""
+        """Lists the phases of block selection, which reads vectors of blocks and of candidates' parts."""
         sparse = self._chooses(window)
         if sparse is None:
             return []
@@ -293,7 +337,7 @@ class Layer:
                 "or take dense attention"
             )
         kvp = self.points.kvp
-        scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # without a choice no scores
+        scored = sparse.scored(self.length, kvp) if sparse.topk else 0.0  # without a choice no scores
         bounds = self.sequences * 2 * self.kv * self.head_dim * scored
         free, level = self.zeros, self.zeros.astype(int) + price.level
         seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)
@@ -337,7 +381,7 @@ class Layer:
                 f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
                 "its description (helix calibrate), or leave out tier=host"
             )
-        chosen = np.minimum(_up(sparse.topk, self.points.kvp) * sparse.block, self._seen(None))
+        chosen = np.minimum(_up(sparse.touched, self.points.kvp) * sparse.block, self._seen(None))
         tokens = share * (1 - tier.hits) * chosen
         come = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
         level = self.zeros.astype(int) + max(INTERPOLATED, rate.level, fixed.level)
@@ -402,6 +446,19 @@ class Layer:
         )
 
     @property
+    def inputs(self) -> int:
+        """Width of what queries, keys and values are projected from, in layers that keep keys and values."""
+        return (self.mixer.inputs if isinstance(self.mixer, AttentionSpec) else None) or self.spec.hidden
+
+    def join(self, width: int) -> list[Phase]:
+        """Lists the phases of a layer that drafts before its attention: a projection of what it reads, by columns."""
+        if not width:
+            return []
+        p, hidden = self.points, self.spec.hidden
+        summed = self.collective("join all-reduce", "all_reduce", p.ranks, self.rows * hidden * self.item["messages"])
+        return [self.kernel("join", _up(width, p.ranks) * hidden, self.rows, kind="other"), summed]
+
+    @property
     def head_dim(self) -> int:
         """Width of a head of layers that keep keys and values."""
         assert isinstance(self.mixer, AttentionSpec)
@@ -457,7 +514,11 @@ class Layer:
         """Counts the bytes of a layer's attention weights on the fullest rank."""
         s, m = self.spec, self.mixer
         if isinstance(m, AttentionSpec):
-            return s.hidden * m.head_dim * (self.q + 2 * self.kv + self.o) * self.item["weights"]
+            return (
+                m.head_dim
+                * (self.inputs * (self.q + 2 * self.kv + self.gates) + s.hidden * self.o)
+                * self.item["weights"]
+            )
         projections = s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value)
         projections = projections + self.q * m.query * (m.q_rank or s.hidden)
         return projections * self.item["weights"] + self.q * (m.nope + m.value) * m.latent * self.item["other"]

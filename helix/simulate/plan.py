@@ -13,14 +13,14 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
-from helix.simulate.points import DP, Options, Points, Speculation
+from helix.simulate.points import DP, LayerDrafts, Options, Points, Speculation
 from helix.simulate.search import layouts
 from helix.simulate.step import StepCost, memory_of, predict
 
 MODES = ("tp", "medha", "helix")  # modes compared unless a question names others
 CHUNKS = (1, 2, 4, 8)  # numbers of HOP-B chunks that the runtime uses
 GAMMAS = (1, 2, 4, 8, 16)
-SELF_GAMMAS = tuple(range(1, 17))  # the same for self-speculation, whose drafts have a cost
+SELF_GAMMAS = tuple(range(1, 17))  # the same where drafts have a cost
 LARGEST_BLOCK = 16  # the runtime's append block
 LARGEST_OF_DRAFTS = 64  # the same for self-speculation (conf/speculation/sparse.yaml)
 UNEVEN = 1.01  # most tokens of the fullest rank over the mean, before a smaller append block is used
@@ -39,7 +39,8 @@ class Question:
         ttl_s: most seconds per token; None: no limit.
         acceptance: probability that a draft is accepted; None: no speculation.
         gamma: drafts per step; None: the best of GAMMAS, or of SELF_GAMMAS.
-        sparsity: share of its keys that drafts of self-speculation read; None: another drafter, free of cost.
+        sparsity: share of its keys that drafts of self-speculation read; None: another drafter.
+        layer: the layer that drafts; None, and no sparsity: drafts are free of cost.
         modes: modes of the layouts to compare; dp only for plain steps that read all keys, as the runtime has it.
         options: dtypes, page size, share of the memory; the planner chooses the rest.
     """
@@ -53,6 +54,7 @@ class Question:
     acceptance: float | None = None
     gamma: int | None = None
     sparsity: float | None = None
+    layer: LayerDrafts | None = None
     modes: tuple[str, ...] = MODES
     options: Options = Options(weights="bf16", kv="bf16", messages="bf16")  # noqa: RUF009
 
@@ -73,21 +75,27 @@ class Question:
             raise ValueError(f"gamma={self.gamma} must be at most {MAX_QUERIES - 1}, the most that the runtime drafts")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
-        if self.sparsity is not None and self.acceptance is None:
-            raise ValueError("drafter=sparse needs acceptance: the probability that a drafted token is accepted")
+        if self.priced and self.acceptance is None:
+            drafter = "drafter=sparse" if self.layer is None else "a layer that drafts"
+            raise ValueError(f"{drafter} needs acceptance: the probability that a drafted token is accepted")
+
+    @property
+    def priced(self) -> bool:
+        """Whether drafts have a cost."""
+        return self.sparsity is not None or self.layer is not None
 
     @property
     def gammas(self) -> tuple[int, ...]:
         """Numbers of drafts per step to try; 0: none."""
         if self.acceptance is None:
             return (0,)
-        return (0, self.gamma) if self.gamma is not None else (0, *(GAMMAS if self.sparsity is None else SELF_GAMMAS))
+        return (0, self.gamma) if self.gamma is not None else (0, *(SELF_GAMMAS if self.priced else GAMMAS))
 
     def speculation(self, gamma: int) -> Speculation | None:
         """Returns the speculation of a step with `gamma` drafts; None for 0."""
         if not gamma or self.acceptance is None:
             return None
-        return Speculation(gamma, self.acceptance, sparsity=self.sparsity)
+        return Speculation(gamma, self.acceptance, sparsity=self.sparsity, layer=self.layer)
 
 
 @dataclass(frozen=True)

@@ -113,11 +113,13 @@ class Sparse:
     """Block-sparse decode: each KV head reads the sequence's first and last blocks and the best-scored ones between.
 
     Attributes:
-        topk: chosen blocks over all ranks; each rank chooses its share, rounded up.
+        topk: chosen blocks, or parts, over all ranks; each rank chooses its share, rounded up.
         sink_blocks, local_blocks: first and last blocks, always read.
         block: tokens of a block; the choice reads two vectors of key size per block.
         choice: `local`, or `global`: ranks exchange the scores of their best blocks.
         from_tokens: shorter sequences read all blocks.
+        parts: parts of a block among which the choice is; it reads two vectors of each part of the candidates, too.
+        candidates: blocks whose parts are considered, over all ranks.
     """
 
     topk: int = 32
@@ -126,10 +128,34 @@ class Sparse:
     block: int = 128
     choice: str = "local"
     from_tokens: int = 0
+    parts: int = 1
+    candidates: int = 0
 
     def blocks(self, kvp: Array) -> Array:
-        """Computes the blocks that the fullest rank reads."""
-        return -(-self.topk // kvp) - (-(self.sink_blocks + self.local_blocks) // kvp)
+        """Computes the blocks that the fullest rank reads; parts as the blocks that they would fill."""
+        return -(-self.topk // (kvp * self.parts)) - (-(self.sink_blocks + self.local_blocks) // kvp)
+
+    def scored(self, length: int, kvp: Array) -> Array:
+        """Computes the blocks, and the parts of candidates, whose vectors the choice reads on a rank."""
+        blocks = length / self.block / kvp
+        if self.parts == 1:
+            return blocks
+        return blocks + np.minimum(blocks, -(-self.candidates // kvp)) * self.parts
+
+    @property
+    def chosen(self) -> str:
+        """The choice in words."""
+        return f"{self.topk} chosen {'blocks' if self.parts == 1 else 'parts'} of {self.block // self.parts} tokens"
+
+    @property
+    def touched(self) -> int:
+        """Number of blocks between the first and the last ones of which anything is read, over all ranks."""
+        return self.topk if self.parts == 1 else min(self.topk, self.candidates)
+
+    @property
+    def kept(self) -> int:
+        """Number of pairs of vectors that are kept of a block."""
+        return 1 if self.parts == 1 else 1 + self.parts
 
 
 @dataclass(frozen=True)
@@ -151,6 +177,23 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class LayerDrafts:
+    """Layer that drafts, one run a draft.
+
+    Attributes:
+        spec: a model of this one layer, with the vocabulary of its head.
+        joined: width of what its first run of a step projects to its own.
+        joined_again: the same of further runs; 0: they project nothing.
+        shared_head: whether the head is the model's.
+    """
+
+    spec: DecoderSpec
+    joined: int
+    joined_again: int
+    shared_head: bool
+
+
+@dataclass(frozen=True)
 class Speculation:
     """Speculative decoding: drafts per step, their acceptance and their cost.
 
@@ -159,12 +202,14 @@ class Speculation:
         acceptance: probability that a draft is accepted, given that those before it were.
         draft_s: seconds per draft of another drafter.
         sparsity: share of a sequence's keys that drafts of self-speculation read; None: another drafter.
+        layer: the layer that drafts; None: another drafter.
     """
 
     gamma: int
     acceptance: float
     draft_s: float = 0.0
     sparsity: float | None = None
+    layer: LayerDrafts | None = None
 
     @property
     def tail(self) -> int:
@@ -249,6 +294,8 @@ class Options:
 def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for combinations that are not modelled."""
     drafts = options.speculation is not None and options.speculation.sparsity is not None
+    if options.tier is not None and options.speculation is not None and options.speculation.layer is not None:
+        raise ValueError("tier=host moves the model's own layers, and a layer that drafts is one more: leave out tier")
     if drafts and options.sparse is not None:
         raise ValueError("drafter=sparse is verified over all keys, and block-sparse attention reads a part of them")
     if drafts:
@@ -257,6 +304,8 @@ def check(spec: DecoderSpec, options: Options) -> None:
         what, remedy = "block-sparse attention", "take dense attention"
     else:
         return
+    if spec.has_states:
+        raise ValueError(f"{what} is not supported for models whose layers keep states (Gated DeltaNet): {remedy}")
     if spec.attention.latent is not None:
         raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): {remedy}")
     if not spec.full:
@@ -275,6 +324,7 @@ def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
         ("in modes tp and dp tpa divides the KV heads, or they divide it and it is at most the query heads", ~whole),
         ("modes tp and dp have kvp = 1", ~grid & (p.kvp > 1)),
         ("modes tp and medha have dp = 1", ((p.mode == TP) | (p.mode == MEDHA)) & (p.dp > 1)),
+        ("modes other than dp are for models whose layers keep states", (p.dp > 1) & spec.has_states),
         ("mode dp has dp of at least 2", (p.mode == DP) & (p.dp < 2)),
         ("dp is at most the batch: other groups would idle", p.dp > p.batch),
         (f"ep is at most the {experts} experts (1 in a dense model)", p.ep > experts),

@@ -9,6 +9,7 @@ from functools import reduce
 import numpy as np
 
 from helix.build.tiering import PIECE_TOKENS
+from helix.layers.gated_delta import GatedDeltaSpec
 from helix.layers.mla import MLASpec
 from helix.memory.kv_cache import RING_MOST
 from helix.memory.tiered_cache import LISTS
@@ -16,8 +17,9 @@ from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.simulate.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
-from helix.simulate.points import Options, Points, check, check_points
+from helix.simulate.points import LayerDrafts, Options, Points, check, check_points
 
+MORE_KERNELS = 8  # in a run of a layer that drafts: positions, norms, its part of the sampling
 NUMBER_BYTES = 4  # of an entry that maps blocks to places
 RUN_ENDS = 2  # pages that a run of tokens touches besides those it fills
 CHUNK_TOKENS = 8192  # tokens of a prompt chunk, besides two pieces of the tokens before it
@@ -99,6 +101,9 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
             drafts = replace(reduce(Phase.plus, own).times(s.gamma), name="drafts", seconds=s.gamma * draft_s)
             phases += [drafts, layer.choosing()]
             step_s = step_s + sum(phase.seconds for phase in phases[-2:])
+        if s.layer is not None and s.gamma:
+            phases.append(_layer_drafts(s.layer, hardware, points, length, options))
+            step_s = step_s + phases[-1].seconds
         ttl_s = (step_s + s.gamma * s.draft_s) / cost.tokens_per_step(s.gamma, s.acceptance)
     level = np.maximum(INTERPOLATED, np.max([phase.level for phase in phases], axis=0))
     return StepCost(points, memory, phases, step_s, ttl_s, level)
@@ -109,6 +114,8 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
     total: dict[str, Phase] = {}
     for window, count in Counter(layer.spec.windows).items():
         _add(total, layer.attention(window), count)
+    for mixer, count in states_of(layer.spec).items():
+        _add(total, layer.recurrent(mixer), count)
     for ffn, count in Counter(of.ffn for of in layer.spec.layers).items():
         _add(total, layer.ffn(ffn), count)
     _add(total, layer.indexing(), len(layer.spec.indexers))
@@ -122,6 +129,31 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
     ends = _ends(layer)
     _add(total, ends, 1)
     return list(total.values()), seconds + sum(phase.seconds for phase in ends)
+
+
+def _of_layer(layer: LayerDrafts, hardware: Hardware, points: Points, length: int, options: Options) -> Layer:
+    """Returns the layer that drafts, in runs of one token a sequence."""
+    alone = replace(options, speculation=None, sparse=None, hopb=False)
+    return Layer(layer.spec, hardware, points, length, alone)
+
+
+def _layer_drafts(drafts: LayerDrafts, hardware: Hardware, points: Points, length: int, options: Options) -> Phase:
+    """Computes the cost of all drafts of a step by a layer.
+
+    The run that writes the keys of verified tokens is that of the next step's first draft. Its projections have more
+    rows, which few rows of weights' time do not show.
+    """
+    layer = _of_layer(drafts, hardware, points, length, options)
+    phases, seconds = _pass(layer)
+    run = reduce(Phase.plus, phases)
+    run = replace(run, seconds=seconds + MORE_KERNELS * hardware.kernel_s.value, launches=run.launches + MORE_KERNELS)
+    s = options.speculation
+    assert s is not None
+    total = run.times(s.gamma)
+    for joined, times in ((drafts.joined, 1), (drafts.joined_again, s.gamma - 1)):
+        for phase in layer.join(joined):
+            total = total.plus(phase.times(times))
+    return replace(total, name="drafts")
 
 
 def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Memory:
@@ -140,7 +172,9 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         raise ValueError(f"length={length} must be at least 1")
     p = points
     layer = Layer(spec, hardware, p, length, options)
-    numbers = len(spec.layers) * layer.attention_bytes()
+    numbers = len(spec.windows) * layer.attention_bytes()
+    for mixer, count in states_of(spec).items():
+        numbers = numbers + count * layer.recurrent_bytes(mixer)
     for ffn, count in Counter(of.ffn for of in spec.layers).items():
         numbers = numbers + count * layer.ffn_bytes(ffn)
     indexers = spec.indexers
@@ -149,6 +183,14 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     # Embedding and head are in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
     weight_bytes = numbers * _stretch(spec, p) / p.pp + vocabulary * layer.item["other"]
+    drafts = options.speculation.layer if options.speculation is not None else None
+    of_drafts = None if drafts is None else _of_layer(drafts, hardware, p, length, options)
+    if drafts is not None and of_drafts is not None:
+        (own,) = drafts.spec.layers
+        weight_bytes = weight_bytes + of_drafts.attention_bytes() + of_drafts.ffn_bytes(own.ffn)
+        head = 0 if drafts.shared_head else drafts.spec.vocab
+        beside = (max(drafts.joined, drafts.joined_again) + head) * drafts.spec.hidden
+        weight_bytes = weight_bytes + -(-beside // p.ranks) * of_drafts.item["other"]
 
     cycle = options.append_block * p.kvp
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
@@ -157,12 +199,16 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     numbers, kv, plain = token_numbers(spec, p) * _stretch(spec, p), layer.item["kv"], layer.item["plain_kv"]
     short = [window for window in spec.windows if window is not None and (window <= RING_MOST or options.tier)]
     long = sum(window is not None for window in spec.windows) - len(short)  # windows in pages
-    each = paged * numbers * ((len(spec.layers) - len(short) - long) * kv + long * plain)
-    if (sparse := options.sparse) is not None:  # two vectors per block, a key and a value per token
-        each = each + paged * numbers * (len(spec.layers) - len(short)) * plain / sparse.block
+    each = paged * numbers * ((len(spec.windows) - len(short) - long) * kv + long * plain)
+    if drafts is not None and of_drafts is not None:  # whatever its window
+        each = each + paged * token_numbers(drafts.spec, p) * of_drafts.item["kv"]
+    if (sparse := options.sparse) is not None:  # two vectors per block or part, a key and a value per token
+        each = each + paged * numbers * (len(spec.windows) - len(short)) * plain * sparse.kept / sparse.block
     each = each + paged * sum(of.width for of in indexers) * plain
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
     each = each + windows
+    for mixer, count in states_of(spec).items():
+        each = each + count * layer.state_bytes(mixer) * _stretch(spec, p)
     if layer.self_drafts is not None:
         columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
         own = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
@@ -181,6 +227,11 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     return Memory(weight_bytes, sequences * each + fixed, largest.astype(np.int64) * p.dp, sequences * on_host)
 
 
+def states_of(spec: DecoderSpec) -> Counter[GatedDeltaSpec]:
+    """Counts the layers with states, by kind."""
+    return Counter(layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaSpec))
+
+
 def _ring_tokens(window: int, p: Points, options: Options) -> Array:
     """Computes the tokens in a slot's ring on a rank, for a layer with a window; see `helix.memory.kv_cache.ring`."""
     cycle = options.append_block * p.kvp
@@ -196,10 +247,11 @@ def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
     layers, sparse, item = len(layer.spec.full), layer.options.sparse, layer.item
     assert sparse is not None
     block = 2 * sparse.block * layer.head_dim * item["kv"]  # a page of one head
-    page = layers * layer.kv * (2 * layer.head_dim * item["plain_kv"] + NUMBER_BYTES)
+    page = layers * layer.kv * (2 * layer.head_dim * item["plain_kv"] * sparse.kept + NUMBER_BYTES)
     place = layer.kv * (layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
     drafts = layer.options.step_tokens - 1
-    places = sparse.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.topk // layer.points.kvp)
+    whole = replace(sparse, topk=sparse.touched, parts=1)
+    places = whole.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.touched // layer.points.kvp)
     prompts = (2 * PIECE_TOKENS + CHUNK_TOKENS) / sparse.block * layer.kv * block
     return prompts, pages * page + layers * layer.kv * block + places * place
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from helix.speculation.acceptance import accepted_candidates
 from helix.speculation.base import Draft, Drafter, NoDrafts
+from helix.speculation.layer import LayerDrafter
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
 from helix.speculation.sparse import DraftBudget, SparseDrafter
+from helix.speculation.suffix import SuffixDrafter
 
 __all__ = [
     "Draft",
     "DraftBudget",
     "DraftModel",
     "Drafter",
+    "LayerDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafts",
     "SparseDrafter",
+    "SuffixDrafter",
     "accepted_candidates",
     "check_draft",
 ]

@@ -1,8 +1,10 @@
 """Choice of the number of drafts per step, on rank 0, from the acceptance and the times of earlier steps.
 
-The policy maximises expected tokens per step over seconds per step. Both are known only for numbers of drafts that ran
-lately, so another number is tried for a few steps from time to time. A trial may lose tokens, and the next one waits
-until the loss is a hundredth of the tokens drawn since: this bounds the cost of adapting for drafts of any quality.
+The policy maximises expected tokens per step over seconds per step. Seconds depend on the batch, on how much KV it has,
+and on the number of drafts in ways that no rule tells (experts of more rows, a further tile): they are measured. Both
+are known only for numbers of drafts that ran lately, so another number is tried for a few steps from time to time: none
+is in use before, whatever an estimate promises. A trial may lose tokens, and the next one waits until the loss is a
+hundredth of the tokens drawn since: this bounds the cost of adapting for drafts of any quality and price.
 Pure Python, no torch.
 """
 
@@ -18,8 +20,9 @@ MEMORY = 32.0  # weight of earlier runs in the acceptance, in verified first dra
 EVIDENCE = 4.0  # the same for trials after runs without drafts
 TRIAL_STEPS = 4
 TRIAL_SHARE = 0.01  # share of all tokens that trials may cost
-WAIT = 16, 512  # least and most steps between two trials
+WAIT = 16, 4096  # least and most steps between two trials
 SECONDS_MEMORY = 0.95  # weight of earlier times, per step
+SMALL_KV = 13  # bits of a batch's KV tokens up to which steps take alike
 OUTLIER = 1.5  # longer times are clamped to this multiple of the usual one
 ROW_GAIN, ROW_MARGIN = 0.25, 4.0
 
@@ -27,6 +30,11 @@ ROW_GAIN, ROW_MARGIN = 0.25, 4.0
 def draft_sizes(limit: int, adaptive: bool) -> tuple[int, ...]:
     """Returns the numbers of drafts that steps may have: `limit`; if adaptive, also 0 and the powers of two below."""
     return tuple(sorted({0, limit, *(1 << i for i in range(limit.bit_length()))})) if adaptive else (limit,)
+
+
+def kv_bucket(kv_tokens: int) -> int:
+    """Returns which KV sizes count as alike in what a step takes: 8K tokens or less, then powers of four."""
+    return (max(kv_tokens.bit_length() - SMALL_KV, 0) + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -85,39 +93,59 @@ class DraftPolicy:
     def __init__(self, sizes: Sequence[int], timed: Mapping[tuple[int, int], float]) -> None:
         self.sizes = tuple(sizes)
         self._timed = timed
-        self._seconds: dict[tuple[int, int], float] = {}
-        self._last_run: dict[tuple[int, int], int] = {}
+        self._seconds: dict[int, dict[int, dict[int, float]]] = {}  # by rows, bucket of KV, drafts
+        self._last_run: dict[tuple[int, int, int], int] = {}
         self._acceptance = Acceptance(max(sizes))
         self._rows_keep: dict[int, float] = {}
+        self._bucket = 0  # of the KV at the last choice
         self._sent: tuple[int, ...] = ()
         self._without: Collection[int] = ()
         self._clock = 0
         self._wait: float = TRIAL_STEPS
         self._in_use = 0  # the best number of drafts at the last choice, even if that was a trial
 
-    def pace(self, rows: int, without: Collection[int] = ()) -> StepPlan:
-        """Plans the next run of steps of `rows` rows; sequences in the slots `without` take no drafts."""
+    def pace(self, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
+        """Plans the next run of steps.
+
+        Args:
+            rows: rows of the batch.
+            kv_tokens: tokens in the cache of all its sequences.
+            without: slots of sequences that take no drafts.
+        """
         self._without = without
+        self._bucket = kv_bucket(kv_tokens)
+        if not self._observed(rows, self._bucket):  # prices of other batches say little of this one's
+            self._wait = min(self._wait, WAIT[0])
         tokens = self._acceptance.expected_tokens()
         rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
-        self._in_use = drafts = max(self.sizes, key=lambda n: (rates[n], -n))
-        trial = len(self.sizes) > 1 and self._wait <= 0
-        if trial:
-            at = self.sizes.index(drafts)
-            others = {self.sizes[0], *self.sizes[max(at - 1, 0) : at + 2]} - {drafts}
-            drafts = min(sorted(others), key=lambda n: self._last_run.get((rows, n), -1))
-        is_new = len(self.sizes) > 1 and (rows, drafts) not in self._seconds
+        best = max(self.sizes, key=lambda n: (rates[n], -n))
+        ran = self._observed(rows, self._bucket)
+        self._in_use = drafts = max((n for n in self.sizes if n in ran or not ran), key=lambda n: (rates[n], -n))
+        is_trial = len(self.sizes) > 1 and self._wait <= 0
+        if is_trial:
+            self._wait = WAIT[0]  # until this trial has ended, which says how long it is
+            drafts = self._tried(rows, best)
+        is_new = len(self.sizes) > 1 and drafts not in ran
         return StepPlan(
             drafts,
             tokens[drafts],
-            TRIAL_STEPS if trial or is_new else None,
+            TRIAL_STEPS if is_trial or is_new else None,
             self._new_limits(rows, drafts),
             self.seconds(rows, drafts),
         )
 
+    def _tried(self, rows: int, best: int) -> int:
+        """Returns the number of drafts to try: the next on the way to `best`, an estimate, else the oldest price."""
+        ran, at = self._observed(rows, self._bucket), self.sizes.index(self._in_use)
+        way = self.sizes[at:] if best > self._in_use else self.sizes[at::-1]
+        if best != self._in_use and (new := [n for n in way if n not in ran]):
+            return new[0]
+        others = {self.sizes[0], *self.sizes[max(at - 1, 0) : at + 2]} - {self._in_use}
+        return min(sorted(others), key=lambda n: self._last_run.get((rows, self._bucket, n), -1))
+
     def seconds(self, rows: int, drafts: int) -> float | None:
         """Returns the observed seconds of a step, else those timed in advance; None if there are neither."""
-        return self._seconds.get((rows, drafts), self._timed.get((rows, drafts)))
+        return self._observed(rows, self._bucket).get(drafts, self._timed.get((rows, drafts)))
 
     def limit(self, slot: int) -> int:
         """Returns the most drafts to verify for a slot: a multiple of those that its sequence lately kept."""
@@ -131,23 +159,27 @@ class DraftPolicy:
         """Resets the statistics of a slot whose sequence ended."""
         self._rows_keep.pop(slot, None)
 
-    def observe(self, rows: int, drafts: int, seconds: Sequence[float], outcomes: Sequence[DraftOutcome]) -> None:
+    def observe(
+        self, rows: int, kv_tokens: int, drafts: int, seconds: Sequence[float], outcomes: Sequence[DraftOutcome]
+    ) -> None:
         """Records a run of steps that has ended.
 
         Args:
+            rows, kv_tokens: see `pace`.
             seconds: seconds of each step.
             outcomes: outcome of each sequence in each step, without those that had ended.
         """
         if not seconds or not outcomes:
             return
-        key, rate = (rows, drafts), self._rate_in_use(rows)
+        bucket, rate = kv_bucket(kv_tokens), self._rate_in_use(rows)
+        key, observed = (rows, bucket, drafts), self._seconds.setdefault(rows, {}).setdefault(bucket, {})
         age = self._clock - self._last_run.get(key, self._clock)
         self._clock += len(seconds)
         self._last_run[key] = self._clock
         typical = median(seconds)
-        before = self._seconds.get(key, typical)
+        before = observed.get(drafts, typical)
         kept = SECONDS_MEMORY ** (len(seconds) + age)
-        self._seconds[key] = kept * before + (1 - kept) * min(typical, OUTLIER * before)
+        observed[drafts] = kept * before + (1 - kept) * min(typical, OUTLIER * before)
         if drafts == self._in_use:
             self._wait -= len(seconds)
         else:
@@ -170,18 +202,27 @@ class DraftPolicy:
     def _rate_in_use(self, rows: int) -> float:
         return self._acceptance.expected_tokens()[self._in_use] / self._step_seconds(rows, self._in_use)
 
-    def _step_seconds(self, rows: int, drafts: int) -> float:
-        """Estimates the seconds of a step: observed, else timed in advance and scaled by observed over timed ones.
+    def _observed(self, rows: int, bucket: int) -> Mapping[int, float]:
+        return self._seconds.get(rows, {}).get(bucket, {})
 
-        Untimed numbers of drafts are interpolated linearly between the fewest and the most observed.
+    def _step_seconds(self, rows: int, drafts: int) -> float:
+        """Estimates the seconds of a step at the KV of the last choice.
+
+        They are those observed; else those at the nearest other KV, or timed in advance, times what steps that ran took
+        beside theirs. Numbers of drafts that never ran are interpolated linearly between the fewest and the most.
         """
-        if (rows, drafts) in self._seconds:
-            return self._seconds[rows, drafts]
-        seen = {n: self._seconds[rows, n] for n in self.sizes if (rows, n) in self._seconds}
+        seen = self._observed(rows, self._bucket)
+        if drafts in seen:
+            return seen[drafts]
+        buckets = self._seconds.get(rows, {})
+        nearest = sorted(buckets.keys() - {self._bucket}, key=lambda bucket: abs(bucket - self._bucket))
+        timed = {n: self._timed[rows, n] for n in self.sizes if (rows, n) in self._timed}
+        for known in (*(buckets[bucket] for bucket in nearest), timed):
+            if drafts in known:
+                ratios = [s / known[n] for n, s in seen.items() if n in known]
+                return known[drafts] * (sum(ratios) / len(ratios) if ratios else 1.0)
         if not seen:
-            return self._timed.get((rows, drafts), 1.0)
-        if (rows, drafts) in self._timed:
-            return self._timed[rows, drafts] * sum(s / self._timed[rows, n] for n, s in seen.items()) / len(seen)
+            return 1.0
         few, many = min(seen), max(seen)
         slope = max(seen[many] - seen[few], 0.0) / max(many - few, 1)
         return max(seen[few] + slope * (drafts - few), min(seen.values()))

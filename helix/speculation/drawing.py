@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from comm.base import Communicator
 from helix.events.decision import StepKind
-from helix.models import Decoder
 from helix.speculation.base import Draft
 from helix.steps.sampling import distribution, draw_drafts, sample
 from helix.steps.step import DecodeState
@@ -20,14 +19,19 @@ class DraftDrawing:
     """The drafts of one step, drawn one after the other with each request's temperature and filters.
 
     Args:
+        logits: computes logits [rows, V_local] fp32 from hidden states [rows, H].
+        columns: token ids of their columns.
         comm: communicator over which the logits are sharded.
         shared: whether to draw with the target's noise, so that equal distributions give equal tokens. Otherwise the
             noise is independent, and drafts are accepted by rejection sampling.
         kind: kind of the step that verifies them.
     """
 
-    def __init__(self, model: Decoder, comm: Communicator, shared: bool, kind: StepKind) -> None:
-        self.model = model
+    def __init__(
+        self, logits: Callable[[Tensor], Tensor], columns: range, comm: Communicator, shared: bool, kind: StepKind
+    ) -> None:
+        self.logits = logits
+        self.columns = columns
         self.comm = comm
         self.shared = shared
         self.kind = kind
@@ -36,7 +40,7 @@ class DraftDrawing:
 
     def draw(self, hidden: Tensor, state: DecodeState, positions: Tensor) -> Tensor:
         """Draws tokens [rows] int64 for `positions` [rows], from hidden states [rows, H]."""
-        logits, first = self.model.logits(hidden), self.model.embedding.rows.start
+        logits, first = self.logits(hidden), self.columns.start
         sampling = state.sampling.rows(slice(0, len(positions)))
         if self.shared or not self.kind.stochastic:
             flags = {"stochastic": self.kind.stochastic, "filtered": self.kind.filtered}

@@ -153,7 +153,7 @@ class ModelDrafter(Drafter):
         own.lengths[:rows] = before
         own.tokens[:rows] = state.history[:rows].gather(1, before[:, None])[:, 0]
         hidden = self.model.hidden(self.cache, own.decode_step(rows, last), self.policy).unflatten(0, (rows, 2))[:, 1]
-        drawing = DraftDrawing(self.model, self.comm, False, kind)
+        drawing = DraftDrawing(self.model.logits, self.model.embedding.rows, self.comm, False, kind)
         for n in range(1, drafts + 1):
             tokens = drawing.draw(hidden, state, lengths + n)
             if n < drafts:

@@ -223,7 +223,7 @@ class SparseDrafter(Drafter):
         rows, drafts = kind.rows, kind.drafts
         tokens, ahead = state.tokens[:rows], state.steps_ahead(rows, drafts)
         self.policy.prepare(ahead.joint, set(self.model.spec.windows))
-        drawing = DraftDrawing(self.model, self.comm, self.noise == "shared", kind)
+        drawing = DraftDrawing(self.model.logits, self.model.embedding.rows, self.comm, self.noise == "shared", kind)
         for n in range(drafts):
             step = ahead.step(n, tokens)
             hidden = self.model.hidden(self.cache, step, self.policy)

@@ -17,12 +17,15 @@ from helix.events.decision import Admission, TableWrite
 from helix.events.follower import Follower, Retired, Span
 from helix.memory.transfers import to_device
 from helix.placement import ChunkPart, Placement, PromptChunk
+from helix.steps.chunk_size import ChunkSize
 from helix.steps.sampling import SamplingState
 from kernels.tokens.commit import PAST, Candidates, commit
 
 __all__ = ["CHOSEN", "PAST", "DecodeState", "Step"]
 
 CHOSEN = "chosen"  # key of the tokens that an indexer chose for a step's queries, see `Step.chosen`
+
+KNOWN, NEW = 1, 2  # whether a token of a prefill step is in pages already; 0 is padding
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,6 @@ class Step:
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: most tokens of one sequence in the step.
         max_k: upper bound of the keys that one sequence reads on this rank; prefill only.
-        longest: tokens of the longest sequence after the step, over all ranks; prefill only.
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
         first: slot of the first sequence of a decode step; its slots are consecutive.
         overlapped: whether the other half of a prefill step computes while this half communicates.
@@ -75,7 +77,6 @@ class Step:
     cu_q: Tensor | None
     max_q: int
     max_k: int = 0
-    longest: int = 0
     chunks: int = 1
     first: int = 0
     overlapped: bool = False
@@ -262,7 +263,7 @@ class DecodeState(Follower):
     def leaving(self, row: int) -> Retired:
         """Returns the event of a sequence that leaves its row."""
         at = slice(row, row + 1)
-        return Retired(row, self.block_tables[row], self.starts[at], self.lengths[at])
+        return Retired(row, self.block_tables[row], self.starts[at], self.lengths[at], self.history[row])
 
     def within_limits(self, drafts: Tensor) -> Tensor:
         """Returns drafts [rows, n] with -1 in place of those beyond a row's `draft_limits` or its end."""
@@ -374,49 +375,68 @@ class DecodeState(Follower):
     def prefill_step(self, chunks: Sequence[PromptChunk], of_ranks: tuple[int, ...] = ()) -> Step:
         """Creates the step of several sequences' prompt chunks; `of_ranks`: see `Step.counts`."""
         counts = [len(chunk.tokens) for chunk in chunks]
-        sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))  # [N]
-        at = torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks])
-        offsets = torch.tensor([0, *counts]).cumsum(0)
-        ids = torch.cat([chunk.tokens for chunk in chunks])
-        known = at < torch.tensor([chunk.known for chunk in chunks])[sequence]
-        numbers = torch.tensor([chunk.slot for chunk in chunks])
-        slots, sequence, positions, known, cu_q, tokens = (
-            to_device(x, self.tokens.device) for x in (numbers, sequence, at, known, offsets.int(), ids)
-        )
-        starts = self.starts[slots][sequence]
-        live = torch.ones_like(positions, dtype=torch.bool)
-        tables: dict[int | None, Tensor] = {None: self.block_tables[slots]}
-        append_tables = dict(tables)
+        size = ChunkSize(sum(counts), len(counts), max(counts), self.most_keys(chunks))
+        step = replace(self.packed_step(self.packed(chunks, size), size), counts=of_ranks)
+        if not self.rings:
+            return step
+        assert step.cu_q is not None
+        sequence = torch.repeat_interleave(step.cu_q.diff(), output_size=size.tokens)
+        tables, append_slots = dict(step.tables), dict(step.append_slots)
         first = [self._starts[chunk.slot] for chunk in chunks]
         staged = None
         if None in self.rings:
             staged = self._stage(self.placement.parts(chunks, first, whole=False))
-            append_tables[None] = staged.tables
-        longest = max(chunk.end for chunk in chunks)
+            known = to_device(torch.cat([torch.arange(c.begin, c.end) < c.known for c in chunks]), self.tokens.device)
+            append_slots[None] = self.placement.cache_slots(
+                step.positions, step.starts, ~known, staged.tables, sequence
+            )
         whole = self.placement.parts(chunks, first, whole=True) if self.rings.keys() - {None} else ()
         for window in self.rings.keys() - {None}:
-            tables[window] = append_tables[window] = self._ring_tables(window, slots, whole)
+            tables[window] = self._ring_tables(window, step.slots, whole)
+            append_slots[window] = self.placement.cache_slots(
+                step.positions, step.starts, step.live, tables[window], sequence
+            )
+        return replace(step, tables=tables, append_slots=append_slots, staged=staged, parts=whole)
+
+    def most_keys(self, chunks: Sequence[PromptChunk]) -> int:
+        """Computes an upper bound of the keys that a sequence of a prefill step reads on this rank."""
+        longest = max(chunk.end for chunk in chunks)
+        return self.placement.layout.local_length(longest, 0, self.placement.append_block)
+
+    def packed(self, chunks: Sequence[PromptChunk], size: ChunkSize) -> Tensor:
+        """Packs all that a prefill step of a size needs from the host: int64, on the device; see `packed_step`."""
+        counts = [len(chunk.tokens) for chunk in chunks]
+        total, n = sum(counts), len(chunks)
+        assert total == size.tokens or (total < size.tokens and n < size.sequences), "padding is another sequence's"
+        packed = torch.zeros(_packed_words(size), dtype=torch.int64)
+        tokens, positions, owner, state, slots, ends = _unpacked(packed, size)
+        torch.cat([chunk.tokens for chunk in chunks], out=tokens[:total])
+        torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks], out=positions[:total])
+        owner[:total] = torch.repeat_interleave(torch.arange(n), torch.tensor(counts))
+        owner[total:] = n
+        known = torch.tensor([chunk.known for chunk in chunks])
+        state[:total] = torch.where(positions[:total] < known[owner[:total]], KNOWN, NEW)
+        slots[:n] = torch.tensor([chunk.slot for chunk in chunks])
+        ends[1 : n + 1] = torch.tensor(counts).cumsum(0)
+        ends[n + 1 :] = size.tokens
+        return to_device(packed, self.tokens.device)
+
+    def packed_step(self, packed: Tensor, size: ChunkSize) -> Step:
+        """Creates a prefill step from what `packed` returned; the same launches for every content of it."""
+        tokens, positions, owner, state, slots, ends = _unpacked(packed, size)
+        starts, table = self.starts[slots][owner], self.block_tables[slots]
         return Step(
             self.placement,
             tokens=tokens,
             positions=positions,
             starts=starts,
-            live=live,
+            live=state > 0,
             slots=slots,
-            tables=tables,
-            append_slots={
-                window: self.placement.cache_slots(
-                    positions, starts, ~known if window is None else live, table, sequence
-                )
-                for window, table in append_tables.items()
-            },
-            cu_q=cu_q,
-            max_q=max(counts),
-            max_k=self.placement.layout.local_length(longest, 0, self.placement.append_block),
-            longest=longest,
-            staged=staged,
-            parts=whole,
-            counts=of_ranks,
+            tables={None: table},
+            append_slots={None: self.placement.cache_slots(positions, starts, state == NEW, table, owner)},
+            cu_q=ends.int(),
+            max_q=size.most,
+            max_k=size.keys,
         )
 
     def padding_step(self, of_ranks: tuple[int, ...]) -> Step:
@@ -455,3 +475,18 @@ class DecodeState(Follower):
         counts = torch.tensor([part.queries.stop - part.queries.start for part in parts])
         edges = (firsts * self.placement.page_size).repeat_interleave(counts)
         return StagedChunk(parts, *(to_device(x.int(), self.tokens.device) for x in (tables, edges)))
+
+
+def _packed_words(size: ChunkSize) -> int:
+    return 4 * _stride(size) + 2 * size.sequences + 1
+
+
+def _stride(size: ChunkSize) -> int:
+    return size.tokens + size.tokens % 2  # kernels want rows at multiples of 16 bytes
+
+
+def _unpacked(packed: Tensor, size: ChunkSize) -> tuple[Tensor, ...]:
+    """Returns views: tokens, positions, index of the sequence, KNOWN or NEW [N]; slots [n]; offsets [n + 1]."""
+    rows, rest = packed.split([4 * _stride(size), 2 * size.sequences + 1])
+    of_tokens = rows.view(4, -1)[:, : size.tokens]
+    return *of_tokens, *rest.split([size.sequences, size.sequences + 1])

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention import flash_decode_fp8_sm90
+from kernels.attention import flash_decode_fp8_sm90, flash_decode_many_rows_sm90
 from kernels.attention.paged_tiles import ROOMY, attend_tiles, mean_query, tile_shape, tiles_read_whole
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
@@ -48,7 +48,7 @@ def _flash_decode_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, V_APART: tl.constexpr,
     SCALE_PAGE: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
-    EARLY: tl.constexpr, READY: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
@@ -77,10 +77,9 @@ def _flash_decode_kernel(
         if not READY:
             if item >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
                 wait_for_predecessor(PDL)
-    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them. Another
-    # attention, whose programs begin as these end, is not: it would take the multiprocessors that are to stay free.
-    if not ALONE:
-        start_successor(PDL)
+    # Not at the end: all programs are on the GPU at once, the merge is small enough to fit beside them, and programs of
+    # another attention begin as these end.
+    start_successor(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     while at < end:
@@ -154,20 +153,11 @@ def _flash_decode_kernel(
             i, item, item_begin, item_end, start, stop = item_at(
                 at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
             )
-    if ALONE:
-        start_successor(PDL)
 
 
-def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0, alone: bool = False) -> dict[str, int]:
-    """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys.
-
-    Args:
-        alone: the program has a multiprocessor to itself, with all the warps and all the bytes in flight of two.
-    """
-    tile = tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
-    if alone and tile["num_warps"] == 4:
-        tile |= {"num_warps": 8, "num_stages": 2 * tile["num_stages"] - 1}
-    return tile
+def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[str, int]:
+    """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys."""
+    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
 
 
 def score_planes(T: int, group: int, D: int, dtype: torch.dtype) -> int:
@@ -195,8 +185,8 @@ def flash_decode(
         keys: in q's dtype, or values, or both, in e4m3 with scales.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        sms: number of streaming multiprocessors to fill; all if None. Others stay free, whole: a library's kernel that
-            exchanges takes one for each of its programs.
+        sms: number of streaming multiprocessors to fill; all if None. Two programs take each, and others stay free as
+            long as a kernel that came before has programs on them; else programs come to the emptiest.
         early: the bounds are older than the preceding kernel, and may be read while it runs.
         scores: buffers for the scores of all keys that any of the queries reads, written if given.
 
@@ -229,8 +219,8 @@ def decode_parts(
 
     Args:
         lane: of the workspaces, the one that holds the parts until they are merged.
-        ready: `early`, and the preceding kernel is an attention of other rows in another lane: what this one reads and
-            writes is older, so it does not wait.
+        ready: `early`, and what this one reads and writes is older than the preceding kernel, an attention of other
+            rows in another lane or a pause: it does not wait.
     """
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse, scores=scores))
@@ -246,11 +236,11 @@ def decode_parts(
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
     if q.numel() == 0:
         return PartialAttention(out, lse)
-    # Programs come to the emptiest multiprocessors: of two on each, some would stand alone on what was to stay free.
-    alone = sms is not None and sms < sm_count(q.device)
-    if q.is_cuda and scores is None and not alone and flash_decode_fp8_sm90.fits(q, keys):
-        return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early, lane)
-    tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None), alone)
+    if q.is_cuda and scores is None and flash_decode_fp8_sm90.fits(q, keys):
+        return flash_decode_fp8_sm90.launch(q, keys, out, lse, sms, early, lane, ready)
+    if q.is_cuda and flash_decode_many_rows_sm90.fits(q, keys):
+        return flash_decode_many_rows_sm90.launch(q, keys, out, lse, sms, early, scores, lane)
+    tile = decode_tile(T * group, D, q.dtype, (keys.k_scale is not None) + (keys.v_scale is not None))
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
     if scores is not None:
@@ -266,7 +256,7 @@ def decode_parts(
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides,
         keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None,
-        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, READY=ready, ALONE=alone,
+        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, READY=ready,
         **keys.shape, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -174,7 +174,7 @@ def _flash_decode_fp8_sm90_kernel(
     scale_log2, B, T: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     BLOCK_B: gl.constexpr, ROWS: gl.constexpr, SINKS: gl.constexpr, HOLES: gl.constexpr, V_APART: gl.constexpr,
     SCALE_PAGE: gl.constexpr, SCALE_NEXT: gl.constexpr, SCALE_HEAD: gl.constexpr, STAGES: gl.constexpr,
-    QUERIES: gl.constexpr, OF_WARP: gl.constexpr, EARLY: gl.constexpr,
+    QUERIES: gl.constexpr, OF_WARP: gl.constexpr, EARLY: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
     K_BYTES: gl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth // 8
@@ -205,9 +205,10 @@ def _flash_decode_fp8_sm90_kernel(
     begin = gl.program_id(0) * run
     end = gl.minimum(begin + run, total_tiles)
     if total_tiles >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
-        if EARLY:
+        if EARLY and not READY:
             gdc_wait()
-    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them.
+    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them, and
+    # programs of another attention begin as these end.
     gdc_launch_dependents()
 
     r = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, OF_ROWS))  # as rows of the running softmax
@@ -357,7 +358,14 @@ def fits(q: torch.Tensor, keys: PagedKeys) -> bool:
 
 
 def launch(
-    q: torch.Tensor, keys: PagedKeys, out: torch.Tensor, lse: torch.Tensor, sms: int | None, early: bool, lane: int
+    q: torch.Tensor,
+    keys: PagedKeys,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sms: int | None,
+    early: bool,
+    lane: int,
+    ready: bool,
 ) -> UnmergedAttention:
     """Runs `kernels.attention.flash_decode.flash_decode` up to the merge, for tensors that fit."""
     B, T, Hq, D = q.shape
@@ -376,7 +384,7 @@ def launch(
         # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, SINKS=keys.sinks is not None,
         HOLES=table.dim() == 3, QUERIES=queries, OF_WARP=OF_WARP[queries],
-        STAGES=STAGED // tile if keys.k.itemsize == 1 else STAGED * 2 // 3 // tile, EARLY=early, **keys.shape,
-        num_warps=WARPS.value, launch_pdl=True,
+        STAGES=STAGED // tile if keys.k.itemsize == 1 else STAGED * 2 // 3 // tile, EARLY=early, READY=ready,
+        **keys.shape, num_warps=WARPS.value, launch_pdl=True,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, keys.sinks, part, part_lse, programs, heads, queries, tile)

@@ -32,37 +32,36 @@ from kernels.attention.split_prefill import attend_split, tiles_of_split
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
-D = gl.constexpr(128)  # head dim
 ROWS = gl.constexpr(64)  # per group of warps
-KEYS = gl.constexpr(128)  # per tile
 PIECE = gl.constexpr(64)  # keys of one load, all in one page
-STAGES = gl.constexpr(3)  # pairs in shared memory
-PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT.value, k_width=2))
+SHAPES = {128: {"KEYS": 128, "STAGES": 3}, 256: {"KEYS": 64, "STAGES": 2}}  # by head dim: keys of a tile, pairs held
 # Least rows (queries x heads) or keys; smaller sizes are faster in programs of one group, which start sooner.
 MIN_ROWS = 24 << 10
 MIN_KEYS = 16 << 10
-TILE = {"BLOCK_M": 2 * ROWS.value, "BLOCK_N": KEYS.value, "num_warps": 8}  # and a warp that loads
 
 
 @gluon.jit
-def _page(pages, tile, piece: gl.constexpr, start, stop, last, PAGE: gl.constexpr):
+def _page(pages, tile, piece: gl.constexpr, start, stop, last, KEYS: gl.constexpr, PAGE: gl.constexpr):
     """Loads the page of a piece of a tile; for keys outside [start, stop), the page of the nearest key inside."""
     key = gl.minimum(gl.maximum(tile * KEYS + piece * PIECE, start), stop - 1)
     return gl.load(pages + key // PAGE, mask=tile < last, other=0)
 
 
 @gluon.jit
-def _copy(cache, to, ready, tile, page_0, page_1, head, PAGE: gl.constexpr):
+def _copy(cache, to, ready, tile, page_0, page_1, head, KEYS: gl.constexpr, PAGE: gl.constexpr):
     page_rows, head_row, column = head
     row_0 = page_0 * page_rows + head_row + tile * KEYS % PAGE
-    row_1 = page_1 * page_rows + head_row + (tile * KEYS + PIECE) % PAGE
     tma.async_copy_global_to_shared(cache, [row_0, column], ready, to.slice(0, PIECE))
-    tma.async_copy_global_to_shared(cache, [row_1, column], ready, to.slice(PIECE, PIECE))
+    if KEYS > PIECE:
+        row_1 = page_1 * page_rows + head_row + (tile * KEYS + PIECE) % PAGE
+        tma.async_copy_global_to_shared(cache, [row_1, column], ready, to.slice(PIECE, PIECE))
 
 
 @gluon.jit
-def _load(keys, values, pages, head, tiles, pairs, PAGE: gl.constexpr):
+def _load(
+    keys, values, pages, head, tiles, pairs,
+    KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
     """Fills the stages, in a warp of its own: pair i is the keys of tile i and the values of tile i - 1.
 
     `head` holds the rows of a page and the head's first row and column in them.
@@ -71,23 +70,23 @@ def _load(keys, values, pages, head, tiles, pairs, PAGE: gl.constexpr):
     k_shared, v_shared, ready, free = pairs
     BYTES: gl.constexpr = KEYS * D * 2
     if first < last:
-        page_0 = _page(pages, first, 0, start, stop, last, PAGE)
-        page_1 = _page(pages, first, 1, start, stop, last, PAGE)
+        page_0 = _page(pages, first, 0, start, stop, last, KEYS, PAGE)
+        page_1 = _page(pages, first, 1, start, stop, last, KEYS, PAGE)
         mbarrier.expect(ready.index(0), BYTES)
-        _copy(keys, k_shared.index(0), ready.index(0), first, page_0, page_1, head, PAGE)
-        next_0 = _page(pages, first + 1, 0, start, stop, last, PAGE)
-        next_1 = _page(pages, first + 1, 1, start, stop, last, PAGE)
+        _copy(keys, k_shared.index(0), ready.index(0), first, page_0, page_1, head, KEYS, PAGE)
+        next_0 = _page(pages, first + 1, 0, start, stop, last, KEYS, PAGE)
+        next_1 = _page(pages, first + 1, 1, start, stop, last, KEYS, PAGE)
         stage = 1
         phase = 1
         for tile in range(first + 1, last):
             # One iteration ahead, so that page numbers have arrived when their tile is loaded.
-            ahead_0 = _page(pages, tile + 1, 0, start, stop, last, PAGE)
-            ahead_1 = _page(pages, tile + 1, 1, start, stop, last, PAGE)
+            ahead_0 = _page(pages, tile + 1, 0, start, stop, last, KEYS, PAGE)
+            ahead_1 = _page(pages, tile + 1, 1, start, stop, last, KEYS, PAGE)
             here = ready.index(stage)
             mbarrier.wait(free.index(stage), phase)
             mbarrier.expect(here, 2 * BYTES)
-            _copy(keys, k_shared.index(stage), here, tile, next_0, next_1, head, PAGE)
-            _copy(values, v_shared.index(stage), here, tile - 1, page_0, page_1, head, PAGE)
+            _copy(keys, k_shared.index(stage), here, tile, next_0, next_1, head, KEYS, PAGE)
+            _copy(values, v_shared.index(stage), here, tile - 1, page_0, page_1, head, KEYS, PAGE)
             page_0 = next_0
             page_1 = next_1
             next_0 = ahead_0
@@ -98,14 +97,15 @@ def _load(keys, values, pages, head, tiles, pairs, PAGE: gl.constexpr):
                 phase ^= 1
         mbarrier.wait(free.index(stage), phase)
         mbarrier.expect(ready.index(stage), BYTES)
-        _copy(values, v_shared.index(stage), ready.index(stage), last - 1, page_0, page_1, head, PAGE)
+        _copy(values, v_shared.index(stage), ready.index(stage), last - 1, page_0, page_1, head, KEYS, PAGE)
 
 
 @gluon.jit
 def _mask(scores, tile, full, full_stop, row_lo, row_hi):
     """Masks the scores of a tile: -inf for keys that a row does not read."""
+    KEYS: gl.constexpr = scores.shape[1]
     if (tile < full) | (tile >= full_stop):
-        key = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCT))
+        key = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
         reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
         scores = gl.where(reads, scores, float("-inf"))
     return scores
@@ -114,27 +114,33 @@ def _mask(scores, tile, full, full_stop, row_lo, row_hi):
 @gluon.jit
 def _attend(
     side: gl.constexpr, lo, hi, sinks, out, lse, strides, scale_log2, q_shared, pairs, chunk, tiles,
-    GROUP: gl.constexpr, SINKS: gl.constexpr,
+    KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Attends a group's 64 rows to all tiles, and stores output and LSE."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
+    # A thread has the same rows in both; where the layouts differ, they are converted without moving anything.
+    OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OF_PRODUCT: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     out_n, out_h, lse_n, lse_h = strides
     k_shared, v_shared, ready, free = pairs
     begin, length, row_0, head, split = chunk
     start, stop, full, full_stop, first, last = tiles
     dtype: gl.constexpr = out.dtype.element_ty
-    row = row_0 + side * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PRODUCT))
+    row = row_0 + side * ROWS + gl.arange(0, ROWS, layout=OF_SCORES)
     live = row // GROUP < length
     n = (begin + row // GROUP).to(gl.int64)
     q_head = head * GROUP + row % GROUP
     row_lo = gl.load(lo + n, mask=live, other=0)
     row_hi = gl.load(hi + n, mask=live, other=0)
     acc = gl.zeros([ROWS, D], gl.float32, layout=PRODUCT)
-    total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, PRODUCT))
+    total = gl.zeros([ROWS], gl.float32, layout=OF_SCORES)
     # A finite floor: -inf minus -inf would be NaN.
-    peak = gl.full([ROWS], -1.0e38, gl.float32, layout=gl.SliceLayout(1, PRODUCT))
+    peak = gl.full([ROWS], -1.0e38, gl.float32, layout=OF_SCORES)
     if first < last:
         mbarrier.wait(ready.index(0), 0)
-        scores = gl.zeros([ROWS, KEYS], gl.float32, layout=PRODUCT)
+        scores = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
         scores = warpgroup_mma(q_shared, k_shared.index(0).permute((1, 0)), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         tl.debug_barrier()
@@ -175,7 +181,7 @@ def _attend(
             acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[acc, p])
             tl.debug_barrier()
             mbarrier.arrive(free.index(used))
-            acc = acc * rescale[:, None]
+            acc = acc * gl.convert_layout(rescale, OF_PRODUCT)[:, None]
             p = next_p
         if ((last - 1) * KEYS < start) | (last * KEYS > stop):
             silence(v_shared.index(stage), (last - 1) * KEYS, start, stop)
@@ -191,7 +197,8 @@ def _attend(
             factor = factor * shrink
     gl.store(lse + n * lse_n + q_head * lse_h, log2 * 0.6931471805599453, mask=live)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, PRODUCT))
-    rows = out + n * out_n + q_head * out_h
+    rows = gl.convert_layout(out + n * out_n + q_head * out_h, OF_PRODUCT)
+    live, factor = gl.convert_layout(live, OF_PRODUCT), gl.convert_layout(factor, OF_PRODUCT)
     gl.store(rows[:, None] + d[None, :], (acc * factor[:, None]).to(dtype), mask=live[:, None])
 
 
@@ -199,7 +206,8 @@ def _attend(
 def _flash_prefill_sm90_kernel(
     keys, values, q, block_table, cu_q, lo, hi, sinks, out, lse,
     q_n, q_h, page_rows, head_rows, head_columns, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,
-    GROUP: gl.constexpr, PAGE: gl.constexpr, SINKS: gl.constexpr,
+    KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     row_0 = (gl.num_programs(0) - 1 - gl.program_id(0)) * 2 * ROWS
@@ -254,17 +262,23 @@ def _flash_prefill_sm90_kernel(
                     _attend,
                     (
                         0, lo, hi, sinks, out, lse, strides, scale_log2, q_shared.index(0), pairs, chunk, tiles,
-                        GROUP, SINKS,
+                        KEYS, D, STAGES, GROUP, SINKS,
                     ),
                 ),
                 (
                     _attend,
                     (
                         1, lo, hi, sinks, out, lse, strides, scale_log2, q_shared.index(1), pairs, chunk, tiles,
-                        GROUP, SINKS,
+                        KEYS, D, STAGES, GROUP, SINKS,
                     ),
                 ),
-                (_load, (keys, values, block_table + segment * table_i, rows_of_head, tiles, pairs, PAGE)),
+                (
+                    _load,
+                    (
+                        keys, values, block_table + segment * table_i, rows_of_head, tiles, pairs,
+                        KEYS, D, STAGES, PAGE,
+                    ),
+                ),
             ],
             [4, 1],
             [240, 24],
@@ -273,30 +287,37 @@ def _flash_prefill_sm90_kernel(
 
 def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
     """Returns whether `launch` supports these arguments of `kernels.attention.flash_prefill` and is faster."""
-    k = keys.k
-    page_size, heads, dim = k.shape[1:]
     rows = max_q * q.shape[1]
     return (
         # A program of one group also reads the keys of one group's rows only once.
-        (rows >= MIN_ROWS or (max_k >= MIN_KEYS and rows > ROWS.value * heads))
-        and dim == D.value
+        (rows >= MIN_ROWS or (max_k >= MIN_KEYS and rows > ROWS.value * keys.k.shape[2]))
         and q.dtype in (torch.bfloat16, torch.float16)
-        and page_size % PIECE.value == 0
+        and keys.k.shape[-1] in SHAPES
+        and slots_suit(keys)
+    )
+
+
+def slots_suit(keys: PagedKeys) -> bool:
+    """Returns whether pieces of 64 keys and values of 16 bits can be loaded from the cache by `slots_of` on Hopper."""
+    k = keys.k
+    page_size, heads, dim = k.shape[1:]
+    return (
+        page_size % PIECE.value == 0
         # Heads side by side, or each in its own rows.
         and (k.stride()[1:] == (heads * dim, dim, 1) or (k.stride(1) == dim and k.stride(2) % dim == 0))
         and k.stride(0) % k.stride(1) == 0
         and k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
         and keys.scale > 0  # the maximum is taken before scaling
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and torch.cuda.get_device_capability(k.device)[0] == 9
     )
 
 
-def _slots(cache: torch.Tensor) -> TensorDescriptor:
+def slots_of(cache: torch.Tensor) -> TensorDescriptor:
     """Returns a descriptor of the cache's slots as rows of one matrix, including the gaps between pages."""
     width = cache.stride(1)
     rows = 1 + sum((n - 1) * (stride // width) for n, stride in zip(cache.shape[:3], cache.stride(), strict=False))
     slots = cache.as_strided((rows, width), (width, 1))
-    return TensorDescriptor(slots, [rows, width], [width, 1], [PIECE.value, D.value], SHARED.value)
+    return TensorDescriptor(slots, [rows, width], [width, 1], [PIECE.value, cache.shape[-1]], SHARED.value)
 
 
 def launch(
@@ -314,9 +335,9 @@ def launch(
         FlashAttention-3 (arXiv:2407.08608), without its ping-pong scheduling of the groups.
     """
     k = keys.k
-    heads = k.shape[2]
-    group = q.shape[1] // heads
-    slots = _slots(k), _slots(keys.v)
+    heads, dim = k.shape[2:]
+    group, shape = q.shape[1] // heads, SHAPES[dim]
+    slots = slots_of(k), slots_of(keys.v)
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
         grid = triton.cdiv(max_q * group, 2 * ROWS.value), heads, (cu_q.shape[0] - 1) * splits
@@ -324,7 +345,9 @@ def launch(
             *slots, q, keys.table, cu_q, keys.lo, keys.hi, keys.sinks, part, part_lse,
             *q.stride()[:2], k.stride(0) // k.stride(1), *divmod(k.stride(2), k.stride(1)), keys.table.stride(0),
             *part.stride()[:3], *part_lse.stride(), splits,
-            keys.scale * math.log2(math.e), GROUP=group, PAGE=keys.page_size, SINKS=keys.sinks is not None, num_warps=4,
+            keys.scale * math.log2(math.e), D=dim, GROUP=group, PAGE=keys.page_size, SINKS=keys.sinks is not None,
+            **shape, num_warps=4,
         )  # fmt: skip
 
-    attend_split(out, lse, TILE, heads, len(cu_q) - 1, max_k, attend)
+    tile = {"BLOCK_M": 2 * ROWS.value, "BLOCK_N": shape["KEYS"], "num_warps": 8}  # and a warp that loads
+    attend_split(out, lse, tile, heads, len(cu_q) - 1, max_k, attend)

@@ -111,7 +111,8 @@ def _store_few(
 
 @triton.jit(do_not_specialize=["N"])
 def _kv_append_kernel(
-    qkv, cos, sin, slots, k_cache, v_cache, q, k_scales, v_scales, q_norm, k_norm, x_n, x_h, k_page, v_page, eps, N,
+    qkv, cos, sin, slots, k_cache, v_cache, q, k_scales, v_scales, q_norm, k_norm, means, x_n, x_h, k_page, v_page,
+    eps, N,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
     HEAD: tl.constexpr, V_HEAD: tl.constexpr, SCALE_NEXT: tl.constexpr, SCALE_HEAD: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
@@ -134,8 +135,12 @@ def _kv_append_kernel(
     if NORMS:
         if head < Q_HEADS + KV_HEADS:
             gain = (q_norm if head < Q_HEADS else k_norm) + d
-            squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-            scale = tl.rsqrt(squares / D + eps)[:, None]
+            if means is not None:  # of all heads
+                gain += (head if head < Q_HEADS else head - Q_HEADS) * D
+                scale = tl.rsqrt(tl.load(means + 2 * n + (head >= Q_HEADS), mask=live, other=0.0) + eps)
+            else:
+                of_head = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+                scale = tl.rsqrt(of_head / D + eps)[:, None]
             dtype: tl.constexpr = qkv.dtype.element_ty
             # Rounded before and after the weight is applied, as the models were trained.
             first = (first * scale).to(dtype).to(tl.float32) * tl.load(gain, mask=d < half, other=0.0).to(tl.float32)
@@ -182,6 +187,7 @@ def kv_append(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    means: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates queries and keys, writes this rank's keys and values to their cache slots, and returns the queries.
 
@@ -195,6 +201,8 @@ def kv_append(
         norms: RMSNorm of each head before the rotation: weights of queries and of keys [D], and eps.
         scales: of a cache in e4m3, [pages, Hkv, page_size] fp32, of the same strides, last dim contiguous (see
             `kernels.scaled_keys`): None, or of values, or of keys and of values.
+        means: mean squares of all query heads and of all key heads, [N, 2] fp32 contiguous, where the norms are over
+            all of them; weights are then [Hq, D] and [Hkv, D], contiguous.
 
     Returns:
         Queries [N, Hq, D] in qkv's dtype.
@@ -203,7 +211,7 @@ def kv_append(
         RoPE in the half-split form of https://arxiv.org/abs/2104.09864's implementations.
     """
     if not dispatch.on_gpu(qkv):
-        return reference(qkv, cos, sin, k_cache, v_cache, slots, norms, scales)
+        return reference(qkv, cos, sin, k_cache, v_cache, slots, norms, scales, means)
     N, heads, D = qkv.shape
     assert qkv.stride(2) == 1
     to = HeadSlots.of(qkv, heads, cos, sin, k_cache, v_cache, slots)
@@ -211,7 +219,7 @@ def kv_append(
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
     tokens = 1 if N * heads < MANY else TOKENS
     _kv_append_kernel[triton.cdiv(N, tokens), heads](
-        qkv, *to.tensors, *scales, q_norm, k_norm, qkv.stride(0), qkv.stride(1), *to.strides, eps, N, **to.shape,
+        qkv, *to.tensors, *scales, q_norm, k_norm, means, qkv.stride(0), qkv.stride(1), *to.strides, eps, N, **to.shape,
         V_HEAD=v_cache.stride(2), TOKENS=tokens, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None,
         num_warps=min(tokens, 4), **scale_strides(*scales), **overlapped(qkv),
     )  # fmt: skip

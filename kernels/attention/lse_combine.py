@@ -15,7 +15,7 @@ MANY = 2048  # rows; below, each is one program; a GPU starts about one program 
 ROWS = 16  # per program from MANY on
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["W", "rows"])
 def _lse_combine_kernel(
     partials, lse, out, out_lse,
     p_w, p_n, p_h, l_w, l_n, l_h, o_n, o_h, ol_n, ol_h,

@@ -1,9 +1,10 @@
-"""Variant of `kernels.dense.linear` for 1 to 64 rows of x on Hopper, with weights in e4m3, converted in registers.
+"""Variant of `kernels.dense.linear` for 1 to 128 rows of x on Hopper, with weights in e4m3, converted in registers.
 
-A program owns 64 rows of the weight; if results take pairs of rows, 32 of each kind, interleaved by eights, so that one
-thread has both. It loads blocks of 128 columns, each within one group, by TMA, converts them in registers, and adds
-their product times the rows' scales. A step is one block or two: then the second is converted while the first is
-multiplied. Programs that share a tile have runs of its steps, and their sums meet in a tree.
+A program owns 64 rows of the weight, or 128 from 65 rows of x on, which every program reads; if results take pairs of
+rows, half of each kind, interleaved by eights, so that one thread has both. It loads blocks of 128 columns, each within
+one group, by TMA, converts them in registers, and adds their product times the rows' scales. A step is one block or
+two: then the second is converted while the first is multiplied. Programs that share a tile have runs of its steps, and
+their sums meet in a tree.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from kernels.sm90 import SHARED
 E4M3 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 E4M3_PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=5))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-ROWS, HALF, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(128)
-MAX_ROWS = 64  # of x
+BLOCK_K = gl.constexpr(128)
+MAX_ROWS = 128  # of x
 MOST_SPLIT = 16  # leaves of the tree
 
 
@@ -42,7 +42,7 @@ def _load_weights(weights, head, d, column, w, ready, BYTES: gl.constexpr, PAIRE
     """Starts the load of a step's weights, and announces all BYTES of the step to its barrier."""
     mbarrier.expect(ready, BYTES)
     if PAIRED:
-        pairs_of_eights = w.reshape([1, HALF // 8, 2, 8, w.shape[1]])
+        pairs_of_eights = w.reshape([1, w.shape[0] // 16, 2, 8, w.shape[1]])
         tma.async_copy_global_to_shared(weights, [head, d // 8, 0, 0, column], ready, pairs_of_eights)
     else:
         tma.async_copy_global_to_shared(weights, [d, column], ready, w)
@@ -58,6 +58,7 @@ def _copy_scales(rows_at, inside, block, blocks, R, to, GROUP: gl.constexpr):
 @gluon.jit
 def _multiply(w_shared, x_shared, scales_shared, part: gl.constexpr, PRODUCT: gl.constexpr):
     """Starts the product of a block of a step; returns it, what it reads from registers, and its rows' scales."""
+    ROWS: gl.constexpr = w_shared.shape[0]
     N_MAX: gl.constexpr = x_shared.shape[0]
     dtype: gl.constexpr = x_shared.dtype
     # Not to bf16 at once: from fp16, that is a slow instruction.
@@ -72,8 +73,8 @@ def _multiply(w_shared, x_shared, scales_shared, part: gl.constexpr, PRODUCT: gl
 def _linear_fp8_sm90_kernel(
     weights, xs, scales, bias, out, words, peers, count, N, R, blocks, rank,
     cos, sin, slots, k_cache, v_cache, q, k_page, v_page,
-    GROUP: gl.constexpr, BEGIN: gl.constexpr, SPLIT: gl.constexpr, N_MAX: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
+    GROUP: gl.constexpr, BEGIN: gl.constexpr, SPLIT: gl.constexpr, N_MAX: gl.constexpr, ROWS: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
     HEAD: gl.constexpr,
@@ -81,10 +82,14 @@ def _linear_fp8_sm90_kernel(
     SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight, which end in the same program
     EARLY: gl.constexpr = D == 0 or D > ROOMY  # see `kernels.attention.kv_append`
     PAIRED: gl.constexpr = GATED or D > 0  # a program has rows `apart` from each other
+    WARPS: gl.constexpr = ROWS // 16
+    HALF: gl.constexpr = ROWS // 2
     COLUMNS: gl.constexpr = PARTS * BLOCK_K  # of a step
     BYTES: gl.constexpr = COLUMNS * (ROWS + N_MAX * 2)
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N_MAX, 16])
-    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, N_MAX, 16]
+    )
+    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
     dtype: gl.constexpr = xs.dtype
     w_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, COLUMNS], E4M3)
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, N_MAX, COLUMNS], SHARED)
@@ -107,7 +112,7 @@ def _linear_fp8_sm90_kernel(
     first = part * steps // SPLIT
     steps = (part + 1) * steps // SPLIT - first
     k = first * COLUMNS - BEGIN
-    c = gl.arange(0, PARTS * ROWS, layout=EACH_ROW)
+    c = gl.arange(0, PARTS * ROWS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     i, block = c % ROWS, first * PARTS + c // ROWS
     if PAIRED:
         r = i // 16 * 8 + i % 8
@@ -162,7 +167,7 @@ def _linear_fp8_sm90_kernel(
         y, up = gl.split(gl.reshape(both, [HALF, N_MAX, 2]))
         y, up = gl.convert_layout(y, RESULT), gl.convert_layout(up, RESULT)
     elif SENDS:
-        NEIGHBOURS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
+        NEIGHBOURS: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
         y, up = pairs(gl.convert_layout(acc, NEIGHBOURS), RESULT)
     else:
         y = gl.convert_layout(acc, RESULT)
@@ -183,6 +188,11 @@ def split_of(tiles: int, steps: int, parts: int, sms: int) -> int:
     if tiles > 2 * sms:
         return min(2, steps)
     return max(1, min(MOST_SPLIT, int(1.95 * sms) // tiles, steps // (3 if parts == 2 else 5)))
+
+
+def rows_of(N: int) -> int:
+    """Chooses a program's rows of the weight for N rows of x."""
+    return 64 if N <= 64 else 128
 
 
 def fits(x: torch.Tensor, weight: ScaledMatrix, half: int | None = None) -> bool:
@@ -212,13 +222,13 @@ def launch(
     out: torch.Tensor | SumTarget | HeadSlots,
     gated: bool,
     split: int | None = None,
-    shared_kb: int = SHARED_KB,
+    shared_kb: int | None = None,
 ) -> None:
     """Runs `kernels.dense.linear` into `out`: a contiguous [N, R], the boxes of an all-reduce, or attention's heads.
 
     Args:
         split: programs that share K, at most 16 and at most its steps; None chooses the fastest.
-        shared_kb: KiB of shared memory that a program's stages may fill.
+        shared_kb: KiB of shared memory that a program's stages may fill; None: that of two programs, or of one.
     """
     N, K = x.shape
     heads = out if isinstance(out, HeadSlots) else None
@@ -226,33 +236,34 @@ def launch(
     paired = gated or heads is not None
     R = len(weight) // 2 if paired else len(weight)
     n_max = max(8, triton.next_power_of_2(N))
-    parts = 2 if n_max <= 16 else 1
+    parts, rows = 2 if n_max <= 16 else 1, rows_of(N)
     blocks = triton.cdiv(weight.begin + K, BLOCK_K.value)
     steps = triton.cdiv(blocks, parts)
-    tiles = triton.cdiv(R, HALF.value if paired else ROWS.value)
-    split = split or split_of(tiles, steps, parts, sm_count(x.device))
+    tiles = triton.cdiv(R, rows // 2 if paired else rows)
+    split = split or split_of(tiles, steps, parts, sm_count(x.device) * 64 // rows)
     assert split <= min(MOST_SPLIT, steps), f"{split} programs cannot share {steps} steps of K = {K}"
     columns = parts * BLOCK_K.value
     if paired:
         half = heads.q.shape[2] // 2 if heads else R
         shape, strides = [len(weight) // (2 * half), half // 8, 2, 8, K], [2 * half * K, 8 * K, half * K, K, 1]
         weights = TensorDescriptor(
-            weight.data, shape, strides, [1, HALF.value // 8, 2, 8, columns], E4M3_PAIRS.value
+            weight.data, shape, strides, [1, rows // 16, 2, 8, columns], E4M3_PAIRS.value
         )  # fmt: skip
     else:
-        weights = TensorDescriptor(weight.data, [R, K], [K, 1], [ROWS.value, columns], E4M3.value)
+        weights = TensorDescriptor(weight.data, [R, K], [K, 1], [rows, columns], E4M3.value)
     xs = TensorDescriptor(x, [N, K], [x.stride(0), 1], [n_max, columns], SHARED.value)
-    stage = columns * (ROWS.value + 2 * n_max) + 4 * parts * ROWS.value
+    stage = columns * (rows + 2 * n_max) + 4 * parts * rows
+    shared_kb = shared_kb or SHARED_KB * rows // 64
     # At least two stages: a step's slot is refilled while the next step is multiplied.
     stages = max(2, min(triton.cdiv(steps, split), (shared_kb - 1) * 1024 // stage))
-    words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * HALF.value * n_max)))
+    words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * rows // 2 * n_max)))
     _linear_fp8_sm90_kernel[(tiles * split,)](
         weights, xs, weight.scales, bias, out if isinstance(out, torch.Tensor) else None,
         words if paired or sums else words.view(torch.int32),
         *(sums.peers, sums.count) if sums else (None, None), N, R, blocks, sums.rank if sums else 0,
         *(*heads.tensors, *heads.strides) if heads else (*[None] * 6, 0, 0),
-        GROUP=weight.group, BEGIN=weight.begin, SPLIT=split, N_MAX=n_max, PARTS=parts, STAGES=stages,
+        GROUP=weight.group, BEGIN=weight.begin, SPLIT=split, N_MAX=n_max, ROWS=rows, PARTS=parts, STAGES=stages,
         BIAS=bias is not None, GATED=gated, **sum_shape(sums),
         **heads.shape if heads else dict(Q_HEADS=0, KV_HEADS=0, D=0, PAGE=0, SLOT=0, HEAD=0),
-        num_warps=4, launch_pdl=True,
+        num_warps=rows // 16, launch_pdl=True,
     )  # fmt: skip

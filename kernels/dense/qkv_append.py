@@ -15,7 +15,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention.kv_append import HeadSlots, kv_append, store_heads
 from kernels.attention.paged_tiles import ROOMY
-from kernels.dense import linear_sm90
+from kernels.dense import linear_fp8_sm90
 from kernels.dense.linear import MAX_ROWS, RUN, fits_sm90, launch_sm90, linear, stream
 from kernels.dense.scaled_rows import run_of, stored
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
@@ -122,4 +122,4 @@ def fuses(x: torch.Tensor, weight: Matrix, D: int) -> bool:
 
 def on_hopper(x: torch.Tensor, weight: Matrix, D: int) -> bool:
     """Returns whether Hopper's kernels support the tensors and each of their tiles lies in one half of a head."""
-    return x.is_cuda and D % (2 * linear_sm90.ROWS.value) == 0 and fits_sm90(x, weight, D // 2)
+    return x.is_cuda and D % linear_fp8_sm90.rows_of(len(x)) == 0 and fits_sm90(x, weight, D // 2)

@@ -33,7 +33,7 @@ def _store_few(latent, target, scales, slot, R: tl.constexpr, PAGE: tl.constexpr
     tl.store(at, bits.to(tl.float32, bitcast=True), mask=group * width < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # it changes from chunk to chunk
 def _mla_append_kernel(
     q, kv, cos, sin, gain, weight, cache, scales, ropes, slots, out,
     q_n, q_h, kv_n, w_h, w_a, page_stride, rope_stride, out_n, out_h, N, absorbs, eps,

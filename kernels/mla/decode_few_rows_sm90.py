@@ -23,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.attention.schedule_sm90 import TILE, item_at, of, schedule_of, slot_of
 from kernels.attention.split_kv import UnmergedAttention, workspace
-from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
+from kernels.mla.decode_common_sm90 import pieces
 from kernels.mla.unpack_sm90 import load_unpacked
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
@@ -40,7 +41,7 @@ STORED_32 = gl.constexpr(gl.DistributedLinearLayout([*_EACH, [0, 16]], _LANES, _
 @gluon.jit
 def _seek(at, schedule, block_table, table_b):
     """Finds the item of tile `at` of the row: pages, end in the row, key tile minus row tile, whether it has keys."""
-    i, start, stop, _, item_end, first, _ = item_at(at, schedule)
+    i, _, start, stop, _, item_end, first, _ = item_at(at, schedule)
     return block_table + i.to(gl.int64) * table_b, item_end, first - at, stop > start
 
 
@@ -147,7 +148,7 @@ def _attend(
     passed = begin  # tiles without keys, which are not brought with scales, count as passed
     at = begin
     while at < end:
-        i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
+        i, _, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
         full_from, full_to = of(schedule[3], schedule[0], i), of(schedule[4], schedule[0], i)
         b = i.to(gl.int64)
 

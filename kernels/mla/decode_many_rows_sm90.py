@@ -29,8 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.attention.schedule_sm90 import TILE, item_at, of, schedule_of, slot_of
 from kernels.attention.split_kv import UnmergedAttention, workspace
-from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
+from kernels.mla.decode_common_sm90 import pieces
 from kernels.mla.unpack_sm90 import load_unpacked
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
@@ -63,7 +64,7 @@ def _load(
     loaded = 0
     at = begin
     while at < end:
-        i, _, _, _, item_end, first, last = item_at(at, schedule)
+        i, _, _, _, _, item_end, first, last = item_at(at, schedule)
         pages = block_table + i.to(gl.int64) * table_b
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
         if EARLY:
@@ -178,7 +179,7 @@ def _score_and_left(
     handed = 0
     at = begin
     while at < end:
-        i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
+        i, _, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
         if EARLY:
             gdc_wait()
         full_from, full_to = of(fulls_from, seq, i), of(fulls_to, seq, i)
@@ -274,7 +275,7 @@ def _right(
     handed = 0
     at = begin
     while at < end:
-        i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
+        i, _, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
         if EARLY:
             gdc_wait()
         acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.mla.decode_common_sm90 import TILE, item_at, schedule_of
+from kernels.attention.schedule_sm90 import TILE, item_at, schedule_of
 from kernels.scaled_keys import GROUP
 
 # Words of four numbers, 16 bytes a thread, whole sectors of memory; unpacked, eight threads store to all banks of
@@ -98,7 +98,7 @@ def load_unpacked(
     loaded = 0
     at = begin
     while at < end:
-        i, _, _, _, item_end, first, last = item_at(at, schedule)
+        i, _, _, _, _, item_end, first, last = item_at(at, schedule)
         pages = block_table + i.to(gl.int64) * table_b
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
         next_page = gl.load(pages + (first + 1) * TILE // PAGE, mask=first + 1 < last, other=0)

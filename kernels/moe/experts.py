@@ -1,6 +1,6 @@
 """A rank's routed experts: gather, two grouped products and the weighted sum, without a copy of x.
 
-A pair is a token and one of its experts. Static shapes choose one of four algorithms; no grid depends on ids:
+A pair is a token and one of its experts. Static shapes choose one of five algorithms; no grid depends on ids:
 
 - A few tokens: they rarely share experts, and latency dominates. Programs take a pair and some rows of its expert's
   gate and up, and stream these through registers; programs of equal experts are neighbours, and all but the first read
@@ -11,7 +11,8 @@ A pair is a token and one of its experts. Static shapes choose one of four algor
   sums are deterministic, and each row of a weight is read once (again if an expert has more pairs).
 - Many: the same programs, over blocks of pairs sorted by expert beforehand.
 - Instead of the first two, for a few tokens of wide experts on Hopper: `kernels.moe.experts_sm90`, whose programs share
-  the weights of the local experts that have tokens, and load them ahead.
+  the weights of the local experts that have tokens, and load them ahead. For up to 128 tokens and weights of a few
+  bits: `kernels.moe.experts_scaled_sm90`.
 
 The last kernel stores a token's sum, or sends it to the reducing ranks: phase 1 of `kernels.peers.all_reduce_norm`.
 """
@@ -28,7 +29,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.dense.linear import RUN
 from kernels.dense.scaled_rows import add_product, finish, inside, load_scales, numbers, product, run_of, stored
-from kernels.moe import experts_sm90
+from kernels.moe import experts_scaled_sm90, experts_sm90
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
 from kernels.reference.experts import ALPHA
@@ -217,7 +218,7 @@ def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
     return tl.where(lane < stop, pair, 0).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # they change from chunk to chunk
 def _gate_up_kernel(
     x, ids, weights, gate_up, scales, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
@@ -258,7 +259,7 @@ def _gate_up_kernel(
         start_successor(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["shares"])  # they change from chunk to chunk
 def _down_kernel(
     h, ids, weights, down, scales, bias, outputs, order, bounds, block_ends, P, first, shares,
     EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
@@ -412,21 +413,15 @@ class RoutedExperts:
         assert all(t is None or t.is_contiguous() for t in (*matrices, *others))
         P = N * top_k
         h = torch.empty(P, F, dtype=x.dtype, device=x.device)
+        given = x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, self.clamp_at
+        if x.is_cuda and experts_scaled_sm90.fits(x, ids, gate_up, down):
+            outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
+            columns = experts_scaled_sm90.columns_of(P, self.total_experts or E)
+            experts_scaled_sm90.launch(*given, h, outputs, columns)
+            self._sum(outputs, out)
+            return
         if x.is_cuda and experts_sm90.fits(x, gate_up, down):
-            experts_sm90.launch(
-                x,
-                ids,
-                weights,
-                gate_up,
-                down,
-                first,
-                self.gate_up_bias,
-                self.down_bias,
-                self.clamp_at,
-                self.addend,
-                h,
-                out,
-            )
+            experts_sm90.launch(*given, self.addend, h, out)
             return
         sums = out if isinstance(out, SumTarget) else None
         to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
@@ -470,10 +465,18 @@ class RoutedExperts:
             h, ids, weights, down_stored, down_scales, self.down_bias, outputs, *plan, P, first, shares,
             BIAS=self.down_bias is not None, **shape, **down_groups, **find, **down_tile,
         )  # fmt: skip
-        del shape["F"]
+        self._sum(outputs, out)
+
+    def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget) -> None:
+        """Adds up the outputs [N k, H] of each token's local experts."""
+        (N, H), E = self.x.shape, len(self.down)
+        sums = out if isinstance(out, SumTarget) else None
+        to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
         _sum_kernel[N, triton.cdiv(H, 1024)](
-            outputs, ids, self.addend, *to, first, rank, TOP_K=top_k, BLOCK=1024, num_warps=4, **summand, **shape
-        )
+            outputs, self.ids, self.addend, *to, self.first, sums.rank if sums else 0, TOP_K=self.ids.shape[1],
+            EXPERTS=E, H=H, BLOCK=1024, PLUS=self.addend is not None, num_warps=4, **sum_shape(sums),
+            **overlapped(self.x),
+        )  # fmt: skip
 
 
 def way_of(N: int, top_k: int, E: int) -> Way:

@@ -83,7 +83,7 @@ def sharers(tile, steps, active, total):
 
 
 @gluon.jit
-def _meet(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
+def meet_sharers(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
     """Adds other programs' sums of a tile; elements stay live in the program that has their total."""
     begin, count = sharers(tile, steps, active, total)
     me = gl.program_id(0) - begin
@@ -332,7 +332,7 @@ def _moe_sm90_kernel(
                 piece = column // SIZE + n[None, :] * ROW_PIECES
                 boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
         offset = i[:, None] * COLUMNS + n[None, :]
-        y, up, live = _meet(y, up, live, words, offset, whole, tile_steps, active, total, GATE or SENDS)
+        y, up, live = meet_sharers(y, up, live, words, offset, whole, tile_steps, active, total, GATE or SENDS)
         if GATE:
             if BIAS:
                 y += gate_bias[:, None]

@@ -27,6 +27,7 @@ def fold_blocks(
     kvp: int,
     kvp_rank: int,
     append_block: int,
+    part_bounds: torch.Tensor | None = None,
 ) -> None:
     """Writes the bounds of newly filled pages; shapes as in `kernels.sparse.block_bounds.fold_blocks`."""
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": keys.shape[2]}
@@ -42,3 +43,7 @@ def fold_blocks(
         else:
             both = 2 * (k.mean(2),)
         bounds[:, pages] = torch.stack(both, 3).to(bounds.dtype)
+        if part_bounds is not None:
+            parts = k.unflatten(2, (part_bounds.shape[3], -1))  # [layers, n, parts, tokens, Hkv, D]
+            both = parts.amax(3), parts.amin(3)
+            part_bounds[:, pages] = torch.stack(both, 4).transpose(2, 3).to(bounds.dtype)

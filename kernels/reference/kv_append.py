@@ -17,13 +17,18 @@ def kv_append(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    means: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates, appends, returns the queries; shapes as in `kernels.attention.kv_append.kv_append`."""
     page_size, kv_heads = k_cache.shape[1:3]
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         q_norm, k_norm, eps = norms
-        q, k = rms_norm(q, q_norm, eps)[0], rms_norm(k, k_norm, eps)[0]
+        if means is None:
+            q, k = rms_norm(q, q_norm, eps)[0], rms_norm(k, k_norm, eps)[0]
+        else:
+            of_q, of_k = torch.rsqrt(means + eps)[:, :, None, None].unbind(1)
+            q, k = (q.float() * of_q).to(q.dtype) * q_norm, (k.float() * of_k).to(k.dtype) * k_norm
     mine = slots >= 0
     where = slots[mine] // page_size, slots[mine] % page_size
     for x, cache, scale in zip((rotate(k, cos, sin)[mine], v[mine]), (k_cache, v_cache), scales, strict=True):

@@ -8,21 +8,31 @@ from kernels.hot_blocks import NOWHERE, FetchList, HotBlocks, Readers
 from kernels.reference.block_bounds import full_pages
 
 
-def resolve(table: torch.Tensor, readers: Readers, hot: HotBlocks, misses: FetchList, **grid: int) -> None:
+def resolve(
+    table: torch.Tensor,
+    readers: Readers,
+    hot: HotBlocks,
+    misses: FetchList,
+    *,
+    parts: int = 1,
+    apart: int = 1,
+    **grid: int,
+) -> None:
     """Replaces pages by the places of their blocks; arguments as in `kernels.tier.resolve.resolve`."""
     hi, pages, positions, starts, queries, first_row = readers
     ring_pages = hot.ring_pages
     N, heads, _ = table.shape
-    columns, held = (-(-hi // grid["page_size"])).tolist(), pages.tolist()
+    columns, held = (-(-hi // (grid["page_size"] // parts))).tolist(), pages.tolist()
     full = [full_pages(*x, **grid) for x in zip(positions[::queries].tolist(), starts[::queries].tolist(), strict=True)]
     for h in range(heads):
         asks: dict[int, list[tuple[int, int]]] = {}  # entries of a page, in order
         for n in range(N):
             row = n // queries
-            for j, page in enumerate(table[n, h, : columns[n]].tolist()):
-                column = held[n] - columns[n] + j
+            for j, entry in enumerate(table[n, h, : columns[n]].tolist()):
+                column, page = (held[n] - columns[n] + j) // parts, entry // parts
                 if page >= 0 and column >= full[row]:
-                    table[n, h, j] = ((first_row + row) * ring_pages + column % ring_pages) * heads + h
+                    place = ((first_row + row) * ring_pages + column % ring_pages) * heads + h
+                    table[n, h, j] = place * apart + entry % parts
                 elif page >= 0:
                     asks.setdefault(page, []).append((n, j))
         place_of, page_of, order = hot.place_of[h], hot.page_of[h], hot.order[:, h]
@@ -50,4 +60,5 @@ def resolve(table: torch.Tensor, readers: Readers, hot: HotBlocks, misses: Fetch
         misses.counted.add_(torch.tensor(counted, device=misses.counted.device))
         for page, entries in asks.items():
             for n, j in entries:
-                table[n, h, j] = hot.begin + h * hot.places + int(place_of[page])
+                place = hot.begin + h * hot.places + int(place_of[page])
+                table[n, h, j] = place * apart + table[n, h, j] % parts

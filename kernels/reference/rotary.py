@@ -10,4 +10,4 @@ def angles(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes cos and sin; shapes as in `kernels.dense.rotary.angles`."""
     angle = positions.float()[:, None] * inv_freq
-    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+    return (angle.cos() * torch.where(inv_freq == 0, 1.0, factor)).to(dtype), (angle.sin() * factor).to(dtype)

@@ -1,4 +1,4 @@
-"""Per-channel key bounds of full pages, by which queries choose: two numbers, written once per page."""
+"""Per-channel key bounds of full pages and of their parts, by which queries choose: written once per page."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ SLOTS = 32  # slots of a page per iteration
 
 @triton.jit
 def _fold_blocks_kernel(
-    k_cache, k_scales, block_bounds, tables, starts, before, after, tables_n,
-    k_layer, k_page, k_slot, k_head, s_layer, s_page, s_head, b_layer, b_page, b_head, b_kind, MOST,
+    k_cache, k_scales, block_bounds, part_bounds, tables, starts, before, after, tables_n,
+    k_layer, k_page, k_slot, k_head, s_layer, s_page, s_head, b_layer, b_page, b_head, b_kind,
+    p_layer, p_page, p_head, p_part, p_kind, MOST,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
@@ -45,9 +46,16 @@ def _fold_blocks_kernel(
             if MEAN:
                 one += tl.sum(k, 0)
             else:
-                one = tl.maximum(one, tl.max(tl.where(inside, k, float("-inf")), 0))
-                two = tl.minimum(two, tl.min(tl.where(inside, k, float("inf")), 0))
-                broken += tl.sum(tl.where(k != k, 1.0, 0.0), 0)
+                most = tl.max(tl.where(inside, k, float("-inf")), 0)
+                least = tl.min(tl.where(inside, k, float("inf")), 0)
+                no_number = tl.sum(tl.where(k != k, 1.0, 0.0), 0)
+                if part_bounds is not None:  # a part is SLOTS keys
+                    to = part_bounds + layer * p_layer + page * p_page + head * p_head + begin // SLOTS * p_part + d
+                    tl.store(to, tl.where(no_number > 0, float("nan"), most), mask=d < D)
+                    tl.store(to + p_kind, tl.where(no_number > 0, float("nan"), least), mask=d < D)
+                one = tl.maximum(one, most)
+                two = tl.minimum(two, least)
+                broken += no_number
         if MEAN:
             one /= PAGE
             two = one
@@ -73,6 +81,7 @@ def fold_blocks(
     kvp: int,
     kvp_rank: int,
     append_block: int,
+    part_bounds: torch.Tensor | None = None,
 ) -> None:
     """Writes the bounds of the pages that sequences have newly filled on this rank, in all layers, in one launch.
 
@@ -87,21 +96,28 @@ def fold_blocks(
         before, after: int64 [n], contiguous, committed tokens of each sequence over all ranks, before and now.
         most: upper bound of the pages that one sequence fills on a rank in between.
         score: bounds or mean.
+        part_bounds: [layers, pages, Hkv, parts, 2, D], like `bounds`, of equal parts of a page, written if given; for
+            score=bounds.
 
     Source:
         Quest (arXiv:2406.10774).
     """
-    assert score in SCORES
+    assert score in SCORES and (part_bounds is None or score == "bounds")
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block}
     if not dispatch.on_gpu(keys):
-        reference(keys, scales, bounds, tables, starts, before, after, score, **grid)
+        reference(keys, scales, bounds, tables, starts, before, after, score, **grid, part_bounds=part_bounds)
         return
     layers, _, page_size, heads, D = keys.shape
     assert keys.stride(4) == bounds.stride(4) == tables.stride(1) == 1 and (scales is None or scales.stride(3) == 1)
     assert all(t.is_contiguous() for t in (starts, before, after))
+    slots, part_strides = SLOTS, [0] * 5
+    if part_bounds is not None:
+        slots, part_strides = page_size // part_bounds.shape[3], [*part_bounds.stride()[:5]]
+        assert slots * part_bounds.shape[3] == page_size and part_bounds.stride(5) == 1
     _fold_blocks_kernel[len(tables) * most, heads, layers](
-        keys, scales, bounds, tables, starts, before, after, tables.stride(0),
-        *keys.stride()[:4], *(scales.stride()[:3] if scales is not None else (0, 0, 0)), *bounds.stride()[:4], most,
+        keys, scales, bounds, part_bounds, tables, starts, before, after, tables.stride(0),
+        *keys.stride()[:4], *(scales.stride()[:3] if scales is not None else (0, 0, 0)), *bounds.stride()[:4],
+        *part_strides, most,
         KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, D=D,
-        BLOCK_D=triton.next_power_of_2(D), SLOTS=SLOTS, MEAN=score == "mean",
+        BLOCK_D=triton.next_power_of_2(D), SLOTS=slots, MEAN=score == "mean",
     )  # fmt: skip

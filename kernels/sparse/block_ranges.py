@@ -17,8 +17,9 @@ BLOCK = 128
 
 @triton.jit
 def _block_ranges_kernel(
-    positions, starts, live, first, last, pages, hi, N, T, sink, local, topk, from_tokens,
-    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    positions, starts, live, ranges, N, T, sink, local, topk, candidates, from_tokens,
+    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = n < N
@@ -39,11 +40,20 @@ def _block_ranges_kernel(
     short = position + 1 < from_tokens
     begin = tl.where(short, held, begin)
     end = tl.where(short, held, end)
-    chosen = tl.minimum(end - begin, topk)
-    tl.store(first + n, begin.to(tl.int32), mask=inside)
-    tl.store(last + n, end.to(tl.int32), mask=inside)
-    tl.store(pages + n, held.to(tl.int32), mask=inside)
-    tl.store(hi + n, (length - (end - begin - chosen) * PAGE).to(tl.int32), mask=inside)
+    to = ranges + n
+    tl.store(to, begin.to(tl.int32), mask=inside)
+    tl.store(to + N, end.to(tl.int32), mask=inside)
+    tl.store(to + 2 * N, held.to(tl.int32), mask=inside)
+    left_out = (end - begin) * PARTS - tl.minimum((end - begin) * PARTS, topk)
+    if PARTS > 1:  # in a table of all pages that are read or candidates
+        looked_at = tl.minimum(end - begin, candidates)
+        left_out = (end - begin) * PARTS - tl.minimum(looked_at * PARTS, topk)
+        tl.store(to + 4 * N, (begin * PARTS).to(tl.int32), mask=inside)
+        tl.store(to + 5 * N, ((begin + looked_at) * PARTS).to(tl.int32), mask=inside)
+        tl.store(to + 6 * N, ((held - (end - begin) + looked_at) * PARTS).to(tl.int32), mask=inside)
+        PART: tl.constexpr = PAGE // PARTS
+        tl.store(to + 7 * N, ((length + PART - 1) // PART).to(tl.int32), mask=inside)
+    tl.store(to + 3 * N, (length - left_out * (PAGE // PARTS)).to(tl.int32), mask=inside)
 
 
 def block_ranges(
@@ -60,7 +70,9 @@ def block_ranges(
     local_blocks: int,
     topk: int,
     from_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    parts: int = 1,
+    candidates: int = 0,
+) -> tuple[torch.Tensor, ...]:
     """Computes `HelixLayout.block_ranges` for all queries of a step, in one launch; empty ranges if not `live`.
 
     Args:
@@ -68,14 +80,13 @@ def block_ranges(
         live: bool [N], contiguous.
 
     Returns:
-        first, last, pages, hi: int32 [N].
+        first, last, pages, hi, with `parts` part_first, part_last, part_pages, used, too: int32 [N].
     """
-    out = tuple(torch.empty(len(positions), dtype=torch.int32, device=positions.device) for _ in range(4))
+    out = torch.empty(8 if parts > 1 else 4, len(positions), dtype=torch.int32, device=positions.device)
     assert positions.is_contiguous() and starts.is_contiguous() and live.is_contiguous()
     _block_ranges_kernel[(triton.cdiv(len(positions), BLOCK),)](
-        positions, starts, live.view(torch.uint8), *out, len(positions), queries,
-        sink_blocks, local_blocks, topk, from_tokens,
-        KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, BLOCK=BLOCK, num_warps=1,
+        positions, starts, live.view(torch.uint8), out, len(positions), queries,
+        sink_blocks, local_blocks, topk, candidates, from_tokens,
+        KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, PARTS=parts, BLOCK=BLOCK, num_warps=1,
     )  # fmt: skip
-    first, last, pages, hi = out
-    return first, last, pages, hi
+    return out.unbind()

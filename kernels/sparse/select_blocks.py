@@ -5,7 +5,8 @@ equal runs, one for each program, as attention's keys are: work follows the live
 each page, and the best of each tile. The program that finishes an item last chooses among its pages. If an item has
 several queries, which choose separately, a second launch has a program for each. If an item has too many pages to
 compare at once, tiles are chosen first, by their best pages, at least as many as pages are to be chosen: no page
-outside of these tiles can be among the best.
+outside of these tiles can be among the best. Or, where the best need not be exactly the best, each stretch of as many
+pages as can be compared at once gives its share, so that programs choose side by side.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention.split_kv import item_at, schedule
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
+from kernels.reference.select_blocks import TILE
 from kernels.reference.select_blocks import select_blocks as reference
 
-TILE = 32  # pages of a tile
 LANES = 1024  # least number of pages among which a program chooses at once
 MOST_CHOSEN = 128  # pages
 MOST_PAGES = TILE << 14  # of a sequence
@@ -80,21 +81,31 @@ def _largest(keys, count, k, low):
 
 
 @triton.jit
-def _read_anyway(pages, to, begin, end, held, k, BLOCK: tl.constexpr):
+def _entry(pages, i, inside, PARTS: tl.constexpr):
+    """Returns entries i of a row of pages, or of the parts of its pages, which are numbered page by page."""
+    if PARTS == 1:
+        entry = tl.load(pages + i, mask=inside, other=0)
+    else:
+        entry = tl.load(pages + i // PARTS, mask=inside, other=0) * PARTS + i % PARTS
+    return entry
+
+
+@triton.jit
+def _read_anyway(pages, to, begin, end, held, k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the always-read pages, before and after the candidates, of one query and KV head."""
     count = begin + held - end
     lane = tl.arange(0, BLOCK)
     for at in range(0, count, BLOCK):
         i = at + lane
         behind = i >= begin
-        page = tl.load(pages + i + tl.where(behind, end - begin, 0), mask=i < count, other=0)
+        page = _entry(pages, i + tl.where(behind, end - begin, 0), i < count, PARTS)
         tl.store(to + i + tl.where(behind, tl.minimum(k, end - begin), 0), page, mask=i < count)
 
 
 @triton.jit
 def _choose(
     scores, best, list_, pages, to, report, begin, end, k,
-    LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, REPORT: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
     """Writes the chosen pages of one query and KV head: the k best of [begin, end)."""
     SEATS: tl.constexpr = LANES // TILE
@@ -111,7 +122,7 @@ def _choose(
         page = tl.load(list_ + lane // TILE) * TILE + lane % TILE
     inside = (page >= begin) & (page < end)
     keys = tl.load(scores + page, mask=inside, other=_NONE, cache_modifier=".cg")
-    entries = tl.load(pages + page, mask=inside, other=0)
+    entries = _entry(pages, page, inside, PARTS)
     taken, place, low = _largest(keys, end - begin, k, low)
     tl.store(to + begin + place, entries, mask=taken)
     if REPORT:
@@ -122,10 +133,31 @@ def _choose(
 
 
 @triton.jit
+def _stretch(tile, first, last, k, LANES: tl.constexpr, TILE: tl.constexpr):
+    """Finds the stretch of the pages first..last-1 with a tile, the tiles counted from the first page's.
+
+    Stretches are equal, but for the last, and have LANES pages at most. Returns the stretch's number, its end in tiles,
+    its pages (begin, end), how many of the k chosen ones are before it, and how many are its own: shares by its pages,
+    which add up to k.
+    """
+    tiles = tl.maximum(tl.cdiv(last, TILE) - first // TILE, 1)
+    each = tl.cdiv(tiles, tl.cdiv(tiles, LANES // TILE))
+    number = tile // each
+    until = tl.minimum((number + 1) * each, tiles)
+    begin = tl.maximum((first // TILE + number * each) * TILE, first)
+    end = tl.minimum((first // TILE + until) * TILE, last)
+    pages = tl.maximum(last - first, 1)
+    k = tl.minimum(k, last - first)
+    before = (begin - first) * k // pages
+    return number, until, begin, end, before, (end - first) * k // pages - before
+
+
+@triton.jit
 def _score_tiles(
     meets_one, meets_two, block_bounds, pages, firsts, lasts, scores, best, first, last, start, stop,
-    page_stride, kind_stride, score_row, best_row,
+    page_stride, part_stride, kind_stride, score_row, best_row,
     T: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCORE: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Scores the pages of tiles first..last-1 for an item's queries; stores them and the best of each tile."""
     lane = tl.arange(0, TILE)
@@ -133,14 +165,14 @@ def _score_tiles(
     t = tl.arange(0, meets_one.shape[0]) // GROUP
     # Loaded one iteration ahead, as attention's tables are.
     ahead = first * TILE + lane
-    next_page = tl.load(pages + ahead, mask=(first < last) & (ahead >= start) & (ahead < stop), other=0)
+    next_page = tl.load(pages + ahead // PARTS, mask=(first < last) & (ahead >= start) & (ahead < stop), other=0)
     for tile in range(first, last):
         page = next_page.to(tl.int64)
         ahead = (tile + 1) * TILE + lane
-        next_page = tl.load(pages + ahead, mask=(tile + 1 < last) & (ahead < stop), other=0)
+        next_page = tl.load(pages + ahead // PARTS, mask=(tile + 1 < last) & (ahead < stop), other=0)
         j = tile * TILE + lane
         live = (j >= start) & (j < stop)
-        where = (page * page_stride)[:, None] + d[None, :]
+        where = (page * page_stride + j % PARTS * part_stride)[:, None] + d[None, :]
         mask = live[:, None] & (d < D)[None, :]
         one = tl.load(block_bounds + where, mask=mask, other=0.0)
         found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
@@ -172,10 +204,10 @@ def _prefetch_tile(block_bounds, pages, first, start, stop, page_stride, D: tl.c
 @triton.jit
 def _select_blocks_kernel(
     q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report, counted,
-    q_n, q_h, page_stride, head_stride, kind_stride, table_b, score_row, best_row, B, topk, width,
+    q_n, q_h, page_stride, head_stride, part_stride, kind_stride, table_b, table_h, score_row, best_row, B, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
     SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     starts, stops, tiles, ends, run = schedule(
         firsts, lasts, T, 1, T, 1, B, T, HEADS, tl.num_programs(0), BLOCK_B, TILE
@@ -187,7 +219,7 @@ def _select_blocks_kernel(
     i, head, item_begin, item_end, start, stop = item_at(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS, BLOCK_B
     )
-    if PDL:
+    if PDL and PARTS == 1:  # a table of candidates is the predecessor's
         if (begin < end) & (start < stop):
             pages = block_table + i.to(tl.int64) * table_b
             from_tile = start // TILE + begin - item_begin
@@ -213,34 +245,52 @@ def _select_blocks_kernel(
         else:
             meets_one = query
             meets_two = query
-        pages = block_table + b * table_b
-        done = tl.minimum(end, item_end) - at
+        pages = block_table + b * table_b + head * table_h
+        stretch_end = item_end
+        if STRETCHES > 1 and T == 1:
+            number, until, stretch_start, stretch_stop, before_it, share = _stretch(
+                at - item_begin, start, stop, topk, LANES, TILE
+            )  # fmt: skip
+            stretch_end = item_begin + until
+        done = tl.minimum(end, stretch_end) - at
         from_tile = start // TILE + at - item_begin
         if LANES > 0:
             _score_tiles(
                 meets_one, meets_two, block_bounds + head * head_stride, pages, firsts + b * T, lasts + b * T,
                 scores + row * score_row, tile_best + row * best_row, from_tile, from_tile + done, start, stop,
-                page_stride, kind_stride, score_row, best_row, T, GROUP, D, SCORE, TILE,
+                page_stride, part_stride, kind_stride, score_row, best_row, T, GROUP, D, SCORE, TILE, PARTS,
             )  # fmt: skip
         if at == item_begin:
             for query_t in range(T):
                 n = b * T + query_t
                 first, last, whole = tl.load(firsts + n), tl.load(lasts + n), tl.load(held + n)
-                _read_anyway(pages, table + (n * HEADS + head) * width, first, last, whole, topk, 128)
+                _read_anyway(pages, table + (n * HEADS + head) * width, first, last, whole, topk, PARTS, 128)
                 reads = whole - tl.maximum(last - first - topk, 0)
                 tl.atomic_add(counted, reads.to(tl.int64), sem="relaxed")
                 tl.atomic_add(counted + 1, reads.to(tl.int64) * 0 + 1, sem="relaxed")
         if LANES > 0 and T == 1:
             tl.debug_barrier()  # all of the program's scores are written
-            before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
-            if before + done == item_end - item_begin:
-                tl.store(arrived + b * HEADS + head, 0)
-                _choose(
-                    scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE), pages,
-                    table + row * width, report + row * topk * 2, start, stop, topk, LANES, BLOCK_G, TILE, REPORT,
-                )  # fmt: skip
-        at = tl.minimum(end, item_end)
-        if at < end:
+            if STRETCHES > 1:
+                counter = arrived + (b * HEADS + head) * STRETCHES + number
+                before = tl.atomic_add(counter, done, sem="acq_rel")
+                if before + done == until - (stretch_start // TILE - start // TILE):
+                    tl.store(counter, 0)
+                    _choose(
+                        scores + row * score_row, tile_best, lists, pages,
+                        table + row * width + start + before_it - stretch_start, report, stretch_start, stretch_stop,
+                        share, LANES, BLOCK_G, TILE, PARTS, REPORT,
+                    )  # fmt: skip
+            else:
+                before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
+                if before + done == item_end - item_begin:
+                    tl.store(arrived + b * HEADS + head, 0)
+                    _choose(
+                        scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE), pages,
+                        table + row * width, report + row * topk * 2, start, stop, topk, LANES, BLOCK_G, TILE, PARTS,
+                        REPORT,
+                    )  # fmt: skip
+        at = tl.minimum(end, stretch_end)
+        if (at < end) & (at == item_end):
             i, head, item_begin, item_end, start, stop = item_at(at, starts, stops, tiles, ends, HEADS, BLOCK_B)
 
 
@@ -248,20 +298,31 @@ def _select_blocks_kernel(
 def _choose_kernel(
     scores, tile_best, lists, block_table, firsts, lasts, table, report, table_b, score_row, best_row, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr,
-    REPORT: tl.constexpr, PDL: tl.constexpr,
+    STRETCHES: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the pages of one query and KV head per program."""
+    """Chooses the pages of one query and KV head per program, or of one of their stretches."""
     n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = n // T
     row = (b * HEADS + head) * T + n % T
     begin, end = tl.load(firsts + n), tl.load(lasts + n)
     wait_for_predecessor(PDL)
     start_successor(PDL)
-    _choose(
-        scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE), block_table + b * table_b,
-        table + (n * HEADS + head) * width, report + (n * HEADS + head) * topk * 2, begin, end, topk,
-        LANES, BLOCK_G, TILE, REPORT,
-    )  # fmt: skip
+    to = table + (n * HEADS + head) * width
+    if STRETCHES > 1:
+        tiles = tl.maximum(tl.cdiv(end, TILE) - begin // TILE, 1)
+        each = tl.cdiv(tiles, tl.cdiv(tiles, LANES // TILE))
+        _, until, first, last, before, share = _stretch(tl.program_id(2) * each, begin, end, topk, LANES, TILE)
+        if tl.program_id(2) * each < until:
+            _choose(
+                scores + row * score_row, tile_best, lists, block_table + b * table_b, to + begin + before - first,
+                report, first, last, share, LANES, BLOCK_G, TILE, 1, REPORT,
+            )  # fmt: skip
+    else:
+        _choose(
+            scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE),
+            block_table + b * table_b, to, report + (n * HEADS + head) * topk * 2, begin, end, topk,
+            LANES, BLOCK_G, TILE, 1, REPORT,
+        )  # fmt: skip
 
 
 @cache
@@ -294,6 +355,8 @@ def select_blocks(
     counted: torch.Tensor,
     *,
     candidates: torch.Tensor | None = None,
+    most: int | None = None,
+    stretches: bool = False,
     sms: int | None = None,
     lane: int = 0,
 ) -> torch.Tensor:
@@ -305,16 +368,23 @@ def select_blocks(
 
     Args:
         q: [N, Hq, D] bf16, fp16 or fp32, N / B queries of each sequence; last dim contiguous.
-        bounds: [pages, Hkv, 2, D] in q's dtype, from `kernels.sparse.block_bounds`; last dim contiguous.
-        block_table: [B, max_pages] int32, rows contiguous.
+        bounds: [pages, Hkv, 2, D] in q's dtype, from `kernels.sparse.block_bounds`; last dim contiguous. With bounds of
+            parts, [pages, Hkv, parts, 2, D], all that is said of pages is of parts, and part j of a row is part
+            `j % parts` of the page in column `j // parts`; its number in the result is `page * parts + j % parts`.
+        block_table: [B, max_pages] int32, rows contiguous. With bounds of parts [N, Hkv, max_pages]: pages of each
+            query and KV head, which may be younger than `first`, `last` and `pages`.
         first, last, pages: int32 [N], contiguous: of `pages` pages, those before `first` and from `last` on are always
             read.
-        topk: at most MOST_CHOSEN.
+        topk: at most MOST_CHOSEN, with `stretches` LANES.
         width: columns of the result, at least the pages that any query reads.
         score: bounds or mean.
         counted: [2] int64, incremented by the pages in all tables and by the number of tables.
-        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each chosen page, as a number of
-            the same order, and its column in the block table; the score of unused entries is the least int32.
+        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given, not for parts: the score of each chosen page,
+            as a number of the same order, and its column in the block table; the score of unused entries is the least
+            int32.
+        most: most pages between `first` and `last`; None: all of a row.
+        stretches: whether more than LANES pages are cut into equal stretches, of which each gives the best of its own,
+            a share of `topk` by its pages.
         sms: number of streaming multiprocessors to fill; all if None.
         lane: distinct for launches that may run concurrently on one device.
 
@@ -325,32 +395,43 @@ def select_blocks(
         Gather-decode (BRL-2026-07), sections 3.2 and 8.1; Quest (arXiv:2406.10774).
     """
     if not dispatch.on_gpu(q):
-        return reference(q, bounds, block_table, first, last, pages, topk, width, score, counted, candidates=candidates)
+        return reference(
+            q, bounds, block_table, first, last, pages, topk, width, score, counted, candidates=candidates,
+            stretch=LANES if stretches else None,
+        )  # fmt: skip
     N, Hq, D = q.shape
-    B, most = block_table.shape
-    heads = bounds.shape[1]
+    parts = bounds.shape[2] if bounds.dim() == 5 else 1
+    page_stride, head_stride, *part_stride, kind_stride, last_stride = bounds.stride()
+    heads, B = bounds.shape[1], len(block_table)
+    columns = block_table.shape[-1] * parts
+    most = min(most or columns, columns)
     T, group = N // B, Hq // heads
-    assert bounds.dtype == q.dtype and q.stride(2) == bounds.stride(3) == block_table.stride(1) == 1
-    assert topk <= MOST_CHOSEN and most <= MOST_PAGES
+    assert bounds.dtype == q.dtype and q.stride(2) == last_stride == block_table.stride(-1) == 1
+    assert parts == 1 or (T == 1 and candidates is None and block_table.dim() == 3)
+    assert topk <= (LANES if stretches else MOST_CHOSEN) and most <= MOST_PAGES
+    assert not stretches or candidates is None
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (first, last, pages))
     table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
     lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0
-    scores, best, lists = _workspace(q.device, lane, N * heads, most, lanes // TILE)
-    arrived = _arrivals(q.device, lane, B * heads)
+    lanes = LANES if stretches else min(lanes, max(LANES, triton.next_power_of_2(most)))
+    scores, best, lists = _workspace(q.device, lane, N * heads, columns, lanes // TILE)
+    several = triton.cdiv(columns, lanes // 2) if stretches else 1  # all but the last have half as many pages at least
+    arrived = _arrivals(q.device, lane, B * heads * several)
     report = table if candidates is None else candidates
     item = dict(
-        T=T, HEADS=heads, LANES=lanes, TILE=TILE, BLOCK_G=triton.next_power_of_2(best.shape[1]),
+        T=T, HEADS=heads, LANES=lanes, TILE=TILE, BLOCK_G=triton.next_power_of_2(best.shape[1]), STRETCHES=several,
         REPORT=candidates is not None, num_warps=4, **overlapped(q),
     )  # fmt: skip
+    table_strides = block_table.stride(0), block_table.stride(1) if parts > 1 else 0
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
         q, bounds, block_table, first, last, pages, scores, best, lists, arrived, table, report, counted,
-        *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
-        GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
+        *q.stride()[:2], page_stride, head_stride, *(part_stride or [0]), kind_stride, *table_strides, scores.stride(0),
+        best.stride(0), B, topk, width, PARTS=parts, GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
         BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)),
         num_stages=STAGES, **item,
     )  # fmt: skip
     if topk and T > 1:
-        _choose_kernel[(N, heads)](
+        _choose_kernel[(N, heads, several)](
             scores, best, lists, block_table, first, last, table, report, block_table.stride(0), scores.stride(0),
             best.stride(0), topk, width, **item,
         )  # fmt: skip

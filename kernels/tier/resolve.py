@@ -29,31 +29,36 @@ _NOWHERE = tl.constexpr(NOWHERE)
 @triton.jit
 def _entries(
     e, head, table, his, held, positions, starts, count, width, first_row, ring_pages, T, HEADS: tl.constexpr,
-    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
+    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Loads entries e of one head's tables: their offsets, pages (-1: none), and places in a ring (-1: not in one)."""
+    """Loads entries e of one head's tables.
+
+    Returns their offsets, pages (-1: none), parts of these, and places in a ring (-1: not in one).
+    """
     n = e // width
     j = e % width
     inside = e < count
     at = (n.to(tl.int64) * HEADS + head) * width + j
-    columns = (tl.load(his + n, mask=inside, other=0) + PAGE - 1) // PAGE
-    page = tl.load(table + at, mask=inside & (j < columns), other=-1)
+    PART: tl.constexpr = PAGE // PARTS
+    columns = (tl.load(his + n, mask=inside, other=0) + PART - 1) // PART
+    entry = tl.load(table + at, mask=inside & (j < columns), other=-1)
+    page = tl.where(entry >= 0, entry // PARTS, -1)
     row = n // T
     committed = tl.load(positions + row * T, mask=inside, other=0)
     start = tl.load(starts + n, mask=inside, other=0)
     full = local_length(committed, start, KVP, RANK, BLOCK_TOKENS) // PAGE
     # Local pages come last in a table, after them those that are not full of committed tokens.
-    column = tl.load(held + n, mask=inside, other=0) - columns + j
+    column = (tl.load(held + n, mask=inside, other=0) - columns + j) // PARTS
     ring = ((first_row + row) * ring_pages + column % ring_pages) * HEADS + head
-    return at, page, tl.where((page >= 0) & (column >= full), ring, -1)
+    return at, page, entry % PARTS, tl.where((page >= 0) & (column >= full), ring, -1)
 
 
 @triton.jit
 def _resolve_kernel(
     table, his, held, positions, starts, place_of, page_of, order, turns, chosen, miss_blocks, miss_places,
     miss_counts, counted, entries, width, pages, places, begin, most, first_row, ring_pages, T, HEADS: tl.constexpr,
-    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_S: tl.constexpr, GUESS: tl.constexpr, PDL: tl.constexpr,
+    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    APART: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, GUESS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -67,9 +72,9 @@ def _resolve_kernel(
     lane = tl.arange(0, BLOCK)
     for first in range(0, entries, BLOCK):
         e = first + lane
-        at, page, ring = _entries(
+        at, page, part, ring = _entries(
             e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
-            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE,
+            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE, PARTS,
         )  # fmt: skip
         seeks = (page >= 0) & (ring < 0)
         place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
@@ -80,9 +85,9 @@ def _resolve_kernel(
     sought = tl.full([], 0, tl.int32)
     for first in range(0, entries, BLOCK):
         e = first + lane
-        at, page, ring = _entries(
+        at, page, part, ring = _entries(
             e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
-            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE,
+            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE, PARTS,
         )  # fmt: skip
         seeks = (page >= 0) & (ring < 0)
         place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
@@ -130,14 +135,14 @@ def _resolve_kernel(
         tl.store(turns + head, 1 - turn)
     for first in range(0, entries, BLOCK):
         e = first + lane
-        at, page, ring = _entries(
+        at, page, part, ring = _entries(
             e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
-            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE,
+            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE, PARTS,
         )  # fmt: skip
         seeks = (page >= 0) & (ring < 0)
         place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
         place = tl.where(seeks, begin + place, ring)
-        tl.store(table + at, place, mask=page >= 0)
+        tl.store(table + at, place * APART + part, mask=page >= 0)
 
 
 def resolve(
@@ -150,6 +155,8 @@ def resolve(
     kvp_rank: int,
     append_block: int,
     page_size: int,
+    parts: int = 1,
+    apart: int = 1,
 ) -> None:
     """Replaces the pages that queries read by places on the GPU, and lists the blocks to fetch.
 
@@ -160,11 +167,13 @@ def resolve(
             Overwritten with the places of their blocks.
         hot: the layer's hot blocks, with at least as many places per KV head as pages fit all tables together.
         misses: written; its counts are incremented.
+        parts: parts of a page, which entries name: part j of a page is `page * parts + j`, that of a place becomes
+            `place * apart + j`.
     """
     N, heads, width = table.shape
     if not dispatch.on_gpu(table):
         grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": page_size}
-        reference(table, readers, hot, misses, **grid)
+        reference(table, readers, hot, misses, parts=parts, apart=apart, **grid)
         return
     assert all(t.is_contiguous() for t in (table, *readers[:4], hot.place_of, hot.page_of, hot.order))
     assert (
@@ -175,6 +184,7 @@ def resolve(
         misses.source, misses.target, misses.counts, misses.counted, N * width, width, hot.place_of.shape[1],
         hot.places, hot.begin, misses.source.stride(0), readers.first_row, hot.ring_pages, readers.of_sequence,
         HEADS=heads, KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size,
+        PARTS=parts, APART=apart,
         BLOCK=min(ENTRIES, triton.next_power_of_2(N * width)),
         BLOCK_S=min(PLACES, triton.next_power_of_2(hot.places)), GUESS=misses.guess, num_warps=8, **overlapped(table),
     )  # fmt: skip

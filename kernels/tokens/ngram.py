@@ -56,6 +56,24 @@ def _propose_kernel(
     tl.store(out + b * drafts + i, tl.load(history + b * history_b + ahead).to(tl.int64), mask=i < drafts)
 
 
+def earlier_matches(history: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
+    """Finds the latest longest earlier occurrence of each sequence's suffix in each of its blocks of positions.
+
+    Args:
+        history, lengths, longest: as in `ngram`.
+
+    Returns:
+        [B, blocks] int64: tokens that match, times 2^40, plus the place of the last one; -1: none.
+    """
+    B, L = history.shape
+    blocks = triton.cdiv(L, BLOCK)
+    best = torch.empty(B, blocks, dtype=torch.int64, device=history.device)
+    _find_kernel[B, blocks](
+        history, lengths, best, history.stride(0), LONGEST=longest, BLOCK=BLOCK, num_warps=8, **overlapped(history)
+    )
+    return best
+
+
 def ngram(history: torch.Tensor, lengths: torch.Tensor, drafts: int, longest: int) -> torch.Tensor:
     """Drafts the tokens that followed the latest earlier occurrence of a sequence's longest repeated suffix.
 
@@ -77,13 +95,9 @@ def ngram(history: torch.Tensor, lengths: torch.Tensor, drafts: int, longest: in
     if not dispatch.on_gpu(history):
         return reference(history, lengths, drafts, longest)
     assert history.dtype == torch.int32 and history.stride(1) == 1 and lengths.is_contiguous()
-    B, L = history.shape
-    blocks = triton.cdiv(L, BLOCK)
-    best = torch.empty(B, blocks, dtype=torch.int64, device=history.device)
+    best = earlier_matches(history, lengths, longest)
+    B, blocks = best.shape
     out = torch.empty(B, drafts, dtype=torch.int64, device=history.device)
-    _find_kernel[B, blocks](
-        history, lengths, best, history.stride(0), LONGEST=longest, BLOCK=BLOCK, num_warps=8, **overlapped(history)
-    )
     _propose_kernel[B,](
         history, lengths, best, out, history.stride(0), blocks, drafts, BLOCKS=triton.next_power_of_2(blocks),
         DRAFTS=triton.next_power_of_2(drafts), num_warps=1, **overlapped(history),

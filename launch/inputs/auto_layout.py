@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
-from helix.build.parts import stored_format
-from helix.config import Config, LayoutConfig, ModelConfig
+from helix.attention.policies import budget_of
+from helix.build.buffers import most_slots
+from helix.build.parts import make_eagle3, stored_format
+from helix.config import Config, LayoutConfig, ModelConfig, SpeculationConfig
+from helix.layers.attention import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.plan import Question, plan
-from helix.simulate.points import Options, Sparse, Tier
+from helix.simulate.points import LayerDrafts, Options, Sparse, Tier
 from launch.inputs.hardware import hardware_of
 from launch.inputs.prompts import PromptLine
 
@@ -55,7 +59,10 @@ def choose(
         hardware = hardware.over_nccl()
     batch, length = workload(config, prompts) if prompts else load
     options = planned(config, spec)
-    ranking = plan(Question(spec, hardware, world_size, length, batch, options=options))
+    # A layer that drafts takes about as much memory, and each of its runs about as long, as one of the model.
+    ranking = plan(
+        Question(replace(spec, layers=spec.stack, draft=None), hardware, world_size, length, batch, options=options)
+    )
     sparse = options.sparse is not None and length >= options.sparse.from_tokens
     attention = f", {config.attention.policy} attention" if sparse else ""
     work = f"{batch} x {length:,} tokens on {world_size} x {hardware.name}{attention}"
@@ -68,7 +75,7 @@ def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
     # What is no number will be refused, with its request.
     limits = (prompt.options.get("max_tokens") for prompt in prompts)
     lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]
-    return min(len(prompts), config.decode.max_batch), max(lengths)
+    return min(len(prompts), most_slots(config, "cuda")), max(lengths)
 
 
 def planned(config: Config, spec: DecoderSpec) -> Options:
@@ -91,6 +98,24 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
     )  # fmt: skip
 
 
+def layer_drafts(config: SpeculationConfig, spec: DecoderSpec) -> LayerDrafts | None:
+    """Returns the layer that drafts, as the planner sees it, for the spec of `make_spec`; None with another drafter.
+
+    Raises:
+        ValueError: its checkpoint cannot be read.
+    """
+    if spec.draft is None:
+        return None
+    alone = replace(spec, layers=(spec.draft,), brought=None, draft=None, taps=())
+    if config.drafter == "mtp":
+        return LayerDrafts(alone, 2 * spec.hidden, 2 * spec.hidden, True)
+    own = make_eagle3(config, spec)[0]
+    assert isinstance(spec.draft.mixer, AttentionSpec)
+    layer = replace(spec.draft, mixer=replace(spec.draft.mixer, window=config.window or own.max_positions))
+    alone = replace(alone, layers=(layer,), hidden=own.hidden, vocab=own.vocab or spec.vocab)
+    return LayerDrafts(alone, len(own.taps) * spec.hidden, 0, own.vocab is None)
+
+
 def weight_dtypes(config: ModelConfig) -> tuple[str, str]:
     """Returns the dtypes of a model's projections and of its routed experts on a GPU, in the planner's words."""
     stored = stored_format(config) if config.weights != "bf16" else None
@@ -104,7 +129,8 @@ def budget(config: Config) -> Sparse | None:
     a = config.attention
     if a.policy == "dense":
         return None
-    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens)
+    parts, candidates = budget_of(a).parts, budget_of(a).candidates
+    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens, parts, candidates)
 
 
 def _tokens(prompt: PromptLine) -> int:

@@ -219,7 +219,7 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
         raise ValueError(f"{text}: only keys of model.config can be taken out; {key} is set as {key}=VALUE")
     if sign == "+" and not beneath_dict:
         raise ValueError(f"{text}: {key} is there already: leave out the +")
-    if kind is not None and (int in (kind, *get_args(kind)) or key == "decode.prefill_chunk"):
+    if kind is not None and (int in (kind, *get_args(kind)) or key in ("decode.prefill_chunk", "decode.max_batch")):
         value = re.sub(r"\b\d+[KM]\b", lambda found: str(tokens(found[0])), value)
         text = f"{sign}{key}={value}"
     if key in settings.paths:

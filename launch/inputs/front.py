@@ -183,7 +183,7 @@ SERVE = Command(
     keys=(
         *LAYOUT_KEYS, LOSSLESS, LOSSY,
         ("decode.max_batch=N", "sequences at a time; further ones wait"),
-        ("schedule.stall_ms=MS", "longest pause of running answers for a chunk of a new prompt"),
+        ("schedule.goal=latency | throughput", "shorter pauses for new prompts, or more requests a second"),
         ("serve.api_keys=FILE", "lines of OWNER KEY"),
     ),
 )  # fmt: skip

@@ -13,9 +13,11 @@ from helix.build.checks import (
     CheckedDraft,
     check_attention,
     check_cache,
+    check_eagle3,
     check_layout,
     check_own_sequences,
     check_self_drafts,
+    check_states,
     make_draft,
 )
 from helix.build.parts import check_weights, make_checkpoint, make_layout, make_spec
@@ -96,9 +98,12 @@ def preflight(
     check_attention(config, layout, spec)
     check_self_drafts(config, spec)
     check_own_sequences(config, layout)
+    check_states(config, layout, spec)
     work.check(prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None
+    if config.speculation.drafter == "eagle3":
+        check_eagle3(config, layout, spec, rank)
     files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
     files |= work.files
     named = [os.path.realpath(path) for path in files.values() if path is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from helix.attention.block_sparse import BlockSparseAttention
+from helix.build.buffers import most_slots
 from helix.build.engine import build_engine
 from helix.build.tiering import of_short_chunks
 from helix.control.engine import Engine
@@ -22,14 +23,18 @@ def run(task: Task) -> Done:
     config = plan.config
     desk = None if results is None else Desk(config, model.spec, tokenizer, results)
     requests, refusals = ([], []) if desk is None else desk.requests()
-    # Only rank 0 has the requests: it announces their KV tokens, and the kinds of steps that they need.
-    wanted, variants = comm.broadcast_object(
+    auto, slots = config.decode.max_batch == "auto", most_slots(config, comm.device.type)
+    # Only rank 0 has the requests: it says how many come at a time, their KV tokens, and the kinds of steps they need.
+    max_batch, wanted, variants = comm.broadcast_object(
         (
-            _wanted_tokens(requests, model.spec.max_positions, config.decode.max_batch),
+            max(min(len(requests), slots), 1),
+            _wanted_tokens(requests, model.spec.max_positions, slots),
             {StepKind.of([r.sampling]) for r in requests},
         )
     )
-    engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
+    engine = build_engine(plan.layout, comm, model, config, max_batch, wanted, tokenizer, draft, fewer=auto)
+    if auto and engine.runner.max_batch * plan.layout.dp < max_batch:
+        console.note(f"decode.max_batch=auto takes {engine.runner.max_batch * plan.layout.dp:,} sequences at a time")
     if config.decode.prefill_chunk == "auto":
         console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
     if config.kv.tier == "host":

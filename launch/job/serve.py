@@ -19,6 +19,7 @@ import numpy as np
 
 import helix.events.request
 from helix.answers.matcher import BegunGrammar, Grammars
+from helix.build.buffers import most_slots
 from helix.build.engine import build_engine
 from helix.build.tiering import of_short_chunks
 from helix.control.engine import Engine
@@ -27,6 +28,7 @@ from helix.errors import RankError
 from helix.events.decision import StepKind
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
+from kernels.ahead import on_compilation
 from launch.job.task import Done, Task
 from launch.serving.frames import (
     Cancel,
@@ -59,17 +61,19 @@ def run(task: Task) -> Done:
     inbox = Inbox()
     link = Link(Path(str(plan.config.serve.socket)), inbox) if comm.rank == 0 else None
     model, draft = task.load()
-    max_batch = plan.config.decode.max_batch
+    max_batch = most_slots(plan.config, comm.device.type)
     most = max_batch * model.spec.max_positions  # if memory allows
-    engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
+    auto = plan.config.decode.max_batch == "auto"
+    engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft, fewer=auto)
     if plan.config.kv.tier == "host":
         stored = model.weights.dtype, plan.config.kv.dtype
         if warning := of_short_chunks(model.spec, *stored, engine.prefill_chunk):
             task.console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(PLAIN, SHAPED, task.phases.mark)
+        engine.warm_up(PLAIN, SHAPED, task.phases.mark, chunks=True)
     task.console.note(f"ready after {task.phases}")
+    on_compilation(lambda kernel: task.console.note(f"compiled while serving: {kernel}"))
     path = plan.config.model.path
     serve(engine, inbox, link, None if path is None else Path(path).resolve(), random=plan.checkpoint is None)
     return {}, 0
@@ -121,6 +125,8 @@ def _stats(engine: Engine) -> dict[str, float]:
         "pages_cached": sum(pool.cached for pool in pools),
         "pages_free": sum(pool.free for pool in pools),
         "preemptions": timings.preemptions,
+        "drafts": sum(timings.acceptance.tried[:1]),
+        **{f"drafts_kept_{place}": kept for place, kept in enumerate(timings.acceptance.kept)},
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comm.torch_dist import TorchDistCommunicator
-from helix.models import Decoder
+from helix.models import Decoder, DraftLayer
 from helix.speculation import DraftModel
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.prompts import ResultFile
@@ -23,7 +23,7 @@ class Task:
 
     Attributes:
         backend: the backend that `comm.backend` resolved to.
-        load: loads the model, and the draft model if the plan has one; called on all ranks, or on none.
+        load: loads the model, and the draft model or layer if the config has one; called on all ranks, or on none.
         tokenizer: rank 0's; None if the model has none.
         results: rank 0's result file in a job that decodes; None elsewhere.
         phases: timings of the job so far.
@@ -32,7 +32,7 @@ class Task:
     plan: CheckedRun
     comm: TorchDistCommunicator
     backend: str
-    load: Callable[[], tuple[Decoder, DraftModel | None]]
+    load: Callable[[], tuple[Decoder, DraftModel | DraftLayer | None]]
     tokenizer: Any | None
     results: ResultFile | None
     console: Console

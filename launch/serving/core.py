@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.serving.acceptance import AcceptanceWatch
 from launch.serving.errors import ApiError
 from launch.serving.frames import (
     Cancel,
@@ -114,6 +116,7 @@ class Core:
         self.heard = time.monotonic()
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
+        self._acceptance = AcceptanceWatch()
         self.metrics.watch("num_requests_waiting", "requests queued, not yet admitted", lambda: self.waiting)
         self.metrics.watch(
             "num_requests_running", "requests that were admitted", lambda: len(self.flights) - self.waiting
@@ -317,10 +320,20 @@ class Core:
             ids = np.concatenate([before.ids, np.asarray(flight.drawn, dtype=np.int32)])
             self._send(replace(before, ids=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn))
 
+    def _more(self, key: str, values: dict[str, float]) -> float:
+        """Returns by how much a counter of the job has grown; another job counts from 0."""
+        before, now = (of.get(key, 0) for of in (self.stats, values))
+        return now - before if now >= before else now
+
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):
-            before, now = (values.get("preemptions", 0) for values in (self.stats, message.values))
-            self.metrics.preemptions.inc(now - before if now >= before else now)  # another job counts from 0
+            self.metrics.preemptions.inc(self._more("preemptions", message.values))
+            tried, kept = (self._more(key, message.values) for key in ("drafts", "drafts_kept_0"))
+            self.metrics.drafts.inc(tried)
+            if (fallen := self._acceptance.add(tried, kept, time.monotonic())) is not None:
+                print(fallen, file=sys.stderr, flush=True)
+            for key in (key for key in message.values if key.startswith("drafts_kept_")):
+                self.metrics.kept.labels(key.removeprefix("drafts_kept_")).inc(self._more(key, message.values))
             self.stats = message.values
             if self.ready is not None and (pages := int(self.stats.get("pages", 0))):
                 self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)

@@ -54,6 +54,8 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self.ended.labels(reason)  # exported from the beginning, so that rates work
         self.preemptions = counter("num_preemptions", "requests that gave their pages to others, each time")
+        self.drafts = counter("spec_decode_num_drafts", "steps of a request that verified drafts")
+        self.kept = counter("spec_decode_num_accepted_tokens_per_pos", "drafts that were kept, by place", "position")
         self.restarts = counter("restarts", "restarts of the ranks")
         labels = ("block_size", "num_gpu_blocks")
         self._cache = Gauge("helix:cache_config_info", "the cache's blocks", labels, registry=self._registry)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comm.base import Communicator
+from comm.base import Communicator, PackedPartials
 from comm.hopb import Pipeline
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
@@ -23,7 +24,6 @@ from helix.run.model_runner import ModelRunner
 from helix.layout import HelixLayout
 from helix.events.request import Request
 from helix.speculation import NgramDrafter
-from kernels.attention.split_kv import PartialAttention
 from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
@@ -57,15 +57,16 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
         engine.runner.hopb = hopb
         run = engine.runner.model.pipeline.run
 
-        def spy(chunks: int, attend: Callable[[int], PartialAttention], exchange: object) -> None:
+        def spy(chunks: int, attend: Callable[[int], PackedPartials], exchange: object, leads: bool) -> None:
             sizes: list[int] = []
 
-            def sized(chunk: int) -> PartialAttention:
+            def sized(chunk: int) -> PackedPartials:
                 found = attend(chunk)
-                sizes.append(found.lse.shape[:-1].numel())
+                sizes.append(found.shape[0])
                 return found
 
-            run(chunks, sized, exchange)  # type: ignore[arg-type]
+            assert leads
+            run(chunks, sized, exchange, leads=leads)  # type: ignore[arg-type]
             assert len(sizes) == chunks and {*sizes} <= {size := sum(sizes) // chunks, size + 1}
             if engine.comm.rank == 0:
                 seen.add(chunks)
@@ -234,6 +235,51 @@ def test_a_chunk_is_exchanged_before_the_next_is_attended() -> None:
 
     Pipeline(None).run(3, attend, exchange)
     assert calls == [call for i in range(3) for call in (f"attend {i}", f"exchange {i}, attended {i}")]
+
+
+class Stream:
+    """A stream that notes what it is given."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def wait_stream(self, other: Stream) -> None:
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_an_exchange_of_whole_multiprocessors_is_launched_before_the_attention_beside_it(
+    leads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    main, side = Stream("main", calls), Stream("side", calls)
+    current = [main]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def call(what: str) -> Callable[..., None]:
+        return lambda *args: calls.append(f"{current[-1].name}: {what}" + f" {args[0]}" * (what != "pause"))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "_sleep", call("pause"))
+    pipeline = Pipeline(None)
+    pipeline._side = side  # type: ignore[assignment]
+    pipeline.run(3, call("attend"), call("exchange"), leads)
+    beside = [
+        call
+        for i in range(2)
+        for call in (
+            f"main: attend {i}", "side waits for main", f"side: exchange {i}", *["main: pause"] * leads,
+        )
+    ]  # fmt: skip
+    assert calls == [*beside, "main: attend 2", "main waits for side", "main: exchange 2"]
 
 
 @pytest.mark.gpu

@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
+    GraniteConfig,
+    HYV3Config,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SeedOssConfig,
 )
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
+from helix.models import FAMILIES as KNOWN
 from tests.e2e.deepseek import DSA_FAMILIES, MLA_FAMILIES
 from tests.e2e.parity import Continuation
 from tests.ending import folder
+
+# Transformers would take kernels of these packages where they are installed, and runs here on a CPU, which they cannot.
+sys.modules["fla"] = sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
@@ -82,6 +102,59 @@ FAMILIES: dict[str, Any] = {
         **_COMMON,
     ),
     "qwen3": lambda: Qwen3Config(hidden_size=72, num_attention_heads=12, num_key_value_heads=6, head_dim=16, **_COMMON),
+    "ministral3": lambda: Ministral3Config(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        rope_parameters=_YARN | dict(llama_4_scaling_beta=0.4, mscale=1.0, mscale_all_dim=1.0),
+        **_COMMON,
+    ),
+    "phi3": lambda: Phi3Config(
+        hidden_size=96,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
+        sliding_window=24,
+        **_COMMON,
+    ),
+    "olmo2": lambda: Olmo2Config(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, **_COMMON),
+    "olmo3": lambda: Olmo3Config(
+        hidden_size=96,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        sliding_window=24,
+        rope_parameters=dict(full_attention=_YARN, sliding_attention=dict(rope_type="default", rope_theta=5_000.0)),
+        **_COMMON | dict(num_hidden_layers=4),
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        query_pre_attn_scalar=12,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
+        ),
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "granite": lambda: GraniteConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=0.5,
+        **_COMMON,
+    ),
+    "seed-oss": lambda: SeedOssConfig(
+        hidden_size=56, num_attention_heads=10, num_key_value_heads=2, head_dim=8, mlp_bias=True, **_COMMON
+    ),
     "mistral-windowed": lambda: MistralConfig(
         hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=16, sliding_window=19, **_COMMON
     ),
@@ -101,6 +174,17 @@ MOE_FAMILIES: dict[str, Any] = {
         mlp_only_layers=[1],
         **_COMMON | dict(num_hidden_layers=3),
     ),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        hidden_size=40,
+        num_attention_heads=10,
+        num_key_value_heads=2,
+        moe_intermediate_size=26,
+        shared_expert_intermediate_size=52,
+        num_experts=6,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
     "mixtral": lambda: MixtralConfig(
         hidden_size=40,
         num_attention_heads=8,
@@ -110,6 +194,44 @@ MOE_FAMILIES: dict[str, Any] = {
         num_experts_per_tok=2,
         sliding_window=19,
         **_COMMON,
+    ),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        hidden_size=48,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=12,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=26,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+        **_COMMON,
+    ),
+    "hy-v3": lambda: HYV3Config(
+        hidden_size=44,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=26,
+        num_experts=7,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "minimax-m2": lambda: MiniMaxM2Config(
+        hidden_size=40,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
+        **_COMMON | dict(intermediate_size=26),
     ),
     # The widths are multiples of 32, MXFP4's block, but a rank's share is none.
     "gpt-oss": lambda: GptOssConfig(
@@ -122,6 +244,61 @@ MOE_FAMILIES: dict[str, Any] = {
         sliding_window=24,
         rope_parameters=_YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0),
         **_COMMON | dict(intermediate_size=64),
+    ),
+}
+_PARTIAL = dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25)
+_MROPE = _PARTIAL | dict(mrope_section=[1, 1, 0], mrope_interleaved=True)
+
+# Layers that keep a state. Value heads that few ranks divide, beside groups of them that a rank has a part of.
+HYBRID_FAMILIES: dict[str, Any] = {
+    "qwen3-next": lambda: Qwen3NextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        linear_num_key_heads=3,
+        linear_num_value_heads=9,
+        linear_key_head_dim=12,
+        linear_value_head_dim=10,
+        moe_intermediate_size=28,
+        shared_expert_intermediate_size=23,
+        num_experts=7,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+        rope_parameters=_PARTIAL,
+        **_COMMON | dict(num_hidden_layers=4),
+    ),
+    "qwen3.5-tied": lambda: Qwen3_5TextConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=24,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        rope_parameters=_MROPE | dict(partial_rotary_factor=0.5),
+        tie_word_embeddings=True,
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
+        hidden_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=3,
+        layer_types=["linear_attention", "full_attention"],
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=20,
+        num_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=_MROPE,
+        **_COMMON,
     ),
 }
 # Widths over 128, the columns of a scale, which ranks cut elsewhere.
@@ -178,11 +355,12 @@ def checkpoint(family: str) -> Path:
         pack(checkpoint(family.removesuffix(MXFP4)), directory)
         return directory
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config_of(family))
+    config = config_of(family)
+    model = class_of(config)._from_config(config)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             # transformers starts them at 0 and 1, where mistakes hide
-            if name.endswith(("bias", "norm.weight", "sinks")):
+            if name.endswith(("bias", "norm.weight", "sinks", "conv1d.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if family == "gpt-oss" and name.endswith(("gate_up_proj", "down_proj")):
                 parameter.copy_(convert_moe_packed_tensors(*to_mxfp4(parameter.mT), dtype=torch.float32))
@@ -260,7 +438,14 @@ def write_fp8(
 
 
 def config_of(family: str) -> Any:
-    return {**FAMILIES, **MOE_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES, **DSA_FAMILIES}[family.removesuffix(MXFP4)]()
+    return {**FAMILIES, **MOE_FAMILIES, **HYBRID_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES, **DSA_FAMILIES}[
+        family.removesuffix(MXFP4)
+    ]()
+
+
+def class_of(config: Any) -> Any:
+    """Returns transformers' class of a text model; AutoModelForCausalLM knows not all of them."""
+    return getattr(transformers, next(name for name, (kind, _) in KNOWN.items() if kind == config.model_type))
 
 
 def kv_heads(family: str) -> int:
@@ -286,12 +471,16 @@ def continuations(directory: Path, lengths: tuple[int, ...], new_tokens: int) ->
     Args:
         lengths: of the prompts; the first one is continued by FIRST_TOKENS alone.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    ).eval()
+    model = (
+        class_of(AutoConfig.from_pretrained(directory))
+        .from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+        .eval()
+    )
     generator = torch.Generator().manual_seed(11)
     found = []
     for number, length in enumerate(lengths):

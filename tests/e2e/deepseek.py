@@ -1,10 +1,10 @@
-"""Tiny DeepSeek models: what their families differ in, and sizes that ranks do not divide."""
+"""Tiny models with latents, of DeepSeek and Mistral: what families differ in, and sizes that ranks do not divide."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import DeepseekV2Config, DeepseekV3Config, DeepseekV32Config, GlmMoeDsaConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, DeepseekV32Config, GlmMoeDsaConfig, Mistral4Config
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=257,
@@ -71,6 +71,19 @@ MLA_FAMILIES: dict[str, Any] = {
         topk_group=2,
         rope_parameters=_YARN,
         num_mtp_layers=0,
+        **_COMMON,
+    ),
+    "mistral4": lambda: Mistral4Config(
+        hidden_size=48,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        q_lora_rank=24,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=3,
+        topk_group=2,
+        rope_parameters=_YARN | dict(llama_4_scaling_beta=0.4, partial_rotary_factor=8 / 20),
         **_COMMON,
     ),
     "deepseek-v3-halves": lambda: DeepseekV3Config(

@@ -17,7 +17,7 @@ from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.placement import Stripes
-from tests.e2e.fuzz_configs import LATENT, Json, Shapes, config_of, rope_of, written
+from tests.e2e.fuzz_configs import LATENTS, Json, Shapes, config_of, rope_of, written
 
 # Sections of config.json, and rows and columns of a scale.
 STORED: dict[str, tuple[Json, tuple[int | None, int | None]]] = {
@@ -145,7 +145,7 @@ def case_of(
     rng = random.Random(f"{family} {seed}")
     shapes = Shapes.draw(family, seed // SHARED)
     config = config_of(family, rng, shapes)
-    if family in LATENT:
+    if family in LATENTS:
         config |= {"head_dim": config["qk_rope_head_dim"]}
     rope = rope_of(family, rng, config["max_position_embeddings"])
     config["eos_token_id"] = rng.choice((None, 2, 3, [3, 5]))
@@ -158,7 +158,7 @@ def case_of(
         spec: DecoderSpec | None = spec_from_config(content)
     except ValueError:  # the case is over once it is read
         spec = None
-    kv_heads = 1 if family in LATENT else config["num_key_value_heads"]
+    kv_heads = 1 if family in LATENTS else config["num_key_value_heads"]
     experts = 1 if spec is None or spec.experts is None else spec.experts.experts
     layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, modes, rng)
     settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
@@ -167,7 +167,7 @@ def case_of(
     # What lossy steps have drawn is computed otherwise where it is a prompt: nobody is preempted there.
     crowd = rng.random() < 0.2 and not lossy
     if crowd:
-        settings |= {"decode.max_batch": rng.choice((3, 5)), "schedule.lease": 1}
+        settings |= {"decode.max_batch": rng.choice(("3", "5")), "schedule.lease": 1}
     rounds = rounds_of(vocab, settings, eos, crowd, rng)
     settings["kv.tokens"] = room_of(settings, rounds, crowd or (not lossy and rng.random() < 0.3))
     spoilt = None
@@ -191,7 +191,7 @@ def case_of(
         rng.random() < 0.7,
         rng.random() < 0.4,
         rng.choice(("nccl", "symm_mem")),
-        None if family == "gpt_oss" else rng.choice((None, None, None, *STORED)),
+        None if family in ("gpt_oss", "mistral4") else rng.choice((None, None, None, *STORED)),
         rng.random() < 0.6,
     )
 
@@ -235,7 +235,7 @@ def settings_of(
         "kv.page_size": page,
         "kv.prefix_cache": rng.random() < 0.8,
         "hopb.chunks": rng.choice(("none", "none", "2", "4", "auto")),
-        "decode.max_batch": rng.choice((1, 2, 3, 5)),
+        "decode.max_batch": rng.choice(("1", "2", "3", "5")),
         "decode.prefill_chunk": str(rng.choice((7, 24, 64, 256))),
         "schedule.lease": rng.choice((1, 2, 16)),
         "schedule.stall_ms": rng.choice((2.0, 50.0)),
@@ -248,17 +248,26 @@ def settings_of(
     if layout.mode == "dp":  # it has neither chunks of batches nor drafts nor choices of blocks
         return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds
     has_heads = spec is not None and _whole(spec)
-    drafters = ["none", "ngram", "model"]
+    drafters = ["none", "ngram", "suffix", "model"]
+    if spec is not None and spec.brought is not None and spec.brought.ffn == spec.layers[-1].ffn:
+        drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
     if has_heads and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
+    if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # as LlamaConfig demands
+        drafters += ["eagle3"]
     drafter = rng.choice(drafters)
     if drafter != "none":
         settings |= {"speculation.drafter": drafter, "speculation.gamma": rng.choice(gammas)}
         settings["speculation.adaptive"] = rng.random() < 0.5
     if drafter == "model":
         settings |= _draft_layout(layout, spec, page, rng)
+    if drafter in ("mtp", "eagle3"):
+        settings["speculation.noise"] = rng.choice(("shared", "own"))
+    if drafter == "eagle3":
+        assert spec is not None
+        settings["speculation.window"] = rng.choice([n for n in (3, 20, 200) if n not in spec.windows])
     if drafter == "sparse":
         assert spec is not None
         settings |= _self_drafts(page, rng)
@@ -321,7 +330,7 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
             settings["attention.topk"] = most * layout.kvp
         else:
             settings["attention.from_tokens"] = 1 << 20
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and settings["speculation.drafter"] not in ("mtp", "eagle3"):
         settings |= {"kv.tier": "host", "kv.host_bytes": 1e9}
         settings["kv.ahead"] = settings["attention.topk"] > 0 and rng.random() < 0.5
     return lossy
@@ -385,7 +394,7 @@ def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: boo
     of = {ask.name: len(ask.tokens) + ask.new for ask in rounds[0]}
     longest = max([*of.values(), *(of[str(a.follows)] + len(a.tokens) + a.new for asks in rounds[1:] for a in asks)])
     longest += settings.get("speculation.gamma", 0)
-    return int(settings["layout.dp"] * longest * (1 if scarce else settings["decode.max_batch"]))
+    return int(settings["layout.dp"] * longest * (1 if scarce else int(settings["decode.max_batch"])))
 
 
 NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}

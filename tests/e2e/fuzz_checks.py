@@ -8,6 +8,7 @@ it. Lossy attention is compared with our own engine, with nothing around its att
 from __future__ import annotations
 
 import json
+import random
 import re
 import tempfile
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+from helix.layers.attention import AttentionSpec
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.loading import read_config
+from tests.e2e import eagle3, mtp
 from tests.e2e.checkpoints import earliest_topk, write_fp8
 from tests.e2e.fuzz_cases import STORED, Ask, Case
 from tests.e2e.fuzz_configs import ARCHITECTURES
@@ -119,6 +122,9 @@ def save(case: Case, directory: Path) -> None:
         whole = load_file(directory / "model.safetensors")
         whole["lm_head.weight"] = whole["model.embed_tokens.weight"].flip(0).contiguous()
         save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    if case.settings["speculation.drafter"] == "mtp":
+        tensors = load_file(directory / "model.safetensors")
+        save_file(tensors | layer_ahead(tensors, case.content), directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(case.content))
     if case.stored is not None:  # transformers gets what is stored, unpacked
         whole = directory / "whole"
@@ -134,6 +140,32 @@ def save(case: Case, directory: Path) -> None:
             (of / "generation_config.json").write_text(json.dumps(case.generation))
     if case.settings["speculation.drafter"] == "model":
         nudged(directory, directory / "draft", DRAFT_NOISE, case.seed)
+    if case.settings["speculation.drafter"] == "eagle3":
+        _write_eagle3(spec_from_config(case.content), directory / "draft", case.seed)
+
+
+def _write_eagle3(spec: DecoderSpec, to: Path, seed: int) -> None:
+    """Writes a random layer whose heads are cut as the model's, and whose drafts hold where tokens repeat."""
+    to.mkdir()
+    rng, of = random.Random(seed), spec.attention
+    taps = [rng.randrange(len(spec.layers)) for _ in range(2)] + [len(spec.layers) - 1]
+    heads = of.q_heads, of.kv_heads, of.head_dim if isinstance(of, AttentionSpec) else 16
+    options = {"d2t": rng.random() < 0.5, "ids": taps, "residual": rng.random() < 0.5}
+    eagle3.save(to, options, spec.hidden, spec.vocab, 64, heads, seed)
+    tensors = load_file(to / "model.safetensors")
+    tensors["fc.weight"][:, 2 * spec.hidden :] += torch.eye(spec.hidden)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+
+
+def layer_ahead(tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A layer for multi-token prediction like the model's last one."""
+    last, hidden = f"model.layers.{content['num_hidden_layers'] - 1}.", content["hidden_size"]
+    name = f"model.layers.{content['num_hidden_layers']}."
+    like = {name + n.removeprefix(last): t.clone() for n, t in tensors.items() if n.startswith(last)}
+    norms = {f"{name}{n}.weight": torch.ones(hidden) for n in ("enorm", "hnorm", mtp.last_norm(content))}
+    return (
+        like | norms | {f"{name}eh_proj.weight": torch.eye(hidden).repeat(1, 2) + 0.1 * torch.randn(hidden, 2 * hidden)}
+    )
 
 
 def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
@@ -275,7 +307,7 @@ def misdrawn(case: Case, ask: Ask, served: Served, logits: Tensor) -> str:
     it is one that may be drawn.
     """
     drafter, noise = case.settings["speculation.drafter"], case.settings.get("speculation.noise")
-    rejection = drafter == "model" or (drafter == "sparse" and noise == "own")
+    rejection = drafter == "model" or (drafter in ("sparse", "mtp", "eagle3") and noise == "own")
     for token, at, row in zip(served.tokens[ask.name], _places(served, ask.name), logits, strict=True):
         if rejection and not ask.sampling.is_greedy:
             right = bool(oracle_kept(row, ask.sampling)[token])

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from helix.models import FAMILIES
+from helix.models.hf import TWO_ROPES
 
 Json = dict[str, Any]
 ARCHITECTURES = {model_type: name for name, (model_type, _) in FAMILIES.items()}
@@ -210,6 +211,119 @@ def _glm_dsa(rng: random.Random, shapes: Shapes) -> Json:
     return config | {"indexer_types": kinds}
 
 
+def _seed_oss(rng: random.Random, shapes: Shapes) -> Json:
+    return _llama(rng, shapes) | {"attention_out_bias": rng.random() < 0.3}
+
+
+def _sigmoid_experts(rng: random.Random, shapes: Shapes) -> Json:
+    """Experts as DeepSeek-V3 has them, in a model with heads."""
+    names = "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group"
+    names += "topk_group", "first_k_dense_replace", "routed_scaling_factor", "num_hidden_layers"
+    config = _deepseek(rng, shapes)
+    return {name: config[name] for name in names} | {"norm_topk_prob": rng.random() < 0.7}
+
+
+def _partial(rng: random.Random, shapes: Shapes) -> Json:
+    """A part of a head that is rotated, of an even number of dimensions."""
+    shares = [share for share in (0.25, 0.5, 0.75) if shapes.head_dim * share % 2 == 0]
+    return {"head_dim": shapes.head_dim, "partial_rotary_factor": rng.choice((*shares, 1.0))}
+
+
+def _glm4_moe(rng: random.Random, shapes: Shapes) -> Json:
+    flags = {"attention_bias": rng.random() < 0.5, "use_qk_norm": rng.random() < 0.5, "num_nextn_predict_layers": 1}
+    hidden = {"hidden_size": shapes.rng.choice((24, 33))}
+    return _sigmoid_experts(rng, shapes) | _partial(rng, shapes) | flags | hidden
+
+
+def _hy_v3(rng: random.Random, shapes: Shapes) -> Json:
+    experts, layers = shapes.rng.randint(2, 11), rng.randint(1, 3)
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": shapes.rng.choice((24, 33)),
+        "head_dim": shapes.head_dim,
+        "attention_bias": rng.random() < 0.3,
+        "num_experts": experts,
+        "num_experts_per_tok": shapes.rng.randint(1, experts),
+        "num_shared_experts": rng.choice((1, 2)),
+        "num_nextn_predict_layers": 1,
+        "moe_intermediate_size": rng.randint(3, 50),
+        "router_scaling_factor": rng.choice((1.0, 2.826)),
+        "mlp_layer_types": [rng.choice(("dense", "sparse", "sparse")) for _ in range(layers)],
+    }
+
+
+def _minimax_m2(rng: random.Random, shapes: Shapes) -> Json:
+    experts = shapes.rng.choice((2, 5, 8))
+    return _partial(rng, shapes) | {
+        "hidden_size": shapes.rng.choice((24, 33)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": shapes.rng.randint(1, experts),
+    }
+
+
+def _phi3(rng: random.Random, shapes: Shapes) -> Json:
+    config = _common(rng, shapes)
+    hidden = config["num_attention_heads"] * shapes.head_dim
+    share = _partial(rng, shapes)["partial_rotary_factor"]
+    window = rng.choice((None, None, 19))
+    return config | {"hidden_size": hidden, "partial_rotary_factor": share, "sliding_window": window}
+
+
+def _qwen2_moe(rng: random.Random, shapes: Shapes) -> Json:
+    config = _qwen3_moe(rng, shapes) | {"qkv_bias": rng.random() < 0.8, "attention_bias": False}
+    del config["head_dim"]
+    heads, layers = _common(rng, shapes)["num_attention_heads"], config["num_hidden_layers"]
+    kinds = ["full_attention", *["sliding_attention"] * config["use_sliding_window"]]
+    return config | {
+        "hidden_size": heads * shapes.head_dim,
+        "shared_expert_intermediate_size": rng.randint(3, 60),
+        "layer_types": [rng.choice(kinds) for _ in range(layers)],
+    }
+
+
+def _olmo2(rng: random.Random, shapes: Shapes) -> Json:
+    config = _common(rng, shapes)
+    hidden = config["num_attention_heads"] * shapes.head_dim
+    return config | {"hidden_size": hidden, "attention_bias": rng.random() < 0.3}
+
+
+def _some_windows(rng: random.Random, layers: int) -> Json:
+    kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+    return {"layer_types": kinds, "sliding_window": rng.choice((7, 24, 4096))}
+
+
+def _olmo3(rng: random.Random, shapes: Shapes) -> Json:
+    config = _olmo2(rng, shapes)
+    return config | _some_windows(rng, config["num_hidden_layers"])
+
+
+def _gemma3(rng: random.Random, shapes: Shapes) -> Json:
+    config = _common(rng, shapes)
+    hidden = config["num_attention_heads"] * rng.choice((4, 8))
+    more = {"hidden_size": hidden, "head_dim": shapes.head_dim, "attention_bias": rng.random() < 0.3}
+    more |= {"query_pre_attn_scalar": rng.choice((shapes.head_dim, 10))}
+    return config | more | _some_windows(rng, config["num_hidden_layers"])
+
+
+def _granite(rng: random.Random, shapes: Shapes) -> Json:
+    config = _common(rng, shapes)
+    hidden = config["num_attention_heads"] * shapes.head_dim
+    return config | {
+        "hidden_size": hidden,
+        "attention_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+        "embedding_multiplier": rng.choice((1.0, 12.0)),
+        "attention_multiplier": rng.choice((shapes.head_dim**-0.5, 0.1)),
+        "residual_multiplier": rng.choice((0.22, 1.0)),
+        "logits_scaling": rng.choice((1.0, 4.0)),
+    }
+
+
+def _mistral4(rng: random.Random, shapes: Shapes) -> Json:
+    flags = {"norm_topk_prob": rng.random() < 0.7, "rope_interleave": rng.random() < 0.7}
+    return _deepseek(rng, shapes) | flags
+
+
 MAKERS: dict[str, Callable[[random.Random, Shapes], Json]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -222,14 +336,31 @@ MAKERS: dict[str, Callable[[random.Random, Shapes], Json]] = {
     "deepseek_v3": _deepseek_v3,
     "deepseek_v32": _indexed,
     "glm_moe_dsa": _glm_dsa,
+    "glm4_moe": _glm4_moe,
+    "hy_v3": _hy_v3,
+    "seed_oss": _seed_oss,
+    "minimax_m2": _minimax_m2,
+    "ministral3": _mistral,
+    "mistral4": _mistral4,
+    "phi3": _phi3,
+    "qwen2_moe": _qwen2_moe,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "gemma3_text": _gemma3,
+    "granite": _granite,
 }
-LATENT = tuple(name for name in MAKERS if name.startswith(("deepseek", "glm")))  # families of MLA
+LATENTS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
+GROWING = ("ministral3", "mistral4")  # families whose queries grow with their position
 
 
 def rope_of(model_type: str, rng: random.Random, context: int) -> Json:
     """Parameters of a kind of RoPE; a few of them are kinds that we do not compute."""
     theta = {"rope_theta": rng.choice((10_000.0, 1_000_000.0, 500.0))}
     kind = rng.choice(("default", "default", "linear", "llama3", "yarn", "yarn", "yarn"))
+    if model_type in GROWING:
+        kind, theta = "yarn", theta | {"llama_4_scaling_beta": rng.choice((0.1, 0.5))}
+    if model_type == "phi3":  # transformers knows no other of it that we compute
+        kind = "default"
     if rng.random() < 0.03:
         return theta | {"rope_type": "dynamic", "factor": 2.0}
     if kind == "default":
@@ -255,9 +386,16 @@ def rope_of(model_type: str, rng: random.Random, context: int) -> Json:
 def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.Random) -> Json:
     """The content of a config.json; `plain` as transformers would write it."""
     content = {**config, "model_type": model_type, "architectures": [ARCHITECTURES[model_type]], "dtype": "float32"}
+    if model_type in TWO_ROPES:
+        local = {"rope_type": "default", "rope_theta": 10_000.0}
+        full = {key: value for key, value in rope.items() if key != "truncate"}  # transformers reads it elsewhere
+        return content | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     if plain:
         return content | {"rope_parameters": dict(rope), "transformers_version": "5.17.0"}
-    content |= _written_rope(rope, config["max_position_embeddings"], rng)
+    if model_type == "mistral4":  # of other spellings transformers rotates too much
+        content |= {"rope_parameters": dict(rope)}
+    else:
+        content |= _written_rope(rope, config["max_position_embeddings"], rng)
     defaults = CONFIG_MAPPING[model_type]()
     for key in list(content):
         default = getattr(defaults, key, "none")
@@ -296,6 +434,8 @@ def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.
 
 def _derivable_layer_types(model_type: str, config: Json) -> bool:
     layers = config["num_hidden_layers"]
+    if model_type == "qwen2_moe":
+        return "sliding_attention" not in config["layer_types"] and not config["use_sliding_window"]
     if model_type == "gpt_oss":
         return bool(
             config["layer_types"] == ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]

@@ -22,6 +22,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.build.engine import build_engine
+from helix.build.parts import load_eagle3
 from helix.config import Config
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
@@ -31,7 +32,7 @@ from helix.events.sampling_params import SamplingParams
 from helix.layers.weights import unpacked
 from helix.layout import HelixLayout
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder, DecoderSpec
+from helix.models import Decoder, DecoderSpec, DraftLayer
 from helix.models.loading import Checkpoint
 from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
@@ -110,7 +111,7 @@ def surroundings(case: Case) -> Iterator[None]:
 def _whimsical(seed: int) -> Callable[..., StepPlan]:
     rng = random.Random(seed)
 
-    def pace(policy: DraftPolicy, rows: int, without: Collection[int] = ()) -> StepPlan:
+    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
         limits = tuple(0 if n in without else rng.choice((0, 1, 2, policy.sizes[-1])) for n in range(rows))
         drawn = rng.choice(policy.sizes), 1.5, rng.randint(1, 3)
         return StepPlan(*drawn, limits if without else rng.choice(((), limits)))
@@ -125,6 +126,8 @@ def plan_of(case: Case, directory: Path, rank: int) -> CheckedRun:
     if config.speculation.drafter == "model":
         config.speculation.model.path = str(directory / "draft")
         config.speculation.model.dtype = config.model.dtype
+    if config.speculation.drafter == "eagle3":
+        config.speculation.path = str(directory / "draft")
     try:
         return preflight(config, rank, case.world_size)
     except ValueError as error:
@@ -135,7 +138,7 @@ def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
     """The same attention with nothing around it: no drafts, no chunks, all on the GPU, one sequence at a time."""
     plan = plan_of(case, directory, rank)
     config = plan.config
-    config.speculation.drafter, config.hopb.chunks, config.decode.max_batch = "none", "none", 1
+    config.speculation.drafter, config.hopb.chunks, config.decode.max_batch = "none", "none", "1"
     config.kv.tier, config.kv.host_bytes, config.kv.ahead = "gpu", None, False
     config.kv.prefix_cache = False
     return replace(plan, draft=None)
@@ -150,12 +153,14 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
     """
     config, comm = plan.config, connect(plan.layout)
     model = _load(plan.spec, case, case.eos, plan.layout, comm, plan.checkpoint, config)
-    draft = None
+    draft: DraftModel | DraftLayer | None = None
+    if config.speculation.drafter == "eagle3":
+        draft = load_eagle3(config.speculation, model, plan.layout, comm)
     if plan.draft is not None:
         of_draft = connect(plan.draft.layout)
         own = _load(plan.draft.spec, case, (), plan.draft.layout, of_draft, plan.draft.checkpoint, config)
         draft = DraftModel(own, plan.draft.layout, of_draft)
-    given = plan.layout, comm, model, config, config.decode.max_batch, 1, None, draft
+    given = plan.layout, comm, model, config, int(config.decode.max_batch), 1, None, draft
     if config.kv.tier == "host" and case.scarce:
         config.kv.gpu_bytes = _least_bytes(config, lambda: build_engine(*given).close(), comm)
     try:
@@ -168,7 +173,7 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
         yield engine
     finally:
         engine.close()
-        for each in {id(c): c for c in (comm, *([draft.comm] if draft else []))}.values():
+        for each in {id(c): c for c in (comm, *([draft.comm] if isinstance(draft, DraftModel) else []))}.values():
             each.close()
 
 

@@ -16,7 +16,8 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
-from helix.config import ScheduleConfig
+from helix.build.parts import load_eagle3, make_eagle3
+from helix.config import ScheduleConfig, SpeculationConfig
 from helix.control.engine import Engine
 from helix.events.request import Request
 from helix.layers.weights import Formats, unpacked
@@ -25,11 +26,12 @@ from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
 from helix.memory.kv_cache import KVCache, StepSizes, with_bounds
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder, spec_from_config
+from helix.models import Decoder, DecoderSpec, DraftLayer, spec_from_config
+from helix.models.eagle3 import drafted_by
 from helix.models.loading import Checkpoint, read_config
 from helix.placement import BlockBudget, Placement
 from helix.run.model_runner import ModelRunner
-from helix.speculation import DraftBudget, Drafter, DraftModel, ModelDrafter, SparseDrafter
+from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
 from kernels.scaled import ScaledMatrix
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
@@ -94,10 +96,16 @@ def build_kept(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch
 
 
 def _built(
-    checkpoint: Checkpoint, layout: HelixLayout, comm: Communicator, dtype: torch.dtype, formats: Formats
+    checkpoint: Checkpoint,
+    layout: HelixLayout,
+    comm: Communicator,
+    dtype: torch.dtype,
+    formats: Formats,
+    with_layer: Callable[[DecoderSpec], DecoderSpec] = lambda spec: spec,
 ) -> Decoder:
-    spec = replace(checkpoint.with_head(spec_from_config(read_config(checkpoint.path))), eos=())
+    spec = with_layer(replace(checkpoint.as_stored(spec_from_config(read_config(checkpoint.path))), eos=()))
     model = Decoder(spec, layout, comm, dtype, comm.device, formats)
+    checkpoint.check(model.weights.slices, spec.unused)
     checkpoint.load(model.weights)
     return model
 
@@ -116,6 +124,27 @@ class ModelDrafts:
     kind: type[ModelDrafter] = ModelDrafter
 
 
+@dataclass(frozen=True)
+class LayerDrafts:
+    """Settings of drafts by a next-token layer."""
+
+    limit: int
+    noise: str = "shared"
+    kind: type[LayerDrafter] = LayerDrafter
+    eagle3: SpeculationConfig | None = None
+
+    def spec(self, target: DecoderSpec) -> DecoderSpec:
+        """The target's spec with the layer."""
+        return target.with_mtp() if self.eagle3 is None else drafted_by(target, make_eagle3(self.eagle3, target)[0])
+
+    def layer(self, model: Decoder, layout: HelixLayout, comm: Communicator) -> DraftLayer:
+        """The rank's part of the layer."""
+        if self.eagle3 is not None:
+            return load_eagle3(self.eagle3, model, layout, comm)
+        assert model.next_token is not None
+        return model.next_token
+
+
 def build_engine(
     path: Path,
     layout: HelixLayout,
@@ -127,7 +156,7 @@ def build_engine(
     max_length: int = 512,
     prefill_chunk: int = 64,
     dtype: torch.dtype = torch.float32,
-    drafter: Drafter | SelfDrafts | ModelDrafts | None = None,
+    drafter: Drafter | SelfDrafts | ModelDrafts | LayerDrafts | None = None,
     adaptive: bool = True,
     sparse: Sparse | None = None,
     pages: int | None = None,
@@ -136,18 +165,23 @@ def build_engine(
     timeout_s: float = 60.0,
     build: Build = build_model,
     kv: str = "auto",
+    snapshots: int = 0,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
-    model = build(path, layout, comm, dtype)
+    if isinstance(drafter, LayerDrafts):
+        model = _built(Checkpoint(path), layout, comm, dtype, unpacked, drafter.spec)
+    else:
+        model = build(path, layout, comm, dtype)
     spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
     keeps = spec.keeps(layout, comm.rank, dtype, kv)
     drafts = 0 if drafter is None else drafter.limit
-    sizes = StepSizes(max_batch, drafts + 1, prefill_chunk)
+    sizes = StepSizes(max_batch, drafts + 1, prefill_chunk, snapshots)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
     score = sparse.score if sparse else "bounds" if quest else None
+    parts = sparse.budget.parts if sparse else 1
     policy: AttentionPolicy | None = None
     if sparse:
         over_all = comm if sparse.choice == "global" else None
@@ -159,14 +193,14 @@ def build_engine(
         assert score is not None and sparse is not None and sparse.hot is not None
         block = BlockShape.of(keeps, page_size)
         cache: KVCache = TieredCache(
-            with_bounds(keeps, dtype), pages, placement, device, sizes, score=score,
+            with_bounds(keeps, dtype, parts), pages, placement, device, sizes, score=score,
             store=HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device),
             hot=sparse.hot, piece_pages=4,
         )  # fmt: skip
         for tensor in cache.on_gpu:
             tensor.fill_(-1)  # NaN in every dtype
     else:
-        keeps = keeps if score is None else with_bounds(keeps, dtype)
+        keeps = keeps if score is None else with_bounds(keeps, dtype, parts)
         cache = KVCache(keeps, pages, placement, device, sizes, score)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
@@ -177,6 +211,11 @@ def build_engine(
         )  # fmt: skip
         if drafter.scores is not None:
             drafter.scores.planes.fill_(torch.nan)
+    if isinstance(drafter, LayerDrafts):
+        drafter = drafter.kind(
+            drafter.limit, drafter.layer(model, layout, comm), dtype, comm, cache, placement, noise=drafter.noise,
+            max_batch=max_batch, max_length=max_length,
+        )  # fmt: skip
     if isinstance(drafter, ModelDrafts):
         own, ranks = drafter.layout, drafter.comm
         drafter = drafter.kind(

@@ -206,13 +206,14 @@ def test_too_large_a_model_ends_every_rank_with_one_line(tmp_path: Path) -> None
 
 
 def test_prompts_are_timed_where_they_are_served(tmp_path: Path) -> None:
-    """One is beyond the model's context, the other has room for its drafts."""
-    record = tmp_path / "record.json"
+    """One is beyond the model's context, the other has room for its drafts; each is written as it ends."""
+    record, output = tmp_path / "record.json", tmp_path / "points.jsonl"
     points = "bench.points=[1x40000,2x64]"
-    given = ["model=demo", "bench=prefill", points, "speculation=ngram", f"record={record}"]
+    given = ["model=demo", "bench=prefill", points, "speculation=ngram", f"record={record}", f"bench.output={output}"]
     ended = run(tmp_path, *given, command=LABORATORY)
     assert ended.code == 0, ended.output
     long, short = json.loads(record.read_text())["points"]
+    assert [json.loads(line) for line in output.read_text().splitlines()] == [long, short]
     assert "context of 32768" in long["failed"] and short["tokens_per_s"] == 2 * 64 / short["prefill_s"] < 1e5
 
 

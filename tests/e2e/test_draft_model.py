@@ -126,7 +126,7 @@ def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool)
             paces = (StepPlan(drafts, 1.0, run) for drafts, run in runs(gamma if each else 0, paused))
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 0:
-                    patch.setattr(DraftPolicy, "pace", lambda policy, rows, without, paces=paces: next(paces))
+                    patch.setattr(DraftPolicy, "pace", lambda *_, paces=paces: next(paces))
                 engine = build_engine(checkpoint(family), layout, comm, 16, drafter=each)
                 outputs = list(engine.generate([Request(0, prompt, tokens)]))
             taken.append(outputs[-1].output_ids if outputs else ())
@@ -245,7 +245,7 @@ class TestDistribution:
 
         def read(model: Decoder, table: Tensor) -> None:
             columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
-            model.hidden = lambda cache, step, policy: step.tokens  # type: ignore[assignment,method-assign]
+            model.states = lambda cache, step, policy: (step.tokens, step.tokens)  # type: ignore[assignment,method-assign]
             model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]
 
         def body(world: LoopbackWorld, rank: int) -> Tensor:

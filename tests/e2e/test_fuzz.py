@@ -24,7 +24,7 @@ from tests.pool import pool
 # A small model that drafts for itself, and verifies from token 14 on: the group ends in an append block that is the
 # first of its rank, so that the group's first queries read nothing there.
 FIRST_BLOCK = TWO_RANKS | {"kv.append_block": 17}
-FIRST_BLOCK |= {"kv.page_size": 32, "kv.tokens": 64, "hopb.chunks": "none", "decode.max_batch": 1}
+FIRST_BLOCK |= {"kv.page_size": 32, "kv.tokens": 64, "hopb.chunks": "none", "decode.max_batch": "1"}
 FIRST_BLOCK |= {"speculation.drafter": "sparse", "speculation.gamma": 3, "speculation.adaptive": False}
 SMALL = {"model_type": "llama", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3}
@@ -64,7 +64,10 @@ def test_a_case_follows_from_its_family_and_seed() -> None:
     assert str(Options(device="cuda", processes=2).case("qwen3", 5)) != str(Options().case("qwen3", 5))
     drawn = Counter(f"{name}={value}" for case in cases for name, value in case.features.items())
     policies = ("any", "c2q", "window", "quest", "full")
-    wanted = [f"drafter={name}" for name in ("none", "ngram", "model", *(f"sparse {policy}" for policy in policies))]
+    wanted = [
+        f"drafter={name}"
+        for name in ("none", "ngram", "suffix", "mtp", "eagle3", "model", *(f"sparse {policy}" for policy in policies))
+    ]
     wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "tier=host", "hopb=4"]
     wanted += ["layout=dp 1x1x2", "layout=dp 1x1x3"]
     assert not [feature for feature in wanted if not drawn[feature]], drawn

@@ -128,6 +128,7 @@ def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: s
     launches = Launches()
     if patch is not None:
         patch.setattr(comm, collective, launches.named(collective, getattr(comm, collective)))
+        patch.setattr(comm, "takes_sms", lambda *args: collective != "merge_exchange")
         patch.setattr(GridExecutor, "__call__", launches.named(None, GridExecutor.__call__))
         patch.setattr(dispatch, "on_gpu", lambda t: launches.counts)
         mixer = engine.runner.model.layers[0].mixer

@@ -71,9 +71,10 @@ def test_chunks_of_a_batch(monkeypatch: pytest.MonkeyPatch, values: bool, gather
         engine.runner.hopb = "2"
         run = engine.runner.model.pipeline.run
 
-        def spy(*args: object) -> None:
+        def spy(*args: object, leads: bool) -> None:
+            assert not leads
             seen.append(engine.comm.rank)
-            run(*args)  # type: ignore[arg-type]
+            run(*args, leads=leads)  # type: ignore[arg-type]
 
         engine.runner.model.pipeline.run = spy  # type: ignore[method-assign]
 

@@ -16,7 +16,7 @@ from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
-from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
+from tests.e2e.checkpoints import FAMILIES, HYBRID_FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
 from tests.pairs import Case, params
 from tests.pool import Pool
@@ -29,6 +29,9 @@ LENGTHS = (7, 1, 15, 16, 17, 300)
 NEW_TOKENS = 24
 # Fewer and shorter with experts, whose layers differ in the FFN alone, for many grids; the longest is of two chunks.
 MOE_LENGTHS, MOE_TOKENS = (1, 17, 90), 12
+STATE_LENGTHS = (1, 3, 64, 150)  # below and at the rows of a convolution and of a chunk, over prompt chunks
+# Of the others, those with paths of their own through steps get all lengths; what else differs shows at any.
+LONG = "llama-llama3", "llama-yarn-biased-tied", "qwen2", "qwen2-windowed-tied", "qwen3", "mistral-windowed"
 
 
 def layouts(family: str) -> list[HelixLayout]:
@@ -45,16 +48,23 @@ def grids() -> list[Case]:
 
 @pytest.mark.parametrize("family, kvp, tpa, block", params(grids(), "{}-kvp{}-tpa{}-block{}".format))
 def test_every_layout_and_block(family: str, kvp: int, tpa: int, block: int) -> None:
-    wanted = oracle(family, *((MOE_LENGTHS, MOE_TOKENS) if family == "demo" else (LENGTHS, NEW_TOKENS)))  # 8 layers
+    wanted = oracle(family, *((LENGTHS, NEW_TOKENS) if family in LONG else (MOE_LENGTHS, MOE_TOKENS)))
     check(loopback(checkpoint(family), HelixLayout.create("helix", kvp, tpa), block, wanted), wanted)
 
 
 @pytest.mark.parametrize(
-    "mode, kvp, tpa", [("tp", 1, 8), ("tp", 1, 2), ("medha", 4, 2), ("medha", 3, 1)], ids=lambda x: str(x)
+    "family, mode, kvp, tpa",
+    [
+        *(("qwen2", *case) for case in (("tp", 1, 8), ("tp", 1, 2), ("medha", 4, 2), ("medha", 3, 1))),
+        ("olmo2", "tp", 1, 8),  # norms over all heads, of which keys' are on two ranks each
+        ("olmo2", "medha", 2, 2),
+        ("gemma3", "tp", 1, 8),
+    ],
+    ids=str,
 )
-def test_baseline_modes(mode: str, kvp: int, tpa: int) -> None:
-    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    check(loopback(checkpoint("qwen2"), HelixLayout.create(mode, kvp, tpa), 16, wanted), wanted)
+def test_baseline_modes(family: str, mode: str, kvp: int, tpa: int) -> None:
+    wanted = oracle(family, *((LENGTHS, NEW_TOKENS) if family in LONG else (MOE_LENGTHS, MOE_TOKENS)))
+    check(loopback(checkpoint(family), HelixLayout.create(mode, kvp, tpa), 16, wanted), wanted)
 
 
 def gloo_cases() -> list[object]:
@@ -73,7 +83,7 @@ def gloo_cases() -> list[object]:
 
 @pytest.mark.parametrize("family, layout, block", gloo_cases())
 def test_gloo_ranks(gloo_pool: Callable[[int], Pool], family: str, layout: HelixLayout, block: int) -> None:
-    few = family in MOE_FAMILIES or layout.world_size > 3  # many processes wait for each other at each token
+    few = family not in LONG or layout.world_size > 3  # many processes wait for each other at each token
     wanted = oracle(family, *((MOE_LENGTHS, MOE_TOKENS) if few else (LENGTHS, NEW_TOKENS)))
     task = (checkpoint(family), layout, block, wanted, "cpu")
     check(gloo_pool(layout.world_size).run(distributed_rank, *task, timeout_s=240.0), wanted)
@@ -95,6 +105,24 @@ def expert_grids() -> list[Case]:
 @pytest.mark.parametrize("family, kvp, tpa, ep, block", params(expert_grids(), "{}-kvp{}-tpa{}-ep{}-block{}".format))
 def test_experts_on_every_grid(family: str, kvp: int, tpa: int, ep: int, block: int) -> None:
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), HelixLayout.create("helix", kvp, tpa, ep=ep), block, wanted), wanted)
+
+
+def hybrid_grids() -> list[Case]:
+    """Every family with states, attention grid, width of EP and block."""
+    return [
+        (family, layout.kvp, layout.tpa, ep, block)
+        for family in HYBRID_FAMILIES
+        for layout in layouts(family)
+        for ep in (1, 2)
+        if layout.world_size % ep == 0
+        for block in BLOCKS
+    ]
+
+
+@pytest.mark.parametrize("family, kvp, tpa, ep, block", params(hybrid_grids(), "{}-kvp{}-tpa{}-ep{}-block{}".format))
+def test_states_on_every_grid(family: str, kvp: int, tpa: int, ep: int, block: int) -> None:
+    wanted = oracle(family, STATE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), HelixLayout.create("helix", kvp, tpa, ep=ep), block, wanted), wanted)
 
 
@@ -138,12 +166,12 @@ def test_a_sink_on_every_rank_is_caught() -> None:
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_an_expert_that_adds_up_twice_is_caught(family: str) -> None:
+def test_experts_that_add_up_twice_are_caught(family: str) -> None:
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
 
     def tamper(engine: Engine) -> None:
         if engine.comm.rank == 1:
-            engine.runner.model.layers[0].ffn.down[0] *= 2
+            engine.runner.model.layers[-1].ffn.down.mul_(2)
 
     results = loopback(checkpoint(family), HelixLayout.create("helix", 2, 1, ep=2), 16, wanted, tamper)
     with pytest.raises(AssertionError, match="prompt"):
@@ -151,11 +179,28 @@ def test_an_expert_that_adds_up_twice_is_caught(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode, kvp, tpa, ep", [("tp", 1, 8, 4), ("tp", 1, 3, 3), ("medha", 2, 2, 2), ("medha", 3, 1, 1)]
+    "family, mode, kvp, tpa, ep",
+    [
+        *(("gpt-oss", *c) for c in (("tp", 1, 8, 4), ("tp", 1, 3, 3), ("medha", 2, 2, 2), ("medha", 3, 1, 1))),
+        ("minimax-m2", "tp", 1, 8, 4),
+        ("minimax-m2", "medha", 2, 2, 2),
+    ],
 )
-def test_experts_in_baseline_modes(mode: str, kvp: int, tpa: int, ep: int) -> None:
-    wanted = oracle("gpt-oss", MOE_LENGTHS, MOE_TOKENS)
-    check(loopback(checkpoint("gpt-oss"), HelixLayout.create(mode, kvp, tpa, ep=ep), 16, wanted), wanted)
+def test_experts_in_baseline_modes(family: str, mode: str, kvp: int, tpa: int, ep: int) -> None:
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), HelixLayout.create(mode, kvp, tpa, ep=ep), 16, wanted), wanted)
+
+
+def test_a_norm_of_own_heads_alone_is_caught() -> None:
+    wanted = oracle("olmo2", MOE_LENGTHS, MOE_TOKENS)
+
+    def tamper(engine: Engine) -> None:
+        for layer in engine.runner.model.layers:
+            layer.mixer._squares.spread = False
+
+    results = loopback(checkpoint("olmo2"), HelixLayout.create("helix", 1, 2), 16, wanted, tamper)
+    with pytest.raises(AssertionError, match="prompt"):
+        check(results, wanted)
 
 
 def test_prefill_has_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from comm.loopback import LoopbackWorld
+from comm.solo import SoloCommunicator
 from helix.events.decision import StepKind
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
@@ -19,10 +25,25 @@ from helix.run.autotune import fill
 from helix.run.rehearsal import rehearse
 from helix.speculation import DraftBudget, NgramDrafter
 from kernels import dispatch
-from kernels.ahead import compiled_ahead
-from tests.e2e.checkpoints import checkpoint, oracle
+from kernels.ahead import compiled_ahead, on_compilation
+from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import ModelDrafts, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+
+
+def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key scores are a sequence's own: four deep prompts would want more pages of them than there are."""
+    monkeypatch.setattr("helix.control.engine.DEEP", 64)
+    own, shared = SelfDrafts(2, DraftBudget(sparsity=0.2)), NgramDrafter(3, 2)
+    for drafter, wanted in ((own, {0: [2, 4, 8], 64: [2]}), (shared, {0: [2, 4, 8], 64: [2, 4, 8]})):
+        layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
+        e = build_engine(checkpoint("qwen2"), layout, comm, 16, max_length=192, pages=19, drafter=drafter, max_batch=8)
+        met: dict[int, list[int]] = {}
+        for prompts, _, depth in e._chunks(e._pages * e.runner.placement.stripes.page_tokens):
+            if prompts > 1:
+                met.setdefault(depth, []).append(prompts)
+        assert met == wanted
+        e.close()
 
 
 @pytest.mark.parametrize(
@@ -84,3 +105,48 @@ def test_sequences_that_are_timed_share_no_page() -> None:
         fill(e.runner, rows, 40)
         held = e.runner.state.block_tables[:rows, :3].flatten().tolist()
         assert len(set(held)) == len(held) == 3 * rows, rows
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", ["qwen2 1", "demo 1 pads", "qwen3-moe 1 pads", "gpt-oss 1", "deepseek-v3-yarn 1 pads"])
+def test_what_is_served_later_needs_no_other_kernel(case: str) -> None:
+    """60 chunks of random sizes, prompts and depths, and steps: what they need follows from arguments."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.e2e.rehearsed", *case.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rehearsed, later = (int(n) for n in done.stdout.splitlines()[0].split())
+    assert rehearsed > 30 and later == 0, done.stdout
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_while_300_requests_are_served() -> None:
+    """Random lengths, sampling and arrivals, prompts of up to 12K tokens, beginnings that are known."""
+    device = torch.device("cuda", 0)
+    e = build_engine(
+        DEMO, HelixLayout.create(), SoloCommunicator(device), 16, page_size=64, max_batch=32, max_length=30_000,
+        prefill_chunk=8192, dtype=torch.bfloat16, pages=6000,
+    )  # fmt: skip
+    draws = [StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)]
+    e.warm_up(draws, chunks=True)
+    made: list[str] = []
+    on_compilation(made.append)
+    rng = random.Random(0)
+    text = [rng.randrange(4000) for _ in range(29_000)]
+    requests = []
+    for i in range(300):
+        known, own = (
+            rng.choice([0, 0, rng.randrange(16_000)]),
+            rng.choice([rng.randrange(1, 200), rng.randrange(1, 12_000)]),
+        )
+        prompt = (*text[:known], *(rng.randrange(4000) for _ in range(own)))
+        sampling = rng.choice(
+            [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=9)]
+        )
+        requests.append(Request(i, prompt, rng.randrange(1, 40), sampling))
+    try:
+        ended = [o.finish_reason for o in e.generate(requests) if o.finish_reason]
+    finally:
+        on_compilation(None)
+    assert len(ended) == 300 and made == [], made
+    e.close()

@@ -397,7 +397,7 @@ def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[s
 
     def tabled(model: Decoder) -> None:
         columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
-        model.hidden = lambda cache, step, policy: step.tokens  # type: ignore[assignment,method-assign]
+        model.states = lambda cache, step, policy: (step.tokens, step.tokens)  # type: ignore[assignment,method-assign]
         model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]
 
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, list[int]], dict[Any, str], tuple[int, int, int]]:

@@ -59,7 +59,7 @@ def whimsical() -> Callable[[DraftPolicy, int], StepPlan]:
     """Paces at random: every count of drafts, every limit of a row, runs of one to three steps."""
     generator = random.Random(0)
 
-    def pace(policy: DraftPolicy, rows: int, without: Collection[int]) -> StepPlan:
+    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int]) -> StepPlan:
         limits = tuple(generator.choice([0, 1, 2, policy.sizes[-1]]) for _ in range(rows))
         return StepPlan(generator.choice(policy.sizes), 1.5, generator.randint(1, 3), generator.choice([(), limits]))
 
@@ -197,7 +197,7 @@ class Refused(Drafter):
 def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request of a slot begins with all drafts, whatever became of those of the first, to its last run."""
 
-    def pace(policy: DraftPolicy, rows: int, without: Collection[int]) -> StepPlan:
+    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int]) -> StepPlan:
         return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)), 1e-4)
 
     monkeypatch.setattr(DraftPolicy, "pace", pace)

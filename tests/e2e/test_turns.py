@@ -45,13 +45,22 @@ def halved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         ("qwen2", HelixLayout.create("tp", 1, 2)),
         ("qwen2", HelixLayout.create("medha", 3, 1)),
         ("gpt-oss", HelixLayout.create("helix", 2, 1, ep=2)),
+        ("minimax-m2", HelixLayout.create("helix", 2, 1, ep=2)),
+        ("ministral3", HelixLayout.create("helix", 2, 2)),
     ],
     ids=str,
 )
 def test_halves_change_nothing(family: str, layout: HelixLayout, halved: list[tuple[int, int]]) -> None:
-    wanted = oracle(family, *((MOE_LENGTHS, MOE_TOKENS) if family == "gpt-oss" else (LENGTHS, NEW_TOKENS)))
+    wanted = oracle(family, *((LENGTHS, NEW_TOKENS) if family == "qwen2" else (MOE_LENGTHS, MOE_TOKENS)))
     check(loopback(checkpoint(family), layout, 16, wanted), wanted)
     assert (32, 32) in halved
+
+
+def test_norms_over_all_heads_of_several_ranks_are_not_halved(halved: list[tuple[int, int]]) -> None:
+    """Their sums go through boxes that one stream owns."""
+    wanted = oracle("olmo2", MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint("olmo2"), HelixLayout.create("helix", 1, 2), 16, wanted), wanted)
+    assert not halved
 
 
 @pytest.mark.parametrize("gathers", [False, True])

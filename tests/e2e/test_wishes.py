@@ -246,7 +246,7 @@ def test_what_a_grammar_takes_does_not_delay_the_next_decision(monkeypatch: pyte
     monkeypatch.setattr("helix.control.serving.time", SimpleNamespace(sleep=naps.append))
     monkeypatch.setattr("helix.control.serving.AHEAD_S", 0.0)
     monkeypatch.setattr(
-        DraftPolicy, "observe", lambda policy, rows, drafts, of_steps, outcomes: seconds.extend(of_steps)
+        DraftPolicy, "observe", lambda policy, rows, kv_tokens, drafts, of_steps, outcomes: seconds.extend(of_steps)
     )
     monkeypatch.setattr(DraftPolicy, "seconds", lambda policy, rows, drafts: 1e-3)
     guided = make_requests()[4]

@@ -25,8 +25,11 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
+from kernels.attention.flash_decode_many_rows_sm90 import _flash_decode_many_sm90_kernel
 from kernels.attention.flash_prefill import _flash_prefill_kernel
+from kernels.attention.flash_prefill_sm90 import SHAPES as PREFILL_SHAPES
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
+from kernels.attention.head_squares import _head_squares_kernel
 from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
 from kernels.attention.merge_messages import _merge_messages_kernel
@@ -34,13 +37,13 @@ from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
 from kernels.attention.unpacked_prefill import _unpack_pages_kernel
 from kernels.dense.linear import _linear_kernel
-from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel
-from kernels.dense.linear_fp8_sm90 import HALF as PAIRS
+from kernels.dense.linear_fp8_sm90 import E4M3, E4M3_PAIRS, _linear_fp8_sm90_kernel, rows_of
 from kernels.dense.linear_scaled import _scaled_linear_kernel, _unpack_kernel
 from kernels.dense.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.dense.linear_sm90 import SHARED as SLICED
 from kernels.dense.qkv_append import _qkv_append_kernel
 from kernels.dense.rms_norm import _rms_norm_kernel
+from kernels.dense.rotary import _angles_kernel
 from kernels.indexer.append import _index_append_kernel
 from kernels.indexer.choose import TILE as SCORES
 from kernels.indexer.choose import _count_digits_kernel, _list_between_kernel, _write_chosen_kernel
@@ -62,6 +65,7 @@ from kernels.moe.experts import (
     tiles_of,
     way_of,
 )
+from kernels.moe.experts_scaled_sm90 import _moe_scaled_sm90_kernel, parts_of, stages_of, words_shared
 from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
 from kernels.moe.router import _route_kernel
@@ -80,11 +84,12 @@ from kernels.sparse.select_tokens import _select_tokens_kernel
 from kernels.tier.copy_blocks import _copy_blocks_kernel, piece_shape
 from kernels.tier.resolve import _resolve_kernel
 from kernels.tier.write_back import _write_back_kernel
+from tests.kernels.compile_recurrent import recurrent_cases
 from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PLAIN = {"scales": None, "GROUP": 1, "GROUPS": 0, "BEGIN": 0}  # weights that are not of a few bits
-AMONG, BESIDE = {"READY": False, "ALONE": False}, {"READY": True, "ALONE": True}  # attention, of a whole batch or not
+AMONG, BESIDE = {"READY": False}, {"READY": True}  # attention of a whole batch, of a chunk behind another's
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 # Arguments that are no tensors of the case's dtype and no strides: type, and whether it is a multiple of 16.
@@ -95,8 +100,10 @@ SPECIAL = {
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
     **dict.fromkeys(("out_lse", "lse", "part_lse", "to_lse", "sinks", "k_scales", "v_scales"), ("*fp32", True)),
+    **dict.fromkeys(("means", "inv_freq"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_scale"), ("fp32", False)),
+    **dict.fromkeys(("q_share", "k_share", "factor"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
@@ -106,8 +113,11 @@ SPECIAL = {
     **dict.fromkeys(("best", "p_best", "q_best", "candidates", "pairs"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
-    **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
+    **dict.fromkeys(("has_mismatch", "active", "shaped", "live"), ("*i1", True)),
+    **dict.fromkeys(("a_log", "dt_bias", "state", "totals", "betas"), ("*fp32", True)),
+    **dict.fromkeys(("kept_rows", "kept_gates", "work"), ("*fp32", True)),
     **dict.fromkeys(("history", "seen", "allowed"), ("*i32", True)),
+    **dict.fromkeys(("others", "cursor", "salts", "found", "own_found", "others_found", "proposed"), ("*i64", True)),
     **dict.fromkeys(("repetition", "frequency", "presence"), ("*fp32", True)),
     **dict.fromkeys(("positions", "ends_from", "summaries", "merged"), ("*i64", True)),
     "kept": ("*fp16", True),
@@ -136,8 +146,8 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
-    "ropes", "to_out",
+    "block_bounds", "part_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits",
+    "q_logits", "part", "ropes", "to_out", "gates", "z", "conv", "norm", "ring", "gate", "k", "v", "w", "u", "o",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 # Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
@@ -154,14 +164,14 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 1, 64),
         (bf16, 64, 8, 16, 64), (bf16, 256, 16, 32, 16), (bf16, 128, 8, 8, 128), (fp32, 128, 8, 8, 100),
     ):  # fmt: skip
-        tile, alone = decode_tile(tokens * group, dim, dtype), decode_tile(tokens * group, dim, dtype, alone=True)
-        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
+        tile = decode_tile(tokens * group, dim, dtype)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
         shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **AMONG, **PLAIN_KEYS, **UNSCALED["auto"], **tile}
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         paged = shared | none | {"PAGE": page, "HOLES": False}
-        yield "decode-alone", dtype, _flash_decode_kernel, paged | BESIDE, alone
+        yield "decode-beside", dtype, _flash_decode_kernel, paged | BESIDE, options
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
@@ -176,14 +186,20 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         world = {"RANKS": 8, "BLOCK_RANKS": 8, "PIECES": 1024, "SIZE": PIECE_WORDS, "IN_GROUP": IN_GROUP}
         world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True, "AHEAD": dim == 128}
         yield "merge-exchange", dtype, _merge_exchange_kernel, merge | world, {"num_warps": 2}
+    for group, tokens, page, collect in ((7, 12, 64, ""), (7, 12, 128, "any"), (8, 16, 64, "ends")):
+        name = "many-rows-sm90" + f"-{collect}" * bool(collect)
+        many = {"T": tokens, "HEADS": 1 + (group == 8), "GROUP": group, "PAGE": page, "BLOCK_B": 32, "ROWS": 128}
+        many |= {"SINKS": group == 8, "EARLY": True, "COLLECT": collect}
+        many |= {} if collect else {"kept": None, "kept_table": None}
+        yield name, bf16, _flash_decode_many_sm90_kernel, many, {"num_warps": 4}
     yield from scaled_cases()
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
         yield "prefill", dtype, _flash_prefill_kernel, constants, options
-    for group, page, sinks in ((7, 64, False), (16, 128, True)):
-        constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
+    for dim, group, page, sinks in ((128, 7, 64, False), (128, 16, 128, True), (256, 6, 64, False)):
+        constants = {"D": dim, "GROUP": group, "PAGE": page, "SINKS": sinks, **PREFILL_SHAPES[dim]}
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
     latents = {"R": 512, "P": 64, "PAGE": 64, "SCALE_PAGE": 64}
     for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
@@ -219,14 +235,20 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield f"combine-{rows}", bf16, _lse_combine_kernel, tile, {"num_warps": warps}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
+    yield "angles", bf16, _angles_kernel, {"HALF": 64, "BLOCK": 64}, {"num_warps": 1}
+    squared = {"Q": 6144, "K": 1024, "BLOCK": 1024, "PDL": True}
+    yield "head-squares", bf16, _head_squares_kernel, squared, {"num_warps": 4}
     for kv, unscaled in UNSCALED.items():
-        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128} | unscaled
+        append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "V_HEAD": 128, "means": None} | unscaled
         append |= {"SCALE_NEXT": 128, "SCALE_HEAD": 64}
         yield f"append-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
         yield f"append-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
+        del append["means"]
+        yield f"append-over-all-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
+        yield f"append-over-all-many-{kv}", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
     for kv, (head, words, apart) in BLOCKS.items():
         append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True, "PAGE": 128, "SLOT": 128, "HEAD": head, "TOKENS": 1}
-        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words} | UNSCALED[kv]
+        append |= {"V_HEAD": apart * head, "SCALE_NEXT": 2 * words, "SCALE_HEAD": words, "means": None} | UNSCALED[kv]
         yield f"append-block-{kv}", bf16, _kv_append_kernel, append, {"num_warps": 1}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
@@ -262,16 +284,17 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             yield "linear-sm90-send", bf16, _linear_sm90_kernel, tile | world | none, {"num_warps": 4}
     for gated, split, most, parts, stages in (
         (False, 4, 8, 2, 5), (False, 16, 16, 2, 4), (False, 1, 32, 1, 6), (True, 3, 8, 2, 5), (True, 1, 32, 1, 6),
-        (False, 2, 64, 1, 4), (True, 1, 64, 1, 4),
+        (False, 2, 64, 1, 4), (True, 1, 64, 1, 4), (False, 4, 128, 1, 4), (True, 3, 128, 1, 4),
     ):  # fmt: skip
         tile = {"SPLIT": split, "N_MAX": most, "PARTS": parts, "STAGES": stages, "GROUP": 128, "BEGIN": 64}
-        tile |= {"BIAS": True, "GATED": gated}
-        yield "linear-fp8-sm90", bf16, _linear_fp8_sm90_kernel, tile | alone | none, {"num_warps": 4}
+        tile |= {"BIAS": True, "GATED": gated, "ROWS": rows_of(most)}
+        warps = {"num_warps": rows_of(most) // 16}
+        yield "linear-fp8-sm90", bf16, _linear_fp8_sm90_kernel, tile | alone | none, warps
         if gated:
             to_heads = tile | alone | heads | {"GATED": False, "out": None}
-            yield "qkv-append-fp8-sm90", bf16, _linear_fp8_sm90_kernel, to_heads, {"num_warps": 4}
+            yield "qkv-append-fp8-sm90", bf16, _linear_fp8_sm90_kernel, to_heads, warps
         else:
-            yield "linear-fp8-sm90-send", bf16, _linear_fp8_sm90_kernel, tile | world | none, {"num_warps": 4}
+            yield "linear-fp8-sm90-send", bf16, _linear_fp8_sm90_kernel, tile | world | none, warps
     for rows, block_r, block_k, stages, warps in ((64, 64, 128, 5, 4), (8, 64, 128, 5, 4), (256, 128, 64, 4, 8)):
         tile = {"R": 2112, "K": 7168, "GROUP": 128, "GROUPS": 57, "BEGIN": 64, "BLOCK_R": block_r, "BLOCK_K": block_k}
         tile |= {"BLOCK_N": min(128, max(16, rows)), "STAGES": stages, "TOGETHER": 8, "BIAS": True, "PDL": True}
@@ -309,6 +332,21 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             if not gate:
                 world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": H > 4096, "out": None}
                 yield "moe-sm90-send", bf16, _moe_sm90_kernel, shape | extra | world, {"num_warps": 4}
+    for E, H, F, k, tokens, columns, clamped, group, begin in (
+        (128, 2048, 768, 8, 40, 8, False, 128, 0),  # of Qwen3-30B-A3B, DeepSeek-R1; of gpt-oss-20b
+        (32, 7168, 2048, 8, 128, 16, False, 128, 0),
+        (8, 2880, 1440, 4, 128, 32, True, 128, 96),
+        (32, 2880, 2880, 4, 5, 8, True, 32, 0),
+        (32, 2880, 2880, 4, 40, 16, True, 32, 0),
+        (32, 2880, 2880, 4, 128, 32, True, 32, 0),
+    ):
+        shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(128, triton.next_power_of_2(tokens * k))}
+        shape |= {"COLUMNS": columns, "STAGES": stages_of(columns, group == 32), "LISTS": 3, "CLAMPED": clamped}
+        shape["PARTS"] = parts_of(columns, group == 32)
+        for gate in (True, False):
+            groups = triton.cdiv(begin * (not gate) + (H if gate else F), group)
+            extra = {"GATE": gate, "BIAS": clamped, "GROUP": group, "GROUPS": groups, "BEGIN": begin * (not gate)}
+            yield "moe-scaled-sm90", bf16, _moe_scaled_sm90_kernel, shape | extra, {"num_warps": 4}
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
@@ -324,6 +362,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield from verify_cases()
     yield from sparse_cases()
     yield from token_cases()
+    yield from recurrent_cases()
 
 
 def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -336,8 +375,8 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         (fp32, 128, 8, 1, 64, "fp8"),
     ):  # fmt: skip
         few = 1 + (kv == "fp8")
-        tile, alone = (decode_tile(tokens * group, dim, dtype, few, alone=each) for each in (False, True))
-        options, alone = ({name: of.pop(name) for name in ("num_warps", "num_stages")} for of in (tile, alone))
+        tile = decode_tile(tokens * group, dim, dtype, few)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "PAGE": page}
         shared |= {"SINKS": False, "EARLY": True, "PDL": True, "HOLES": page == 1, **AMONG}
@@ -346,7 +385,7 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         shared |= scales | tile
         none = {"kept": None, "kept_table": None, "COLLECT": ""}
         yield f"decode-{kv}", dtype, _flash_decode_kernel, shared | none, options
-        yield f"decode-alone-{kv}", dtype, _flash_decode_kernel, shared | none | BESIDE, alone
+        yield f"decode-beside-{kv}", dtype, _flash_decode_kernel, shared | none | BESIDE, options
         if page == 128:
             for counted in ("ends", "any"):
                 collects = shared | {"COLLECT": counted}
@@ -360,11 +399,12 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     ):  # fmt: skip
         slots = max(page, 64)
         given = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 32, "ROWS": 16, "PAGE": page}
-        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1}
+        given |= {"SINKS": tokens == 2, "EARLY": True, "HOLES": page == 1, **AMONG}
         given |= {"V_APART": 1, "SCALE_PAGE": slots, "SCALE_NEXT": 8 * slots, "SCALE_HEAD": slots} | UNSCALED[kv]
         given |= {"QUERIES": 16, "OF_WARP": 32} if tokens * group <= 16 else {"QUERIES": 32, "OF_WARP": 16}
         given["STAGES"] = (3 if kv == "fp8" else 2) * 32 // given["OF_WARP"]
         yield f"decode-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given, {"num_warps": 4}
+        yield f"decode-beside-{kv}-sm90", bf16, _flash_decode_fp8_sm90_kernel, given | BESIDE, {"num_warps": 4}
     for kv, (_, words, apart) in BLOCKS.items():  # over blocks, of which each head reads its own, and of prompts
         tile = decode_tile(7, 128, bf16, 1 + (kv == "fp8"))
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
@@ -375,17 +415,21 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """One query and five drafted ones of a group of seven, and pages of 16 among which 64 are chosen."""
+    """One query and five drafted ones of a group of seven; pages of 16; candidates, and parts of them."""
     bf16 = torch.bfloat16
-    for dtype, queries, chosen, tiles, score in (
-        (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "bounds"), (bf16, 1, 64, 2048, "mean"),
+    for dtype, queries, lanes, tiles, score, parts, stretches in (
+        (bf16, 1, LANES, 256, "bounds", 1, 1), (bf16, 5, LANES, 256, "bounds", 1, 1),
+        (bf16, 1, 2048, 2048, "mean", 1, 1), (bf16, 1, LANES, 256, "bounds", 1, 17),
+        (bf16, 5, LANES, 256, "bounds", 1, 17), (bf16, 1, 2048, 128, "bounds", 8, 1),
     ):  # fmt: skip
         item = {
             "T": queries,
             "HEADS": 4,
             "GROUP": 7,
             "D": 128,
-            "LANES": max(LANES, chosen * TILE),
+            "LANES": lanes,
+            "STRETCHES": stretches,
+            "PARTS": parts,
             "SCORE": score,
             "TILE": TILE,
         }
@@ -393,18 +437,26 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
         yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}
         if queries > 1:
-            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "REPORT", "PDL"
+            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "STRETCHES", "REPORT", "PDL"
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
-    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
+    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128}
     for mean in (False, True):
         for unscaled in ({"k_scales": None}, {}):
-            yield "fold", bf16, _fold_blocks_kernel, grid | {"MEAN": mean} | unscaled, {"num_warps": 4}
+            whole = grid | {"MEAN": mean, "SLOTS": 32, "part_bounds": None} | unscaled
+            yield "fold", bf16, _fold_blocks_kernel, whole, {"num_warps": 4}
+    yield (
+        "fold-parts",
+        bf16,
+        _fold_blocks_kernel,
+        grid | {"MEAN": False, "SLOTS": 16, "k_scales": None},
+        {"num_warps": 4},
+    )
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
-    for block, guess in ((1024, False), (64, False), (64, True)):
-        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess}
+    for block, guess, parts, apart in ((1024, False, 1, 1), (64, False, 1, 1), (64, True, 1, 1), (256, False, 8, 16)):
+        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess, "PARTS": parts, "APART": apart}
         yield "resolve", bf16, _resolve_kernel, found, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
     for words in (16384, *(words for _, words, _ in BLOCKS.values())):
@@ -521,8 +573,11 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if name == "latents" and "scales" in function.arg_names and "scales" not in constants:
             kind = "*i32"  # words of four numbers
         elif name in DESCRIPTORS and isinstance(function, GluonJITFunction):
-            kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
-        if name == "words" and function in (_linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel):
+            columns = constants["D"] if function is _flash_prefill_sm90_kernel else DESCRIPTORS[name]
+            kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {columns}],{SHARED.value!r}>", False
+        if name == "words" and function in (
+            _linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel, _moe_scaled_sm90_kernel,
+        ):  # fmt: skip
             kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS", "D")) else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
             rows = ROWS.value if name == "weights" else constants["N_MAX"]
@@ -531,7 +586,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if function is _linear_fp8_sm90_kernel and name == "weights":
             paired = constants["GATED"] or constants["D"]
             columns = constants["PARTS"] * BLOCK_K.value
-            block = [1, PAIRS.value // 8, 2, 8, columns] if paired else [DOWN_ROWS.value, columns]
+            rows = constants["ROWS"]
+            block = [1, rows // 16, 2, 8, columns] if paired else [rows, columns]
             kind, aligned = f"tensordesc<fp8e4nv{block},{(E4M3_PAIRS if paired else E4M3).value!r}>", False
         if function is _linear_fp8_sm90_kernel and name == "xs":
             block = [constants["N_MAX"], constants["PARTS"] * BLOCK_K.value]
@@ -543,7 +599,11 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             if constants["GROUPS"]:
                 layout, element = E4M3_GATE_UP if constants["GATE"] else E4M3_DOWN, "fp8e4nv"
             kind, aligned = f"tensordesc<{element}{block},{layout.value!r}>", False
-        if function is _moe_sm90_kernel and name == "x_n":
+        if function is _moe_scaled_sm90_kernel and name == "w":
+            columns = BLOCK_K.value // (8 if constants["GROUP"] == 32 else 4)
+            block = [1, HALF.value // 8, 2, 8, columns] if constants["GATE"] else [1, DOWN_ROWS.value, columns]
+            kind, aligned = f"tensordesc<i32{block},{words_shared(columns, len(block))!r}>", False
+        if function in (_moe_sm90_kernel, _moe_scaled_sm90_kernel) and name == "x_n":
             aligned = False
         signature[name] = "constexpr" if name in constants else kind
         if name in constants:

@@ -19,6 +19,7 @@ from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.best_token import _best_of_rank_kernel, _best_of_ranks_kernel
 from kernels.tokens.draw import _draw_kernel
 from kernels.tokens.shape_logits import _shape_logits_kernel
+from kernels.tokens.suffix import _find_others_kernel, _propose_kernel
 from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
 from kernels.tokens.verify import _verify_and_pack_kernel
 
@@ -52,6 +53,7 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "shape-column", torch.float32, _shape_logits_kernel, column | {"BLOCK": 1024}, {"num_warps": 4}
     yield "top-column", torch.float32, _top_of_blocks_kernel, column | {"BLOCK": 2048}, {"num_warps": 4}
     yield from commit_cases()
+    yield from lookup_cases()
     yield "synthetic", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
     yield "shape-logits", torch.float32, _shape_logits_kernel, {"BLOCK": 1024, "PDL": True}, {"num_warps": 4}
     yield "top-of-blocks", torch.float32, _top_of_blocks_kernel, {"BLOCK": 2048, "PDL": True}, {"num_warps": 4}
@@ -92,3 +94,11 @@ def commit_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         yield name, torch.float32, _draw_kernel, drawn | {"RULES_OUT": rules_out}, options
     column = drawn | {"RULES_OUT": False, "V": 1, "first": 1}
     yield "draw-column", torch.float32, _draw_kernel, column, options
+
+
+def lookup_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """Prompt lookup in a sequence of a million tokens, and in 2^18 of others."""
+    search = {"LONGEST": 8, "BLOCK": 1024, "PDL": True}
+    propose = {"BLOCKS": 1024, "MORE_BLOCKS": 256, "DRAFTS": 4, "PDL": True}
+    yield "lookup-others", torch.bfloat16, _find_others_kernel, search, {"num_warps": 8}
+    yield "lookup-propose", torch.bfloat16, _propose_kernel, propose, {"num_warps": 1}

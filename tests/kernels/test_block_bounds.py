@@ -20,19 +20,21 @@ BEFORE, AFTER = [0, 17, 90, 200, 64, 31], [0, 64, 96, 300, 64, 32]
 
 
 @pytest.mark.parametrize("op", [fold_blocks, reference], ids=["kernel", "reference"])
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score, part", [*((score, None) for score in SCORES), ("bounds", 8), ("bounds", 4)])
 @pytest.mark.parametrize("name", CASES)
-def test_pages_that_were_filled(name: str, score: str, op: object, device: torch.device) -> None:
-    """Pages that were filled, and no others, in every layer; what nobody may read is NaN."""
+def test_pages_that_were_filled(name: str, score: str, part: int | None, op: object, device: torch.device) -> None:
+    """Pages that were filled, and no others, in every layer, and their parts; what nobody may read is NaN."""
     c = CASES[name]
     gen = torch.Generator().manual_seed(7)
     layout = HelixLayout.create("helix", c["kvp"])
     n, page, columns, layers = len(BEFORE), c["page"], 30, 2
+    parts = page // (part or page)
     tables = torch.randperm(n * columns, generator=gen).view(n, columns).int()
     starts = torch.arange(n) % c["kvp"]
     for rank in range(c["kvp"]):
         keys = torch.full((layers, n * columns, page, c["heads"], c["dim"]), torch.nan)
         wanted = torch.full((layers, n * columns, c["heads"], 2, c["dim"]), torch.nan)
+        of_parts = torch.full((layers, n * columns, c["heads"], parts, 2, c["dim"]), torch.nan)
         for i in range(n):
             held = int(layout.local_length(AFTER[i], rank, c["block"], int(starts[i])))
             old = int(layout.local_length(BEFORE[i], rank, c["block"], int(starts[i]))) // page
@@ -43,10 +45,16 @@ def test_pages_that_were_filled(name: str, score: str, op: object, device: torch
                 if j >= old and used == page:
                     both = (k.amax(1), k.amin(1)) if score == "bounds" else 2 * (k.mean(1),)
                     wanted[:, tables[i, j]] = torch.stack(both, 2)
+                    for number, x in enumerate(k.split(page // parts, 1)):
+                        of_parts[:, tables[i, j], :, number] = torch.stack((x.amax(1), x.amin(1)), 2)
         bounds = torch.full_like(wanted, torch.nan).to(device)
         args = [x.to(device) for x in (tables, starts, torch.tensor(BEFORE), torch.tensor(AFTER))]
         most = [300 // page + 1] if op is fold_blocks else []
-        op(keys.to(device), None, bounds, *args, *most, score, kvp=c["kvp"], kvp_rank=rank, append_block=c["block"])  # type: ignore[operator]
+        found = torch.full_like(of_parts, torch.nan).to(device) if parts > 1 else None
+        grid = dict(kvp=c["kvp"], kvp_rank=rank, append_block=c["block"])
+        op(keys.to(device), None, bounds, *args, *most, score, **grid, part_bounds=found)  # type: ignore[operator]
+        if found is not None:
+            torch.testing.assert_close(found.cpu(), of_parts, rtol=0, atol=0, equal_nan=True)
         # Bounds are keys; a mean of 96 fp32 numbers of size 1 keeps 96 x 2^-24.
         torch.testing.assert_close(bounds.cpu(), wanted, rtol=0, atol=0 if score == "bounds" else 1e-5, equal_nan=True)
 
@@ -55,7 +63,10 @@ def test_a_key_that_is_no_number_surfaces(device: torch.device) -> None:
     keys = torch.zeros(1, 1, 16, 1, 16, device=device)
     keys[0, 0, 3, 0, 5] = torch.nan
     bounds = torch.zeros(1, 1, 1, 2, 16, device=device)
+    parts = torch.zeros(1, 1, 1, 2, 2, 16, device=device)
     lengths = (torch.tensor([n], device=device) for n in (0, 0, 16))
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    fold_blocks(keys, None, bounds, table, *lengths, 1, "bounds", kvp=1, kvp_rank=0, append_block=16)
+    grid = dict(kvp=1, kvp_rank=0, append_block=16)
+    fold_blocks(keys, None, bounds, table, *lengths, 1, "bounds", **grid, part_bounds=parts)
     assert bounds.isnan().nonzero()[:, -1].tolist() == [5, 5]
+    assert parts.isnan().nonzero()[:, -3:].tolist() == [[0, 0, 5], [0, 1, 5]]

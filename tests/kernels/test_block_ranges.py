@@ -19,13 +19,14 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("parts, candidates", [(1, 0), (4, 2), (4, 1)])
 @pytest.mark.parametrize("name", CASES)
-def test_ranges(name: str, device: torch.device) -> None:
+def test_ranges(name: str, parts: int, candidates: int, device: torch.device) -> None:
     """Candidates are the pages of committed tokens between sink and window, and no others."""
     c = CASES[name]
     layout = HelixLayout.create("helix", c["kvp"])
     lengths = [0, 1, 15, 16, 39, 200, 333, 511]
-    budget = BlockBudget(c["sink"], c["local"], topk=3, from_tokens=40)
+    budget = BlockBudget(c["sink"], c["local"], topk=5, from_tokens=40, parts=parts, candidates=candidates)
     T, page = c["queries"], c["page"]
     committed = torch.tensor(lengths).repeat_interleave(T)
     positions = committed + torch.arange(T).repeat(len(lengths))
@@ -36,12 +37,14 @@ def test_ranges(name: str, device: torch.device) -> None:
         placement = Placement(layout, rank, c["block"], page)
         found = placement.block_ranges(positions, starts, live, T, budget)
         on_device = (x.to(device) for x in (positions, starts, live))
-        sizes = dict(sink_blocks=c["sink"], local_blocks=c["local"], topk=3, from_tokens=40)
+        sizes = dict(
+            sink_blocks=c["sink"], local_blocks=c["local"], topk=5, from_tokens=40, parts=parts, candidates=candidates
+        )
         of_kernel = block_ranges(*on_device, T, page_size=page, **placement.grid, **sizes)
         for mine, theirs in zip(of_kernel, found, strict=True):
             assert torch.equal(mine.cpu(), theirs)
         for n, p in enumerate(positions.tolist()):
-            first, last, pages, hi = (int(x[n]) for x in found)
+            first, last, pages, hi, *of_parts = (int(x[n]) for x in found)
             own = [t for t in range(p + 1) if layout.token_owner(t, c["block"], int(starts[n])) == rank]
             own = own if live[n] else []
             assert pages == -(-len(own) // page)
@@ -52,4 +55,15 @@ def test_ranges(name: str, device: torch.device) -> None:
                 unfinished = len(tokens) < page or tokens[-1] >= int(committed[n])
                 everything = p + 1 < 40
                 assert (first <= j < last) == (not (sink or window or unfinished or everything)), (rank, p, j)
-            assert hi == len(own) - max(0, last - first - 3) * page
+            looked_at = last - first if parts == 1 else min(candidates, last - first)
+            left_out = (last - first) * parts - min(looked_at * parts, 5)
+            assert hi == len(own) - left_out * page // parts
+            if parts > 1:
+                columns = [*range(first), *["candidate"] * looked_at, *range(last, pages)]
+                here = [i for i, column in enumerate(columns) if column == "candidate"] or [first]
+                assert of_parts == [
+                    here[0] * parts,
+                    (here[0] + looked_at) * parts,
+                    len(columns) * parts,
+                    -(-len(own) // (page // parts)),
+                ]

@@ -46,8 +46,11 @@ def test_sm_90(part: int) -> None:
     most |= {"mla-decode-64-fp8": 384, "mla-prefill-64-fp8": 384, "mla-decode-sm90-fp8": 160}
     # A tile of 128 pairs and 256 columns, by whose side addresses of weights in e4m3 leave.
     most |= {"moe-fp8-8192": 192}
-    # Where scores go, kept beside 128 rows of queries.
-    most |= {"decode-collects-ends": 96, "prefill-sm90": 24}
+    # Before and behind the loop over 128 rows of x: what was looked up for its sums, which waits in registers.
+    most |= {"linear-fp8-sm90-send": 24, "qkv-append-fp8-sm90": 192}
+    # Where scores go, kept beside 128 rows of queries; of warps that go apart, what each loads again for an item.
+    most |= {"decode-collects-ends": 96, "prefill-sm90": 24, "delta-chunks": 24}
+    most |= dict.fromkeys(("many-rows-sm90", "many-rows-sm90-any", "many-rows-sm90-ends"), 128)
     assert [line for line in lines if line[1] == "bf16" and int(line[-1]) > most.get(line[0], 16)] == [], printed
     # Attention starts while programs of its predecessor still take room (kernels/attention/kv_append.py,
     # kernels/mla/append.py): as many of its own must fit an SM as are meant for it, eight warps' worth, or of latents

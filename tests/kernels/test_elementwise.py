@@ -1,4 +1,4 @@
-"""rms_norm and silu_mul: kernel and reference against float64."""
+"""rms_norm, silu_mul and sigmoid_mul: kernel and reference against float64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from kernels.dense.rms_norm import rms_norm
+from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.dense.silu_mul import silu_mul
 from kernels.reference.rms_norm import rms_norm as reference_norm
+from kernels.reference.sigmoid_mul import sigmoid_mul as reference_sigmoid
 from kernels.reference.silu_mul import silu_mul as reference_silu
 
 # Of values up to about 8: fp32 sums of a thousand terms; below it the roundings named in the ops, half a unit each.
@@ -44,6 +46,17 @@ def test_silu_mul(op: Any, N: int, F: int, dtype: torch.dtype, device: torch.dev
     y = op(gate_up)
     assert y.shape == (N, F) and y.dtype == dtype
     torch.testing.assert_close(y.double(), gate / (1 + (-gate).exp()) * up, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("op", [sigmoid_mul, reference_sigmoid], ids=["kernel", "reference"])
+@pytest.mark.parametrize("N, F, gates", [(1, 64, 64), (5, 97, 1), (3, 1500, 1500), (2, 0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sigmoid_mul(op: Any, N: int, F: int, gates: int, dtype: torch.dtype, device: torch.device) -> None:
+    gen = torch.Generator().manual_seed(F)
+    x, gate = (torch.randn(N, width + 3, generator=gen).to(dtype).to(device)[:, :width] for width in (F, gates))
+    y = op(x, gate)
+    assert y.shape == (N, F) and y.dtype == dtype
+    torch.testing.assert_close(y.double(), x.double() * gate.double().sigmoid(), atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_nan_passes_through(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels.moe import experts as moe_module
-from kernels.moe import experts_sm90
+from kernels.moe import experts_scaled_sm90, experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import route
 from kernels.scaled import ScaledMatrix, groups
@@ -146,7 +146,8 @@ WAYS = "few", "some", "many"  # each of them serves any number of tokens; the fo
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One way of the kernels for all sizes, over memory that begins as NaN."""
     monkeypatch.setattr("kernels.moe.experts.way_of", lambda N, top_k, E: way)
-    monkeypatch.setattr("kernels.moe.experts_sm90.fits", lambda *tensors: False)
+    for hopper in ("experts_sm90", "experts_scaled_sm90"):
+        monkeypatch.setattr(f"kernels.moe.{hopper}.fits", lambda *tensors: False)
     poison(monkeypatch)
 
 
@@ -396,30 +397,31 @@ RANKS = [
 ]  # fmt: skip
 
 
-def wide_case(k: int, experts: int, E: int, H: int, F: int, clamped: bool) -> Case:
-    """Eight tokens of a rank that holds E of the experts, in the middle; x is strided, with NaN between its rows."""
+def wide_case(k: int, experts: int, E: int, H: int, F: int, clamped: bool, N: int = 8) -> Case:
+    """N tokens of a rank that holds E of the experts, in the middle; x is strided, with NaN between its rows."""
     gen = torch.Generator("cuda").manual_seed(F)
 
     def normal(*shape: int, fan_in: int = 1) -> Tensor:
         return torch.randn(shape, generator=gen, device="cuda", dtype=torch.bfloat16) * fan_in**-0.5
 
-    x = torch.full((8, H + 8), torch.nan, device="cuda", dtype=torch.bfloat16)
-    x[:, :H] = normal(8, H)
+    x = torch.full((N, H + 8), torch.nan, device="cuda", dtype=torch.bfloat16)
+    x[:, :H] = normal(N, H)
     return Case(
         x[:, :H],
-        torch.rand(8, experts, generator=gen, device="cuda").argsort(1)[:, :k].int().contiguous(),
-        torch.rand(8, k, generator=gen, device="cuda"),
+        torch.rand(N, experts, generator=gen, device="cuda").argsort(1)[:, :k].int().contiguous(),
+        torch.rand(N, k, generator=gen, device="cuda"),
         normal(E, 2 * F, H, fan_in=H),
         normal(E, H, F, fan_in=F),
         (experts - E) // 2,
         *((normal(E, 2 * F), normal(E, H), 1.5) if clamped else (None, None, None)),
-        normal(8, H),
+        normal(N, H),
     )
 
 
 def check_hopper(case: Case) -> None:
     """Right, and the same bits every time, though programs meet in another order."""
-    assert experts_sm90.fits(case.x, case.gate_up, case.down)
+    x, ids, gate_up, down = case.x, case.ids, case.gate_up, case.down
+    assert experts_sm90.fits(x, gate_up, down) or experts_scaled_sm90.fits(x, ids, gate_up, down)
     out = case.result()
     check(out, case)
     for _ in range(5):
@@ -477,6 +479,49 @@ def test_hopper_of_e4m3(
             wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
             with pytest.raises(AssertionError, match="not close"):
                 check(replace(case, **{name: wrong}).result(), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "N, k, experts, E, H, F, clamped, packed, group, begins",
+    [
+        (40, 8, 128, 128, 2048, 768, False, False, 128, (0, 0)),
+        (17, 8, 256, 32, 7168, 2048, False, False, 128, (0, 0)),
+        (128, 8, 128, 16, 2048, 768, False, False, 128, (0, 0)), (9, 4, 32, 8, 2880, 1440, True, False, 128, (0, 96)),
+        (64, 8, 16, 16, 2064, 400, False, False, 4096, (0, 384)),
+        (33, 8, 16, 5, 2048, 208, True, False, 256, (128, 208)),
+        (1, 4, 32, 32, 2880, 2880, True, True, 32, (0, 0)), (5, 4, 32, 32, 2880, 2880, True, True, 32, (0, 0)),
+        (40, 4, 32, 32, 2880, 2880, True, True, 32, (0, 0)), (128, 4, 128, 16, 2880, 2880, True, True, 32, (0, 0)),
+        (19, 3, 7, 5, 352, 224, False, True, 32, (32, 96)), (128, 4, 8, 8, 288, 192, True, True, 64, (0, 32)),
+    ],
+)  # fmt: skip
+def test_hopper_of_a_few_bits(
+    N: int, k: int, experts: int, E: int, H: int, F: int, clamped: bool, packed: bool, group: int,
+    begins: tuple[int, int], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Blocks of 8 to 32 pairs, experts of several; columns that begin inside a group; wrong scales are caught."""
+    whole = wide_case(k, experts, E, H, F, clamped, N)
+    case = scaled_case(whole, packed, group, begins)
+    for w in (case.gate_up, case.down):  # what nobody chose
+        unused = ~torch.isin(torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32), case.ids)
+        w.data.view(torch.uint8)[unused] = 0x7F
+        w.scales[unused] = 255 if packed else torch.nan
+    poison(monkeypatch)
+    assert experts_scaled_sm90.fits(case.x, case.ids, case.gate_up, case.down)
+    check_hopper(case)
+    for columns in (8, 16, 32):
+        monkeypatch.setattr(experts_scaled_sm90, "columns_of", lambda pairs, experts, columns=columns: columns)
+        check_hopper(case)
+    for name in ("gate_up", "down"):
+        right = getattr(case, name)
+        for dim in (1, 2)[right.scales.shape[1] == 1 :]:
+            wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
+            with pytest.raises(AssertionError, match="not close"):
+                check(replace(case, **{name: wrong}).result(), case)
+    crowded = replace(scaled_case(whole, packed, group, begins), ids=torch.full_like(case.ids, case.first + E))
+    check_hopper(crowded)  # nobody here
+    crowded.ids[:, 0] = case.first + E // 2
+    check_hopper(crowded)
 
 
 @pytest.mark.gpu
@@ -567,6 +612,14 @@ def check_layers_in_a_graph(case: Case, experts: int, k: int) -> None:
 @pytest.mark.gpu
 def test_hopper_layers_in_a_graph() -> None:
     check_layers_in_a_graph(wide_case(4, 16, 8, 2048, 768, False), 16, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, packed", [(2, True), (40, True), (40, False)])
+def test_hopper_layers_of_a_few_bits_in_a_graph(N: int, packed: bool) -> None:
+    case = scaled_case(wide_case(4, 16, 8, 2048, 768, False, N), packed)
+    assert experts_scaled_sm90.fits(case.x, case.ids, case.gate_up, case.down)
+    check_layers_in_a_graph(case, 16, 4)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import kernels.attention.flash_decode as kernel
-from kernels.attention.flash_decode import decode_tile, flash_decode
+from kernels.attention.flash_decode import decode_parts, flash_decode
+from kernels.attention.split_kv import UnmergedAttention
 from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_decode import flash_decode as reference
 from tests.kernels.oracle import Case, check, make_case
@@ -59,21 +60,15 @@ def test_sms(shape: str, sms: int, device: torch.device) -> None:
     check(*run(flash_decode, case, sms=sms), case)
 
 
-@pytest.mark.parametrize("shape", ["plain", "group-16-verify-3", "window-verify", "empty-shards", "sinks"])
-def test_multiprocessors_that_stay_free(shape: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(**SHAPES[shape], dtype=torch.float16, device=device)
-    tiles: list[bool] = []
-
-    def spy(*args: Any) -> dict[str, int]:
-        tiles.append(args[-1])
-        return decode_tile(*args)
-
-    monkeypatch.setattr(kernel, "decode_tile", spy)
+def test_two_programs_on_each_multiprocessor(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(**SHAPES["plain"], dtype=torch.float16, device=device)
     if device.type == "cpu":
         monkeypatch.setattr(kernel, "sm_count", lambda device: 8)
-    for sms in (5, kernel.sm_count(device)):
-        check(*run(flash_decode, case, sms=sms), case)
-    assert tiles == [True, False]
+    B, count = len(case.counts), kernel.sm_count(device)
+    for sms in (None, count - 4):
+        parts = decode_parts(case.q.unflatten(0, (B, -1)), case.paged(B), sms=sms)
+        assert isinstance(parts, UnmergedAttention) and parts.programs == 2 * (sms or count)
+        check(*parts.merge(), case)
 
 
 @pytest.mark.parametrize("count, length, sms", [(1, 1500, 52), (1, 1490, 40), (2, 1100, 37), (17, 900, 36)])

@@ -177,6 +177,7 @@ LONG = {
     "page-192": dict(counts=[200, 3], lengths=[700, 3], heads=(14, 2), page_size=192, window=150),
     "fp16": dict(counts=[300, 65], lengths=[900, 65], heads=(14, 2), dtype=torch.float16),
 }
+LONG |= {f"{name}-dim-256": dict(dim=256) | shape for name, shape in LONG.items()}  # tiles of 64 keys
 
 
 @pytest.mark.gpu
@@ -235,6 +236,7 @@ def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) 
         ({"max_q": 100, "max_k": (16 << 10) - 1}, False),
         ({"max_q": 32, "max_k": 16 << 10}, False),  # a program of one group reads the keys once as well
         ({"dim": 64}, False),
+        ({"dim": 256}, True),
         ({"dtype": torch.float32}, False),
         ({"page_size": 96}, False),
         ({"scale": 0.0}, False),

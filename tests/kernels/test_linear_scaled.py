@@ -140,7 +140,8 @@ def test_many_rows_unpack_the_matrix(
 @pytest.mark.parametrize(
     "N, R, K, begin",
     [(1, 72, 528, 64), (2, 72, 64, 0), (5, 40, 528, 64), (8, 640, 448, 0), (16, 72, 1040, 112), (31, 136, 368, 48),
-     (17, 264, 2368, None), (9, 8, 8192, 16), (33, 200, 400, 96), (64, 136, 1792, 0)],
+     (17, 264, 2368, None), (9, 8, 8192, 16), (33, 200, 400, 96), (64, 136, 1792, 0), (65, 72, 528, 64),
+     (100, 264, 2368, None), (128, 136, 400, 0)],
 )  # fmt: skip
 def test_hopper(N: int, R: int, K: int, begin: int | None, gated: bool, dtype: torch.dtype, device: Any) -> None:
     """However many programs share K, which leave no sums behind; slots are filled again."""

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.reference.block_bounds import SCORES
+from kernels.reference.select_blocks import block_scores
 from kernels.reference.select_blocks import select_blocks as reference
 from kernels.sparse.select_blocks import TILE, select_blocks
 from tests.kernels.interleaving import Streams
@@ -98,6 +99,95 @@ def test_choices(shape: str, score: str, op: Any, device: torch.device) -> None:
     reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
     heads = c["bounds"].shape[1]
     assert c["counted"].tolist() == [heads * int(reads.sum()), heads * len(reads)]
+
+
+def parts_case(parts: int, queries: int, device: torch.device) -> dict[str, Any]:
+    """Tables of each query and KV head; bounds of parts that are no candidates, and of pages in no table, are NaN."""
+    gen = torch.Generator().manual_seed(4)
+    heads, dim, ranges = 2, 32, [(1, 29, 34), (2, 9, 12), (0, 0, 3), (1, 2, 2)]
+    ranges = [(first * parts, last * parts, held * parts) for first, last, held in ranges for _ in range(queries)]
+    N, columns = len(ranges), 36
+    table = torch.stack([torch.randperm(4 * columns, generator=gen)[:columns] for _ in range(N * heads)])
+    table = table.view(N, heads, columns).int()
+    full = torch.randn(4 * columns, heads, parts, 2, dim, generator=gen).sort(3, descending=True).values
+    bounds = torch.full_like(full, torch.nan)
+    for n, (first, last, _) in enumerate(ranges):
+        for h in range(heads):
+            pages = table[n, h, first // parts : last // parts].long()
+            bounds[pages, h] = full[pages, h]
+    first, last, pages = (torch.tensor(x, dtype=torch.int32, device=device) for x in zip(*ranges, strict=True))
+    q = torch.randn(N, 3 * heads, 2 * dim, generator=gen)[..., :dim]
+    return dict(
+        q=q.to(device), bounds=bounds.to(device), block_table=table.to(device), first=first, last=last, pages=pages,
+        topk=7, width=8 * parts + 8, counted=torch.zeros(2, dtype=torch.int64, device=device),
+    )  # fmt: skip
+
+
+def check_parts(found: torch.Tensor, c: dict[str, Any]) -> None:
+    """Part by part in float64."""
+    q, bounds, table = c["q"].double().cpu(), c["bounds"].double().cpu(), c["block_table"].cpu()
+    heads, parts = bounds.shape[1:3]
+    for n in range(len(q)):
+        first, last, pages = (int(c[x][n]) for x in ("first", "last", "pages"))
+        for h in range(heads):
+            numbers = [int(page) * parts + part for page in table[n, h] for part in range(parts)]
+            scores = {}
+            for j in range(first, last):
+                one, two = bounds[numbers[j] // parts, h, numbers[j] % parts]
+                scores[j] = max(float(torch.maximum(x * one, x * two).sum()) for x in q[n, 3 * h : 3 * h + 3])
+            best = sorted(scores, key=lambda j: (-scores[j], j))[: c["topk"]]
+            read = [numbers[j] for j in (*range(first), *sorted(best), *range(last, pages))]
+            assert found[n, h, : len(read)].tolist() == read, (n, h)
+
+
+@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("parts, lanes", [(8, 1024), (8, 64), (4, 1024), (2, 64)])
+def test_parts(
+    parts: int, lanes: int, queries: int, op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "LANES", lanes)
+    c = parts_case(parts, queries, device)
+    for _ in range(2):
+        check_parts(op(**c, score="bounds"), c)
+    reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
+    assert c["counted"].tolist() == [4 * int(reads.sum()), 4 * len(reads)]
+
+
+def stretches_of(begin: int, end: int, k: int) -> list[tuple[int, int, int]]:
+    """Stretches of at most two tiles, and their shares of the k."""
+    tiles = sorted({j // TILE for j in range(begin, end)})
+    count = -(-len(tiles) // 2)
+    each = -(-len(tiles) // count)
+    found, given = [], 0
+    for at in range(0, len(tiles), each):
+        pages = [j for j in range(begin, end) if j // TILE in tiles[at : at + each]]
+        until = (pages[-1] + 1 - begin) * k // (end - begin)
+        found.append((pages[0], pages[-1] + 1, until - given))
+        given = until
+    return found
+
+
+@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("shape", ["plain", "many-tiles", "tiles-and-edges", "drafts", "thousands", "one"])
+def test_stretches(shape: str, op: Any, device: torch.device) -> None:
+    """Each stretch gives the best of its own."""
+    c = case(shape, device)
+    c["topk"], c["width"] = 11, c["width"] + 11
+    how: dict[str, Any] = {"stretches": True} if op is select_blocks else {"stretch": 64}
+    for _ in range(2):
+        found = op(**c, score="bounds", **how).cpu()
+        for n in range(len(c["q"])):
+            first, last, pages = (int(c[x][n]) for x in ("first", "last", "pages"))
+            row = c["block_table"][n // (len(c["q"]) // len(c["block_table"]))].cpu()
+            scores = block_scores(c["q"][n].double().cpu(), c["bounds"][row.long().to(device)].double().cpu(), "bounds")
+            for h, of_head in enumerate(scores.tolist()):
+                read = [*range(first)]
+                for begin, end, k in stretches_of(first, last, min(11, last - first)) if first < last else []:
+                    read += sorted(sorted(range(begin, end), key=lambda j: (-of_head[j], j))[:k])
+                read += range(last, pages)
+                assert len(read) == pages - max(0, last - first - 11)
+                assert found[n, h, : len(read)].tolist() == row[read].tolist(), (n, h)
 
 
 @pytest.mark.parametrize("lanes", [256, 512])

@@ -57,6 +57,7 @@ def test_placement_is_the_layouts(kvp: int, block: int, page: int, window: int |
 def test_angles(half: int, device: torch.device) -> None:
     positions = torch.tensor([0, 1, 77, 131_071, 1_048_575], device=device)
     inv_freq = (1e6 ** -(torch.arange(half) / half)).to(device)
+    inv_freq[half - half // 4 :] = 0.0  # dimensions that rest
     got, wanted = (
         angles(positions, inv_freq, 1.2, torch.float32),
         reference_angles(positions, inv_freq, 1.2, torch.float32),
@@ -64,6 +65,8 @@ def test_angles(half: int, device: torch.device) -> None:
     # The same fp32 angle; sines of large angles differ by their argument reduction, a few units of 2^-23.
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
+    resting = inv_freq == 0
+    assert (got[0][:, resting] == 1).all() and (got[1][:, resting] == 0).all(), "not even the factor counts there"
 
 
 @pytest.mark.parametrize("V, H", [(10, 6), (3, 1500), (0, 8)])

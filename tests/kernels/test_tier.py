@@ -267,7 +267,7 @@ def test_mistakes_are_caught(mistake: Callable[[Tier], None]) -> None:
 def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
     """Tables, lists, counts, and every number of the state, over several choices with pages in common."""
     queries, rows, width, pages, ring = generator.choice([1, 3]), 2, 9, 60, 2
-    heads, kvp = generator.choice([1, 3]), generator.choice([1, 2])
+    heads, kvp, parts = generator.choice([1, 3]), generator.choice([1, 2]), generator.choice([1, 2, 4])
     devices, places = [torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.device("cpu")], 27 * queries
     hots = [HotBlocks.create(1, heads, pages, places, 12, ring, device) for device in devices]
     counts = [torch.zeros(2, dtype=torch.int64, device=device) for device in devices]
@@ -280,15 +280,15 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
         positions = (lengths[:, None] + torch.arange(queries)).flatten()
         of_tokens = starts.repeat_interleave(queries)
         local = layout.local_length(positions + 1, kvp - 1, 4, of_tokens)
-        held = -(-local // 4)
-        full = layout.local_length(lengths, kvp - 1, 4, starts).repeat_interleave(queries) // 4
+        held = -(-local // (4 // parts))
+        full = layout.local_length(lengths, kvp - 1, 4, starts).repeat_interleave(queries) // 4 * parts
         table = torch.full((rows * queries, heads, width), 99, dtype=torch.int32)
         hi = torch.zeros(rows * queries, dtype=torch.int32)
         for n in range(rows * queries):
             columns = int(min(held[n], generator.randrange(int(held[n] - full[n]), width)))
-            hi[n] = max(0, int(local[n]) - (int(held[n]) - columns) * 4) if columns else 0
+            hi[n] = max(0, int(local[n]) - (int(held[n]) - columns) * (4 // parts)) if columns else 0
             for h in range(heads):
-                table[n, h, :columns] = torch.tensor(generator.sample(range(pages), columns), dtype=torch.int32)
+                table[n, h, :columns] = torch.tensor(generator.sample(range(pages * parts), columns), dtype=torch.int32)
                 if columns and generator.random() < 0.5:
                     table[n, h, 0] = -1
         tables = [table.to(device, copy=True) for device in devices]
@@ -298,7 +298,8 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
                 if not torch.cuda.is_available():
                     patch.setattr("kernels.dispatch.on_gpu", lambda t: True)
                 readers = Readers(*(x.to(found.device) for x in (hi, held.int(), positions, of_tokens)), queries, 1)
-                op(found, readers, hot.layer(0), replace(misses, guess=guess), **grid)
+                where = grid | {"parts": parts, "apart": 2 * parts + 1}
+                op(found, readers, hot.layer(0), replace(misses, guess=guess), **where)
         pairs = [tables, counts, [x.counts for x in lists]]
         pairs += [[getattr(hot, field.name) for hot in hots] for field in fields(HotBlocks)[:-2]]
         for h, count in enumerate(lists[0].counts.tolist()):

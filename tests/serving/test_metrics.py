@@ -25,7 +25,8 @@ vllm:request_queue_time_seconds_bucket vllm:request_prompt_tokens_bucket vllm:nu
 
 
 async def cached(job: FakeJob, submit: Submit) -> None:
-    job.send(Stats({"pages": 64, "pages_used": 16, "pages_free": 48}))
+    drafts = {"drafts": 10, "drafts_kept_0": 7, "drafts_kept_1": 3}
+    job.send(Stats({"pages": 64, "pages_used": 16, "pages_free": 48} | drafts))
     job.send(Progress(submit.id, 0, 3, 2))
     await job.say(submit, [100], cached=2)
     await job.say(submit, [101, 102], "length")
@@ -64,6 +65,8 @@ def test_what_vllm_s_readers_read_is_there(tmp_path: Path) -> None:
             ("vllm:prefix_cache_hits_total", (model,)): 2,
             ("vllm:request_success_total", (("finished_reason", "length"), model)): 1,
             ("vllm:generation_tokens_total", (model,)): 3,
+            ("vllm:spec_decode_num_drafts_total", (model,)): 10,
+            ("vllm:spec_decode_num_accepted_tokens_per_pos_total", (model, ("position", "1"))): 3,
             ("vllm:time_to_first_token_seconds_count", (model,)): 1,
         }
         assert {key: found.get(key) for key in expected} == expected

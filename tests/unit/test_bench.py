@@ -18,6 +18,7 @@ from benchmarks.bench import BENCHMARKS, given, main
 from benchmarks.models import hopb
 from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
+from benchmarks.records import step_tables
 from benchmarks.records.step_tables import largest_batch
 from benchmarks.runner import Benchmark, Given, Part, record, run
 from helix.layout import HelixLayout
@@ -223,3 +224,42 @@ def test_rows_come_while_a_job_measures(tmp_path: Path, capfd: pytest.CaptureFix
     assert next(rows) == {"b": 2}
     rows.close()
     assert time.monotonic() - begin < 30
+
+
+def test_emulated_steps_stand_beside_those_of_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = {"model": "qwen2.5-7b", "batch": 1, "length": 1 << 20, "layout": "helix kvp=2 tpa=4 -> tpf=8 ep=1"}
+    lines = {
+        "step": [("new", 1000.0)],
+        "step.emulated-8": [("old", 1500.0), ("new", 990.0)],
+        "baselines.emulated-8": [("older", 2000.0)],
+    }
+
+    def recorded(name: str, *key: str) -> list[dict[str, object]]:
+        return [point | {"commit": commit, "ttl_p50_us": us} for commit, us in lines.get(name, [])]
+
+    monkeypatch.setattr(step_tables, "results", recorded)
+    assert step_tables.emulated_eight(same_code=True)[2:] == step_tables.emulated_eight()[2:]
+    assert step_tables.emulated_eight()[2:] == [
+        "| qwen2.5-7b | 1 x 1M | helix kvp=2 tpa=4 | 1.00 ms | 0.99 ms | -1.0% |"
+    ]
+    lines["step.emulated-8"].pop()  # the last of other code counts, and is none of the same
+    assert "+100.0%" in step_tables.emulated_eight()[2] and not step_tables.emulated_eight(same_code=True)
+
+
+def test_whole_models_stand_beside_plain_tp_and_dp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in bf16 of the same workload is none of them; what does not fit is said."""
+    work = {"model": "deepseek-r1", "batch": 1, "length": 1 << 20, "weights": "fp8", "floor_us": 2000.0}
+    work |= {"used_bytes_per_gpu": [98e9, 99e9], "vllm_ms": None, "bar": None}
+    whole = [
+        work | {"layout": "helix kvp=8 tpa=1 -> tpf=8 ep=1", "ttl_p50_us": 5000.0},
+        work | {"layout": "helix kvp=8 tpa=1 -> tpf=1 ep=8", "ttl_p50_us": 6000.0},
+        work | {"layout": "tp kvp=1 tpa=8 -> tpf=8 ep=1", "failed": "no room"},
+        work | {"layout": "dp dp=8 -> tpf=1 ep=8", "ttl_p50_us": 7000.0},
+    ]
+    bf16 = {**whole[0], "weights": None, "layers": 44, "ttl_p50_us": 1.0}
+    recorded = {step_tables.WHOLE: whole, "step": [bf16]}
+    monkeypatch.setattr(step_tables, "results", lambda name, *key: recorded.get(name, []))
+    (row,) = step_tables.whole()[2:]
+    cells = "kvp=8 tpa=1 tpf=8 ep=1 | 5.00 ms | 2.00 ms | 2.50 | does not fit | 7.00 ms | 99 GB"
+    assert row == f"| deepseek-r1, FP8 | 1 x 1M | {cells} |"
+    assert step_tables.headline()[2:] == ["| deepseek-r1, FP8 | 1 x 1M | 5.00 ms | does not fit | - |"]

@@ -14,7 +14,8 @@ from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
 from benchmarks.records import rows, tables
 from launch.inputs.compose import ROOT
 
-ELSEWHERE = {"_unpack_kernel", "_unpack_pages_kernel"}  # of prompts alone
+# Of prompts alone.
+ELSEWHERE = {"_unpack_kernel", "_unpack_pages_kernel", "_inputs_kernel", "_systems_kernel", "_chunks_kernel"}
 
 
 def test_every_kernel_of_a_step_is_in_one_part() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
-from helix.build.buffers import MOST, SHARE, longest_chunk, token_buffers
+from helix.build.buffers import MOST, SHARE, fitting_slots, longest_chunk, most_slots, token_buffers
 from helix.control.prefill_time import PrefillTime, doubling_depth
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache, StepSizes
@@ -22,6 +22,7 @@ from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
 from helix.steps.step import DecodeState
 from launch.inputs.shapes import spec_of
+from tests.laboratory import composed
 from tests.sequences import admission, with_windows
 
 
@@ -46,6 +47,7 @@ def test_buffers_of_a_token(model: str, layout: HelixLayout, numbers: int) -> No
         ("qwen2.5-7b", 7.62e9 - 2 * 152064 * 3584, 28 * 28 * 2 * 128),
         ("llama-3.1-70b", 70.6e9 - 2 * 128256 * 8192, 80 * 64 * 2 * 128),
         ("qwen3-30b-a3b", 3.35e9 - 2 * 151936 * 2048, 48 * 32 * 2 * 128),
+        ("qwen3.5-27b", 27e9 - 2 * 248320 * 5120, 16 * 24 * 2 * 256),  # every fourth layer has keys
         ("gpt-oss-120b", 5.13e9 - 201088 * 2880, 18 * 64 * 2 * 64),  # every other layer has a window; no embedding
         ("deepseek-r1", 37e9 - 2 * 129280 * 7168, 61 * 128 * (576 + 512)),
     ],
@@ -117,3 +119,17 @@ def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> 
 
     for made, counted in run_ranks(layout.world_size, body, timeout_s=60.0):
         assert made == counted
+
+
+@pytest.mark.parametrize(
+    "free, page_bytes, slot_bytes, slots",
+    [(1000, 10, 0, 64), (1000, 10, 1, 32), (640, 10, 0, 64), (639, 10, 0, 32), (5, 10, 0, 1), (0, 0, 0, 1)],
+)
+def test_slots_that_memory_allows(free: int, page_bytes: int, slot_bytes: int, slots: int) -> None:
+    """A power of two; what slots hold beside pages takes a sixteenth at most."""
+    assert fitting_slots(free, page_bytes, slot_bytes) == slots
+
+
+def test_slots_of_a_device() -> None:
+    assert most_slots(composed(), "cuda") == 512 and most_slots(composed(), "cpu") == 8
+    assert most_slots(composed("decode.max_batch=3"), "cuda") == most_slots(composed("decode.max_batch=3"), "cpu") == 3

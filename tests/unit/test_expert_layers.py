@@ -30,7 +30,7 @@ SPECS = {
     ),
     "shared": MoESpec(
         experts=12, top_k=3, width=10, shared_width=29, scoring="sigmoid", normalise=True, scale=2.5,
-        groups=4, top_groups=2, group_score=2, choice_bias=True,
+        groups=4, top_groups=2, group_score=2, choice_bias="gate.e_score_correction_bias",
     ),
     "shared-as-wide": MoESpec(experts=7, top_k=2, width=11, shared_width=22, scale=0.3),  # as two of the routed ones
 }  # fmt: skip
@@ -219,7 +219,7 @@ def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact
     """DeepSeek's logits are fp32 products of bf16 numbers; rounded to bf16 (planted), some tokens go elsewhere."""
     spec = MoESpec(
         experts=64, top_k=6, width=2, scoring="sigmoid", normalise=True, scale=2.5, groups=8, top_groups=4,
-        group_score=2, choice_bias=True, exact_router=exact,
+        group_score=2, choice_bias="gate.e_score_correction_bias", exact_router=exact,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=64, num_experts_per_tok=6, n_group=8, topk_group=4)

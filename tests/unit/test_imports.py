@@ -35,10 +35,10 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 LEVELS = {
     "kernels": [
         {"ahead", "dispatch", "hot_blocks", "overlap", "scaled", "scaled_keys", "sm90"},
-        {"paged_keys"},
+        {"gated_delta", "paged_keys"},
         {"reference"},
         {"attention"},
-        {"indexer", "mla", "peers", "sparse", "tier"},
+        {"indexer", "mla", "peers", "recurrent", "sparse", "tier"},
         {"dense", "tokens"},
         {"moe"},
     ],

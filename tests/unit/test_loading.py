@@ -390,12 +390,12 @@ def test_leftovers_are_no_problem(directory: Path) -> None:
 
 def test_a_head_of_its_own_is_kept_whatever_the_config_says(directory: Path) -> None:
     tied = spec_from_config(CONFIG | {"tie_word_embeddings": True})
-    assert tied.tied and not Checkpoint(directory).with_head(tied).tied
+    assert tied.tied and not Checkpoint(directory).as_stored(tied).tied
     whole = tensors()
     del whole["lm_head.weight"]
     save_file(whole, directory / "model.safetensors")
-    assert Checkpoint(directory).with_head(tied).tied
-    assert not Checkpoint(directory).with_head(spec_from_config(CONFIG)).tied
+    assert Checkpoint(directory).as_stored(tied).tied
+    assert not Checkpoint(directory).as_stored(spec_from_config(CONFIG)).tied
 
 
 @pytest.mark.parametrize("dtype, name", [(torch.int16, "I16"), (torch.uint16, "U16"), (torch.int8, "I8")])

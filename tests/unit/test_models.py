@@ -113,7 +113,7 @@ def test_gpt_oss() -> None:
             "fp8.*mxfp4 of gpt-oss",
         ),
         (Qwen3MoeConfig(), "Qwen3MoeForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
-        (Qwen3MoeConfig(), "Qwen2MoeForCausalLM", {}, "unknown architecture Qwen2Moe.*Qwen3MoeForCausalLM"),
+        (Qwen3MoeConfig(), "OlmoeForCausalLM", {}, "unknown architecture Olmoe.*Qwen3MoeForCausalLM"),
         (
             MixtralConfig(),
             "MixtralForCausalLM",
@@ -139,8 +139,22 @@ def test_experts_that_are_not_supported(config: Any, architecture: str, more: di
     [
         ("qwen3-30b-a3b", 30.53),
         ("mixtral-8x7b", 46.70),
+        ("qwen3-next-80b-a3b", 79.67),
         ("gpt-oss-20b", 20.91),
         ("gpt-oss-120b", 116.83),
+        ("glm-4.6", 352.80),  # without its layer for multi-token prediction
+        ("glm-4.5-air", 106.85),
+        ("hy3", 295.03),
+        ("seed-oss-36b", 36.15),
+        ("minimax-m2", 228.69),
+        ("ministral-3-8b", 8.49),
+        ("mistral-small-4", 118.97),
+        ("phi-4", 14.66),
+        ("qwen2-57b-a14b", 57.41),
+        ("olmo-2-7b", 7.30),
+        ("olmo-3-32b", 32.23),
+        ("gemma-3-27b", 27.01),
+        ("granite-3.3-8b", 8.17),
     ],
 )
 def test_the_shapes_have_the_published_number_of_parameters(model: str, billions: float) -> None:
@@ -257,16 +271,21 @@ def test_layer_types_that_are_not_computed_are_refused() -> None:
         spec(Qwen2Config(layer_types=["sliding_attention"] * 32), "Qwen2ForCausalLM")
 
 
+# Without these, the defaults are no model.
+NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}, "Glm4MoeForCausalLM": {"head_dim": 128}}
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_keys_mean_what_they_mean_in_the_family(architecture: str) -> None:
     theirs = CONFIG_MAPPING[FAMILIES[architecture][0]]()
-    needed = {"num_experts_per_tok": 2} if architecture == "DeepseekV2ForCausalLM" else {}
+    needed = NEEDED.get(architecture, {})
     s = spec_from_config({"architectures": [architecture], **needed})
     assert (s.norm_eps, s.max_positions, len(s.layers)) == (
         theirs.rms_norm_eps, theirs.max_position_embeddings, theirs.num_hidden_layers,
     )  # fmt: skip
     assert s.eos == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    assert s.rope.theta == theirs.rope_parameters["rope_theta"] and s.rope.kind == theirs.rope_parameters["rope_type"]
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert s.rope.theta == rope["rope_theta"] and s.rope.kind == rope["rope_type"]
     if s.experts is not None and s.attention.latent is not None:
         assert s.experts.scale == theirs.routed_scaling_factor
 
@@ -299,6 +318,7 @@ CONFIGS = [
         "topk_group": 1,
         "n_group": 1,
     }
+    | NEEDED.get(name, {})
     for name, (kind, _) in FAMILIES.items()
 ]
 MORE_KEYS = "rope_scaling", "sliding_window", "per_layer_config", "num_labels", "attribute_map", "quantization_config"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from benchmarks import planner
 from benchmarks.program import PROGRAM
 from benchmarks.records.planner_check import regrets, summary
 from benchmarks.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
+from helix.build.parts import make_spec
 from helix.layout import HelixLayout
 from helix.place import ranks
 from helix.simulate import fit as fitting
@@ -43,6 +45,21 @@ BF16 = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
 def ask(model: str = "qwen2.5-7b", hardware: Hardware = H200, **more: object) -> Ranking:
     asked = {"gpus": 8, "context": M, "batch": 8} | more
     return plan(Question(load_spec(model), hardware, **asked))  # type: ignore[arg-type]
+
+
+def test_states_are_counted() -> None:
+    """48 layers of Qwen3.5-27B have 48 heads of 128 x 128 fp32, read and written once; 16 have keys."""
+    spec, one = load_spec("qwen3.5-27b"), Points.of("tp", 1)
+    short, long = (predict(spec, H200, one, length, BF16) for length in (1, 1 + M // 8))
+    states = next(phase for phase in short.phases if phase.name == "states")
+    of_states = 48 * 48 * 128 * 128 * 4
+    assert states.bytes[0] == 2 * of_states and states.launches[0] == 48
+    tokens = short.memory.kv_bytes[0] - of_states
+    assert tokens == pytest.approx(16 * 64 * 2 * 4 * 256 * 2)  # a page
+    assert long.memory.kv_bytes[0] == pytest.approx(of_states + (M // 8 / 64 + 1) * tokens)
+    assert short.memory.weight_bytes[0] == pytest.approx(2 * 26.896e9, rel=2e-3)
+    with pytest.raises(ValueError, match="layers keep states"):
+        predict(spec, H200, Points.of("dp", 2, dp=2), 1, BF16)
 
 
 def predicted(choice: PlannedLayout, model: str, length: int) -> float:
@@ -326,7 +343,7 @@ def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
     ranking, overrides = answer({"model": str(checkpoint("mixtral")), "gpus": 4, "context": 512, "batch": 2})
     for choice in ranking.choices:
         config = composed(*overrides(choice), f"decode.prompts={prompts}")
-        assert preflight(config, 3, 4).layout == choice.layout and config.decode.max_batch == 2
+        assert preflight(config, 3, 4).layout == choice.layout and config.decode.max_batch == "2"
     assert "model.dtype=bfloat16" in overrides(ranking.choices[0])  # the checkpoint is fp32, which is not predicted
     with pytest.raises(ValueError, match=r"context=513 exceeds .*context of 512"):
         answer({"model": str(checkpoint("mixtral")), "gpus": 4, "context": 513})
@@ -368,7 +385,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("model=demo gpus=8 context=1 sparse=129", "attention.topk=129 must be from 0 to 128"),
         (
             "model=demo gpus=8 context=1 sparse=8 attention=dense",
-            "attention=dense is unknown; known: block_sparse, quest",
+            "attention=dense is unknown; known: block_sparse, parts, quest",
         ),
         ("model=demo gpus=8 context=1 sparse=8 hardware=gb200", "price of finding blocks is not known on GB200 NVL72"),
         ("model=demo gpus=8 context=1 hits=0.5", "hits=0.5 is of tier=host: add it"),
@@ -529,3 +546,21 @@ def test_fitting_finds_planted_constants() -> None:
     assert found.product_s[2].value - found.product_s[1].value == pytest.approx(7e-6, rel=0.25)
     assert found.product_s[2].source == "test" and found.product_s[33] == H200.product_s[33]
     assert fitting.quantiles(np.log([1.1, 0.9, 1.0])) == pytest.approx((0.1, 0.1))
+
+
+def test_a_layer_that_drafts_is_one_layer_more() -> None:
+    """In the cache, and in what the planner takes a rank's memory for."""
+    config = composed("model=deepseek-r1", "model.load=random", "layout=auto", "speculation=mtp")
+    spec, plain = make_spec(config), load_spec("deepseek-r1")
+    assert [len(s.keeps(HelixLayout.create("helix", 8), 0, torch.bfloat16)) for s in (plain, spec)] == [61, 62]
+    seen: list[int] = []
+
+    def asked(question: Question) -> Ranking:
+        seen.append(len(question.spec.layers))
+        return plan(question)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launch.inputs.auto_layout.plan", asked)
+        for s in (plain, spec):
+            choose(config, s, (), 8, H200.name, (1, 1 << 17))
+    assert seen == [61, 62]

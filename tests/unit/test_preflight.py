@@ -99,6 +99,10 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         ((*DP, "speculation=ngram"), 2, ["layout.mode=dp", "speculation.drafter=ngram", "speculation=none"]),
         ((*DP, "attention=quest"), 2, ["layout.mode=dp", "attention.policy=block_sparse", "attention=dense"]),
         ((*DP, "hopb.chunks=4"), 2, ["layout.mode=dp", "hopb.chunks=4", "hopb=none"]),
+        ((*DP, "speculation=suffix"), 2, ["layout.mode=dp", "speculation.drafter=suffix", "speculation=none"]),
+        (("speculation=mtp",), 2, ["speculation.drafter=mtp", "num_nextn_predict_layers", "speculation=ngram"]),
+        (("speculation=eagle3",), 2, ["speculation=eagle3", "speculation.path=DIR"]),
+        (("speculation=eagle3", "speculation.path=/nowhere"), 2, ["speculation.path=/nowhere", "has no weights"]),
         (("comm.backend=mpi",), 2, ["comm.backend='mpi'"]),
         (("comm=emulated", "layout.tpa=3"), 2, ["comm.backend=emulated", "tokens mean nothing", "bench=decode"]),
         (("comm=emulated", "bench=decode"), 2, ["comm.backend=emulated", "2 processes", "helix kvp=2 tpa=1"]),
@@ -357,6 +361,24 @@ def test_a_model_can_draft_for_itself(model: Path, prompts: Path) -> None:
 def test_a_model_cannot_draft_for_itself(family: str, overrides: list[str], words: list[str], prompts: Path) -> None:
     said = problem(checkpoint(family), prompts, "speculation=sparse", *overrides)
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ([*DP], ["layout.mode=dp", "Gated DeltaNet"]),
+        (["attention=block_sparse"], ["attention.policy=block_sparse", "Gated DeltaNet"]),
+        (["speculation=sparse"], ["speculation.drafter=sparse", "Gated DeltaNet", "speculation=ngram"]),
+    ],
+)
+def test_what_states_cannot_do_is_named(overrides: list[str], words: list[str], prompts: Path) -> None:
+    said = problem(checkpoint("qwen3-next"), prompts, *overrides, world=2)
+    assert all(word in said for word in words), said
+
+
+def test_a_model_with_states_is_no_draft(model: Path, prompts: Path) -> None:
+    said = problem(model, prompts, "speculation=model", f"speculation.model.path={checkpoint('qwen3-next')}", world=2)
+    assert "layers keep states" in said
 
 
 def test_latents_are_kept_in_fp8_or_as_they_are(prompts: Path) -> None:

@@ -37,13 +37,14 @@ class AnyRequests(RuleBasedStateMachine):
         lease=st.sampled_from([1, 8, 30]),
         drafts=st.sampled_from([0, 0, 3]),
         patience_s=st.sampled_from([0.0, 0.05, 30.0]),
-        stall_s=st.sampled_from([0.002, 0.05]),
-        decode_share=st.sampled_from([0.1, 0.25, 0.7]),
+        chunk_sizes=st.sampled_from([(), (8, 12, 16, 24, 32)]),
+        goal=st.sampled_from(["latency", "balance", "throughput"]),
+        bounds=st.sampled_from([{}, {"stall_s": 0.002, "decode_share": 0.7}, {"stall_s": 0.05}, {"decode_share": 0.1}]),
     )
-    def begin(self, grid: tuple[int, int, int], pages: int, **options: int) -> None:
+    def begin(self, grid: tuple[int, int, int], pages: int, bounds: dict[str, float], **options: Any) -> None:
         kvp, append_block, page_size = grid
         self.serving = Serving(
-            pages, kvp=kvp, append_block=append_block, page_size=page_size, kept=(0, 3, 1, 2, 0), **options
+            pages, kvp=kvp, append_block=append_block, page_size=page_size, kept=(0, 3, 1, 2, 0), **bounds, **options
         )
         self.texts = [words(200, seed) for seed in range(2)]
 
@@ -118,6 +119,60 @@ def test_thousands_of_requests_with_aborts_leave_nothing() -> None:
     computed = sum(s.computed for s in serving.served.values())
     assert computed < 0.7 * sum(len(s.request.prompt) for s in serving.served.values())
     serving.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "goal, least, most", [("latency", 0.02, 0.0251), ("balance", 0.2, 0.401), ("throughput", 0.5, 1.0)]
+)
+def test_thousands_at_once_stay_within_the_goals_bounds_and_nobody_starves(
+    goal: str, least: float, most: float
+) -> None:
+    """Two thousand prompts in five crowds, eight long ones before each: chunks become longer, and short again."""
+    rng = np.random.default_rng(1)
+    serving = Serving(9000, kvp=4, append_block=4, page_size=4, max_batch=64, run_steps=8, goal=goal)
+    for crowd in range(5):
+        for number in range(8):
+            serving.submit(words(1500, 8 * crowd + number), 20)
+        for _ in range(392):
+            serving.submit(words(int(rng.integers(1, 120)), len(serving.served)), int(rng.integers(1, 40)))
+        for _ in range(200):
+            serving.turn()
+        assert serving.longest_s <= most * 1.001
+    serving.drain()
+    serving.check_nothing_is_left()
+    assert serving.longest_s > least, "chunks stay short, however many wait"
+    firsts = [s.times[0] for s in serving.served.values()]
+    last_of_crowd = [max(firsts[400 * i : 400 * (i + 1)]) for i in range(5)]
+    assert last_of_crowd == sorted(last_of_crowd), "a crowd passes the one before"
+    gaps = [b - a for s in serving.served.values() for a, b in pairwise(s.times)]
+    assert max(gaps) <= most + 2 * serving.step_s, "a stream has waited for more than a chunk and a step"
+
+
+def test_chunks_are_cut_to_sizes_that_are_launched_at_once() -> None:
+    """Where somebody waits for tokens, and where a prompt goes on behind the chunk."""
+    serving = Serving(9000, prefill_chunk=8192, ahead=0, chunk_sizes=(64, 96, 128, 192, 256))
+    serving.submit(words(100), 3000)
+    decision = serving.turn()
+    assert decision is not None and decision.prefill[0].end == 100
+    serving.submit(words(1000, 1), 1)
+    serving.submit(words(50, 2), 1)
+    sizes = []
+    while not (serving.served[1].ended and serving.served[2].ended):
+        decision = serving.turn()
+        assert decision is not None
+        sizes.append(sum(s.end - s.begin for s in decision.prefill))
+    few = [size for size in sizes if 0 < size <= 256]
+    assert {*few[:-1]} <= {64, 96, 128, 192, 256} and len(few) > 2 and sum(sizes) == 1050, sizes
+
+
+def test_a_long_prompt_alone_is_no_queue() -> None:
+    """Beside a stream it takes chunks of 50 ms, however long it is."""
+    serving = Serving(9000, prefill_chunk=8192)
+    serving.submit(words(100), 3000)
+    serving.turn()
+    serving.submit(words(4000, 1), 1)
+    serving.drain()
+    assert 0.045 < serving.longest_s <= 0.05
 
 
 def admitted(decision: Decision | None) -> list[int]:
@@ -272,7 +327,7 @@ def test_a_run_goes_at_its_pace() -> None:
     asked: list[int] = []
     paces = [StepPlan(n, tokens, *more, seconds=1e-4) for n, tokens, *more in ((4, 3.0), (4, 3.0, 2, (4, 1)), (0, 1.0))]
 
-    def pace(rows: int, without: object) -> StepPlan:
+    def pace(rows: int, kv_tokens: int, without: object) -> StepPlan:
         asked.append(rows)
         return paces[len(asked) - 1]
 
@@ -289,7 +344,7 @@ def test_a_run_goes_at_its_pace() -> None:
 def test_steps_that_nobody_has_timed_come_in_short_runs() -> None:
     """32 steps of 17 ms let a prompt wait for half a second."""
     serving = Serving(100, run_steps=32)
-    serving.scheduler._pace = lambda rows, without: StepPlan()
+    serving.scheduler._pace = lambda rows, kv_tokens, without: StepPlan()
     serving.submit(words(5), 40)
     decisions = [serving.scheduler.decide(0.0) for _ in range(2)]
     assert [d.decode_steps for d in decisions if d is not None] == [2, 2]

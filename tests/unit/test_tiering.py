@@ -180,3 +180,11 @@ def test_drafts_that_are_verified_over_all_keys_are_refused() -> None:
     given.speculation.drafter = "sparse"
     with pytest.raises(ValueError, match=r"speculation.drafter=sparse would verify over the whole cache"):
         check(given)
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
+def test_a_layer_that_drafts_stays_on_the_gpu(drafter: str) -> None:
+    given = config(1e9, None)
+    given.speculation.drafter = drafter
+    with pytest.raises(ValueError, match=rf"speculation.drafter={drafter} has one more in their pages: set .*ngram"):
+        check(given)

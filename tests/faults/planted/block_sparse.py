@@ -27,6 +27,21 @@ FAULTS = [
         ("tests/kernels/test_select_blocks.py::test_any_scores",),
     ),
     Fault(
+        "parts of a page in another order", "kernels/sparse/select_blocks.py",
+        "* PARTS + i % PARTS", "* PARTS + (i + 1) % PARTS",
+        ("tests/kernels/test_select_blocks.py::test_parts",),
+    ),
+    Fault(
+        "a stretch gives all that it has", "kernels/sparse/select_blocks.py",
+        "(end - first) * k // pages - before", "tl.minimum(k, end - begin)",
+        ("tests/kernels/test_select_blocks.py::test_stretches",),
+    ),
+    Fault(
+        "a page's parts share bounds", "kernels/sparse/block_bounds.py",
+        "begin // SLOTS * p_part", "0 * p_part",
+        ("tests/kernels/test_block_bounds.py::test_pages_that_were_filled",),
+    ),
+    Fault(
         "dense a token too long", "kernels/sparse/block_ranges.py",
         "short = position + 1 < from_tokens", "short = position < from_tokens",
         ("tests/kernels/test_block_ranges.py",),

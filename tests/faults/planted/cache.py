@@ -175,7 +175,7 @@ FAULTS = [
     ),
     Fault(
         "what is computed again is written over what others read", "helix/steps/step.py",
-        "~known if window is None else live", "live", WINDOWS,
+        "state == NEW, table", "state > 0, table", WINDOWS,
     ),
     Fault(
         "a ring has what its memory had", "helix/memory/kv_cache.py",

@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "chunks as long as they may be", "helix/control/scheduler.py",
-        "self._times.within(self._stall_s) if decoding else math.inf", "math.inf", SCHEDULER,
+        "self._most_work(others) if decoding else math.inf", "math.inf", SCHEDULER,
     ),
     Fault(
         "many steps that nobody has timed", "helix/control/scheduler.py",
@@ -165,7 +165,8 @@ FAULTS = [
         ("tests/kernels/test_compile.py::test_what_is_launched_ahead_is_compiled_at_the_end_and_writes_nothing",),
     ),
     Fault(
-        "a heartbeat is left out", "helix/control/serving.py", "self._launch(Decision.nothing())", "pass",
+        "a heartbeat is left out", "helix/control/serving.py",
+        "self._launch(Decision.nothing(captures=captures))", "pass",
         (SERVE + "test_an_idle_engine_lives_and_its_ranks_hear_from_it",),
     ),
     Fault(

@@ -176,7 +176,7 @@ FAULTS = [
     ),
     Fault(
         "a new job's preemptions are lost", "launch/serving/core.py",
-        "now - before if now >= before else now)", "max(0, now - before))",
+        "now - before if now >= before else now", "max(0, now - before)",
         (FRONT + "test_every_documented_metric_moves",),
     ),
     Fault(

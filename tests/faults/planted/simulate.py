@@ -31,7 +31,7 @@ FAULTS = [
     ),
     Fault(
         "a rank's share of chosen blocks, not rounded up", "helix/simulate/points.py",
-        "-(-self.topk // kvp) -", "self.topk // kvp -", COST,
+        "-(-self.topk // (kvp * self.parts)) -", "self.topk // (kvp * self.parts) -", COST,
     ),
     Fault(
         "drafts read one choice of blocks", "helix/simulate/layer.py",

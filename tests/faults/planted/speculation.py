@@ -108,4 +108,19 @@ FAULTS = [
         "left - tl.load(equals_before + row * 256 + low)", "left",
         ("tests/kernels/test_select_tokens.py::test_ranks_choose_together",),
     ),
+    Fault(
+        "the next draft comes from the first verified row", "helix/speculation/layer.py",
+        "step.span.before - 1).clamp(min=0)", "step.span.before - 1).clamp(max=0)",
+        ("tests/e2e/test_mtp.py::test_drafts_are_those_of_the_layer",),
+    ),
+    Fault(
+        "the last row of a chunk is forgotten", "helix/speculation/layer.py",
+        "self._ends[slots] = chunk.states[rows]", "self._ends[slots] = 0 * chunk.states[rows]",
+        ("tests/e2e/test_mtp.py::test_drafts_are_those_of_the_layer",),
+    ),
+    Fault(
+        "acceptance may fall by two thirds", "launch/serving/acceptance.py",
+        "share <= (1 - FALL) * before", "share <= FALL * before",
+        ("tests/serving/test_acceptance.py::test_a_fall_of_acceptance_is_told_once",),
+    ),
 ]  # fmt: skip

@@ -1,0 +1,153 @@
+"""Times the gated delta rule's steps and prompts beside fla-core's kernels: `helix bench delta`.
+
+Each row is checked against the reference, then timed as CUDA-graph replays over states that together do not fit the L2.
+fla-core's step copies states out and neither convolves, norms outputs nor keeps rows for drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.timer import ROTATED, K, seconds
+from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
+from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
+from kernels.recurrent.gated_delta_step import gated_delta_step
+from kernels.reference import gated_delta as reference
+
+try:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+except ImportError:
+    chunk_gated_delta_rule = fused_recurrent_gated_delta_rule = None
+
+DIM, WIDTH = 128, 4
+STATE_RATE = 4.4e12  # bytes/s; states read and written on an H200
+STEPS = [  # value heads, of which so many share a key head, sequences, rows
+    *[(8, 4, batch, rows) for rows in (1, 5) for batch in (1, 8, 32)],  # 64 heads over 8 ranks
+    *[(48, 3, batch, rows) for rows in (1, 5) for batch in (1, 8)],  # Qwen3.5-27B on one GPU
+]
+PROMPTS = [(48, 3, 2 * K), (48, 3, 8 * K), (8, 4, 8 * K)]
+
+
+def rule(values: int, group: int, device: torch.device) -> GatedDelta:
+    """Random parameters."""
+    keys = values // group
+    conv = torch.randn(WIDTH, (2 * keys + values) * DIM, device=device).bfloat16()
+    a_log, dt_bias = torch.rand(2, values, device=device).unbind()
+    return GatedDelta(conv, a_log, dt_bias, torch.randn(DIM, device=device).bfloat16(), 1e-6, keys, group, 0)
+
+
+def inputs(p: GatedDelta, rows: int) -> DeltaInput:
+    """Random rows of one product."""
+    values = len(p.a_log)
+    widths = p.conv.shape[1], values * DIM, 2 * values
+    qkv, z, gates = torch.randn(rows, sum(widths), device=p.conv.device).bfloat16().split(widths, 1)
+    return DeltaInput(qkv, gates, z)
+
+
+def states(p: GatedDelta, slots: int, rows: int, accepted: int) -> DeltaState:
+    """Random states, and rows before them."""
+    values, ring = len(p.a_log), rows + WIDTH - 1
+    device = p.conv.device
+    return DeltaState(
+        torch.randn(slots, values, DIM, DIM, device=device),
+        torch.randn(slots, ring, p.conv.shape[1], device=device).bfloat16(),
+        torch.randn(slots, rows, values, 2 * DIM, device=device) * DIM**-0.5,
+        torch.rand(slots, rows, values, 2, device=device) * torch.tensor([-1, 1], device=device),  # g and beta
+        torch.full((slots,), accepted, device=device),
+    )
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def checked(name: str, error: float, row: Row) -> None:
+    """Raises AssertionError for more than the roundings of some products to bf16, of 2^-9 each."""
+    assert error < 2e-2, f"{name} is off by {error:.1e} of its norm at {row}"
+
+
+def measure(given: Given, values: int, group: int, batch: int, rows: int) -> list[Row]:
+    """One row: a step of several rows after one in which all were accepted, in microseconds."""
+    device = given.device
+    p, each = rule(values, group, device), batch * values * DIM * DIM * 4
+    copies = max(2, -(-ROTATED // each)) if given.gpu else 1
+    kept = [states(p, batch, rows, rows) for _ in range(copies)]
+    x, slots = inputs(p, batch * rows), torch.arange(batch, device=device)
+    positions = (100 + torch.arange(rows, device=device)).repeat(batch)
+    live = torch.ones_like(positions, dtype=torch.bool)
+    row: dict[str, Any] = {"kind": "delta-step", "heads": values, "batch": batch, "queries": rows}
+    copy = DeltaState(*(t.clone() for t in vars(kept[0]).values()))
+    wanted = reference.gated_delta_step(x, p, copy, slots, positions, live)
+    checked("gated_delta_step", off(gated_delta_step(x, p, kept[0], slots, positions, live), wanted), row)
+    row["us"] = seconds(lambda i: gated_delta_step(x, p, kept[i], slots, positions, live), copies, device) * 1e6
+    row["bytes"] = 2 * each
+    row["tb_per_s"] = 2 * each / row["us"] / 1e6
+    row["bar_us"] = 1.25 * (2 * each / STATE_RATE * 1e6 + 4)
+    peer = _peer_step(p, kept, batch, rows) if given.gpu else None
+    row["fla_us"] = None if peer is None else seconds(peer, copies, device) * 1e6
+    return [row]
+
+
+def measure_prompt(given: Given, values: int, group: int, length: int) -> list[Row]:
+    """One row: a chunk of a prompt, in microseconds."""
+    device = given.device
+    p, slots = rule(values, group, device), torch.zeros(1, dtype=torch.int64, device=device)
+    kept, x = states(p, 1, 1, 0), inputs(p, length)
+    positions, cu_q = torch.arange(length, device=device) + 100, torch.tensor([0, length], device=device).int()
+    row: dict[str, Any] = {"kind": "delta-prompt", "heads": values, "length": length}
+    copy = DeltaState(*(t.clone() for t in vars(kept).values()))
+    wanted = reference.gated_delta_prefill(x, p, copy, slots, positions, cu_q)
+    checked("gated_delta_prefill", off(gated_delta_prefill(x, p, kept, slots, positions, cu_q), wanted), row)
+    row["us"] = seconds(lambda i: gated_delta_prefill(x, p, kept, slots, positions, cu_q), 1, device) * 1e6
+    peer = _peer_prompt(p, length) if given.gpu else None
+    row["fla_us"] = None if peer is None else seconds(peer, 1, device) * 1e6
+    return [row]
+
+
+def _rows(p: GatedDelta, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Convolved inputs as fla-core takes them."""
+    values, device = len(p.a_log), p.conv.device
+
+    def heads(count: int) -> torch.Tensor:
+        return torch.randn(batch, length, count, DIM, device=device).bfloat16()
+
+    g, beta = torch.rand(2, batch, length, values, device=device).unbind()
+    return {"q": heads(values), "k": heads(values), "v": heads(values), "g": -g, "beta": beta.bfloat16()}
+
+
+def _peer_step(p: GatedDelta, kept: list[DeltaState], batch: int, rows: int) -> Callable[[int], Any] | None:
+    if fused_recurrent_gated_delta_rule is None:
+        return None
+    given = _rows(p, batch, rows) | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return lambda i: fused_recurrent_gated_delta_rule(**given, initial_state=kept[i].state)
+
+
+def _peer_prompt(p: GatedDelta, length: int) -> Callable[[int], Any] | None:
+    if chunk_gated_delta_rule is None:
+        return None
+    given = _rows(p, 1, length) | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    state = torch.randn(1, len(p.a_log), DIM, DIM, device=p.conv.device)
+    return lambda i: chunk_gated_delta_rule(**given, initial_state=state)
+
+
+BENCHMARK = Benchmark(
+    "Gated DeltaNet's steps and prompts beside fla-core's, on one GPU",
+    __doc__,
+    (
+        Part(
+            lambda given: STEPS if given.gpu else [(2, 2, 1, 2)],
+            measure,
+            "heads batch queries us tb_per_s bar_us fla_us",
+        ),
+        Part(
+            lambda given: PROMPTS if given.gpu else [(2, 2, 70)],
+            measure_prompt,
+            "heads length us fla_us",
+            "chunks of prompts",
+        ),
+    ),
+)

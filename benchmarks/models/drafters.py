@@ -1,0 +1,175 @@
+"""Times every drafter in one engine, beside plain steps: `helix bench drafters`.
+
+Decode steps of whole models over a cache of random data, at each batch and length with 0 to 6 drafts, for each policy
+of keys and for drafts looked up in the text. What an iteration takes does not depend on which drafts hold. How many
+hold is no matter of random weights: tokens an iteration are those measured of trained models (`helix acceptance`, its
+records), for each of their tasks; a gain is the tokens per second of these times and those tokens, over plain steps.
+Cells that do not fit say so.
+
+Then, text by models of random weights, which draft badly: with `speculation.adaptive`, beside plain decoding. What is
+lost there is the price of finding out.
+
+  helix bench drafters models=qwen3-8b
+  helix bench drafters models=qwen3-8b,gpt-oss-20b ranks=8
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks import jobs
+from benchmarks.models.workloads import K, fitting_spec, layouts, named
+from benchmarks.runner import Benchmark, Given, Part, Row
+from launch.inputs.compose import ROOT
+
+MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
+POLICIES = ("any", "c2q", "window", "quest", "ngram")
+BATCHES = ((1, 4), (8, 20, 32))  # of a job
+LENGTHS = (8 * K, 32 * K, 112 * K)
+GAMMAS = [0, 2, 4, 6]
+STEPS = 12
+SPARSITY = 0.07
+KEPT = 0.9  # of the timed drafts; it changes which slots steps write, not what they take
+# As `speculation=sparse` drafts: what an option of the comparison alone changes is another drafter.
+AS_SHIPPED = {"recent": 0.5, "reach": 8, "block": 1, "heads": "each", "kvp": 1, "temperature": 0.0}
+PROMPT, NEW_TOKENS = 8 * K, 512
+
+
+def drafting(policy: str, gamma: int) -> list[str]:
+    """Overrides of a job that drafts like this, `gamma` tokens at most."""
+    if policy == "ngram":
+        return ["speculation=ngram", f"speculation.gamma={gamma}"]
+    return [
+        "speculation=sparse", f"speculation.policy={policy}", f"speculation.sparsity={SPARSITY}",
+        f"speculation.gamma={gamma}", "kv.append_block=64",
+    ]  # fmt: skip
+
+
+@cache
+def accepted(policy: str, gamma: int) -> dict[str, float]:
+    """Tokens an iteration, by "model length task", of records with at least `gamma` drafts; the latest of each counts.
+
+    A draft counts if all before it held, so that those beyond `gamma` change nothing.
+    """
+    found = {}
+    for file in sorted((ROOT / "benchmarks" / "results").glob("acceptance*.jsonl")):
+        for line in file.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            shipped = AS_SHIPPED | {"sparsity": SPARSITY}
+            same = all(row.get(key) in (None, value) for key, value in shipped.items())
+            if row.get("policy") == policy and row.get("gamma", 0) >= gamma and "kept" in row and same:
+                name = f"{row['model']} {row['length'] // K}K {row['task']}"
+                found[name] = 1 + sum(row["kept"][:gamma]) / row["iterations"]
+    return found
+
+
+def cases(given: Given) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """A job for each model, some batches and a drafter; on a CPU the tiniest."""
+    if given.gpu:
+        return product(given.models or MODELS, BATCHES, POLICIES)
+    return product(["demo"], [(2,)], ["any", "ngram"])
+
+
+def measure(given: Given, model: str, batches: tuple[int, ...], policy: str) -> list[Row]:
+    """Rows of a job in the grid with the widest tpa that splits the KV."""
+    points = [*product(batches, LENGTHS if given.gpu else [512])]
+    gammas, steps = (GAMMAS, STEPS) if given.gpu else ([0, 2], 3)
+    spec, overrides = fitting_spec(model, given.ranks)
+    layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
+    about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": len(spec.layers), "layout": str(layout)}
+    about |= {"drafter": policy}
+    try:
+        record = jobs.measure(
+            given.ranks,
+            [
+                *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
+                "hopb=none", "bench=decode", "decode.stream=false", f"bench.gammas={gammas}", f"bench.steps={steps}",
+                f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.acceptance={KEPT}",
+                *drafting(policy, max(gammas)), *overrides,
+            ],
+        )  # fmt: skip
+    except jobs.JobError as error:
+        cells = [{"batch": b, "length": n, "gamma": g} for (b, n), g in product(points, gammas)]
+        return [about | cell | {"failed": str(error)} for cell in cells]
+    about |= {"backend": record["backend"]}
+    return [about | row | gains(row, policy, record["points"]) for row in record["points"]]
+
+
+def gains(row: Row, policy: str, points: list[Row]) -> Row:
+    """Tokens per second over plain steps at the same point, with each measured acceptance; of a task, the least."""
+    if "failed" in row or not row["gamma"]:
+        return {}
+    plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == (row["batch"], row["length"], 0))
+    over = plain["ttl_p50_us"] / row["ttl_p50_us"]
+    tokens = accepted(policy, row["gamma"])
+    gained = {name: count * over for name, count in tokens.items()}
+    tasks = {
+        f"gain_{task}": min(value for name, value in gained.items() if name.endswith(task))
+        for task in ("code", "copy", "facts")
+        if any(name.endswith(task) for name in gained)
+    }
+    return {"step_over_plain": 1 / over, "accepted": tokens, "gain": gained, **tasks}
+
+
+def adaptive_cases(given: Given) -> Iterator[tuple[str, int]]:
+    """Models and batches of text; none on a CPU, where times say nothing, or on emulated ranks."""
+    return product(given.models or MODELS, (1, 4)) if given.gpu and not given.emulated else iter(())
+
+
+def adaptively(given: Given, model: str, batch: int) -> Iterator[Row]:
+    """Rows of text without drafts, then with each drafter, whose number of drafts rank 0 chooses."""
+    spec, overrides = fitting_spec(model, given.ranks)
+    draw = random.Random(0)
+    plain = None
+    with tempfile.TemporaryDirectory() as directory:
+        prompts = Path(directory) / "prompts.jsonl"
+        wanted = [
+            {"id": i, "prompt_ids": [draw.randrange(spec.vocab // 2) for _ in range(PROMPT)], "ignore_eos": True}
+            for i in range(batch)
+        ]
+        prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in wanted), encoding="utf-8")
+        for policy in ("none", "any", "ngram"):
+            drafted = ["speculation=none"] if policy == "none" else drafting(policy, GAMMAS[-1])
+            job = [*named(model), f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", "decode.stream=false"]
+            row: Row = {"kind": "adaptive", "model": model, "batch": batch, "length": PROMPT, "drafter": policy}
+            try:
+                record = jobs.measure(given.ranks, [*job, f"decode.max_new_tokens={NEW_TOKENS}", *drafted, *overrides])
+            except jobs.JobError as error:
+                yield row | {"failed": str(error)}
+                continue
+            plain = plain or record
+            keys = ("backend", "tokens_per_step", "ttl_p50_us", "tokens_per_s_user", "speculation")
+            yield (
+                row
+                | {key: record[key] for key in keys}
+                | {"gain": record["tokens_per_s_user"] / plain["tokens_per_s_user"]}
+            )
+
+
+BENCHMARK = Benchmark(
+    "decode steps of every drafter in one engine, with the acceptance measured of trained models, over all GPUs",
+    __doc__,
+    (
+        Part(
+            cases,
+            measure,
+            "model drafter batch length gamma ttl_p50_us step_over_plain gain_code gain_copy gain_facts",
+            f"drafts with {SPARSITY:.0%} of the keys",
+        ),
+        Part(
+            adaptive_cases,
+            adaptively,
+            "model batch drafter tokens_per_step ttl_p50_us tokens_per_s_user gain",
+            "the number of drafts chosen while decoding, random weights",
+        ),
+    ),
+    models=MODELS,
+    emulated=True,
+)

@@ -1,0 +1,189 @@
+"""Gated DeltaNet: a layer that keeps a state of each sequence in place of its keys (arXiv:2412.06464)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from comm.pending import PendingProjection
+from helix.attention.base import AttentionPolicy
+from helix.layers.linear import ColumnParallel, RowParallel, Rows
+from helix.layers.mixer import LayerPlace
+from helix.layers.rotary import Angles
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+from helix.memory.keeps import Keeps
+from helix.memory.kv_cache import KVCache
+from helix.steps.step import Step
+from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
+from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
+from kernels.recurrent.gated_delta_step import gated_delta_step
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """Shape of one layer's Gated DeltaNet in the checkpoint.
+
+    Attributes:
+        key_heads, value_heads: heads; `value_heads` is a multiple, neighbours of which share a key head.
+        key_dim, value_dim: their widths.
+        conv: rows that the causal convolution reads.
+        storage: `fused` (in_proj_qkvz and in_proj_ba, rows grouped by key head) or `apart` (in_proj_qkv, _z, _b, _a).
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+    norm_eps: float
+    storage: Literal["fused", "apart"]
+    attends: bool = False
+    window: None = None
+
+    @property
+    def group(self) -> int:
+        """Number of value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in all projections, over all ranks."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return self.hidden * (2 * keys + 3 * values + 2 * self.value_heads)
+
+    @property
+    def multiplications(self) -> int:
+        """Number of multiplications of a token's queries with one key and value: there are none."""
+        return 0
+
+    def channels(self, keys: int, values: int) -> int:
+        """Returns the width of q, k and v of so many heads."""
+        return 2 * keys * self.key_dim + values * self.value_dim
+
+    def key_heads_of(self, values: range) -> range:
+        """Returns the key heads that value heads use."""
+        return range(values.start // self.group, -(-values.stop // self.group)) if values else range(0)
+
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
+        """Lists the data that the layer keeps on a rank: states, recent rows, and what the last step's add."""
+        values = layout.state_heads(rank, self.value_heads)
+        channels = self.channels(len(self.key_heads_of(values)), len(values))
+        return (
+            Keeps("state", (len(values), self.key_dim, self.value_dim), torch.float32, "slot"),
+            Keeps("qkv", (channels,), dtype, "recent", before=self.conv - 1),
+            Keeps("rows", (len(values), self.key_dim + self.value_dim), torch.float32, "row"),
+            Keeps("gates", (len(values), 2), torch.float32, "row"),
+        )
+
+    def buffers(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the activations per token of a prefill step on a rank.
+
+        These are inputs of the convolution and its outputs, z and gates, the systems' w, gates in fp32, and outputs.
+        """
+        values = layout.state_heads(rank, self.value_heads)
+        channels = self.channels(len(self.key_heads_of(values)), len(values))
+        return 2 * channels + len(values) * (self.key_dim + 2 * self.value_dim + 6)
+
+    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> GatedDeltaNet:
+        """Builds this rank's part."""
+        return GatedDeltaNet(weights, comm, layout, self, place)
+
+
+class GatedDeltaNet:
+    """Gated DeltaNet of a rank's value heads, cut over all ranks like the columns of an FFN: one sum, no exchange."""
+
+    def __init__(
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: GatedDeltaSpec, place: LayerPlace
+    ) -> None:
+        self.spec, self.index, name = spec, place.index, f"{place.name}.linear_attn"
+        values = layout.state_heads(comm.rank, spec.value_heads)
+        keys, v = spec.key_heads_of(values), len(values)
+        self.channels, self.width = spec.channels(len(keys), v), v * spec.value_dim
+        qkvz, ba = _projections(spec, name, keys, values)
+        # One product, unless a checkpoint keeps the gates' matrices in a format of their own.
+        alike = len({weights.formats(f"{rows.name}.weight") for rows in qkvz + ba}) == 1
+        self.inputs = [ColumnParallel(weights, spec.hidden, rows) for rows in ([qkvz + ba] if alike else [qkvz, ba])]
+        conv = weights.parameter(spec.conv, self.channels)
+        begin, total = 0, spec.channels(spec.key_heads, spec.value_heads)
+        for run in _channels(spec, keys, values):
+            part = conv[:, None, begin : begin + len(run)].permute(2, 1, 0)
+            weights.bind(part, f"{name}.conv1d.weight", (total, 1, spec.conv), run)
+            begin += len(run)
+        a_log, dt_bias = (weights.parameter(v, dtype=torch.float32) for _ in range(2))
+        weights.bind(a_log, f"{name}.A_log", (spec.value_heads,), values)
+        weights.bind(dt_bias, f"{name}.dt_bias", (spec.value_heads,), values)
+        norm = weights.parameter(spec.value_dim)  # the only norm whose gain is the tensor
+        weights.bind(norm, f"{name}.norm.weight", (spec.value_dim,))
+        first = values.start % spec.group
+        self.rule = GatedDelta(conv, a_log, dt_bias, norm, spec.norm_eps, len(keys), spec.group, first)
+        columns = range(values.start * spec.value_dim, values.stop * spec.value_dim)
+        of_all = spec.value_heads * spec.value_dim
+        self.output = RowParallel(weights, comm, f"{name}.out_proj", columns, of_all, spec.hidden, False)
+
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> DeltaInput:
+        """Computes this rank's inputs of the rule from x [N, H], the same on every rank; nothing is kept yet."""
+        parts = [projection(x) for projection in self.inputs]
+        qkv, z, gates = parts[0][:, : self.channels], parts[0][:, self.channels :][:, : self.width], parts[-1]
+        return DeltaInput(qkv, gates[:, gates.shape[1] - 2 * len(self.rule.a_log) :], z)
+
+    def finish(self, q: DeltaInput, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+        """Computes this rank's part [N, H] of the output, and what is kept of the step's tokens."""
+        if not self.width:  # a rank without heads
+            return self.output(q.z)
+        layer = cache.layer(self.index)
+        kept = DeltaState(**layer.kept, accepted=layer.accepted)
+        if step.cu_q is None:
+            return self.output(gated_delta_step(q, self.rule, kept, step.slots, step.positions, step.live))
+        return self.output(gated_delta_prefill(q, self.rule, kept, step.slots, step.positions, step.cu_q))
+
+
+def _channels(spec: GatedDeltaSpec, keys: range, values: range) -> list[range]:
+    """Lists the channels of q, k and v of these heads, as conv1d and in_proj_qkv have them."""
+    of_keys, behind = range(keys.start * spec.key_dim, keys.stop * spec.key_dim), spec.key_heads * spec.key_dim
+    return [
+        of_keys,
+        range(behind + of_keys.start, behind + of_keys.stop),
+        range(2 * behind + values.start * spec.value_dim, 2 * behind + values.stop * spec.value_dim),
+    ]
+
+
+def _projections(spec: GatedDeltaSpec, name: str, keys: range, values: range) -> tuple[list[Rows], list[Rows]]:
+    """Lists the rows that compute q, k, v and z of these heads, and those of b and a, in this order."""
+    heads, width = spec.value_heads, spec.value_dim
+    if spec.storage == "apart":
+        z = range(values.start * width, values.stop * width)
+        qkv = _channels(spec, keys, values)
+        total = spec.channels(spec.key_heads, heads)
+        return (
+            [*(Rows(f"{name}.in_proj_qkv", total, run) for run in qkv), Rows(f"{name}.in_proj_z", heads * width, z)],
+            [Rows(f"{name}.in_proj_{part}", heads, values) for part in ("b", "a")],
+        )
+    each = 2 * (spec.key_dim + spec.group * width)  # rows of a key head: q, k, v of its value heads, z of them
+    of_values = 2 * spec.key_dim
+
+    def of_keys(begin: int) -> list[range]:
+        return [range(k * each + begin, k * each + begin + spec.key_dim) for k in keys]
+
+    def of_heads(each: int, begin: int, width: int) -> list[range]:
+        """Lists rows of each value head, `width` of them, which begin at row `begin` of its key head's."""
+        starts = [v // spec.group * each + begin + v % spec.group * width for v in values]
+        return [range(start, start + width) for start in starts]
+
+    qkvz = [
+        *of_keys(0),
+        *of_keys(spec.key_dim),
+        *of_heads(each, of_values, width),
+        *of_heads(each, of_values + spec.group * width, width),
+    ]
+    ba = [*of_heads(2 * spec.group, 0, 1), *of_heads(2 * spec.group, spec.group, 1)]
+    none = [range(0)]  # a rank without heads declares the tensors as well
+    return (
+        [Rows(f"{name}.in_proj_qkvz", spec.key_heads * each, run) for run in qkvz or none],
+        [Rows(f"{name}.in_proj_ba", 2 * heads, run) for run in ba or none],
+    )

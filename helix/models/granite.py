@@ -1,0 +1,25 @@
+"""Granite: Llama with factors on embedding, scores, halves of layers and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from helix.models.decoder import DecoderSpec
+from helix.models.hf import check_positive, decoder_spec
+
+
+def spec(config: Any) -> DecoderSpec:
+    multipliers = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+    check_positive(config, *multipliers)
+    bias, residual = config.attention_bias, config.residual_multiplier
+    found = decoder_spec(
+        config, qkv_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias, scale=float(config.attention_multiplier)
+    )
+    # The stream over `residual_multiplier`: halves of layers are added as they are, and norms see the same directions.
+    return replace(
+        found,
+        norm_eps=found.norm_eps / residual**2,
+        embedding_scale=config.embedding_multiplier / residual,
+        logit_scale=1 / config.logits_scaling,
+    )

@@ -1,0 +1,53 @@
+"""Hy3: Qwen3's attention, and experts by sigmoid scores plus a bias, beside shared ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from helix.layers.moe import MoESpec
+from helix.models.decoder import DecoderSpec, LayerSpec
+from helix.models.hf import check_only, check_sizes, decoder_spec, experts_of
+
+
+def spec(config: Any) -> DecoderSpec:
+    check_only(config, mlp_bias=(False,))
+    check_sizes(config, "moe_intermediate_size", "num_shared_experts")
+    check_kinds(config)
+    width, layers = config.moe_intermediate_size, config.num_hidden_layers
+    moe = MoESpec(
+        *experts_of(config),
+        width,
+        shared_width=config.num_shared_experts * width,
+        scoring="sigmoid",
+        normalise=True,
+        scale=float(config.router_scaling_factor),
+        choice_bias="expert_bias",
+        exact_router=True,
+        router="router.gate",
+        shared="shared_mlp",
+    )
+    found = decoder_spec(
+        config,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        qk_norm=True,
+        moe=moe,
+        moe_layers=tuple(kind == "sparse" for kind in config.mlp_layer_types),
+    )
+    has_layer = getattr(config, "num_nextn_predict_layers", 0)
+    return replace(
+        found,
+        unused=(f"model.layers.{layers}.",),
+        brought=LayerSpec(found.layers[-1].mixer, moe) if has_layer else None,
+        brought_norm="final_layernorm",
+    )
+
+
+def check_kinds(config: Any) -> None:
+    """Raises ValueError unless `mlp_layer_types` has one of both kinds for each layer."""
+    kinds, layers = config.mlp_layer_types, config.num_hidden_layers
+    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types={kinds!r:.80} must be dense or sparse for each of num_hidden_layers={layers}"
+        )

@@ -1,0 +1,25 @@
+"""MiniMax-M2: a part of each head is rotated, norms are over all heads, and experts by sigmoid scores plus a bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helix.layers.moe import MoESpec
+from helix.models.decoder import DecoderSpec
+from helix.models.hf import check_sizes, decoder_spec, experts_of
+
+
+def spec(config: Any) -> DecoderSpec:
+    moe = MoESpec(
+        *experts_of(config),
+        config.intermediate_size,
+        scoring="sigmoid",
+        normalise=True,
+        choice_bias="e_score_correction_bias",
+        block="block_sparse_moe",
+        matrices=("w1", "w3", "w2"),
+    )
+    if (rotated := getattr(config, "rotary_dim", None)) is not None:  # published configs say it so
+        check_sizes(config, "rotary_dim", "head_dim")
+        config.rope_parameters["partial_rotary_factor"] = rotated / config.head_dim
+    return decoder_spec(config, qk_norm=True, norm_over="all", partial_rotary=True, moe=moe)

@@ -1,0 +1,12 @@
+"""Ministral-3 and Mistral-Medium-3.5: Mistral, with queries that grow with their position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helix.models.decoder import DecoderSpec
+from helix.models.hf import decoder_spec, with_query_scale
+
+
+def spec(config: Any) -> DecoderSpec:
+    return with_query_scale(decoder_spec(config, windows=(config.sliding_window,) * config.num_hidden_layers))

@@ -1,0 +1,15 @@
+"""OLMo-2 and OLMo-3: norms after each half of a layer, and over all heads; OLMo-3 has windows with their own RoPE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from helix.models.decoder import DecoderSpec
+from helix.models.hf import decoder_spec, layer_windows
+
+
+def spec(config: Any) -> DecoderSpec:
+    bias, windows = config.attention_bias, layer_windows(config) if config.model_type == "olmo3" else None
+    found = decoder_spec(config, windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True, norm_over="all")
+    return replace(found, norms="after")

@@ -1,0 +1,19 @@
+"""Qwen3.5, 3.6 and 3.8, their text part: Gated DeltaNet in three of four layers, gated attention in the fourth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helix.models.decoder import DecoderSpec
+from helix.models.qwen3_next import hybrid, shared_gated
+
+
+def spec_dense(config: Any) -> DecoderSpec:
+    """Reads a config of a dense model."""
+    return hybrid(config, "apart")
+
+
+def spec_moe(config: Any) -> DecoderSpec:
+    """Reads a config of a model with experts in every layer."""
+    config.intermediate_size = config.moe_intermediate_size  # of dense layers, of which there are none
+    return hybrid(config, "apart", moe=shared_gated(config))

@@ -1,0 +1,73 @@
+"""Qwen3-Next: Gated DeltaNet in three of four layers, gated attention in the fourth, routed experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from helix.layers.gated_delta import GatedDeltaSpec
+from helix.layers.moe import MoESpec
+from helix.models.decoder import DecoderSpec
+from helix.models.hf import check_sizes, decoder_spec, experts_of
+
+KINDS = ("linear_attention", "full_attention")
+
+
+def spec(config: Any) -> DecoderSpec:
+    check_sizes(config, "decoder_sparse_step")
+    layers, every = config.num_hidden_layers, config.decoder_sparse_step
+    moe = shared_gated(config)
+    with_experts = tuple(i not in config.mlp_only_layers and (i + 1) % every == 0 for i in range(layers))
+    return hybrid(config, "fused", moe=moe, moe_layers=with_experts)
+
+
+def shared_gated(config: Any) -> MoESpec:
+    """Reads experts of which one is shared, behind a sigmoid gate."""
+    check_sizes(config, "moe_intermediate_size", "shared_expert_intermediate_size")
+    return MoESpec(
+        *experts_of(config),
+        config.moe_intermediate_size,
+        shared_width=config.shared_expert_intermediate_size,
+        normalise=getattr(config, "norm_topk_prob", True),
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
+
+
+def hybrid(config: Any, storage: str, **more: Any) -> DecoderSpec:
+    """Creates the spec of a config whose layers have Gated DeltaNet, stored as `storage`, or gated attention.
+
+    Raises:
+        ValueError: `layer_types` has another kind or no attention, or heads do not divide.
+    """
+    if unknown := sorted({*config.layer_types} - {*KINDS}):
+        raise ValueError(f"config.json: layer_types has {', '.join(unknown)}; supported: {', '.join(KINDS)}")
+    if "full_attention" not in config.layer_types:
+        raise ValueError(
+            "config.json: layer_types has no full_attention: a model without any attention is not supported"
+        )
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    check_sizes(config, *(f"linear_{name}" for name in names))
+    keys, values, key_dim, value_dim, conv = (getattr(config, f"linear_{name}") for name in names)
+    if values % keys:
+        raise ValueError(
+            f"config.json: linear_num_value_heads={values} must be a multiple of linear_num_key_heads={keys}"
+        )
+    bias = config.attention_bias
+    spec = decoder_spec(
+        config, qkv_bias=bias, output_bias=bias, qk_norm=True, gated=True, partial_rotary=True,
+        **more,
+    )  # fmt: skip
+    delta = GatedDeltaSpec(
+        spec.hidden, keys, values, key_dim, value_dim, conv, spec.norm_eps,
+        storage="fused" if storage == "fused" else "apart",
+    )  # fmt: skip
+    return replace(
+        spec,
+        gain_offset=1.0,
+        unused=("mtp.", "model.visual."),  # layers for multi-token prediction, and what reads images
+        layers=tuple(
+            replace(layer, mixer=delta) if kind == "linear_attention" else layer
+            for layer, kind in zip(spec.layers, config.layer_types, strict=True)
+        ),
+    )

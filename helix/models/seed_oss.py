@@ -1,0 +1,13 @@
+"""Seed-OSS: Llama with a bias of its own for the output projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helix.models.decoder import DecoderSpec
+from helix.models.hf import decoder_spec
+
+
+def spec(config: Any) -> DecoderSpec:
+    bias, output = config.attention_bias, config.attention_out_bias
+    return decoder_spec(config, qkv_bias=bias, output_bias=output, mlp_bias=config.mlp_bias)

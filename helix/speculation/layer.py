@@ -1,0 +1,137 @@
+"""Drafting by one layer more, which reads the target's hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.attention.dense import DenseAttention
+from helix.events.decision import Admission, StepKind, TableWrite
+from helix.events.follower import Begun, Prefilled, Taken
+from helix.memory.kv_cache import KVCache
+from helix.memory.transfers import to_device
+from helix.models import DraftLayer
+from helix.placement import Placement, PromptChunk
+from helix.speculation.base import Draft, Drafter
+from helix.speculation.drawing import DraftDrawing
+from helix.steps.step import DecodeState, Step
+
+
+class LayerDrafter(Drafter):
+    """Drafter by a layer behind the target's last one, whose keys and values lie in the target's pages.
+
+    Row i of the layer takes the target's state of token i and the token behind it, so that the last row of a prompt's
+    chunk waits for the next token. A first draft comes from the row of the last token in the cache, a further one from
+    a row that takes the layer's own state and the draft before. Once drafts are verified, the keys of all that were
+    kept are written anew from the target's states. Nobody reads a state but the last one: of the other rows, and of
+    prompts, only keys are computed.
+
+    Args:
+        limit: most tokens proposed per sequence and step.
+        layer: its part on this rank.
+        dtype: the target's.
+        cache, placement: the target's.
+        noise: shared: a draft is drawn with the target's noise of its position; own: see `DraftDrawing`.
+        max_batch, max_length: those of the engine.
+    """
+
+    # The last row of a hit belongs to the token after it: it is written again.
+    lacking = 1.0
+
+    def __init__(
+        self,
+        limit: int,
+        layer: DraftLayer,
+        dtype: torch.dtype,
+        comm: Communicator,
+        cache: KVCache,
+        placement: Placement,
+        *,
+        noise: str,
+        max_batch: int,
+        max_length: int,
+    ) -> None:
+        super().__init__(limit)
+        self.layer = layer
+        self.comm = comm
+        self.cache = cache
+        self.noise = noise
+        self.policy = DenseAttention()
+        most = placement.stripes.pages_for(max_length + limit)
+        self.sequences = DecodeState(max_batch, most, placement, cache.device, rings=cache.rings)
+        # Its own, from which first drafts come; and the target's, of the last token of a prompt's chunk.
+        self._states, self._ends = (
+            torch.zeros(max_batch, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.read)
+        )
+        self._read: dict[int, int] = {}  # tokens of a slot's prompt up to that one
+
+    def admit(self, admission: Admission) -> None:
+        self.sequences.admit(admission)
+        self._read.pop(admission.slot, None)
+
+    def write(self, table: TableWrite) -> None:
+        self.sequences.write(table)
+
+    def prefilled(self, chunk: Prefilled) -> None:
+        counts = [len(p.tokens) for p in chunk.prompts]
+        prompts, states = [], []
+        for p, of_tokens in zip(chunk.prompts, chunk.states.split(counts), strict=True):
+            if self._read.get(p.slot) == p.begin:  # it goes on where a chunk ended
+                states.append(self._ends[p.slot : p.slot + 1])
+                prompts.append(PromptChunk(p.slot, p.begin - 1, p.tokens))
+            elif len(p.tokens) > 1:
+                prompts.append(PromptChunk(p.slot, p.begin, p.tokens[1:]))
+            states.append(of_tokens[:-1])
+            self._read[p.slot] = p.end
+        if prompts:
+            self.layer.append(self.cache, self.sequences.prefill_step(prompts), torch.cat(states), own=False)
+        rows = to_device(torch.tensor(counts).cumsum(0) - 1, chunk.states.device)
+        slots = to_device(torch.tensor([p.slot for p in chunk.prompts]), chunk.states.device)
+        self._ends[slots] = chunk.states[rows]
+
+    def begun(self, begun: Begun) -> None:
+        own, slots = self.sequences, begun.slots
+        own.active.fill_(False)
+        own.active.index_fill_(0, slots, True)
+        own.lengths[slots] = begun.lengths - 1
+        own.tokens[slots] = begun.tokens
+        states = torch.zeros_like(self._ends)
+        states[slots] = begun.states
+        self._states[slots] = self._ahead(own.decode_step(len(states)), states)[slots]
+
+    def catch_up(self, state: DecodeState) -> None:
+        # Rows are all there; but sequences that only steps are timed with come without events.
+        self.sequences.block_tables.copy_(state.block_tables)
+        self.sequences.starts.copy_(state.starts)
+
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        rows, lengths = kind.rows, state.lengths[: kind.rows]
+        drawing = DraftDrawing(self.layer.logits, self.layer.vocab_rows, self.comm, self.noise == "shared", kind)
+        states = self._states[:rows]
+        tokens = drawing.draw(states, state, lengths + 1)
+        if kind.drafts > 1:
+            ahead = state.steps_ahead(rows, kind.drafts - 1)
+            for n in range(kind.drafts - 1):
+                states = self._ahead(ahead.step(n, tokens), states, own=True)
+                tokens = drawing.draw(states, state, lengths + n + 2)
+        return drawing.draft()
+
+    def takes(self, kind: StepKind) -> bool:
+        return True
+
+    def taken(self, step: Taken) -> None:
+        rows, own = step.kind.rows, self.sequences
+        own.active[:rows] = step.tokens[:, 0] >= 0
+        own.lengths[:rows] = step.span.before
+        own.tokens[:rows] = step.tokens[:, 0]
+        verified = own.decode_step(rows, step.tokens[:, 1:] if step.kind.drafts else None)
+        parts = self.layer.append(self.cache, verified, step.states, own=False)
+        last = (step.span.after - step.span.before - 1).clamp(min=0)
+        at = verified.slots * verified.max_q + last
+        own.lengths[:rows] += last
+        queries, x = (of_rows.index_select(0, at) for of_rows in parts)
+        self._states[:rows] = self.layer.attend(queries, x, self.cache, own.decode_step(rows), self.policy)
+
+    def _ahead(self, step: Step, states: Tensor, own: bool = False) -> Tensor:
+        return self.layer.attend(*self.layer.append(self.cache, step, states, own=own), self.cache, step, self.policy)

@@ -1,0 +1,61 @@
+"""Prompt lookup that also knows what was generated for others."""
+
+from __future__ import annotations
+
+import torch
+
+from helix.events.decision import Admission, StepKind
+from helix.events.follower import Begun, Retired
+from helix.speculation.base import Draft, Drafter
+from helix.steps.step import DecodeState
+from kernels.reference.suffix import TOKEN_BITS
+from kernels.tokens.suffix import suffix
+
+
+class SuffixDrafter(Drafter):
+    """Drafter by prompt lookup in a sequence and in texts that were generated for others of the same salt.
+
+    Args:
+        limit: most tokens proposed per sequence and step.
+        longest: most final tokens of a sequence that are searched for.
+        remembered: most tokens of others; the oldest ones are forgotten.
+        max_batch: number of slots.
+    """
+
+    def __init__(self, limit: int, longest: int, remembered: int, max_batch: int, device: torch.device) -> None:
+        super().__init__(limit)
+        self.longest = longest
+        self.size = remembered
+        # An entry more for what is not to be written.
+        self._others = torch.full((remembered + 1,), -1, dtype=torch.int64, device=device)
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self._salts = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._admitted: dict[int, Admission] = {}
+        self._decoding = torch.zeros(max_batch, dtype=torch.bool, device=device)
+
+    def admit(self, admission: Admission) -> None:
+        self._admitted[admission.slot] = admission
+        self._decoding[admission.slot].fill_(False)
+        self._salts[admission.slot].fill_(admission.salt)
+
+    def begun(self, begun: Begun) -> None:
+        self._decoding.index_fill_(0, begun.slots, True)
+
+    def retire(self, gone: Retired) -> None:
+        admission = self._admitted.pop(gone.slot)
+        begun = self._decoding[gone.slot]  # else what its length says is another sequence's
+        # The end of the prompt leads to the answer, and -1 ends it.
+        first = max(admission.length - self.longest, 0)
+        place = torch.arange(min(admission.limit + 2 - first, self.size), device=gone.length.device)
+        count = (gone.length + 1 - first).clamp(max=len(place) - 1)
+        text = gone.history[first : first + len(place)].long() + (admission.salt << TOKEN_BITS)
+        to = torch.where((place <= count) & begun, (self._cursor + place) % self.size, self.size)
+        self._others[to] = torch.where(place < count, text, -1)
+        self._cursor.copy_((self._cursor + (count + 1) * begun) % self.size)
+
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        rows, others = slice(0, kind.rows), self._others[: self.size]
+        lengths = state.lengths[rows] + 1
+        return Draft(
+            suffix(state.history[rows], lengths, others, self._cursor, self._salts[rows], kind.drafts, self.longest)
+        )

@@ -1,0 +1,445 @@
+"""Variant of `kernels.moe.experts` for weights of a few bits and up to 128 tokens on Hopper.
+
+As in `kernels.moe.experts_sm90`, a fixed grid divides the steps of all tiles equally, and programs that share a tile
+add up in a tree. But the columns of a product are pairs of one expert. Each program finds in ids how many blocks of
+pairs each local expert has, and lists the pairs of its own blocks in memory; an expert with more than one block is read
+again, from the L2. Outputs of down are a pair's own, and another launch sums them.
+
+Converting binds, so a thread reads what it converts in words of 16 bytes and puts nothing elsewhere: it multiplies 32
+neighbouring columns, which as positions of a product are pairs 8 apart. Rows of x are copied to shared memory in that
+order, a pair of columns at a time; so are those of the activations.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dense.scaled_rows import stored
+from kernels.dense.tree_sum_sm90 import workspace
+from kernels.moe.experts_sm90 import meet_sharers, share_of
+from kernels.overlap import sm_count
+from kernels.reference.experts import ALPHA
+from kernels.scaled import ScaledMatrix
+from kernels.sm90 import SHARED
+
+MOST_TOKENS, MOST_PAIRS = 128, 2048
+MOST_COLUMNS = 32  # pairs of a block
+MIN_WIDTH = 192  # columns of an expert
+WARPS, ROWS, HALF = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
+BLOCK_K = gl.constexpr(128)  # columns of a product
+SHARED_KB = {2: 104, 3: 68}  # of a program's stages, by programs of an SM
+COPIED = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# Of a step's scales of e2m1, those of `_words`: a thread's rows, its quarter.
+QUARTERS = gl.constexpr(
+    gl.DistributedLinearLayout([[8]], [[64], [128], [1], [2], [4]], [[16], [32]], [], [4 * ROWS.value])
+)
+LOW, LIFT = gl.constexpr(64), gl.constexpr(2.0**64)  # sums of e2m1 are so much lower, so that no weight overflows bf16
+_ALPHA = gl.constexpr(ALPHA)
+
+
+def _e4m3_to_bf16() -> str:
+    """Writes the code for a word, by way of fp16 and fp32: from fp16 to bf16 at once is a slow instruction."""
+    lines = [".reg .b16 p<2>; .reg .b32 f, d; .reg .b16 h<2>; .reg .f32 a, b;", "mov.b32 {p0, p1}, $4;"]
+    for i in range(2):
+        lines += [f"cvt.rn.f16x2.e4m3x2 f, p{i};", "mov.b32 {h0, h1}, f;", "cvt.f32.f16 a, h0;", "cvt.f32.f16 b, h1;"]
+        lines += ["cvt.rn.bf16x2.f32 d, b, a;", f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, d;"]
+    return "{" + "\n".join(lines) + "}"
+
+
+def _e2m1_to_bf16() -> str:
+    """Writes the code for a word: of a byte in both places, signs are as they should be, numbers two bits low."""
+    lines = [".reg .b32 up, r, m;", "shl.b32 up, $8, 4;"]
+    for i in range(4):
+        byte = f"0x{(4 + i) * 0x1100 + i * 0x11:04x}"
+        lines += [f"prmt.b32 r, up, $8, {byte};", "shl.b32 m, r, 2;", "and.b32 m, m, 0x01c001c0;"]
+        lines += ["lop3.b32 r, r, 0x80008000, m, 0xea;", "mul.rn.bf16x2 r, r, $9;"]
+        lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, r;"]
+    return "{" + "\n".join(lines) + "}"
+
+
+E4M3_TO_BF16, E2M1_TO_BF16 = gl.constexpr(_e4m3_to_bf16()), gl.constexpr(_e2m1_to_bf16())
+
+
+@gluon.constexpr_function
+def words_shared(words, rank=2):
+    """Creates the layout of rows of 32-bit words, a product's, in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=4 * words, element_bitwidth=32, rank=rank)
+
+
+@gluon.constexpr_function
+def _words(words):
+    """Creates the layout of [ROWS, words] in which a thread has a quarter of its rows, 16 bytes at a time."""
+    quarter = words // 4
+    registers = [[0, 1 << i] for i in range(quarter.bit_length() - 1)] + [[8, 0]]
+    lanes = [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, words])
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _pairs_of(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
+    """Finds each pair's local expert, or -1, and the running number of the experts' blocks."""
+    BINS: gl.constexpr = max(32, triton.next_power_of_2(EXPERTS))
+    p = gl.arange(0, BLOCK_P, layout=gl.BlockedLayout([max(1, BLOCK_P // 128)], [32], [4], [0]))
+    local = gl.load(ids + p, mask=p < P, other=-1) - first
+    inside = (p < P) & (local >= 0) & (local < EXPERTS)
+    local = gl.where(inside, local, -1)
+    each: gl.constexpr = gl.BlockedLayout([BINS // 32], [32], [4], [0])
+    counts = gl.histogram(gl.where(inside, local, 0), BINS, mask=inside, layout=each)
+    return local, gl.associative_scan((counts + COLUMNS - 1) // COLUMNS, 0, _add)
+
+
+@gluon.jit
+def _list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
+    """Writes a block's pairs, then -1, and behind them its expert."""
+    expert = gl.sum((ends <= block).to(gl.int32), 0)
+    before = gl.max(gl.where(ends <= block, ends, 0), 0)
+    n = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(row + n, gl.full_like(n, -1))
+    gl.store(row + COLUMNS, expert)
+    tl.debug_barrier()
+    mine = local == expert
+    place = gl.associative_scan(mine.to(gl.int32), 0, _add) - 1 - (block - before) * COLUMNS
+    p = gl.arange(0, BLOCK_P, layout=local.type.layout)
+    gl.store(row + place, p, mask=mine & (place >= 0) & (place < COLUMNS))
+
+
+@gluon.jit
+def _locate(at, lists, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
+            COLUMNS: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+    """Locates a step: its tile of the expert's rows, the list of its pairs, its expert and first column."""
+    STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
+    TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
+    tile = at // STEPS
+    row = lists + (tile // TILES - first_block) * (COLUMNS + 8)
+    return tile % TILES, row, gl.load(row + COLUMNS), at % STEPS * (PARTS * BLOCK_K) - BEGIN
+
+
+@gluon.jit
+def _load_weights(tile, e, column, w, slots, slot, ready, GATE: gl.constexpr):
+    """Starts the load of a step's weights, in words."""
+    WORDS: gl.constexpr = slots[0].shape[2]
+    PARTS: gl.constexpr = len(slots)
+    ROWS: gl.constexpr = slots[0].shape[1]
+    for part in gl.static_range(PARTS):
+        mbarrier.expect(ready[part].index(slot), ROWS * WORDS * 4)
+    for part in gl.static_range(PARTS):
+        to, k = slots[part].index(slot), column // (BLOCK_K // WORDS) + part * WORDS
+        if GATE:
+            to = to.reshape([1, HALF // 8, 2, 8, WORDS])
+            tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, k], ready[part].index(slot), to)
+        else:
+            tma.async_copy_global_to_shared(
+                w, [e, tile * ROWS, k], ready[part].index(slot), to.reshape([1, ROWS, WORDS])
+            )
+
+
+@gluon.jit
+def _copy_rows(row, column, x, x_n, to, GATE: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr):
+    """Copies a step's columns of the pairs' rows, in the order of `_words`; zeros beyond the last pair."""
+    n = gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, COPIED))
+    p = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, COPIED))
+    even = column + (p // BLOCK_K * BLOCK_K + p % 8 // 2 * 32 + p % BLOCK_K // 8 * 2)
+    k = gl.max_contiguous(gl.multiple_of(even + p % 2, 2), 2)
+    pair = gl.load(row + n)
+    rows = x + (pair // TOP_K if GATE else pair) * (x_n * 8)  # so that it is known to be a multiple of 8
+    inside = (pair >= 0)[:, None] & gl.max_constancy((even >= 0) & (even < K), 2)[None, :]
+    async_copy.async_copy_global_to_shared(to, rows[:, None] + k[None, :], mask=inside)
+
+
+@gluon.jit
+def _copy_scales(
+    tile, e, place, scales, to, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
+    """Copies the scales of a step's rows, whose groups begin `place` columns after the first."""
+    c = gl.arange(0, to.shape[0], layout=gl.BlockedLayout([to.shape[0] // 128], [32], [4], [0]))
+    i, group = c % ROWS, (place + c // ROWS * SPAN) // GROUP
+    if GATE:
+        f = tile * HALF + i // 16 * 8 + i % 8
+        r, inside = i // 8 % 2 * F + f, f < F
+    else:
+        r, inside = tile * ROWS + i, tile * ROWS + i < H
+    at = scales + (e * GROUPS + group) * (2 * F if GATE else H) + gl.max_contiguous(gl.multiple_of(r, 4), 4)
+    async_copy.async_copy_global_to_shared(to, at, mask=gl.max_constancy((group < GROUPS) & inside, 4))
+
+
+@gluon.jit
+def _numbers(words, scales, PACKED: gl.constexpr, A: gl.constexpr):
+    """Converts words [ROWS, WORDS] to bf16 [ROWS, BLOCK_K], those of e2m1 scaled, in the order of `_copy_rows`."""
+    if PACKED:
+        words = gl.reshape(words, [ROWS, 4, 4])
+        scale = gl.permute(gl.reshape(scales.load(QUARTERS), [4, ROWS]), (1, 0)).to(gl.int32)
+        scale = gl.convert_layout(scale, gl.SliceLayout(2, words.type.layout))
+        factor = (gl.minimum(scale + (126 - LOW), 254) << 7) * 0x10001
+        factor = factor[:, :, None] + gl.full_like(words, 0)
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            E2M1_TO_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, factor],
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        low, high = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
+        w = gl.permute(gl.join(low, high), (0, 2, 5, 4, 1, 3))
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            E4M3_TO_BF16, "=h,=h,=h,=h,r", [gl.reshape(words, [ROWS, 4, 8])],
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
+        )  # fmt: skip
+        w = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 2, 4, 1, 3))
+    return gl.convert_layout(gl.reshape(w, [ROWS, BLOCK_K]).to(gl.bfloat16, bitcast=True), A)
+
+
+@gluon.jit
+def _multiply(
+    w_shared, slot, x, scales, acc, part: gl.constexpr, PACKED: gl.constexpr, PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """Starts the product of a part of a step; returns it, added to `acc` if scaled, its weights, and rows' scales."""
+    WORDS: gl.constexpr = w_shared[part].shape[2]
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
+    COUNT: gl.constexpr = scales.shape[0] // len(w_shared)
+    words = w_shared[part].index(slot).load(_words(WORDS))
+    scales = scales.slice(part * COUNT, COUNT)
+    w = _numbers(words, scales, PACKED, A)
+    columns = x.slice(part * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
+    if PACKED:
+        return hopper.warpgroup_mma(w, columns, acc, is_async=True), w, 1.0
+    else:
+        COLUMNS: gl.constexpr = x.shape[0]
+        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
+        acc = hopper.warpgroup_mma(w, columns, zeros, use_acc=False, is_async=True)
+        return acc, w, scales.load(gl.SliceLayout(1, PRODUCT))
+
+
+@gluon.jit(do_not_specialize=["x_n", "P", "first"])
+def _moe_scaled_sm90_kernel(
+    w, scales, x, ids, weights, bias, out, words, lists, x_n, P, first, clamp_at,
+    TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, LISTS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, CLAMPED: gl.constexpr,
+):  # fmt: skip
+    PACKED: gl.constexpr = scales.dtype.element_ty == gl.uint8
+    WORDS: gl.constexpr = BLOCK_K // (8 if PACKED else 4)
+    SPAN: gl.constexpr = 32 if PACKED else BLOCK_K  # columns of a scale in shared memory
+    K: gl.constexpr = H if GATE else F
+    STEPS: gl.constexpr = (BEGIN + K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
+    TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    dtype: gl.constexpr = x.dtype.element_ty
+    w_shared, ready = (), ()  # of each part apart, so that the compiler puts no barrier between their loads
+    for _part in gl.static_range(PARTS):
+        words_of_part = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WORDS], words_shared(WORDS))
+        barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        w_shared, ready = w_shared + (words_of_part,), ready + (barriers,)  # type: ignore[assignment]  # noqa: RUF005
+    x_shared = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, PARTS * BLOCK_K], SHARED)
+    scales_shared = gl.allocate_shared_memory(scales.dtype.element_ty, [STAGES, PARTS * BLOCK_K // SPAN * ROWS], SCALES)
+    for part in gl.static_range(PARTS):
+        for s in gl.static_range(STAGES):
+            mbarrier.init(ready[part].index(s), count=1)
+    hopper.fence_async_shared()
+    tl.debug_barrier()
+    if GATE:
+        gdc_wait()  # for ids
+    local, ends = _pairs_of(ids, P, first, EXPERTS, BLOCK_P, COLUMNS)
+    tiles = gl.max(ends, 0) * TILES
+    begin, end, active, total = share_of(tiles, STEPS, gl.program_id(0), gl.num_programs(0))
+    steps = end - begin
+    lists += gl.program_id(0) * (LISTS * (COLUMNS + 8))
+    first_block = begin // (STEPS * TILES)
+    if steps > 0:
+        for block in range(first_block, (end - 1) // (STEPS * TILES) + 1):
+            _list_pairs(lists + (block - first_block) * (COLUMNS + 8), block, local, ends, BLOCK_P, COLUMNS)
+    tl.debug_barrier()
+    for s in range(gl.minimum(steps, STAGES - 1)):
+        tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
+        _load_weights(tile, e, column, w, w_shared, s, ready, GATE)
+    if not GATE:
+        gdc_wait()
+    if steps < STAGES:
+        gdc_launch_dependents()
+    for s in range(STAGES - 1):
+        if s < steps:
+            tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
+            _copy_rows(row, column, x, x_n, x_shared.index(s), GATE, TOP_K, K)
+            _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(s), GATE, H, F, GROUP, GROUPS, SPAN)
+        async_copy.commit_group()
+    at, step = begin, 0
+    while at < end:
+        stop = gl.minimum(end, (at // STEPS + 1) * STEPS)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
+        for _ in range(at, stop):
+            slot, ahead = step % STAGES, step - 1 + STAGES
+            tile, row, e, column = _locate(
+                gl.minimum(begin + ahead, end - 1), lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS
+            )
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(ready[part].index(slot), step // STAGES % 2)
+            async_copy.wait_group(STAGES - 2)
+            tl.debug_barrier()  # all warps have their rows, and are done with the step before
+            hopper.fence_async_shared()
+            x_slot, scales_slot = x_shared.index(slot), scales_shared.index(slot)
+            one = acc
+            sums, kept, factors = (), (), ()
+            for part in gl.static_range(PARTS):
+                one, part_w, factor = _multiply(
+                    w_shared, slot, x_slot, scales_slot, one if PACKED else acc, part, PACKED, PRODUCT
+                )
+                sums, kept, factors = sums + (one,), kept + (part_w,), factors + (factor,)  # type: ignore[assignment]  # noqa: RUF005
+            if ahead < steps:
+                into = ahead % STAGES
+                _load_weights(tile, e, column, w, w_shared, into, ready, GATE)
+                _copy_rows(row, column, x, x_n, x_shared.index(into), GATE, TOP_K, K)
+                _copy_scales(
+                    tile, e, column + BEGIN, scales, scales_shared.index(into), GATE, H, F, GROUP, GROUPS, SPAN
+                )
+                if ahead == steps - 1:  # the last load has been issued
+                    gdc_launch_dependents()
+            async_copy.commit_group()
+            if PARTS == 4:
+                acc, _, _, _, _ = hopper.warpgroup_mma_wait(0, [one, kept[0], kept[1], kept[2], kept[3]])  # type: ignore[misc]
+            elif PACKED:
+                acc, _, _ = hopper.warpgroup_mma_wait(0, [one, kept[0], kept[1]])  # type: ignore[misc]
+            else:
+                one, two, _, _ = hopper.warpgroup_mma_wait(0, [sums[0], sums[1], kept[0], kept[1]])  # type: ignore[misc]
+                acc += factors[0][:, None] * one + factors[1][:, None] * two  # type: ignore[misc]
+            step += 1
+        if PACKED:
+            acc *= LIFT
+        whole = at // STEPS
+        tile, row, e, _ = _locate(at, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
+        if GATE:
+            y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
+            y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
+        else:
+            y = acc
+            up = y
+        LAYOUT: gl.constexpr = y.type.layout
+        n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+        i = gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+        r = tile * y.shape[0] + i
+        pair = gl.load(row + n)
+        live = (pair >= 0)[None, :] & (r < (F if GATE else H))[:, None]
+        if GATE or BIAS:
+            weight = gl.load(weights + pair, mask=pair >= 0, other=0.0)
+        cell = (i[:, None] * COLUMNS) + n[None, :]
+        y, up, live = meet_sharers(y, up, live, words, cell, whole, STEPS, active, total, GATE)
+        if GATE:
+            if BIAS:
+                y += gl.load(bias + e * (2 * F) + r, mask=r < F, other=0.0).to(gl.float32)[:, None]
+                up += gl.load(bias + e * (2 * F) + F + r, mask=r < F, other=0.0).to(gl.float32)[:, None]
+            if CLAMPED:  # by comparison: a minimum would swallow NaN
+                y = gl.where(y > clamp_at, clamp_at, y)
+                up = gl.where(up > clamp_at, clamp_at, gl.where(up < -clamp_at, -clamp_at, up))
+                y = y / (1.0 + gl.exp(y * -_ALPHA)) * (up + 1.0)
+            else:
+                y = y / (1.0 + gl.exp(-y)) * up
+            y *= weight[None, :]
+        elif BIAS:
+            y += gl.load(bias + e * H + r, mask=r < H, other=0.0).to(gl.float32)[:, None] * weight[None, :]
+        gl.store(out + (pair * (F if GATE else H))[None, :] + r[:, None], y.to(dtype), mask=live)
+        at = stop
+    async_copy.wait_group(0)
+
+
+def columns_of(pairs: int, experts: int) -> int:
+    """Chooses the pairs of a block: twice what each of all experts has at the mean, so that few are read twice."""
+    return min(MOST_COLUMNS, max(8, triton.next_power_of_2(2 * pairs // experts)))
+
+
+def parts_of(columns: int, packed: bool) -> int:
+    """Chooses how many products a step has: 16 KB of weights, or half of that beside many rows."""
+    return 4 if packed and columns <= 16 else 2
+
+
+def programs_of(columns: int, packed: bool) -> int:
+    """Chooses the programs of an SM: three hide more of what a step waits for, where their stages are small."""
+    return 2 if packed or columns > 8 else 3
+
+
+def stages_of(columns: int, packed: bool) -> int:
+    """Computes how many steps a program has in shared memory."""
+    part = BLOCK_K.value * (ROWS.value // (2 if packed else 1) + 2 * columns) + 256
+    return min(8, SHARED_KB[programs_of(columns, packed)] * 1024 // (parts_of(columns, packed) * part))
+
+
+def fits(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix
+) -> bool:
+    """Returns whether `launch` supports these tensors of `kernels.moe.experts.RoutedExperts` and is fastest."""
+    if not (isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)):
+        return False
+    (N, H), F = x.shape, down.shape[2]
+    run = 32 if down.packed else 16  # what TMA wants rows to be a multiple of
+    return (
+        0 < N <= MOST_TOKENS
+        and ids.numel() <= MOST_PAIRS
+        and F >= MIN_WIDTH
+        and H % run == F % run == 0
+        and x.dtype == torch.bfloat16
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == x.data_ptr() % 16 == 0
+        and all(
+            matrix.data.data_ptr() % 16 == matrix.begin % run == 0
+            and (matrix.group % (32 if matrix.packed else BLOCK_K.value) == 0 or len(matrix.scales[0]) == 1)
+            for matrix in (gate_up, down)
+        )
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+
+
+def launch(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix,
+    down: torch.Tensor | ScaledMatrix, first: int,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
+    h: torch.Tensor, outputs: torch.Tensor, columns: int,
+) -> None:  # fmt: skip
+    """Computes the outputs [N k, H] of all local pairs for tensors that fit, by blocks of `columns` pairs.
+
+    `h` [N k, F] holds the gated activations; it and `outputs` are contiguous.
+    """
+    (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
+    P = N * k
+    gate_data, gate_scales, gate_groups = stored(gate_up)
+    down_data, down_scales, down_groups = stored(down)
+    a_word = 8 if down_data.dtype == torch.uint8 else 4
+    words = BLOCK_K.value // a_word
+    gates = TensorDescriptor(
+        gate_data.view(torch.int32), [E, F // 8, 2, 8, H // a_word],
+        [2 * F * H // a_word, 8 * H // a_word, F * H // a_word, H // a_word, 1],
+        [1, HALF.value // 8, 2, 8, words], words_shared(words, 5),
+    )  # fmt: skip
+    downs = TensorDescriptor(
+        down_data.view(torch.int32), [E, H, F // a_word], [H * F // a_word, F // a_word, 1],
+        [1, ROWS.value, words], words_shared(words, 3),
+    )  # fmt: skip
+    programs = programs_of(columns, a_word == 8) * sm_count(x.device)
+    block_p = max(128, triton.next_power_of_2(P))
+    most = triton.cdiv(min(block_p, E + block_p // columns), programs) + 2  # blocks that a program has
+    lists = torch.empty(2, programs, most, columns + 8, dtype=torch.int32, device=x.device)
+    sums = workspace(x.device, programs * HALF.value * columns)
+    both = (
+        (True, gates, gate_scales, gate_groups, x, gate_up_bias, h),
+        (False, downs, down_scales, down_groups, h, down_bias, outputs),
+    )
+    for gate, w, scales, groups, xs, bias, y in both:
+        _moe_scaled_sm90_kernel[(programs,)](
+            w, scales, xs, ids, weights, bias, y, sums if gate else sums.view(torch.int32), lists[int(gate)],
+            xs.stride(0) // 8, P, first, clamp_at if clamp_at is not None else 0.0,
+            TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=block_p, **groups, COLUMNS=columns,
+            PARTS=parts_of(columns, a_word == 8), STAGES=stages_of(columns, a_word == 8), LISTS=most,
+            GATE=gate, BIAS=bias is not None, CLAMPED=clamp_at is not None, num_warps=WARPS.value, launch_pdl=True,
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Rehearses a small engine as on a GPU, without one, then serves chunks and steps; prints what would be compiled.
+
+A program of its own: the tests' process runs kernels under the interpreter, which compiles nothing. Here nothing is
+compiled either: which kernels are needed follows from their arguments alone.
+
+    python -m tests.e2e.rehearsed FAMILY KVP [pads]
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.control.engine import Engine
+from helix.events.decision import Admission, Decision, Segment, StepKind
+from helix.events.sampling_params import SamplingParams
+from helix.layout import HelixLayout
+from helix.run.autotune import fill
+from helix.run.rehearsal import rehearse
+from kernels import dispatch
+from tests.e2e.checkpoints import DEMO, checkpoint
+from tests.e2e.parity import build_engine
+from tests.kernels.compile_ahead import NoGPU
+
+ROWS = (1, 2, 4, 8)
+met: set[tuple[str, str]] = set()  # in the rehearsal
+new: set[tuple[str, str]] = set()  # afterwards
+
+
+def note(self: JITFunction, key: Any, *args: Any, **options: Any) -> None:
+    """In place of a compilation."""
+    found = self.fn.__name__, str(key)
+    (new if serving else met).add(found)
+    self.device_caches[0][0][key] = Compiled()
+
+
+class Compiled:
+    """A kernel that nobody launches."""
+
+    def result(self) -> Compiled:
+        return self
+
+
+serving = False
+
+
+def chunk(engine: Engine, counts: list[int], begin: int) -> None:
+    runner, slots = engine.runner, range(len(counts))
+    ends = [begin + count for count in counts]
+    pages = np.arange(runner.placement.stripes.pages_for(max(ends)), dtype=np.int32)
+    admit = [
+        Admission("any", i, end, np.zeros(end, np.int32), 0, pages, end, end, SamplingParams(), begin, begin)
+        for i, end in zip(slots, ends, strict=True)
+    ]
+    parts = [
+        Segment(i, begin, end, random.random() < 0.7, np.zeros(count, np.int32))
+        for i, end, count in zip(slots, ends, counts, strict=True)
+    ]
+    rows = min(1 << (len(counts) - 1).bit_length(), runner.max_batch)
+    runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, StepKind(rows)))
+    runner.execute(Decision.nothing(tuple(slots)))
+
+
+@torch.inference_mode()
+def body(world: LoopbackWorld, rank: int) -> None:
+    global serving
+    family, kvp, *more = sys.argv[1:]
+    layout = HelixLayout.create("helix", int(kvp))
+    path = DEMO if family == "demo" else checkpoint(family)
+    engine = build_engine(
+        path, layout, world.communicator(rank, layout.kvp_group(rank)), 16, page_size=64, max_batch=8,
+        max_length=460 if family != "demo" else 30_000, prefill_chunk=2048 if family == "demo" else 256,
+    )  # fmt: skip
+    engine.runner.pads = more == ["pads"]
+    kinds = [StepKind(rows, stochastic=s, filtered=f) for rows in ROWS for s, f in ((0, 0), (1, 0), (1, 1))]
+    rehearse(engine.runner, engine._chunks(engine.runner.max_length), kinds)
+    serving = True
+    random.seed(1)
+    most = engine.prefill_chunk
+    launch = JITFunction.run
+    JITFunction.run = lambda self, *args, **options: launch(self, *args, **options | {"warmup": True})
+    for _ in range(60):
+        n = random.choice([1, 1, 1, 2, 3, 5, 8])
+        total = random.choice([random.randint(n, most), random.randint(n, max(n, most // 16))])
+        cuts = sorted(random.sample(range(1, total), n - 1)) if total > n else list(range(1, n))
+        counts = [b - a for a, b in zip([0, *cuts], [*cuts, max(total, n)], strict=True)]
+        deepest = engine.runner.max_length - max(counts) - 1
+        chunk(engine, counts, random.choice([0, random.randint(0, deepest)]))
+    for rows in ROWS:
+        fill(engine.runner, rows, 7)
+        engine.runner.step(StepKind(rows))
+    JITFunction.run = launch
+
+
+if __name__ == "__main__":
+    driver.set_active(NoGPU())
+    dispatch.on_gpu = lambda t: True
+    JITFunction._do_compile = note  # type: ignore[method-assign]
+    assert not triton.knobs.runtime.interpret
+    run_ranks(1, body, timeout_s=600.0)
+    print(len(met), len(new))
+    for name, key in sorted(new):
+        print(name, key)

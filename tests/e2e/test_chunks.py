@@ -1,0 +1,234 @@
+"""Chunks of few sizes: padded, several prompts in one, the same launches whatever they hold; no token changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+from comm.loopback import LoopbackWorld, run_ranks
+from comm.solo import SoloCommunicator
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
+from helix.events.request import Request
+from helix.layout import HelixLayout
+from helix.placement import PromptChunk
+from helix.run.graphs import StepGraphs
+from helix.speculation import NgramDrafter
+from helix.steps import chunk_size
+from helix.steps.chunk_size import DEEP, KEYS, SIZES, ChunkSize, captured_first, padded
+from kernels import dispatch
+from tests.e2e.checkpoints import DEMO, checkpoint, oracle
+from tests.e2e.parity import build_engine, check, generate, loopback
+from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+
+
+def test_sizes() -> None:
+    assert padded([3], 7) == ChunkSize(128, 2, 128, KEYS[0]) and padded([100, 28], 7) == ChunkSize(
+        128, 20, 128, KEYS[0]
+    )
+    assert padded([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1])
+    assert padded([1400], 9).tokens == 1536 and not padded([1300], 9).captured, "a ninth is padding, more is too much"
+    assert padded([1300, 50], 1400) == ChunkSize(1360, 3, 1300, 1400), "as long as it is, but for its last few tokens"
+    assert not padded([1] * 40, 1).captured and not padded([9000], 9000).captured
+    sizes = captured_first(1024, 1 << 20)
+    assert sizes == sorted({*sizes}, reverse=True) and len(sizes) == 2 * 7 + 1 and all(size.captured for size in sizes)
+    assert all(padded([tokens], 1).captured for tokens in SIZES)
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes such that chunks of up to 64 tokens are captured, and are not."""
+    monkeypatch.setattr(chunk_size, "SIZES", (8, 14, 22, 27, 50, 70))
+    monkeypatch.setattr(chunk_size, "LAUNCHED", 40)
+    monkeypatch.setattr(chunk_size, "SEQUENCES", (2, 4))
+
+
+def pads(engine: Engine) -> None:
+    engine.runner.pads = True
+
+
+@pytest.mark.parametrize(
+    "family, layout",
+    [
+        ("qwen2", HelixLayout.create()),
+        ("qwen3", HelixLayout.create("helix", 2, 2)),
+        ("llama-llama3", HelixLayout.create("tp", 1, 2)),
+        ("qwen3-moe", HelixLayout.create("helix", 2, 1, 1, 2)),
+        ("deepseek-v3-yarn", HelixLayout.create("helix", 2)),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_transformers(family: str, layout: HelixLayout, small_sizes: None) -> None:
+    """Padding computes rows of its own and nothing else; memory that nobody wrote is NaN."""
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), layout, 4, wanted, pads), wanted)
+
+
+def test_drafts_and_known_prefixes_go_on(small_sizes: None) -> None:
+    wanted = oracle("qwen2", MOE_LENGTHS, MOE_TOKENS)
+
+    def body(world: LoopbackWorld, rank: int) -> list[Any]:
+        comm = world.communicator(rank, (0, 1))
+        e = build_engine(checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 4, drafter=NgramDrafter(3, 2))
+        pads(e)
+        return [generate(e, wanted) for _ in range(2)]
+
+    for results in zip(*run_ranks(2, body, timeout_s=120.0), strict=True):
+        check(results, wanted)
+
+
+def test_a_planted_error_is_seen(small_sizes: None) -> None:
+    """Padding that belongs to the last prompt would move its last token."""
+    wanted = oracle("qwen2", MOE_LENGTHS, MOE_TOKENS)
+
+    def tamper(engine: Engine) -> None:
+        pads(engine)
+        state, packed = engine.runner.state, engine.runner.state.packed
+
+        def wrong(chunks: Any, size: ChunkSize) -> torch.Tensor:
+            made = packed(chunks, size)
+            made[-size.sequences - 1 + len(chunks) :] = size.tokens
+            return made
+
+        state.packed = wrong  # type: ignore[method-assign]
+
+    with pytest.raises(AssertionError, match="prompt"):
+        check(loopback(checkpoint("qwen2"), HelixLayout.create(), 4, wanted, tamper), wanted)
+
+
+class Recorder(TorchDispatchMode):
+    """Operations with the shapes of their results, and kernels with grids and numbers, as they are launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if not func.is_view:
+            shapes = tuple(result.shape) if isinstance(result, torch.Tensor) else ()
+            self.launches.append(
+                (func.overloadpacket.__name__, shapes, [a for a in args if isinstance(a, int | float)])
+            )
+        return result
+
+    def kernel(self, executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        numbers = [a for a in args if isinstance(a, int | float)]
+        self.launches.append((executor.fn.__name__, executor.grid if isinstance(executor.grid, tuple) else (), numbers))
+
+
+class Replays(StepGraphs):
+    """In place of graphs: counts what would be launched one by one, and asserts that a key always launches the same."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.of: dict[Hashable, list[Any]] = {}
+
+    def run(self, step: Callable[..., Any], *args: Hashable, captures: bool = True) -> Any:
+        before, self.recorder.launches = self.recorder.launches, []
+        result = step(*args)
+        mine, self.recorder.launches = self.recorder.launches, [*before, ("graph", args, [])]
+        assert self.of.setdefault(args, mine) == mine, "what is launched depends on what the chunk holds"
+        return result
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt at the beginning and deep, several, known prefixes: two keys, and few launches beside the graph."""
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    e = build_engine(
+        DEMO, HelixLayout.create(), comm, 16, page_size=64, max_length=1000, max_batch=4, prefill_chunk=256
+    )
+    recorder = Recorder()
+    e.runner.pads, e.runner.graphs = True, Replays(recorder)
+    monkeypatch.setattr(dispatch, "on_gpu", lambda t: True)
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: recorder.kernel(*args, **kwargs))
+    contents = [
+        [PromptChunk(0, 0, torch.arange(128))],
+        [PromptChunk(2, 700, torch.arange(77), 750)],
+        [PromptChunk(1, 3, torch.arange(5)), PromptChunk(3, 0, torch.arange(100))],
+        [PromptChunk(3, 90, torch.arange(1)), PromptChunk(0, 0, torch.arange(20)), PromptChunk(2, 9, torch.arange(99))],
+    ]
+    with recorder, torch.inference_mode():
+        for prompts in contents:
+            recorder.launches.clear()
+            e.runner._states(prompts, ())
+            assert [name for name, *_ in recorder.launches][-1] == "graph"
+            assert sum(name.endswith("_kernel") for name, *_ in recorder.launches) == 0
+    assert {key[0].sequences for key in e.runner.graphs.of} == {2, 20}  # type: ignore[attr-defined]
+    assert min(len(launches) for launches in e.runner.graphs.of.values()) > 20  # type: ignore[attr-defined]
+
+
+class Graphs(Replays):
+    """In place of graphs: a key is captured with its second run, if that may be."""
+
+    def __init__(self) -> None:
+        self.warm, self.captured = set[Hashable](), list[Any]()
+
+    def run(self, step: Callable[..., Any], *args: Any, captures: bool = True) -> Any:
+        if captures and args in self.warm and args not in self.captured:
+            self.captured.append(args)
+        self.warm.add(args)
+        return step(*args)
+
+    def has(self, step: Callable[..., Any], *args: Hashable) -> bool:
+        return args in self.captured
+
+
+def test_sizes_that_came_are_captured_in_a_pause(small_sizes: None) -> None:
+    """Not while requests are served; and pages that others share stay as they are."""
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    e = build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 4)
+    e.runner.pads, e.runner.graphs = True, (graphs := Graphs())
+    wanted, inbox, seen = oracle("qwen2", MOE_LENGTHS, MOE_TOKENS), Inbox(), dict[Any, list[int]]()
+
+    def feed() -> None:
+        for turn in range(2):
+            for i, c in enumerate(wanted):
+                inbox.submit(Request((turn, i), c.prompt, len(c.tokens)))
+            while sum(map(len, seen.values())) < (turn + 1) * sum(len(c.tokens) for c in wanted):
+                time.sleep(0.01)
+            before.append([key for key in graphs.captured if isinstance(key[0], ChunkSize)])
+            while e.runner.eager_size is not None:
+                time.sleep(0.01)
+        inbox.close()
+
+    before: list[list[Any]] = []
+    thread = Thread(target=feed)
+    thread.start()
+    for update in e.serve(inbox):
+        seen.setdefault(update.id, []).extend(update.new_ids)
+    thread.join()
+    assert before[0] == [] and len(before[1]) >= 2, before
+    assert {i: tuple(tokens) for i, tokens in seen.items()} == {
+        (turn, i): c.tokens for turn in range(2) for i, c in enumerate(wanted)
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [128, 1536, 8192])
+def test_a_replayed_chunk_is_the_eager_one(tokens: int) -> None:
+    """Bitwise: the same kernels run, over whatever was packed last."""
+    comm = SoloCommunicator(torch.device("cuda", 0))
+    e = build_engine(
+        DEMO, HelixLayout.create(), comm, 16, page_size=64, max_length=9000, max_batch=3, prefill_chunk=8192,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert e.runner.pads
+    e.warm_up([], chunks=True)
+    prompts = [tuple((7 * i + seed) % 4000 + 1 for i in range(n)) for seed, n in enumerate((tokens, tokens - 9, 40))]
+    requests = [Request(i, prompt, 5) for i, prompt in enumerate(prompts)]
+    graphs, found = e.runner.graphs, []
+    for e.runner.graphs in (graphs, None):
+        e.tables = e._empty_tables()
+        found.append({o.id: o.output_ids for o in e.generate(requests) if o.finish_reason})
+    e.runner.graphs = graphs
+    assert found[0] == found[1] and len(found[0]) == 3
+    e.close()

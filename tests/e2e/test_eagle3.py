@@ -1,0 +1,181 @@
+"""Drafts of an EAGLE-3 layer are those of plain torch, and change no token."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from benchmarks.quality import train_eagle3
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.build.parts import make_eagle3
+from helix.config import SpeculationConfig
+from helix.events.request import Request
+from helix.layout import HelixLayout
+from helix.models import spec_from_config
+from helix.models.loading import read_config
+from helix.speculation.adaptive import DraftPolicy
+from tests.e2e import eagle3
+from tests.e2e.checkpoints import DEMO, continuations
+from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, generate
+from tests.e2e.recorded import Kept, Recorded, unlike
+from tests.e2e.test_speculation import whimsical
+
+LENGTHS, TOKENS = (1, 17, 90), 12
+
+
+@functools.cache
+def plain(family: str) -> list[Continuation]:
+    return continuations(eagle3.target(family), LENGTHS, TOKENS)
+
+
+def config(family: str, kind: str, window: int = 512) -> SpeculationConfig:
+    return SpeculationConfig(drafter="eagle3", path=str(eagle3.layer(family, kind, window)))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(
+    "family, kind, kvp, tpa",
+    [
+        ("qwen3", "shared", 1, 1),
+        ("qwen3", "own", 2, 2),
+        ("qwen3", "whole", 1, 2),
+        ("deepseek-v3-halves", "own", 3, 1),
+        ("gpt-oss", "shared", 4, 1),
+        ("gpt-oss", "whole", 2, 2),
+    ],
+)
+def test_greedy_tokens_and_logits(
+    family: str, kind: str, kvp: int, tpa: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the same prompts, the second time behind cached prefixes."""
+    if adaptive:
+        monkeypatch.setattr(DraftPolicy, "pace", whimsical())
+    wanted, layout = plain(family), HelixLayout.create("helix", kvp, tpa)
+
+    def body(world: LoopbackWorld, rank: int) -> Any:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        path, drafts = eagle3.target(family), LayerDrafts(3, eagle3=config(family, kind))
+        engine = build_engine(path, layout, comm, 16, drafter=drafts, adaptive=adaptive, prefill_chunk=40)
+        return [generate(engine, wanted) for _ in range(2)]
+
+    for results in zip(*run_ranks(layout.world_size, body, timeout_s=120.0), strict=True):
+        check(results, wanted)
+
+
+@pytest.mark.parametrize("drafter", [Recorded, Kept])
+@pytest.mark.parametrize(
+    "family, kind, window, kvp, tpa",
+    [
+        ("qwen3", "shared", 512, 1, 1),
+        ("qwen3", "whole", 21, 3, 2),
+        ("qwen3", "own", 9, 2, 1),
+        ("deepseek-v3-halves", "own", 512, 2, 1),
+        ("gpt-oss", "shared", 30, 2, 2),
+    ],
+)
+def test_drafts_are_those_of_the_layer(
+    family: str, kind: str, window: int, kvp: int, tpa: int, drafter: type[Recorded]
+) -> None:
+    layout = HelixLayout.create("helix", kvp, tpa)
+    prompts, drafters = [c.prompt for c in plain(family)], dict[int, Any]()
+
+    def body(world: LoopbackWorld, rank: int) -> None:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        drafts = LayerDrafts(3, kind=drafter, eagle3=config(family, kind, window))
+        engine = build_engine(eagle3.target(family), layout, comm, 16, drafter=drafts, adaptive=False, prefill_chunk=40)
+        drafters[rank] = engine.runner.drafter
+        list(engine.generate([Request(i, p, 12) for i, p in enumerate(prompts)]))
+        list(engine.generate([Request(i, (*p, 9, i), 12) for i, p in enumerate(prompts)]))
+
+    run_ranks(layout.world_size, body, timeout_s=120.0)
+    found, oracle = drafters[0], eagle3.oracle(family, kind, window)
+    assert len(found.drafted) > 20
+    assert unlike(found, oracle.drafts) == []
+
+
+def test_training_drafts_as_the_layer_does(tmp_path: Path) -> None:
+    """From every token, of the tokens that follow; and what is trained is read back."""
+    oracle, places = eagle3.oracle("qwen3", "shared"), 3
+    of = AutoConfig.from_pretrained(eagle3.target("qwen3"))
+    of.update({"num_attention_heads": eagle3.HEADS, "num_key_value_heads": eagle3.KV_HEADS, "head_dim": eagle3.DIM})
+    of.update({"intermediate_size": eagle3.WIDTH, "rms_norm_eps": eagle3.EPS})
+    layer = train_eagle3.DraftedLayer(of)
+    layer.load_state_dict({name: oracle.tensors[name] for name in layer.state_dict()})
+    ids = torch.randint(257, (1, 30), generator=torch.Generator().manual_seed(3))
+    target = train_eagle3.Target(oracle.lm, oracle.taps)
+    embedded, states, _ = target.read(ids)
+    with torch.no_grad():
+        found = [x[0] for x in layer.drafts(embedded, states, places)]
+        for at in (0, 11, 26):
+            g = layer.fc(states[0, : at + 1])
+            for place in range(places):
+                y = oracle.ahead(ids[0, 1 : at + place + 2], g)
+                g = torch.cat((g, y[-1:]))
+                wanted = oracle.norm(y[-1], oracle.tensors["norm.weight"])
+                assert (found[place][at] - wanted).abs().max() < 1e-4, (at, place)
+    train_eagle3.save(layer, of, 64, tmp_path)
+    given = SpeculationConfig(drafter="eagle3", path=str(tmp_path))
+    assert make_eagle3(given, spec_from_config(read_config(eagle3.target("qwen3"))))[0].own_embedding is False
+
+
+def test_a_few_steps_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the demo model, which then drafts with the layer and says what it says without."""
+    ids = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(train_eagle3, "corpus", lambda tokenizer, megabytes: ids)
+    monkeypatch.setattr(train_eagle3, "texts", lambda tokenizer, windows, length: ids[: 2 * length].view(2, length))
+    found = train_eagle3.train({"to": tmp_path, "steps": 3, "batch": 2, "length": 48, "places": 2})
+    assert len(found) == 2 and all(0 <= share <= 1 for share in found)
+    requests = [Request(i, tuple(ids[50 * i : 50 * i + 20].tolist()), 16) for i in range(2)]
+
+    def drawn(drafts: LayerDrafts | None) -> Any:
+        def body(world: LoopbackWorld, rank: int) -> Any:
+            comm = world.communicator(rank, (0,))
+            engine = build_engine(DEMO, HelixLayout.create(), comm, 16, drafter=drafts, adaptive=False)
+            return {o.id: o.output_ids for o in engine.generate(requests)}
+
+        return run_ranks(1, body, timeout_s=120.0)[0]
+
+    given = SpeculationConfig(drafter="eagle3", path=str(tmp_path))
+    assert drawn(LayerDrafts(2, eagle3=given)) == drawn(None)
+
+
+def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:
+    directory = tmp_path / "layer"
+    shutil.copytree(eagle3.layer("qwen3", "shared"), directory)
+    content = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(content | keys))
+    return SpeculationConfig(drafter="eagle3", path=str(directory))
+
+
+@pytest.mark.parametrize(
+    "ids, taps",
+    [(None, (2, 2, 2)), ([1, 1, 1], (2, 2, 2)), ([2, 2, 2], (2, 2, 2)), ([0, 1, 4], (1, 2, 5))],
+)
+def test_states_are_named_in_two_ways(ids: list[int] | None, taps: tuple[int, ...], tmp_path: Path) -> None:
+    target = spec_from_config(read_config(eagle3.target("qwen3")))
+    given = changed(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids} if ids else None)
+    assert make_eagle3(given, target)[0].taps == taps
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures=.* must name one of LlamaForCausalLMEagle3"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2 must be 1"),
+        ({"vocab_size": 300}, "vocab_size=300, and the target has 257"),
+        ({"target_hidden_size": 73}, "target_hidden_size=73"),
+        ({"norm_output": True}, "norm_output=True is not supported"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, r"\[1, 2, 9\] must be 3 of .* 5 layers"),
+    ],
+)
+def test_another_layer_is_refused(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    target = spec_from_config(read_config(eagle3.target("qwen3")))
+    with pytest.raises(ValueError, match=said):
+        make_eagle3(changed(tmp_path, **keys), target)

@@ -1,0 +1,153 @@
+"""Suffix drafts: what they save on turns of agents, what they keep apart, and that they change no token."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.control.engine import Engine
+from helix.events.decision import StepKind
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
+from helix.layout import HelixLayout
+from helix.placement import NO_PAGES
+from helix.speculation import Drafter, NgramDrafter, SuffixDrafter
+from helix.speculation.adaptive import DraftPolicy
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import build_engine, check, generate
+from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
+from tests.e2e.test_speculation import whimsical
+from tests.sequences import admission
+
+CPU = torch.device("cpu")
+GAMMA = 6
+
+
+def turns() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Prompt and answer, int32, of each turn of the agents' conversations, one conversation after the other."""
+    ids: dict[str, int] = {}
+    found = []
+    for conversation in (Path(__file__).parent / "agent_turns.txt").read_text(encoding="utf-8").split("\n\n"):
+        told: list[int] = []
+        for line in conversation.splitlines():
+            words = [ids.setdefault(word, len(ids)) for word in re.findall(r"\w+|\W", line)]
+            if line.startswith(">"):
+                found.append((np.array(told, dtype=np.int32), np.array(words, dtype=np.int32)))
+            told += words
+    return found
+
+
+class Bench:
+    """A drafter in one slot, whose drafts are compared with what an agent said."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.history = torch.full((1, 4096), -1, dtype=torch.int32)
+
+    def steps(self, prompt: np.ndarray, answer: np.ndarray, salt: int = 0, taken: int | None = None) -> int:
+        """Steps in which an answer is decoded; it is retired after `taken` of its tokens are in the cache."""
+        limit = len(prompt) + len(answer) - 1
+        self.drafter.admit(admission(0, 0, NO_PAGES, limit, prompt, salt=salt))
+        begun: Any = SimpleNamespace(slots=torch.tensor([0]))
+        self.drafter.begun(begun)
+        text = torch.from_numpy(np.concatenate((prompt, answer)))
+        self.history[0, : len(text)] = text
+        at, steps = len(prompt), 0
+        while at < limit:
+            state: Any = SimpleNamespace(history=self.history, lengths=torch.tensor([at]))
+            drafts = self.drafter.propose(state, StepKind(1, GAMMA)).tokens[0].tolist()
+            kept = 0
+            while kept < GAMMA and at + 1 + kept <= limit and drafts[kept] == text[at + 1 + kept]:
+                kept += 1
+            at, steps = at + 1 + kept, steps + 1
+        gone: Any = SimpleNamespace(slot=0, history=self.history[0], length=torch.tensor([min(at, limit)]))
+        self.drafter.retire(gone)
+        return steps
+
+
+def test_turns_of_agents_take_fewer_steps_than_with_ngram() -> None:
+    of_ngram, of_suffix = Bench(NgramDrafter(GAMMA, 3)), Bench(SuffixDrafter(GAMMA, 8, 4096, 1, CPU))
+    found = [(of_ngram.steps(*turn), of_suffix.steps(*turn)) for turn in turns()]
+    ngram, suffix = map(sum, zip(*found, strict=True))
+    assert suffix < 0.75 * ngram, (ngram, suffix)
+    # The first conversation has nothing to learn from but itself.
+    assert sum(s for _, s in found[:5]) <= 1.05 * sum(n for n, _ in found[:5])
+
+
+@pytest.mark.parametrize("remembered", [16, 100, 4096])
+def test_memory_has_a_bound_and_salts_are_apart(remembered: int) -> None:
+    bench, of_ngram = Bench(SuffixDrafter(GAMMA, 8, remembered, 1, CPU)), Bench(NgramDrafter(GAMMA, 8))
+    prompt, answer = turns()[0]
+    first = bench.steps(prompt, answer, salt=7)
+    size = len(bench.drafter._others)  # type: ignore[attr-defined]
+    assert first == of_ngram.steps(prompt, answer), "nobody has said anything yet"
+    assert bench.steps(prompt, answer, salt=8) == first, "the other salt's is not looked at"
+    again = bench.steps(prompt, answer, salt=7)
+    assert again <= -(-len(answer) // (1 + GAMMA)) if remembered == 4096 else again <= first
+    for prompt, answer in turns():
+        bench.steps(prompt, answer, salt=9)
+    assert size == remembered + 1 == len(bench.drafter._others)  # type: ignore[attr-defined]
+
+
+def test_an_aborted_prompt_leaves_nothing() -> None:
+    """The length that stands in its slot is that of the sequence before."""
+    drafter = SuffixDrafter(GAMMA, 8, 64, 1, CPU)
+    bench = Bench(drafter)
+    bench.steps(*turns()[0], salt=1)
+    before = drafter._others[:64].clone()
+    drafter.admit(admission(0, 0, NO_PAGES, 500, np.zeros(100, dtype=np.int32), salt=2))
+    gone: Any = SimpleNamespace(slot=0, history=bench.history[0], length=torch.tensor([300]))
+    drafter.retire(gone)
+    assert torch.equal(drafter._others[:64], before)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("family, kvp, tpa", [("qwen3", 2, 2), ("mistral-windowed", 3, 1)])
+def test_greedy_tokens_and_logits(
+    family: str, kvp: int, tpa: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the same requests: the second time nearly all drafts hold, and no token changes."""
+    if adaptive:
+        monkeypatch.setattr(DraftPolicy, "pace", whimsical())
+    wanted = oracle(family, LENGTHS, NEW_TOKENS)
+    layout = HelixLayout.create("helix", kvp, tpa)
+
+    def body(world: LoopbackWorld, rank: int) -> Any:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        drafter = SuffixDrafter(4, 4, 300, 5, comm.device)
+        engine = build_engine(checkpoint(family), layout, comm, 16, drafter=drafter, adaptive=adaptive)
+        return [generate(engine, wanted) for _ in range(2)]
+
+    for results in zip(*run_ranks(layout.world_size, body, timeout_s=120.0), strict=True):
+        check(results, wanted)
+
+
+def test_sampled_tokens_of_several_salts() -> None:
+    prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
+    params = [SamplingParams(), SamplingParams(temperature=0.9, seed=9), SamplingParams(temperature=0.7, seed=2)]
+
+    def served(make: Any) -> list[tuple[dict[Any, tuple[int, ...]], int]]:
+        def body(world: LoopbackWorld, rank: int) -> list[tuple[dict[Any, tuple[int, ...]], int]]:
+            comm = world.communicator(rank, (0, 1))
+            layout = HelixLayout.create("helix", 2, 1)
+            engine: Engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=make(), adaptive=False)
+            found = []
+            for salt in ("a", "a", "b"):
+                requests = [Request(i, prompts[i], 24, p, salt=salt) for i, p in enumerate(params)]
+                tokens = {o.id: o.output_ids for o in engine.generate(requests)}
+                found.append((tokens, len(engine.timings.ttl_s)))
+            return found
+
+        return run_ranks(2, body, timeout_s=120.0)[0]
+
+    plain, drafted = served(lambda: None), served(lambda: SuffixDrafter(5, 6, 1000, 5, CPU))
+    assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
+    first, again, apart = (steps for _, steps in drafted)
+    assert again < 0.6 * first and apart == first, (first, again, apart)
