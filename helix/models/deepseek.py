@@ -73,7 +73,8 @@ def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
         )
     if {*config.layer_types} != {"deepseek_sparse_attention"}:
         raise ValueError(f"config.json: layer_types={config.layer_types!r:.200} must be deepseek_sparse_attention")
-    spec = latent_spec(config, sigmoid_experts(config), interleaved=True)
+    experts = sigmoid_experts(config)
+    spec = latent_spec(config, experts, interleaved=True)
     indexer = IndexerSpec(config.index_n_heads, width, rope, interleaved)
 
     def indexed(layer: LayerSpec, kind: str) -> LayerSpec:
@@ -81,7 +82,10 @@ def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
         own = indexer if kind == "full" else None
         return replace(layer, mixer=replace(layer.mixer, topk=config.index_topk, indexer=own))
 
-    return replace(spec, layers=tuple(map(indexed, spec.layers, kinds)))
+    brought = None
+    if getattr(config, "num_nextn_predict_layers", 0):
+        brought = indexed(LayerSpec(spec.layers[0].mixer, experts), "full")
+    return replace(spec, layers=tuple(map(indexed, spec.layers, kinds)), brought=brought)
 
 
 def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[str] = FP8) -> DecoderSpec:

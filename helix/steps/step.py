@@ -112,6 +112,11 @@ class Step:
         """
         return self.shared.get(CHOSEN)
 
+    def take_choice(self, other: Step, rows: Tensor) -> None:
+        """Takes the choice of tokens of rows [N] int64 of another step, whose keys are already appended."""
+        if other.chosen is not None:
+            self.shared[CHOSEN] = tuple(of_rows.index_select(0, rows) for of_rows in other.chosen)
+
     def owners(self) -> Tensor | None:
         """Returns the index [N] int64 of each token's sequence in a prefill step; None in a decode step."""
         cu_q = self.cu_q

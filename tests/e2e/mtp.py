@@ -7,15 +7,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.checkpoints import config_of
+from tests.e2e.checkpoints import config_of, earliest_topk
 from tests.e2e.parity import Continuation
 from tests.ending import folder
+
+# Lists with an entry for each layer, and that of the layer behind the last; empty: the last one's.
+OF_LAYERS = {"mlp_layer_types": "sparse", "indexer_types": "full", "layer_types": ""}
 
 
 @functools.cache
@@ -23,8 +27,9 @@ def whole(family: str) -> Path:
     """Directory of a random model with a layer more."""
     directory, config = folder(f"helix-{family}-whole-"), config_of(family)
     config.num_hidden_layers += 1
-    if kinds := getattr(config, "mlp_layer_types", None):
-        config.mlp_layer_types = [*kinds, "sparse"]
+    for key, kind in OF_LAYERS.items():
+        if kinds := getattr(config, key, None):
+            setattr(config, key, [*kinds, kind or kinds[-1]])
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -49,8 +54,9 @@ def with_layer(family: str) -> Path:
     tensors[f"{name}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
-    if kinds := config.get("mlp_layer_types"):
-        config["mlp_layer_types"] = kinds[:-1]
+    for key in OF_LAYERS:
+        if kinds := config.get(key):
+            config[key] = kinds[:-1]
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -79,7 +85,8 @@ class Oracle:
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
         """Greedy drafts behind a sequence whose last token is not in the cache yet."""
         ids = torch.tensor([tokens])
-        states = self.model(ids[:, :-1], use_cache=False).last_hidden_state
+        with patch.object(Tensor, "topk", earliest_topk):
+            states = self.model(ids[:, :-1], use_cache=False).last_hidden_state
         found: list[int] = []
         for _ in range(count):
             following = torch.tensor([[*tokens[1:], *found]])
@@ -96,7 +103,9 @@ class Oracle:
         mask = torch.full((n, n), torch.finfo(x.dtype).min).triu(1)[None, None]
         positions = torch.arange(n)[None]
         angles = self.model.rotary_emb(x, position_ids=positions)
-        y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
+        with patch.object(Tensor, "topk", earliest_topk):
+            y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
+        y = y[0] if isinstance(y, tuple) else y
         return self.norm(y, last_norm(self.model.config.to_dict()))
 
 
