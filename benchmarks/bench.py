@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import jobs
-from benchmarks.kernels import accept, attention, comm, delta, linear, mla, moe, sampling, sparse, tier
+from benchmarks.kernels import accept, attention, comm, delta, indexer, linear, mla, moe, sampling, sparse, tier
 from benchmarks.models import (
     drafters,
     fronts,
@@ -50,6 +50,7 @@ BENCHMARKS = {
     "linear": Benchmark("projections in bf16 and in e4m3, on one GPU", linear.__doc__, (linear.FP8,)),
     "moe": moe.BENCHMARK,
     "mla": mla.BENCHMARK,
+    "indexer": indexer.BENCHMARK,
     "delta": delta.BENCHMARK,
     "verify": verify.BENCHMARK,
     "accept": accept.BENCHMARK,

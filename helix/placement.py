@@ -269,6 +269,10 @@ class Placement:
             page += len(columns)
         return tuple(parts)
 
+    def most_tokens(self, tables: Tensor) -> int:
+        """Computes an upper bound of the tokens, over all ranks, of a sequence whose row of `tables` is full."""
+        return (tables.shape[1] * self.page_size + self.append_block) * self.layout.kvp
+
     def touched(self, tokens: int) -> int:
         """Counts the most local pages that a run of `tokens` tokens can lie in."""
         cycle = self.append_block * self.layout.kvp

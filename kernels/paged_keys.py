@@ -30,7 +30,8 @@ class PagedKeys:
         k_scale, v_scale: [pages, Hkv, page_size] fp32, of the same strides, last dim contiguous, or None: factors of
             keys and of values in e4m3. Their pages may be longer than those of keys: slot i of all pages in a row is in
             page `i // page_size`.
-            Latents in e4m3 [pages, page_size, R]: k_scale [pages, R / 128 rounded up, page_size], of each 128 numbers.
+            Latents in e4m3 [pages, page_size, R]: k_scale [pages, R / 128 rounded up, page_size], of each 128 numbers;
+            its pages may be longer as well.
         rope: [pages, page_size, P], contiguous in a page: the rotated values of latents in e4m3; None otherwise.
     """
 
@@ -53,6 +54,11 @@ class PagedKeys:
     def scale_page(self) -> int:
         """Number of tokens in a page of scales; 1 without scales."""
         return 1 if self.v_scale is None else self.v_scale.shape[2]
+
+    @property
+    def latent_scale_page(self) -> int:
+        """Number of tokens in a page of latents' scales; the page size without scales."""
+        return self.page_size if self.k_scale is None else self.k_scale.shape[2]
 
     @property
     def page_strides(self) -> tuple[int, int]:

@@ -33,6 +33,7 @@ class LayerAttention:
         reserved_sms: number of multiprocessors to leave to concurrent kernels.
         chunk: index of the chunk of rows, whose attention directly follows that of the chunk before; its parts
             stay until the next layer's attention of this chunk.
+        topk: tokens that a query reads where an indexer chose them (`Step.chosen`); None: there is no indexer.
     """
 
     window: int | None
@@ -41,6 +42,7 @@ class LayerAttention:
     sinks: Tensor | None = None
     reserved_sms: int = 0
     chunk: int = 0
+    topk: int | None = None
 
     def sms(self, device: torch.device) -> int:
         """Returns the number of multiprocessors for its kernels, at least one."""

@@ -1,7 +1,10 @@
-"""Exact attention: every key that causality and the layer's window allow."""
+"""Exact attention: every key that the model reads, by causality, by the layer's window and by its indexer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
@@ -16,7 +19,7 @@ from kernels.paged_keys import PagedKeys
 
 
 class DenseAttention(AttentionPolicy):
-    """Policy that reads every key that causality and the layer's window allow."""
+    """Policy that reads every key that the model reads, by causality, by the layer's window and by its indexer."""
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         for window in windows:
@@ -24,6 +27,10 @@ class DenseAttention(AttentionPolicy):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         lo, hi = step.bounds(layer.window)
+        if layer.latent is not None and layer.topk is not None and (chosen := step.chosen) is not None:
+            slots, *bounds = chosen
+            keys = cache.chosen_latents(layer.latent, slots, bounds[0], bounds[1], layer.scale)
+            return attend_chosen(q, keys, prefill=step.cu_q is not None, sms=layer.sms(q.device), lane=layer.chunk)
         tables = step.pages(layer.window)
         latents = layer.latent is not None
 
@@ -42,3 +49,12 @@ class DenseAttention(AttentionPolicy):
         if latents:
             return mla_decode_parts(q, keys, sms=sms, early=True, lane=chunk)
         return decode_parts(q, keys, sms=sms, early=True, lane=chunk, ready=chunk > 0)
+
+
+def attend_chosen(q: Tensor, keys: PagedKeys, *, prefill: bool, sms: int, lane: int) -> PartialAttention:
+    """Attends queries q [N, Hq, R + P] to latents of their own: row n of the keys' table [N, width]."""
+    if prefill:
+        each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        return PartialAttention(*mla_prefill(q, keys, each, 1, keys.table.shape[1]))
+    of_rows = replace(keys, lo=keys.lo[:, None], hi=keys.hi[:, None])
+    return mla_decode_parts(q[:, None], of_rows, sms=sms, early=True, lane=lane)

@@ -14,6 +14,7 @@ from helix.build.tiering import make_tiered
 from helix.config import Config, SpeculationConfig
 from helix.control.engine import Engine
 from helix.errors import ConfigError
+from helix.layers.indexer import SCORES
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
 from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, slot_bytes, with_bounds, without_long_rings
@@ -205,8 +206,9 @@ def build_engine(
     # In mode dp each rank has its own slots and pages, of sequences that come to any of the ranks.
     max_batch = -(-max_batch // layout.dp)
     wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
-    # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys.
+    # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys, or hold scores of tokens.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
+    piece += SCORES * torch.float32.itemsize if spec.indexers else 0
     unpacked = model.weights.largest * dtype.itemsize * (2 if comm.capturable else 1)  # captured chunks do so apart
     free = free_bytes(comm.device) - 2 * (unpacked + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)

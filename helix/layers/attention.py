@@ -121,10 +121,12 @@ class ShardedAttention:
         shares: number of query heads that each rank of the kvp group keeps after the exchange.
         latent: width of the values inside stored latents; None: keys and values are stored.
         sinks: learned sinks of the query heads, on the rank that adds them.
+        topk: tokens that a query reads, chosen by an indexer; None: it reads all.
     """
 
     output: RowParallel
     latent: int | None = None
+    topk: int | None = None
 
     def __init__(
         self, comm: Communicator, place: LayerPlace, shares: list[int], scale: float, window: int | None = None
@@ -141,7 +143,7 @@ class ShardedAttention:
         """Attends with queries [N, Hq_local, D] on all ranks; returns the exact output of own heads [N, heads, D]."""
         sequences, rows = len(step.slots), len(q)
         chunks = 1 if step.cu_q is not None else min(step.chunks, sequences)
-        layer = LayerAttention(self.window, self.scale, self.latent, self.sinks)
+        layer = LayerAttention(self.window, self.scale, self.latent, self.sinks, topk=self.topk)
         if len(self.shares) == 1:  # there is nobody to exchange with
             return self.received(policy.attend(q, cache, step, layer).merge()[0], rows)
         if chunks == 1:

@@ -30,6 +30,7 @@ from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import ShardedAttention, sent
+from helix.layers.indexer import Indexer, IndexerSpec
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
@@ -61,6 +62,8 @@ class MLASpec:
         norm_eps: epsilon of the latents' norms.
         scale: factor on q.k.
         interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in its two halves.
+        topk: tokens that a query reads, those that an indexer chooses; None: all.
+        indexer: this layer's own indexer; with `topk` and without one, the choice of the layer before is read.
     """
 
     hidden: int
@@ -73,6 +76,8 @@ class MLASpec:
     norm_eps: float
     scale: float
     interleaved: bool
+    topk: int | None = None
+    indexer: IndexerSpec | None = None
 
     @property
     def query(self) -> int:
@@ -88,7 +93,10 @@ class MLASpec:
     def weights(self) -> int:
         """Number of weights in all projections, over all ranks."""
         of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
-        return self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
+        index = 0 if self.indexer is None else self.indexer.weights(self.hidden, self.q_rank or 0)
+        return (
+            index + self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -107,18 +115,22 @@ class MLASpec:
 
     @property
     def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one latent, over all heads."""
+        """Number of multiplications of a token's queries with one latent or, with `topk`, one index key."""
+        if self.topk is not None:
+            return 0 if self.indexer is None else self.indexer.heads * self.indexer.width
         return self.q_heads * (self.entry + self.latent)
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
-        return latents(self.latent, self.rope, dtype, kv)
+        index = () if self.indexer is None else (self.indexer.keeps(dtype),)
+        return (*latents(self.latent, self.rope, dtype, kv), *index)
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
         """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.buffers`."""
         q, lanes, copies = sent(layout, rank, self.q_heads, 1)
         queries = q * (self.query + copies * self.entry + self.latent)
-        return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent
+        index = 0 if self.indexer is None or self.topk is None else self.indexer.buffers(self.topk)
+        return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent + index
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> MLA:
         """Builds this rank's part."""
@@ -163,7 +175,12 @@ class MLA(ShardedAttention):
     ) -> None:
         heads = (comm.rank, spec.q_heads, 1)
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale)
-        self.spec, self.latent, name = spec, spec.latent, f"{place.name}.self_attn"
+        self.spec, self.latent, self.topk, name = spec, spec.latent, spec.topk, f"{place.name}.self_attn"
+        self.indexer: Indexer | None = None
+        if spec.indexer is not None:
+            assert spec.q_rank and spec.topk, "indexers read the queries' latent"
+            sizes = spec.hidden, spec.q_rank, spec.topk
+            self.indexer = Indexer(weights, comm, spec.indexer, *sizes, f"{name}.indexer")
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
         gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize, comm.wire_rate)
@@ -210,11 +227,15 @@ class MLA(ShardedAttention):
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents."""
         spec = self.spec
-        kept, slots = cache.layer(self.index).kept, step.new_slots(None)
+        mine, slots = cache.layer(self.index), step.new_slots(None)
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
-            q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])
+            of_q = rms_norm(q, self.q_gain, spec.norm_eps)[0]
+            if self.indexer is not None:
+                self.indexer(x, of_q, angles, mine, step)
+            q = self.q_up(of_q)
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
+        kept = mine.kept
         absorbed = mla_append(
             q, kv, angles.cos, angles.sin, self.kv_gain, spec.norm_eps, self.w_uk, kept["latents"], slots,
             kept.get("latent_scales"), kept.get("ropes"),

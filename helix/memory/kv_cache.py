@@ -95,6 +95,13 @@ class LayerCache:
         kept, scales, rope = self.kept["latents"], self.kept.get("latent_scales"), self.kept.get("ropes")
         return PagedKeys(kept, kept[..., :latent], table, lo, hi, scale, k_scale=scales, rope=rope)
 
+    def chosen_latents(self, latent: int, slots: Tensor, lo: Tensor, hi: Tensor, scale: float) -> PagedKeys:
+        """Returns the latents in columns [lo, hi) of cache slots [N, width], as pages of one token."""
+        kept, scales, rope = self.kept["latents"], self.kept.get("latent_scales"), self.kept.get("ropes")
+        tokens = kept.flatten(0, 1).unsqueeze(1)  # [slots, 1, R + P]
+        ropes = None if rope is None else rope.flatten(0, 1).unsqueeze(1)
+        return PagedKeys(tokens, tokens[..., :latent], slots, lo, hi, scale, k_scale=scales, rope=ropes)
+
 
 @dataclass(frozen=True)
 class Group:

@@ -37,6 +37,8 @@ from helix.models.hf import read_as
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", deepseek.spec_v2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek.spec_v3),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", deepseek.spec_v32),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", deepseek.spec_glm),
     "Gemma3ForCausalLM": ("gemma3_text", gemma3.spec),
     "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe.spec),
     "GraniteForCausalLM": ("granite", granite.spec),

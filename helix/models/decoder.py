@@ -18,6 +18,7 @@ from comm.solo import SoloCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
+from helix.layers.indexer import IndexerSpec
 from helix.layers.linear import RowParallel
 from helix.layers.mixer import LayerPlace, MixerSpec
 from helix.layers.mla import MLASpec
@@ -120,6 +121,12 @@ class DecoderSpec:
     def experts(self) -> MoESpec | None:
         """Spec of the experts; None in a dense model."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoESpec)), None)
+
+    @property
+    def indexers(self) -> list[IndexerSpec]:
+        """Indexers of the layers that choose tokens (DSA)."""
+        mixers = [layer.mixer for layer in self.layers]
+        return [m.indexer for m in mixers if isinstance(m, MLASpec) and m.indexer is not None]
 
     @property
     def windows(self) -> tuple[int | None, ...]:

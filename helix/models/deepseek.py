@@ -1,4 +1,8 @@
-"""DeepSeek-V2, V2-Lite, V3 and R1: multi-head latent attention, and routed experts after some dense layers."""
+"""DeepSeek-V2, V2-Lite, V3, R1 and V3.2, and GLM-5: latent attention, and routed experts after some dense layers.
+
+V3.2 and GLM-5 have indexers, which choose the tokens that a query reads (DSA). Some layers of GLM-5.2 share the choice
+of the layer before.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from helix.layers.indexer import IndexerSpec
 from helix.layers.mla import MLASpec
 from helix.layers.moe import MoESpec
 from helix.models.decoder import DecoderSpec, LayerSpec
@@ -44,6 +49,45 @@ def sigmoid_experts(config: Any) -> MoESpec:
     return moe
 
 
+def spec_v32(config: Any) -> DecoderSpec:
+    """Reads a V3.2 config: V3 with an indexer in each layer, whose rotated pairs lie in two halves."""
+    check_only(config, indexer_rope_interleave=(False,))
+    return _with_indexers(config, ["full"] * config.num_hidden_layers, interleaved=False)
+
+
+def spec_glm(config: Any) -> DecoderSpec:
+    """Reads a GLM-5 config: V3 with indexers, whose rotated pairs are neighbours; layers may share a choice."""
+    check_only(config, indexer_rope_interleave=(True,))
+    return _with_indexers(config, config.indexer_types, interleaved=True)
+
+
+def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
+    check_sizes(config, "q_lora_rank", "index_topk", "index_head_dim", "index_n_heads")
+    layers, width, rope = config.num_hidden_layers, config.index_head_dim, config.qk_rope_head_dim
+    if width < rope:
+        raise ValueError(f"config.json: index_head_dim={width} must be at least qk_rope_head_dim={rope}")
+    if not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {"full", "shared"} or kinds[0] != "full":
+        raise ValueError(
+            f"config.json: indexer_types={kinds!r:.200} must be a list of full or shared for each of "
+            f"num_hidden_layers={layers} layers, full for the first"
+        )
+    if {*config.layer_types} != {"deepseek_sparse_attention"}:
+        raise ValueError(f"config.json: layer_types={config.layer_types!r:.200} must be deepseek_sparse_attention")
+    experts = sigmoid_experts(config)
+    spec = latent_spec(config, experts, interleaved=True)
+    indexer = IndexerSpec(config.index_n_heads, width, rope, interleaved)
+
+    def indexed(layer: LayerSpec, kind: str) -> LayerSpec:
+        assert isinstance(layer.mixer, MLASpec)
+        own = indexer if kind == "full" else None
+        return replace(layer, mixer=replace(layer.mixer, topk=config.index_topk, indexer=own))
+
+    brought = None
+    if getattr(config, "num_nextn_predict_layers", 0):
+        brought = indexed(LayerSpec(spec.layers[0].mixer, experts), "full")
+    return replace(spec, layers=tuple(map(indexed, spec.layers, kinds)), brought=brought)
+
+
 def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[str] = FP8) -> DecoderSpec:
     """Reads a config of latent attention; `moe` are the experts behind the first dense layers."""
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -52,13 +96,17 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
     latent, rope, nope, value = (getattr(config, key) for key in sizes)
     if rope % 2:
         raise ValueError(f"config.json: qk_rope_head_dim={rope} must be even")
-    layers, dense = config.num_hidden_layers, config.first_k_dense_replace or 0
+    layers = config.num_hidden_layers
+    kinds = getattr(config, "mlp_layer_types", None) or ["dense"] * (config.first_k_dense_replace or 0)
+    kinds = [*kinds, *["sparse"] * (layers - len(kinds))][:layers]
+    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+        raise ValueError(f"config.json: mlp_layer_types={kinds!r:.200} must be dense or sparse for each layer")
     spec = decoder_spec(
         config,
         kv_heads=1,  # one latent, whose rope part is rotated
         head_dim=rope,
-        moe=moe if dense < layers else None,
-        moe_layers=tuple(i >= dense for i in range(layers)),
+        moe=moe if "sparse" in kinds else None,
+        moe_layers=tuple(kind == "sparse" for kind in kinds),
         formats=formats,
     )
     scale = (nope + rope) ** -0.5

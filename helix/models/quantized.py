@@ -23,7 +23,8 @@ SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; its values are mult
 UNUSED = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")  # of activations and caches, which stay unscaled
 SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
 BLOCK = (128, 128)  # rows and columns that share a scale where weights are rounded to e4m3 here
-ROUTERS = (".gate.weight", ".router.weight")  # whose choices rounding would change
+# Whose choices rounding would change: of experts, and of tokens.
+ROUTERS = (".gate.weight", ".router.weight", ".weights_proj.weight")
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,8 @@ class ModelRunner:
         self.graphs = StepGraphs() if comm.capturable else None
         follows = type(self.drafter).prefilled is not Follower.prefilled or cache.score is not None
         plain = layout.dp == 1 and not cache.rings and not cache.has_states and not follows
-        # Keys in e4m3 are unpacked up to the number that the host knows.
+        # Keys in e4m3 are unpacked, and tokens chosen, up to the number that the host knows.
+        plain = plain and not model.spec.indexers
         self.pads = plain and comm.capturable and all(t.element_size() > 1 for t in cache.tensors)
         self._packed: dict[ChunkSize, Tensor] = {}
         self.shaper: Shaper | None = None

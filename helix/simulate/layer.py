@@ -23,11 +23,13 @@ from helix.simulate.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Consta
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
+from kernels.indexer.choose import DIGITS, FEW_PASSES
 from kernels.scaled_keys import GROUP
 
 SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
+SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,25 @@ class Layer:
         attends = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
         return [*makes, *attends, *self._output(m.value)]
 
+    def indexing(self) -> list[Phase]:
+        """Lists the phases of one indexer: projections, scores of all tokens, and a choice over the ranks."""
+        m, p, hw = self.mixer, self.points, self.hardware
+        if not self.spec.indexers:
+            return []
+        assert isinstance(m, MLASpec)
+        (of,) = {*self.spec.indexers}
+        heads, tokens = of.heads * of.width, self.length / p.kvp
+        scanned = self.sequences * tokens * of.width * self.item["plain_kv"]
+        gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGITS * NUMBER_BYTES * p.kvp)
+        lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
+        read = self.rows * tokens * SCORE_READS * NUMBER_BYTES
+        kernels = self._timed("choose tokens", read, self.zeros, FEW_PASSES + 3)
+        return [
+            self.kernel("index", of.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
+            self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, 1, None, hw.latent_flops),
+            kernels.plus(gathers.times(FEW_PASSES)).plus(lists),
+        ]
+
     def _chooses(self, window: int | None) -> Sparse | None:
         """Returns the block selection of a layer with this window; None if queries read all tokens."""
         return self.sparse if window is None else None
@@ -263,6 +284,8 @@ class Layer:
         seen = self._seen(window)
         if self.drafting and window is None:
             return self.draft_keys()
+        if isinstance(self.mixer, MLASpec) and self.mixer.topk is not None:
+            return np.minimum(self.mixer.topk / self.points.kvp, seen)
         sparse = self._chooses(window)
         return seen if sparse is None else np.minimum(sparse.blocks(self.points.kvp) * sparse.block, seen)
 
@@ -376,6 +399,7 @@ class Layer:
         p, hw = self.points, self.hardware
         tokens = self._read_tokens(window)
         readers = self.sequences if self._chooses(window) is None else self.rows  # each query chooses its own blocks
+        readers = self.rows if self.spec.indexers else readers  # or tokens
         read = readers * tokens * stored * self.item["kv" if window is None else "plain_kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
         few = self.options.kv in FEW_BITS and window is None

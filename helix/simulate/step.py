@@ -10,6 +10,7 @@ import numpy as np
 
 from helix.build.tiering import PIECE_TOKENS
 from helix.layers.gated_delta import GatedDeltaSpec
+from helix.layers.mla import MLASpec
 from helix.memory.kv_cache import RING_MOST
 from helix.memory.tiered_cache import LISTS
 from helix.models import DecoderSpec
@@ -117,6 +118,7 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
         _add(total, layer.recurrent(mixer), count)
     for ffn, count in Counter(of.ffn for of in layer.spec.layers).items():
         _add(total, layer.ffn(ffn), count)
+    _add(total, layer.indexing(), len(layer.spec.indexers))
     guesses, busy = layer.ahead()
     _add(total, guesses, 1)
     if guesses:
@@ -175,6 +177,9 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         numbers = numbers + count * layer.recurrent_bytes(mixer)
     for ffn, count in Counter(of.ffn for of in spec.layers).items():
         numbers = numbers + count * layer.ffn_bytes(ffn)
+    indexers = spec.indexers
+    q_rank = spec.attention.q_rank if isinstance(spec.attention, MLASpec) else None
+    numbers = numbers + sum(of.weights(spec.hidden, q_rank or 0) for of in indexers) * layer.item["weights"]
     # Embedding and head are in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
     weight_bytes = numbers * _stretch(spec, p) / p.pp + vocabulary * layer.item["other"]
@@ -199,6 +204,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         each = each + paged * token_numbers(drafts.spec, p) * of_drafts.item["kv"]
     if (sparse := options.sparse) is not None:  # two vectors per block or part, a key and a value per token
         each = each + paged * numbers * (len(spec.windows) - len(short)) * plain * sparse.kept / sparse.block
+    each = each + paged * sum(of.width for of in indexers) * plain
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
     each = each + windows
     for mixer, count in states_of(spec).items():

@@ -131,7 +131,9 @@ class LayerDrafter(Drafter):
         at = verified.slots * verified.max_q + last
         own.lengths[:rows] += last
         queries, x = (of_rows.index_select(0, at) for of_rows in parts)
-        self._states[:rows] = self.layer.attend(queries, x, self.cache, own.decode_step(rows), self.policy)
+        newest = own.decode_step(rows)
+        newest.take_choice(verified, at)
+        self._states[:rows] = self.layer.attend(queries, x, self.cache, newest, self.policy)
 
     def _ahead(self, step: Step, states: Tensor, own: bool = False) -> Tensor:
         return self.layer.attend(*self.layer.append(self.cache, step, states, own=own), self.cache, step, self.policy)

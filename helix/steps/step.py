@@ -21,7 +21,9 @@ from helix.steps.chunk_size import ChunkSize
 from helix.steps.sampling import SamplingState
 from kernels.tokens.commit import PAST, Candidates, commit
 
-__all__ = ["PAST", "DecodeState", "Step"]
+__all__ = ["CHOSEN", "PAST", "DecodeState", "Step"]
+
+CHOSEN = "chosen"  # key of the tokens that an indexer chose for a step's queries, see `Step.chosen`
 
 KNOWN, NEW = 1, 2  # whether a token of a prefill step is in pages already; 0 is padding
 
@@ -101,6 +103,27 @@ class Step:
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
+
+    @property
+    def chosen(self) -> tuple[Tensor, ...] | None:
+        """The tokens that an indexer chose for each query, in the latest layer with one; None: all.
+
+        Cache slots [N, width] int32 on this rank in local order, and the columns [lo, hi) [N] int32 that hold some.
+        """
+        return self.shared.get(CHOSEN)
+
+    def take_choice(self, other: Step, rows: Tensor) -> None:
+        """Takes the choice of tokens of rows [N] int64 of another step, whose keys are already appended."""
+        if other.chosen is not None:
+            self.shared[CHOSEN] = tuple(of_rows.index_select(0, rows) for of_rows in other.chosen)
+
+    def owners(self) -> Tensor | None:
+        """Returns the index [N] int64 of each token's sequence in a prefill step; None in a decode step."""
+        cu_q = self.cu_q
+        if cu_q is None:
+            return None
+        rows = torch.arange(len(self.tokens), dtype=torch.int32, device=cu_q.device)
+        return self.once("owners", lambda: (torch.searchsorted(cu_q[1:].contiguous(), rows, right=True),))[0]
 
     def halves(self) -> tuple[Step, Step]:
         """Splits a prefill step in two: the first half of its tokens, and the second."""

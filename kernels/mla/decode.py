@@ -22,8 +22,8 @@ def _mla_decode_kernel(
     q, cache, scales, ropes, block_table, lo, hi, out, lse, part, part_lse,
     q_b, q_t, q_h, page_stride, rope_stride, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
     scale_log2, B, T: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    ROWS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    SCALE_PAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
@@ -64,7 +64,8 @@ def _mla_decode_kernel(
             tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
             q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, scales, ropes,
             block_table + b * table_b, page_stride, rope_stride, scale_log2,
-            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            MASKED=True, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, None,
@@ -151,6 +152,7 @@ def decode_parts(
         *q.stride()[:3], *keys.page_strides, table.stride(0),
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         keys.scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
-        BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early, **overlapped(q), **tile,
+        SCALE_PAGE=keys.latent_scale_page, BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early,
+        **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -52,14 +52,19 @@ def _weigh(scores, total, peak, dtype: tl.constexpr):
 
 @triton.jit
 def _unpacked(
-    latent, scales, page, key, live, MASKED: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr
-):
+    latent, scales, page, key, live,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """Multiplies a tile of latents in e4m3 [keys, BLOCK_R] by their scales: exact in `dtype`, as they were written."""
     width: tl.constexpr = GROUP if latent.shape[1] > GROUP else latent.shape[1]
     groups: tl.constexpr = (R + width - 1) // width
     group = tl.arange(0, latent.shape[1] // width)
     mask = live[:, None] & (group < groups)[None, :] if MASKED else (group < groups)[None, :]
-    at = (page * (groups * PAGE) + key % PAGE)[:, None] + (group * PAGE)[None, :]
+    slot = key % PAGE
+    if PAGE != SCALE_PAGE:
+        token = page * PAGE + slot
+        page, slot = token // SCALE_PAGE, token % SCALE_PAGE
+    at = (page * (groups * SCALE_PAGE) + slot)[:, None] + (group * SCALE_PAGE)[None, :]
     scale = tl.load(scales + at, mask=mask, other=0.0)
     parts = tl.reshape(latent.to(tl.float32), [latent.shape[0], latent.shape[1] // width, width])
     return tl.reshape(parts * scale[:, :, None], latent.shape).to(dtype)
@@ -79,7 +84,7 @@ def _slots(plane, page, stride, tile, key, WIDTH: tl.constexpr, PAGE: tl.constex
 def attend_latents(
     acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, scales, ropes, pages,
     page_stride, rope_stride, scale_log2,
-    MASKED: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, SCALE_PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Folds tiles of latents into a running softmax, as `kernels.attention.paged_tiles.attend_tiles` does, for one head
@@ -112,7 +117,7 @@ def attend_latents(
         if scales is None:
             rope = tl.load(base + (within + (R + p)[None, :]), mask=mask_p, other=0.0)
         else:
-            latent = _unpacked(latent, scales, page, key, live, MASKED, PAGE, R, q_latent.dtype)
+            latent = _unpacked(latent, scales, page, key, live, MASKED, PAGE, SCALE_PAGE, R, q_latent.dtype)
             base, within = _slots(ropes, page, rope_stride, tile, key, P, PAGE, BLOCK_N)
             rope = tl.load(base + (within + p[None, :]), mask=mask_p, other=0.0)
         scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")

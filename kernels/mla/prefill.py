@@ -18,10 +18,11 @@ from kernels.reference.mla_prefill import mla_prefill as reference
 
 @triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _mla_prefill_kernel(
-    q, cache, block_table, cu_q, lo, hi, out, lse,
-    q_n, q_h, page_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
+    q, cache, scales, ropes, block_table, cu_q, lo, hi, out, lse,
+    q_n, q_h, page_stride, rope_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
     splits, scale_log2, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    SCALE_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -59,19 +60,22 @@ def _mla_prefill_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, None, None,
-            pages, page_stride, 0, scale_log2,
-            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, scales, ropes,
+            pages, page_stride, rope_stride, scale_log2,
+            MASKED=True, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, None, None,
-            pages, page_stride, 0, scale_log2,
-            MASKED=False, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, scales, ropes,
+            pages, page_stride, rope_stride, scale_log2,
+            MASKED=False, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, None, None,
-            pages, page_stride, 0, scale_log2,
-            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, scales, ropes,
+            pages, page_stride, rope_stride, scale_log2,
+            MASKED=True, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]
@@ -125,16 +129,18 @@ def mla_prefill(
     lse = torch.empty(N, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1
 
-    if keys.rope is not None:
+    few = keys.rope is not None
+    if few and keys.page_size == keys.latent_scale_page:
         attend_unpacked(q, keys, cu_q, max_q, max_k, out, lse, mla_prefill)
         return out, lse
-    tile = latent_tile(max_q * Hq, latent, P, q.dtype)
+    tile = latent_tile(max_q * Hq, latent, P, q.dtype, few)
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
         _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), (cu_q.shape[0] - 1) * splits](
-            q, cache, table, cu_q, lo, hi, part, part_lse,
-            *q.stride()[:2], cache.stride(0), table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
-            keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
+            q, cache, keys.k_scale, keys.rope, table, cu_q, lo, hi, part, part_lse,
+            *q.stride()[:2], *keys.page_strides, table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
+            keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
+            SCALE_PAGE=keys.latent_scale_page, **tile,
         )  # fmt: skip
 
     attend_split(out, lse, tile, 1, len(cu_q) - 1, max_k, attend)

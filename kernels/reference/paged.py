@@ -84,6 +84,9 @@ def whole(latents: PagedKeys) -> PagedKeys:
     """Returns latents as one KV head whose values are whole entries; the caller cuts the output."""
     entries = latents.k
     if latents.k_scale is not None and latents.rope is not None:
-        entries = torch.cat((unpacked_latents(entries, latents.k_scale), latents.rope.float()), -1)
+        scales, page = latents.k_scale, latents.page_size
+        if scales.shape[2] != page:  # slot i of all pages in a row
+            scales = scales.mT.flatten(0, 1).unflatten(0, (-1, page)).mT
+        entries = torch.cat((unpacked_latents(entries, scales), latents.rope.float()), -1)
     slots = entries.unsqueeze(2)
     return replace(latents, k=slots, v=slots, k_scale=None)

@@ -345,8 +345,16 @@ BAD_COMMAND_LINES = [
     ),
     (["model.path=null"], 1, "no model: set model.path=DIR, or a shape with model=NAME and model.load=random"),
     (["model.path=/tmp"], 1, "model.path=/tmp is not a checkpoint: it has no config.json"),
-    (["model=gpt5"], 1, "model=gpt5: model has no option gpt5; known: deepseek-r1, deepseek-v2-lite, demo, gemma-3-27b"),
-    (["model=null"], 1, "model=null: model has no option null; known: deepseek-r1, deepseek-v2-lite, demo, gemma-3-27b"),
+    (
+        ["model=gpt5"],
+        1,
+        "model=gpt5: model has no option gpt5; known: deepseek-r1, deepseek-v2-lite, demo, gemma-3-27b",
+    ),
+    (
+        ["model=null"],
+        1,
+        "model=null: model has no option null; known: deepseek-r1, deepseek-v2-lite, demo, gemma-3-27b",
+    ),
     (["model.dtype=int8"], 1, "model.dtype='int8' is unknown; choose one of auto, float32, bfloat16, float16"),
     (["model.dtype=8"], 1, "model.dtype='8' is unknown; choose one of auto, float32, bfloat16, float16"),
     (["model.load=magic"], 1, "model.load='magic' is unknown; choose one of checkpoint, random"),

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -39,7 +40,7 @@ from transformers import (
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 from helix.models import FAMILIES as KNOWN
-from tests.e2e.deepseek import MLA_FAMILIES
+from tests.e2e.deepseek import DSA_FAMILIES, MLA_FAMILIES
 from tests.e2e.parity import Continuation
 from tests.ending import folder
 
@@ -406,7 +407,7 @@ def write_fp8(
     scaled_in: torch.dtype = torch.float32,
     decades: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint whose layers' matrices, except routers, are e4m3; returns what all tensors hold, in fp32.
+    """Writes a checkpoint whose layers' matrices, except of choices, are e4m3; returns what all tensors hold, in fp32.
 
     Args:
         block: rows and columns of a scale; None: all.
@@ -416,7 +417,7 @@ def write_fp8(
     stored, whole = {}, load_file(plain / "model.safetensors")
     for name, weight in list(whole.items()):
         stored[name] = weight
-        if weight.dim() != 2 or "layers" not in name or name.endswith("gate.weight"):
+        if weight.dim() != 2 or "layers" not in name or name.endswith(("gate.weight", "weights_proj.weight")):
             continue
         size = block[0] or weight.shape[0], block[1] or weight.shape[1]
         parts = [[p.abs().max() / 448 for p in rows.split(size[1], 1)] for rows in weight.split(size[0])]
@@ -437,7 +438,7 @@ def write_fp8(
 
 
 def config_of(family: str) -> Any:
-    return {**FAMILIES, **MOE_FAMILIES, **HYBRID_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES}[
+    return {**FAMILIES, **MOE_FAMILIES, **HYBRID_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES, **DSA_FAMILIES}[
         family.removesuffix(MXFP4)
     ]()
 
@@ -456,6 +457,12 @@ def kv_heads(family: str) -> int:
 def oracle(family: str, lengths: tuple[int, ...], new_tokens: int) -> list[Continuation]:
     """Continuations of a family's checkpoint, unpacked."""
     return continuations(checkpoint(family.removesuffix(MXFP4)), lengths, new_tokens)
+
+
+def earliest_topk(x: torch.Tensor, k: int, dim: int) -> Any:
+    """`Tensor.topk` of indexers, with ties to the earlier token: scores of tiny models are often 0."""
+    values, indices = x.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values[..., :k], indices[..., :k]))  # type: ignore[call-arg]
 
 
 def continuations(directory: Path, lengths: tuple[int, ...], new_tokens: int) -> list[Continuation]:
@@ -478,16 +485,17 @@ def continuations(directory: Path, lengths: tuple[int, ...], new_tokens: int) ->
     found = []
     for number, length in enumerate(lengths):
         prompt = torch.randint(1, model.config.vocab_size, (1, length), generator=generator)
-        done = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=new_tokens if number else FIRST_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        with patch.object(torch.Tensor, "topk", earliest_topk):
+            done = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=new_tokens if number else FIRST_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
         logits = torch.cat(done.logits).float()  # [new_tokens, V]
         found.append(Continuation(tuple(prompt[0].tolist()), tuple(done.sequences[0, length:].tolist()), logits))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import DeepseekV2Config, DeepseekV3Config, Mistral4Config
+from transformers import DeepseekV2Config, DeepseekV3Config, DeepseekV32Config, GlmMoeDsaConfig, Mistral4Config
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=257,
@@ -99,5 +99,63 @@ MLA_FAMILIES: dict[str, Any] = {
         rope_interleave=False,
         num_mtp_layers=0,
         **_COMMON,
+    ),
+}
+
+_INDEXED: dict[str, Any] = _COMMON | dict(
+    num_hidden_layers=4,
+    first_k_dense_replace=2,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+)
+# Far fewer tokens are read than the prompts have: mistakes in the choice of tokens show.
+DSA_FAMILIES: dict[str, Any] = {
+    "deepseek-v32": lambda: DeepseekV32Config(
+        hidden_size=55,
+        num_attention_heads=11,
+        num_key_value_heads=11,
+        q_lora_rank=24,
+        n_group=3,
+        topk_group=2,
+        index_n_heads=5,
+        index_head_dim=24,
+        index_topk=5,
+        rope_parameters=_YARN,
+        **_INDEXED,
+    ),
+    "glm-5": lambda: GlmMoeDsaConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=24,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=8,
+        **_INDEXED,
+    ),
+    # All tokens of most prompts are read.
+    "glm-5-all": lambda: GlmMoeDsaConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=24,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=128,
+        **_INDEXED,
+    ),
+    # Layers 0, 1 and 3 have indexers.
+    "glm-5-shared": lambda: GlmMoeDsaConfig(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=20,
+        index_n_heads=6,
+        index_head_dim=8,
+        index_topk=2,
+        index_topk_freq=2,
+        index_skip_topk_offset=2,
+        **_INDEXED,
     ),
 }

@@ -190,6 +190,27 @@ def _deepseek_v3(rng: random.Random, shapes: Shapes) -> Json:
     return _deepseek(rng, shapes) | flags | {"num_nextn_predict_layers": rng.choice((0, 1))}
 
 
+def _indexed(rng: random.Random, shapes: Shapes) -> Json:
+    """Indexers that choose few tokens, or all of most sequences."""
+    config, sizes = _deepseek(rng, shapes), shapes.rng
+    width = config["qk_rope_head_dim"] + sizes.choice((0, 4, 12))
+    del config["num_key_value_heads"]
+    return config | {
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": 12,
+        "norm_topk_prob": rng.random() < 0.7,
+        "index_n_heads": sizes.choice((1, 3, 8)),
+        "index_head_dim": width,
+        "index_topk": sizes.choice((1, 3, 8, 200)),
+    }
+
+
+def _glm_dsa(rng: random.Random, shapes: Shapes) -> Json:
+    config = _indexed(rng, shapes)
+    kinds = ["full", *(rng.choice(("full", "shared")) for _ in range(config["num_hidden_layers"] - 1))]
+    return config | {"indexer_types": kinds}
+
+
 def _seed_oss(rng: random.Random, shapes: Shapes) -> Json:
     return _llama(rng, shapes) | {"attention_out_bias": rng.random() < 0.3}
 
@@ -353,6 +374,8 @@ MAKERS: dict[str, Callable[[random.Random, Shapes], Json]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _indexed,
+    "glm_moe_dsa": _glm_dsa,
     "glm4_moe": _glm4_moe,
     "hy_v3": _hy_v3,
     "seed_oss": _seed_oss,
@@ -369,7 +392,7 @@ MAKERS: dict[str, Callable[[random.Random, Shapes], Json]] = {
     "qwen3_5_text": _hybrid,
     "qwen3_5_moe_text": _qwen3_5_moe,
 }
-LATENTS = ("deepseek_v2", "deepseek_v3", "mistral4")
+LATENTS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
 GROWING = ("ministral3", "mistral4")  # families whose queries grow with their position
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,9 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from helix.models import spec_from_config
 from helix.models.decoder import NextTokenNames
-from tests.e2e.checkpoints import config_of
+from tests.e2e.checkpoints import config_of, earliest_topk
 from tests.e2e.parity import Continuation
 from tests.ending import folder
+
+# Lists with an entry for each layer, and that of the layer behind the last; empty: the last one's.
+OF_LAYERS = {"mlp_layer_types": "sparse", "indexer_types": "full", "layer_types": ""}
 
 
 @functools.cache
@@ -25,10 +29,11 @@ def whole(family: str) -> Path:
     """Directory of a random model with a layer more."""
     directory, config = folder(f"helix-{family}-whole-"), config_of(family)
     config.num_hidden_layers += 1
-    if kinds := getattr(config, "mlp_layer_types", None):
-        config.mlp_layer_types = [*kinds, "sparse"]
+    for key, kind in OF_LAYERS.items():
+        if kinds := getattr(config, key, None):
+            setattr(config, key, [*kinds, kind or kinds[-1]])
     if hybrid(config):
-        config.layer_types = [*config.layer_types, "full_attention"]
+        config.layer_types[-1] = "full_attention"
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -46,7 +51,7 @@ def with_layer(family: str) -> Path:
     tensors = load_file(whole(family) / "model.safetensors")
     layers, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
-    for key in ("mlp_layer_types", "layer_types"):
+    for key in OF_LAYERS:
         if kinds := config.get(key):
             config[key] = kinds[:layers]
     names, generator = names_of(config), torch.Generator().manual_seed(5)
@@ -102,7 +107,8 @@ class Oracle:
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
         """Greedy drafts behind a sequence whose last token is not in the cache yet."""
         ids = torch.tensor([tokens])
-        states = self.model(ids[:, :-1], use_cache=False).last_hidden_state
+        with patch.object(Tensor, "topk", earliest_topk):
+            states = self.model(ids[:, :-1], use_cache=False).last_hidden_state
         found: list[int] = []
         for _ in range(count):
             following = torch.tensor([[*tokens[1:], *found]])
@@ -120,7 +126,9 @@ class Oracle:
         positions = torch.arange(n)[None]
         axes = positions.expand(3, 1, n) if "qwen3_5" in self.model.config.model_type else positions  # those of images
         angles = self.model.rotary_emb(x, position_ids=axes)
-        y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
+        with patch.object(Tensor, "topk", earliest_topk):
+            y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
+        y = y[0] if isinstance(y, tuple) else y
         return self.norm(y, self.names.norm)
 
 

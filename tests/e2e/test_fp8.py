@@ -29,7 +29,7 @@ def quantised(tmp_path: Path, family: str, stored: Any) -> tuple[Path, list[Cont
 
 @pytest.mark.parametrize(
     "family, stored",
-    [("llama-llama3", ROWS), ("qwen3", BLOCKS), ("qwen3-moe", BLOCKS), ("deepseek-v3-yarn", BLOCKS)],
+    [("llama-llama3", ROWS), ("qwen3", BLOCKS), ("qwen3-moe", BLOCKS), ("deepseek-v3-yarn", BLOCKS), ("glm-5", BLOCKS)],
 )
 def test_tokens_are_those_of_the_unpacked_weights(tmp_path: Path, family: str, stored: Any) -> None:
     packed, wanted = quantised(tmp_path, family, stored)

@@ -50,6 +50,7 @@ def alone(
         *product(("llama-llama3", "qwen3", "qwen2-windowed-tied", "gpt-oss"), ("fp8", "k16v8")),
         ("deepseek-v3-yarn", "fp8"),
         ("deepseek-v2-lite", "fp8"),
+        ("glm-5-all", "fp8"),  # choices of a few tokens would follow the last bits of sums
     ],
 )
 def test_grids_agree(family: str, kv: str) -> None:
@@ -57,7 +58,8 @@ def test_grids_agree(family: str, kv: str) -> None:
     plain = continuations(checkpoint(family), (5, 90), 12)
     off = max((a.logits[0] - b.logits[0]).abs().max().item() for a, b in zip(wanted, plain, strict=True))
     assert 1e-4 < off < 2.0, f"numbers of three bits, {off} off"
-    for kvp, tpa in ((2, 1), (2, 2), (4, 1)):
+    widest = 1 if family.startswith(("deepseek", "glm")) else 2  # of one latent
+    for kvp, tpa in ((2, 1), (2, widest), (4, 1)):
         check(results(family, HelixLayout.create("helix", kvp, tpa), wanted, kv), wanted, TOLERANCE)
 
 
@@ -73,6 +75,7 @@ DRAFTERS = [
     ("qwen3", NgramDrafter(3, 4)),
     *(("qwen3", SelfDrafts(2, DraftBudget(policy, 0.2))) for policy in ("any", "quest")),
     ("deepseek-v3-yarn", NgramDrafter(3, 4)),
+    ("glm-5-all", NgramDrafter(3, 4)),
 ]
 
 

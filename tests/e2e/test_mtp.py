@@ -20,6 +20,7 @@ from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_speculation import whimsical
 
 FAMILIES = ["deepseek-v3-yarn", "deepseek-v3-halves"]
+INDEXED = ["deepseek-v32", "glm-5-shared"]  # the layer chooses tokens too
 HEADS = ["glm4-moe", "hy-v3", "qwen3-next", "qwen3.5-tied", "qwen3.5-moe"]  # of queries and keys, in place of latents
 GRIDS, TILES = [(1, 1), (2, 1), (4, 1), (3, 1)], [(1, 2), (2, 2), (3, 1)]
 
@@ -44,6 +45,7 @@ class NotRewritten(Kept):
     "family, kvp, tpa",
     [
         *((family, *grid) for family in FAMILIES for grid in GRIDS),
+        *((family, *grid) for family in INDEXED for grid in GRIDS[:2]),
         *((family, *grid) for family in HEADS for grid in TILES),
     ],
 )
@@ -87,7 +89,7 @@ def drafted(kind: type[Recorded], family: str, kvp: int, adaptive: bool = False,
 
 @pytest.mark.parametrize("kind", [Recorded, Kept])
 @pytest.mark.parametrize("kvp", [1, 3])
-@pytest.mark.parametrize("family", [*FAMILIES, *HEADS])
+@pytest.mark.parametrize("family", [*FAMILIES, *INDEXED, *HEADS])
 def test_drafts_are_those_of_the_layer(family: str, kvp: int, kind: type[Recorded]) -> None:
     found = drafted(kind, family, kvp)
     assert len(found.drafted) > 20

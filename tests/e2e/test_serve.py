@@ -107,6 +107,8 @@ def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:
         ("mistral-windowed", None),
         ("gpt-oss", None),
         ("deepseek-v3-yarn", None),
+        ("glm-5-shared", None),
+        ("deepseek-v32", NgramDrafter(2, 2)),
         ("qwen2", NgramDrafter(2, 2)),
         ("qwen2", "model"),
         ("qwen2", SelfDrafts(2, DraftBudget(sparsity=0.2))),

@@ -44,6 +44,10 @@ from kernels.dense.linear_sm90 import SHARED as SLICED
 from kernels.dense.qkv_append import _qkv_append_kernel
 from kernels.dense.rms_norm import _rms_norm_kernel
 from kernels.dense.rotary import _angles_kernel
+from kernels.indexer.append import _index_append_kernel
+from kernels.indexer.choose import TILE as SCORES
+from kernels.indexer.choose import _count_digits_kernel, _list_between_kernel, _write_chosen_kernel
+from kernels.indexer.scores import _index_scores_kernel, score_tile
 from kernels.mla.append import _mla_append_kernel
 from kernels.mla.decode import _mla_decode_kernel
 from kernels.mla.decode_few_rows_sm90 import _mla_decode_few_sm90_kernel
@@ -130,6 +134,10 @@ SPECIAL = {
     "layer_stride": ("i64", True),
     **dict.fromkeys(("place_of", "page_of", "turns", "chosen", "miss_blocks", "miss_places"), ("*i32", True)),
     "positions": ("*i64", True),
+    **dict.fromkeys(("scored", "raw"), ("*fp32", True)),
+    **dict.fromkeys(("first_ranks", "least_keys", "owners", "listed", "all_listed"), ("*i64", True)),
+    **dict.fromkeys(("gathered", "lefts", "chosen_slots", "chosen_counts", "tickets"), ("*i32", True)),
+    **dict.fromkeys(("parts", "EACH", "listed_n", "cap"), ("i32", False)),
     **dict.fromkeys(("miss_counts", "his", "listed_from", "listed_to", "block_counts"), ("*i32", True)),
     **dict.fromkeys(("copied_from", "copied_to", "placed", "kept_on_host"), ("*i32", True)),
     **dict.fromkeys(("from_layer", "to_layer", "placed_layer", "host_layer"), ("i64", True)),
@@ -193,7 +201,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for dim, group, page, sinks in ((128, 7, 64, False), (128, 16, 128, True), (256, 6, 64, False)):
         constants = {"D": dim, "GROUP": group, "PAGE": page, "SINKS": sinks, **PREFILL_SHAPES[dim]}
         yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
-    latents = {"R": 512, "P": 64, "PAGE": 64}
+    latents = {"R": 512, "P": 64, "PAGE": 64, "SCALE_PAGE": 64}
     for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
         for name, plain in (("", {"scales": None, "ropes": None}), ("-fp8", {})):
             tile = latent_tile(tokens * heads, 512, 64, dtype, not plain)
@@ -202,7 +210,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
             yield f"mla-decode-{rows}{name}", dtype, _mla_decode_kernel, latents | tile | plain | grid, options
             if plain:
-                yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, latents | tile | {"GROUP": heads}, options
+                prefill = latents | tile | plain | {"GROUP": heads}
+                yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, prefill, options
     for heads, tokens in ((128, 1), (32, 4)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
         yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid | {"scales": None}, {"num_warps": 4}
@@ -214,6 +223,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "mla-decode-few-sm90-fp8", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
     width = {"HEADS": 32, "NOPE": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
     width |= {"PDL": True, **head_blocks(128, 64, bf16)}
+    yield from index_cases()
     yield "mla-append", bf16, _mla_append_kernel, width | {"scales": None, "ropes": None}, {"num_warps": 4}
     for warps in (1, 4):
         yield "mla-append-fp8", bf16, _mla_append_kernel, width, {"num_warps": warps}
@@ -501,6 +511,37 @@ def moe_cases(
     total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PLUS": True, "PDL": True}
     for to in (alone, world | {"TWO_SHOT": True}, world | {"TWO_SHOT": False}):
         yield "moe-sum", dtype, _sum_kernel, total | to, {"num_warps": 4}
+
+
+def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """Indexers of GLM-5.2 (32 heads) and DeepSeek-V3.2 (64)."""
+    bf16 = torch.bfloat16
+    shape = {"D": 128, "PAGE": 64, "PDL": True}
+    for heads, rows in ((32, 1), (32, 5), (64, 1), (64, 512)):
+        tile = score_tile(rows, heads, bf16)
+        options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
+        scan = shape | {"HEADS": heads, "OFFSETS": rows > 5, "BLOCK_D": 128, **tile}
+        yield f"index-scores-{heads}-{rows}", bf16, _index_scores_kernel, scan, options
+    append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32}
+    yield "index-append", bf16, _index_append_kernel, append, {"num_warps": 1}
+    choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "RANK": 3, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
+    for stage in (0, 1, 6):
+        more = {"listed": None} if stage == 6 else {}
+        yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage, **more}, {"num_warps": 4}
+    for counted in (2, 7):
+        listing = choice | {"COUNTED": counted}
+        write = listing | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
+        yield "list-between", bf16, _list_between_kernel, listing, {"num_warps": 4}
+        owners = {"owners": None} if counted == 2 else {}
+        yield "write-chosen", bf16, _write_chosen_kernel, write | owners, {"num_warps": 4}
+    for few, plain in ((False, {"scales": None, "ropes": None}), (True, {})):
+        tile = latent_tile(64, 512, 64, bf16, few)
+        options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
+        latents = {"R": 512, "P": 64, "PAGE": 1, "SCALE_PAGE": 64, "GROUP": 64, **plain, **tile}
+        grid = {"T": 1, "BLOCK_B": 8, "ROWS": 64, "EARLY": True, "PDL": True}
+        name = "-fp8" * few
+        yield f"mla-decode-64{name}", bf16, _mla_decode_kernel, latents | grid, options
+        yield f"mla-prefill-64{name}", bf16, _mla_prefill_kernel, latents, options
 
 
 def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:

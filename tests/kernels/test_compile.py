@@ -43,7 +43,7 @@ def test_sm_90(part: int) -> None:
     # thread), and the addresses that are kept beside it have to leave; some of what the schedule found, on Hopper's.
     most = {"mla-decode-64": 384, "mla-prefill-64": 384, "mla-decode-sm90": 64, "mla-decode-few-sm90": 64}
     # Their forms over e4m3 unpack beside that.
-    most |= {"mla-decode-64-fp8": 384, "mla-decode-sm90-fp8": 160}
+    most |= {"mla-decode-64-fp8": 384, "mla-prefill-64-fp8": 384, "mla-decode-sm90-fp8": 160}
     # A tile of 128 pairs and 256 columns, by whose side addresses of weights in e4m3 leave.
     most |= {"moe-fp8-8192": 192}
     # Before and behind the loop over 128 rows of x: what was looked up for its sums, which waits in registers.

@@ -38,7 +38,7 @@ LEVELS = {
         {"gated_delta", "paged_keys"},
         {"reference"},
         {"attention"},
-        {"mla", "peers", "recurrent", "sparse", "tier"},
+        {"indexer", "mla", "peers", "recurrent", "sparse", "tier"},
         {"dense", "tokens"},
         {"moe"},
     ],

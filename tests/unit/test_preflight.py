@@ -286,6 +286,7 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
     "family, overrides, words",
     [
         ("deepseek-v3-yarn", [], ["attention.policy=block_sparse", "latents (MLA)"]),
+        ("glm-5", ["kv.tier=host", "kv.host_bytes=1e9"], ["latents (MLA)", "attention=dense"]),
         ("deepseek-v3-yarn", ["kv.tier=host", "kv.host_bytes=1e9"], ["latents (MLA)", "attention=dense"]),
         ("mistral-windowed", [], ["attention.policy=block_sparse", "every layer", "sliding window"]),
         (
@@ -350,6 +351,7 @@ def test_a_model_can_draft_for_itself(model: Path, prompts: Path) -> None:
     "family, overrides, words",
     [
         ("deepseek-v3-yarn", [], ["speculation.drafter=sparse", "latents (MLA)"]),
+        ("deepseek-v32", [], ["speculation.drafter=sparse", "latents (MLA)"]),
         ("mistral-windowed", [], ["speculation.drafter=sparse", "every layer", "sliding window"]),
         ("qwen3", ["attention=block_sparse"], ["speculation.drafter=sparse", "attention.policy=block_sparse"]),
         ("qwen3", ["kv.page_size=48"], ["speculation.drafter=sparse", "kv.page_size=48", "power of two"]),

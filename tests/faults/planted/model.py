@@ -194,6 +194,21 @@ FAULTS = [
         "[range(begin, end, 2), range(begin + 1, end, 2)] if spec.interleaved", "[range(begin, end)] if True",
         ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
     ),
+    Fault(
+        "index keys rotated as latents are", "helix/layers/indexer.py",
+        "if self.interleaved else [range(begin, end)]", "if True else [range(begin, end)]",
+        ("tests/e2e/test_dsa.py::test_every_group[deepseek-v32-kvp2]",),
+    ),
+    Fault(
+        "equal scores to the later token", "kernels/indexer/choose.py",
+        "(code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))", "(code << BITS) + at.to(tl.int64)",
+        ("tests/kernels/test_choose_tokens.py::test_the_best_of_all_ranks[tied-2-1-16-5-choose_tokens-32]",),
+    ),
+    Fault(
+        "each rank its own best tokens", "helix/layers/indexer.py",
+        "if placement.layout.kvp > 1:", "if placement.layout.kvp > 99:",
+        ("tests/e2e/test_dsa.py::test_every_group[glm-5-kvp3]",),
+    ),
     # ---- sampling
     Fault(
         "noise of every position alike", "kernels/reference/draw.py",

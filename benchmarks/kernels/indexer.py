@@ -1,0 +1,155 @@
+"""Times what an indexer adds to a layer: scores of all tokens, the choice of the best, attention over these.
+
+Index keys are those of one GPU of eight: 128K tokens of a million. A gather of counts copies its own. Each case is
+checked first, then timed as CUDA-graph replays over caches that together do not fit the L2: `helix bench indexer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.timer import PAGE, ROTATED, K, seconds
+from helix.attention.dense import attend_chosen
+from kernels.indexer.choose import choose_tokens
+from kernels.indexer.scores import index_scores
+from kernels.paged_keys import PagedKeys
+from kernels.reference.choose_tokens import Shard, ordered
+from kernels.scaled_keys import rounded_latents
+
+WIDTH, TOPK, LATENT, ROPE = 128, 2048, 512, 64
+SCANS = [  # index heads, sequences, queries of each, tokens on a rank
+    *[(heads, 1, queries, 128 * K) for heads in (32, 64) for queries in (1, 5)],
+    (32, 4, 1, 128 * K),
+    (32, 4, 5, 128 * K),
+    (32, 1, 1, 16 * K),
+    (32, 1, 512, 128 * K),
+]
+CHOICES = [(rows, ranks, 128 * K) for rows in (1, 5, 20) for ranks in (1, 8)] + [(512, 8, 128 * K), (1, 8, 16 * K)]
+READS = [  # query heads, queries, tokens of each
+    *[(heads, rows, tokens) for heads in (64, 128) for rows in (1, 4, 20) for tokens in (256, 2048)],
+    (64, 512, 256),
+]
+
+
+def bf16(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+
+def measure_scan(given: Given, heads: int, batch: int, queries: int, tokens: int) -> list[Row]:
+    """One row: the scores of all tokens."""
+    device, pages, rows = given.device, batch * tokens // PAGE, batch * queries
+    copies = max(1, -(-ROTATED // (pages * PAGE * WIDTH * 2))) if given.gpu else 1
+    caches = [bf16(pages, PAGE, WIDTH, device=device) for _ in range(copies)]
+    table = torch.randperm(pages, device=device).view(batch, -1).int()
+    q, weights = bf16(rows, heads, WIDTH, device=device), torch.randn(rows, heads, device=device)
+    hi = torch.full((rows,), tokens, dtype=torch.int32, device=device)
+    scores = torch.empty(rows, tokens, device=device)
+
+    def run(copy: int) -> None:
+        index_scores(q, weights, caches[copy], table, hi, None, queries, scores)
+
+    run(0)
+    keys = caches[0][table[-1].long()].flatten(0, 1)[:4096].double()
+    wanted = ((keys @ q[-1].double().T).relu() @ weights[-1].double()).float()
+    error = (scores[-1, :4096] - wanted).abs().max() / wanted.abs().max()
+    assert error < 1e-5, f"index_scores is off by {float(error):.1e} of the largest"  # fp32 sums of 128 x heads terms
+    us, size = seconds(run, copies, device) * 1e6, batch * tokens * WIDTH * 2
+    most = (1.3 if queries == 1 else 1.6) * (size / 4.4e12 * 1e6 + 6) if queries < 16 else None
+    row: Row = {"kind": "scan", "heads": heads, "batch": batch, "queries": queries, "tokens": tokens, "us": us}
+    tflops = 2 * rows * tokens * heads * WIDTH / us / 1e6
+    return [row | {"tb_per_s": size / us / 1e6, "tflops": tflops, "bar_us": most}]
+
+
+def measure_choice(given: Given, rows: int, ranks: int, tokens: int) -> list[Row]:
+    """One row: the choice, with copies for the gathers of counts."""
+    device = given.device
+    scores = [torch.randn(rows, tokens, device=device) for _ in range(2)]
+    total, pages = tokens * ranks, tokens // PAGE
+    positions = torch.full((rows,), total - 1, device=device)
+    starts, hi = torch.zeros_like(positions), torch.full((rows,), tokens, dtype=torch.int32, device=device)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+
+    def gather(x: Tensor) -> Tensor:
+        return x.expand(ranks, *x.shape).contiguous()
+
+    shard = Shard(ranks, 0, 16, PAGE, gather if ranks > 1 else None)
+
+    def run(copy: int) -> tuple[Tensor, Tensor]:
+        return choose_tokens(scores[copy], positions, starts, hi, table, None, TOPK, total, shard)
+
+    slots, counts = run(0)
+    share = TOPK // ranks
+    assert int(counts.min()) >= share and int(counts.max()) <= share + 1, f"{counts.tolist()} instead of {share}"
+    bound = ordered(scores[0]).topk(share, -1).values[:, -1:]
+    taken = ordered(scores[0].gather(1, slots[:, :share].long()))
+    assert (taken >= bound).float().mean() > 0.99, "others than the best were chosen"
+    us = seconds(run, 2, device) * 1e6
+    row: Row = {"kind": "choice", "rows": rows, "ranks": ranks, "tokens": tokens, "us": us}
+    return [row | {"bar_us": 40.0 if rows < 8 else None}]
+
+
+def measure_reads(given: Given, heads: int, rows: int, tokens: int) -> list[Row]:
+    """One row: attention over chosen tokens, of latents in bf16 and in e4m3."""
+    device, width = given.device, LATENT + ROPE
+    pages = 128 * K // PAGE if given.gpu else 4 * K // PAGE
+    cache = bf16(pages, PAGE, width, device=device)
+    parts = [rounded_latents(some) for some in cache[..., :LATENT].split(256)]
+    latents, scales = (torch.cat(planes) for planes in zip(*parts, strict=True))
+    flat, few = cache.flatten(0, 1).unsqueeze(1), latents.flatten(0, 1).unsqueeze(1)
+    ropes = cache[..., LATENT:].contiguous().flatten(0, 1).unsqueeze(1)
+    q = bf16(rows, heads, width, device=device)
+    tables = [
+        torch.stack([torch.randperm(pages * PAGE, device=device)[:tokens].sort().values.int() for _ in range(rows)])
+        for _ in range(4)
+    ]
+    hi = torch.full((rows,), tokens, dtype=torch.int32, device=device)
+    row: Row = {"kind": "reads", "heads": heads, "rows": rows, "tokens": tokens}
+    for name, more in (("us", {}), ("fp8_us", {"k_scale": scales.mT.contiguous(), "rope": ropes})):
+        kept: Any = few if more else flat
+
+        def run(copy: int, kept: Tensor = kept, more: dict[str, Tensor] = more) -> Tensor:
+            keys = PagedKeys(kept, kept[..., :LATENT], tables[copy], hi * 0, hi, width**-0.5, **more)
+            return attend_chosen(q, keys, prefill=rows > 64, sms=_sms(device), lane=0).merge()[0]
+
+        chosen = cache.flatten(0, 1)[tables[0][-1].long()].float()
+        weights = (q[-1].float() @ chosen.T * width**-0.5).softmax(-1)
+        wanted = weights @ chosen[:, :LATENT]
+        error = (run(0)[-1].float() - wanted).norm() / wanted.norm()
+        assert error < (0.1 if more else 1e-2), f"off by {float(error):.1e} of its norm at {row}"
+        row[name] = seconds(run, len(tables), device) * 1e6
+    row["tflops"] = 2 * rows * tokens * heads * (LATENT + width) / row["us"] / 1e6
+    return [row]
+
+
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+BENCHMARK = Benchmark(
+    "scores, choice and attention of an indexer's layer, on one GPU",
+    __doc__,
+    (
+        Part(
+            lambda given: SCANS if given.gpu else [(4, 1, 2, K)],
+            measure_scan,
+            "heads batch queries tokens us tb_per_s tflops bar_us",
+            "scores",
+        ),
+        Part(
+            lambda given: CHOICES if given.gpu else [(1, 1, 4 * K)],
+            measure_choice,
+            "rows ranks tokens us bar_us",
+            "choice",
+        ),
+        Part(
+            lambda given: READS if given.gpu else [(4, 1, 64)],
+            measure_reads,
+            "heads rows tokens us fp8_us tflops",
+            "attention over chosen tokens",
+        ),
+    ),
+)

@@ -1,0 +1,155 @@
+"""Indexer of DeepSeek sparse attention (DSA): chooses the tokens that a query of latent attention reads.
+
+    score of token t = sum over index heads h of w_h relu(q_h . k_t)         the topk best are read, or all of fewer
+
+    norm(q_a x) --> wq_b [N, H_I, D_I] --> RoPE ------------> scores of this rank's tokens --> choice over all ranks
+    x --> wk [N, D_I] --> LayerNorm, RoPE, append                ^                                     |
+    x --> weights_proj [N, H_I] ---------------------------------+           cache slots of the tokens [N, topk]
+
+Index keys lie in the pages of the latents, owned alike. Every rank computes the queries of all index heads: they are
+few. The published models multiply scores by positive factors, which change no choice; they are left out. So is the
+rotation by a Hadamard matrix, which leaves products unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.layers.linear import ColumnParallel, Rows
+from helix.layers.rotary import Angles
+from helix.layers.weights import Weights
+from helix.memory.keeps import Keeps
+from helix.memory.kv_cache import LayerCache
+from helix.steps.step import CHOSEN, Step
+from kernels.indexer.append import index_append
+from kernels.indexer.choose import choose_tokens
+from kernels.indexer.scores import index_scores
+from kernels.reference.choose_tokens import Shard
+
+NORM_EPS = 1e-6  # of the keys' norm, whatever rms_norm_eps is
+SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps choose for some rows after the others
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """Shape of one layer's indexer in the checkpoint.
+
+    Attributes:
+        heads: H_I, index heads.
+        width: D_I, width of their queries and of the one key.
+        rope: width of the rotated part, which comes first.
+        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in the part's two halves.
+    """
+
+    heads: int
+    width: int
+    rope: int
+    interleaved: bool
+
+    def weights(self, hidden: int, q_rank: int) -> int:
+        """Counts its weights."""
+        return hidden * (self.width + self.heads) + q_rank * self.heads * self.width
+
+    def keeps(self, dtype: torch.dtype) -> Keeps:
+        """Returns the data that it keeps of a token."""
+        return Keeps("index_keys", (self.width,), dtype)
+
+    def buffers(self, topk: int) -> int:
+        """Counts the activations per token of a prefill step, in numbers of 16 bits.
+
+        These are queries, fp32 keys and head weights, and rows of slots, twice while parts are put together.
+        """
+        return self.heads * self.width + 2 * (self.width + self.heads) + 4 * topk
+
+    def rows(self, begin: int) -> list[range]:
+        """Returns the rows of a query or key from `begin` on, with rotated pairs in two halves, as kernels have them.
+
+        The same permutation of queries and keys leaves scores unchanged.
+        """
+        end = begin + self.rope
+        rotated = [range(begin, end, 2), range(begin + 1, end, 2)] if self.interleaved else [range(begin, end)]
+        return [*rotated, range(end, begin + self.width)]
+
+
+class Indexer:
+    """Indexer of a layer, whole on every rank.
+
+    Args:
+        q_rank: width of the queries' latent.
+        topk: tokens that a query reads.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        comm: Communicator,
+        spec: IndexerSpec,
+        hidden: int,
+        q_rank: int,
+        topk: int,
+        name: str,
+    ) -> None:
+        self.comm, self.spec, self.topk = comm, spec, topk
+        total = spec.heads * spec.width
+        rows = [part for h in range(spec.heads) for part in spec.rows(h * spec.width)]
+        self.queries = ColumnParallel(weights, q_rank, [Rows(f"{name}.wq_b", total, part) for part in rows])
+        keys = [Rows(f"{name}.wk", spec.width, part) for part in spec.rows(0)]
+        of_heads = Rows(f"{name}.weights_proj", spec.heads, range(spec.heads))
+        self.down = ColumnParallel(weights, hidden, [*keys, of_heads])
+        self.gain, self.bias = weights.parameter(spec.width), weights.parameter(spec.width)
+        for parameter, kind in ((self.gain, "weight"), (self.bias, "bias")):
+            begin = 0
+            for part in spec.rows(0):
+                to = parameter[begin : (begin := begin + len(part))]
+                weights.bind(to, f"{name}.k_norm.{kind}", (spec.width,), part)
+
+    def __call__(self, x: Tensor, latents: Tensor, angles: Angles, cache: LayerCache, step: Step) -> None:
+        """Adds index keys to the cache, and chooses tokens for this layer and those that share its choice.
+
+        The choice is `step.chosen`. A prefill step of short sequences reads all: it makes none.
+
+        Args:
+            x: [N, H], the layer's normalised input.
+            latents: [N, q_rank], the queries' latents, normalised.
+        """
+        spec, keys = self.spec, cache.kept["index_keys"]
+        k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
+        q = self.queries(latents).unflatten(1, (spec.heads, spec.width))
+        index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys, step.new_slots(None))
+        if step.cu_q is None or step.max_k * step.placement.layout.kvp > self.topk:
+            step.shared[CHOSEN] = self._choose(q, weights, keys, step)
+
+    def _choose(self, q: Tensor, weights: Tensor, keys: Tensor, step: Step) -> tuple[Tensor, ...]:
+        """Chooses for queries [N, H_I, D_I], some rows at a time; returns what `Step.chosen` says."""
+        tables, (lo, hi), owners = step.block_tables, step.bounds(None), step.owners()
+        columns = tables.shape[1] * keys.shape[1]
+        if step.cu_q is not None:
+            columns = min(columns, -(-step.max_k // 128) * 128)
+        each = step.max_q if step.cu_q is None else 1
+        most = max(1, SCORES // (columns * each)) * each
+        shard = self._shard(step)
+        parts = []
+        for begin in range(0, len(q), most):
+            part = slice(begin, begin + most)
+            cu_q, of, pages = None, None, tables
+            if step.cu_q is None or owners is None:
+                pages = tables[begin // each : (begin + most) // each]
+            else:
+                cu_q, of = step.cu_q.clamp(begin, begin + most) - begin, owners[part]
+            scores = torch.empty(len(q[part]), columns, dtype=torch.float32, device=q.device)
+            index_scores(q[part], weights[part], keys, pages, hi[part], cu_q, min(step.max_q, most), scores)
+            of_rows = step.positions[part], step.starts[part], hi[part], pages, of
+            parts.append(choose_tokens(scores, *of_rows, self.topk, step.placement.most_tokens(tables), shard))
+        slots, counts = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))
+        return slots, lo, counts  # lo is 0: there is no window
+
+    def _shard(self, step: Step) -> Shard:
+        placement = step.placement
+        gather = None
+        if placement.layout.kvp > 1:  # a group of several ranks consists of all ranks, as all_gather requires
+            gather = self.comm.gather_in_group if step.overlapped else self.comm.all_gather
+        return Shard(**placement.grid, page_size=placement.page_size, gather=gather)

@@ -1,0 +1,102 @@
+"""Fused step between an indexer's projections and its scores: normalise, rotate, append keys, rotate queries."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.index_append import index_append as reference
+
+
+@triton.jit
+def _index_append_kernel(
+    q, raw, cos, sin, gain, bias, cache, slots, q_n, raw_n, page_stride, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    half: tl.constexpr = ROPE // 2
+    r = tl.arange(0, BLOCK)  # over one half of the rotated part
+    turned = r < half
+    d = tl.arange(0, BLOCK_D)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    c = tl.load(cos + token * half + r, mask=turned, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * half + r, mask=turned, other=0.0).to(tl.float32)
+    if part == 0:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            row = raw + token * raw_n
+            x = tl.load(row + d, mask=d < D, other=0.0).to(tl.float32)
+            mean = tl.sum(x, 0) / D
+            apart = tl.where(d < D, x - mean, 0.0)
+            factor = tl.rsqrt(tl.sum(apart * apart, 0) / D + eps)
+            target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * D
+            of_gain = tl.load(gain + d, mask=d < D, other=0.0).to(tl.float32)
+            of_bias = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
+            tl.store(target + d, apart * factor * of_gain + of_bias, mask=(d >= ROPE) & (d < D))
+            first = (tl.load(row + r, mask=turned, other=0.0).to(tl.float32) - mean) * factor
+            first = first * tl.load(gain + r, mask=turned, other=0.0).to(tl.float32)
+            first += tl.load(bias + r, mask=turned, other=0.0).to(tl.float32)
+            second = (tl.load(row + half + r, mask=turned, other=0.0).to(tl.float32) - mean) * factor
+            second = second * tl.load(gain + half + r, mask=turned, other=0.0).to(tl.float32)
+            second += tl.load(bias + half + r, mask=turned, other=0.0).to(tl.float32)
+            tl.store(target + r, first * c - second * s, mask=turned)
+            tl.store(target + half + r, second * c + first * s, mask=turned)
+    else:
+        heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (heads < HEADS)[:, None] & turned[None, :]
+        at = q + token * q_n + heads[:, None] * D + r[None, :]
+        first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at, first * c[None, :] - second * s[None, :], mask=mask)
+        tl.store(at + half, second * c[None, :] + first * s[None, :], mask=mask)
+
+
+def index_append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Writes this rank's index keys, normalised and rotated, to their cache slots; rotates index queries in place.
+
+    The first P values of queries and keys are rotated, the others are not.
+
+    Args:
+        q: [N, H, D], index queries, overwritten; heads contiguous.
+        k: [N, D] fp32 or q's dtype, tokens' index keys before their norm; last dim contiguous.
+        cos: [N, P / 2], contiguous; cosines of the angles by which the halves of the rotated part are turned.
+        sin: like `cos`.
+        gain, bias: [D], contiguous; weight and bias of the keys' LayerNorm.
+        eps: added to that norm's variance.
+        cache: [pages, page_size, D], contiguous within a page; pages may be strided.
+        slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
+
+    Source:
+        DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, with the RoPE and the norm of its inference code.
+    """
+    if not dispatch.on_gpu(q):
+        reference(q, k, cos, sin, gain, bias, eps, cache, slots)
+        return
+    N, heads, D = q.shape
+    rope = 2 * cos.shape[1]
+    assert q.stride()[1:] == (D, 1) and k.stride(1) == 1 and cache.stride()[1:] == (D, 1) and rope <= D
+    assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous() and gain.shape == bias.shape == (D,)
+    if N == 0:
+        return
+    block_h = min(16, triton.next_power_of_2(heads))
+    _index_append_kernel[N, 1 + triton.cdiv(heads, block_h)](
+        q, k, cos, sin, gain, bias, cache, slots, q.stride(0), k.stride(0), cache.stride(0), eps,
+        HEADS=heads, D=D, ROPE=rope, PAGE=cache.shape[1], BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(D),
+        BLOCK=triton.next_power_of_2(rope // 2), num_warps=1, **overlapped(q),
+    )  # fmt: skip

@@ -1,0 +1,354 @@
+"""Exact choice of the best-scored tokens of a sequence, over all ranks that hold parts of it.
+
+A token's key is a number of its score, then of its position, an earlier one above a later one: keys are distinct, so
+that ties are decided alike on every grid. Each launch counts one digit of eight bits, of the keys whose digits before
+are those of the k-th largest. Ranks gather these counts, and each next launch finds the digit in their sum. Once all
+keys with the digits found are chosen, further launches count nothing.
+
+Two digits leave few keys between chosen ones and others, some hundred of a million. For few rows, the next launch lists
+them, ranks gather the lists, and the last launch finds the k-th largest itself, bit by bit, as each of its programs
+does. Many rows would send too much: there all digits are counted. The last launch writes the chosen tokens in local
+order; the one before has counted those of each part of a row.
+
+With the keys of a rank alone, all of this is the same without the gathers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.reference.choose_tokens import Shard
+from kernels.reference.choose_tokens import choose_tokens as reference
+
+TILE = 1024  # scores of a program per iteration
+PROGRAMS = 4  # per SM
+DIGITS = 256
+SCORE_PASSES = 4
+FEW_PASSES, FEW_ROWS = 2, 32  # digits counted where keys between are listed, of up to so many rows over several ranks
+LISTED = 1024  # listed keys of all ranks that a program keeps in registers
+
+
+@triton.jit
+def _keys(
+    scored, j, inside, turn,
+    CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Computes the keys of local tokens `j`, int64: 32 bits of the score, BITS of the position."""
+    x = tl.load(scored + j, mask=inside, other=0.0)
+    x = tl.where(x == 0.0, 0.0, x)  # -0 equals 0
+    bits = x.to(tl.int32, bitcast=True)
+    code = (bits ^ ((bits >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
+    code = tl.where(x == x, code, 0xFFFFFFFF)
+    at = j // BLOCK_TOKENS * CYCLE + turn * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
+    return (code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))
+
+
+@triton.jit
+def _found(
+    positions, gathered, least_keys, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
+):
+    """Finds the least key of those chosen so far, and how many more are to come of the keys with its digits; 0: none.
+
+    `STAGE` digits are counted.
+    """
+    if STAGE == 0:
+        bound = n * 0
+        left = tl.where(tl.load(positions + n) + 1 > topk, topk, 0)
+    else:
+        bound = tl.load(least_keys + (STAGE - 1) * N + n)
+        left = tl.load(lefts + (STAGE - 1) * N + n)
+        if left > 0:
+            digit = tl.arange(0, 256)
+            counts = tl.zeros([256], tl.int32)
+            for rank in tl.static_range(RANKS):
+                counts += tl.load(gathered + (rank * N + n) * 256 + digit)
+            reach = tl.cumsum(counts, 0, reverse=True)
+            found = tl.sum((reach >= left).to(tl.int32), 0) - 1
+            above = tl.max(tl.where(reach < left, reach, 0), 0)
+            equal = tl.min(tl.where(reach >= left, reach, 0x7FFFFFFF), 0) - above
+            bound += found.to(tl.int64) << (8 * (PASSES - STAGE))
+            left = tl.where(left - above == equal, 0, left - above)
+    return bound, left
+
+
+@triton.jit(do_not_specialize=["N", "parts", "listed_n"])  # they change from chunk to chunk
+def _count_digits_kernel(
+    scored, positions, first_ranks, hi, gathered, counts, least_keys, lefts, listed,
+    scored_n, N, topk, parts, listed_n,
+    STAGE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % parts
+    n = (tl.program_id(0) // parts).to(tl.int64)
+    wait_for_predecessor(PDL)
+    bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
+    if part == 0:
+        tl.store(least_keys + STAGE * N + n, bound)
+        tl.store(lefts + STAGE * N + n, left.to(tl.int32))
+        if STAGE == 0 and listed is not None:
+            tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
+    length = tl.load(hi + n)
+    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
+    begin = part * run
+    end = tl.minimum(begin + run, length)
+    if (left > 0) & (begin < end):
+        shift: tl.constexpr = 8 * (PASSES - 1 - STAGE)
+        turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+        found = tl.zeros([256], tl.int32)
+        for at in range(begin, end, TILE):
+            j = at + tl.arange(0, TILE)
+            inside = j < end
+            keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+            counted = inside & (keys >> (shift + 8) == bound >> (shift + 8))
+            # From the third digit on, hardly any tile has keys that count.
+            if tl.max(counted.to(tl.int32), 0) > 0:
+                found += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=counted)
+        tl.atomic_add(counts + n * 256 + tl.arange(0, 256), found, mask=found > 0, sem="relaxed")
+    start_successor(PDL)
+
+
+@triton.jit
+def _list_best(
+    scored, listed, length, bound, turn, cap,
+    SHIFT: tl.constexpr, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Lists the `cap` largest of more keys with the digits of `bound`; one program reads the whole row several times.
+
+    Only equal scores are so many.
+    """
+    low = bound
+    want = cap
+    digit = tl.arange(0, 256)
+    for place in range(SHIFT // 8):
+        at_bit = SHIFT - 8 - 8 * place
+        counts = tl.zeros([256], tl.int32)
+        for at in range(0, length, TILE):
+            j = at + tl.arange(0, TILE)
+            inside = j < length
+            keys = _keys(scored, j, inside, turn, CYCLE, BLOCK_TOKENS, BITS)
+            counted = inside & (keys >> (at_bit + 8) == low >> (at_bit + 8))
+            counts += tl.histogram(((keys >> at_bit) & 255).to(tl.int32), 256, mask=counted)
+        reach = tl.cumsum(counts, 0, reverse=True)
+        found = tl.sum((reach >= want).to(tl.int32), 0) - 1
+        want -= tl.max(tl.where(digit == found + 1, reach, 0), 0)
+        low += found.to(tl.int64) << at_bit
+    done = want * 0
+    for at in range(0, length, TILE):
+        j = at + tl.arange(0, TILE)
+        inside = j < length
+        keys = _keys(scored, j, inside, turn, CYCLE, BLOCK_TOKENS, BITS)
+        taken = (inside & (keys >= low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
+        tl.store(listed + done + tl.cumsum(taken, 0), keys, mask=taken > 0)  # behind their number
+        done += tl.sum(taken, 0)
+    tl.store(listed, done.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["N", "parts", "cap"])
+def _list_between_kernel(
+    scored, positions, first_ranks, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
+    scored_n, N, topk, parts, cap,
+    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % parts
+    n = (tl.program_id(0) // parts).to(tl.int64)
+    wait_for_predecessor(PDL)
+    bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, COUNTED, PASSES, RANKS)
+    if part == 0:
+        tl.store(least_keys + COUNTED * N + n, bound)
+        tl.store(lefts + COUNTED * N + n, left.to(tl.int32))
+    length = tl.load(hi + n)
+    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
+    begin = part * run
+    end = tl.minimum(begin + run, length)
+    turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+    shift: tl.constexpr = 8 * (PASSES - COUNTED)
+    listed += n * (1 + cap)
+    # Keys from `chosen_from` on are chosen; those between are listed.
+    chosen_from = bound
+    if shift > 0:
+        chosen_from += tl.where(left > 0, 1, 0).to(tl.int64) << shift
+    count = part * 0
+    for at in range(begin, end, TILE):
+        j = at + tl.arange(0, TILE)
+        inside = j < end
+        keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        count += tl.sum((inside & (keys >= chosen_from)).to(tl.int32), 0)
+        if shift > 0:
+            between = (inside & (keys >= bound) & (keys < chosen_from)).to(tl.int32)
+            some = tl.sum(between, 0)
+            if some > 0:
+                first = tl.atomic_add(listed, some.to(tl.int64), sem="relaxed")  # in any order: keys are distinct
+                to = first + tl.cumsum(between, 0)
+                tl.store(listed + to, keys, mask=(between > 0) & (to <= cap))
+    tl.store(part_counts + n * parts + part, count)
+    if shift > 0:
+        tl.debug_barrier()  # after the stores of all threads
+        if tl.atomic_add(tickets + n, 1) == parts - 1:  # the last one of the row
+            if tl.load(listed, volatile=True) > cap:
+                _list_best(
+                    scored + n * scored_n, listed, length, bound, turn, cap,
+                    shift, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE,
+                )  # fmt: skip
+    start_successor(PDL)
+
+
+@triton.jit
+def _larger(listed, stride, rank, numbers, first, trial, n, N, RANKS: tl.constexpr, EACH: tl.constexpr):
+    """Counts listed keys of all ranks from `trial` on; `first` [ranks, EACH] are the first ones of each."""
+    count = tl.sum((first >= trial).to(tl.int32))
+    most = tl.max(numbers, 0)
+    for at in range(EACH, most, EACH):
+        i = at + tl.arange(0, EACH)
+        inside = i[None, :] < numbers[:, None]
+        keys = tl.load(listed + ((rank * N + n) * stride)[:, None] + 1 + i[None, :], mask=inside, other=-1)
+        count += tl.sum((inside & (keys >= trial)).to(tl.int32))
+    return count
+
+
+@triton.jit(do_not_specialize=["N", "parts", "EACH", "width"])
+def _write_chosen_kernel(
+    scored, first_ranks, hi, all_listed, least_keys, lefts, part_counts, block_tables, owners,
+    chosen_slots, chosen_counts, scored_n, tables_b, width, N, parts, EACH,
+    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % parts
+    n = (tl.program_id(0) // parts).to(tl.int64)
+    wait_for_predecessor(PDL)
+    length = tl.load(hi + n)
+    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
+    begin = part * run
+    end = tl.minimum(begin + run, length)
+    turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+    bound = tl.load(least_keys + COUNTED * N + n)
+    q = tl.arange(0, BLOCK_PARTS)
+    of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
+    place = tl.sum(tl.where(q < part, of_parts, 0), 0)
+    total = tl.sum(of_parts, 0)
+    shift: tl.constexpr = 8 * (PASSES - COUNTED)
+    if shift > 0:
+        left = tl.load(lefts + COUNTED * N + n)
+        if left > 0:
+            stride = 1 + width.to(tl.int64)
+            rank = tl.arange(0, BLOCK_RANKS)
+            numbers = tl.load(all_listed + (rank * N + n) * stride, mask=rank < RANKS, other=0).to(tl.int32)
+            i = tl.arange(0, LISTED)
+            inside = i[None, :] < numbers[:, None]
+            first = tl.load(all_listed + ((rank * N + n) * stride)[:, None] + 1 + i[None, :], mask=inside, other=-1)
+            for step in range(shift):
+                trial = bound + (tl.full([], 1, tl.int64) << (shift - 1 - step))
+                larger = _larger(all_listed, stride, rank, numbers, first, trial, n, N, RANKS, LISTED)
+                bound = tl.where(larger >= left, trial, bound)
+            own = tl.load(all_listed + (RANK * N + n) * stride).to(tl.int32)
+            for at in range(0, own, LISTED):
+                i = at + tl.arange(0, LISTED)
+                keys = tl.load(all_listed + (RANK * N + n) * stride + 1 + i, mask=i < own, other=-1)
+                at_token = (1 << BITS) - 1 - (keys & ((1 << BITS) - 1))
+                local = at_token // (RANKS * BLOCK_TOKENS) * BLOCK_TOKENS + at_token % BLOCK_TOKENS
+                taken = (i < own) & (keys >= bound)
+                total += tl.sum(taken.to(tl.int32), 0)
+                place += tl.sum((taken & (local < begin)).to(tl.int32), 0)
+    if part == 0:
+        # Never more, unless ranks are emulated, whose counts are not those of their tokens.
+        tl.store(chosen_counts + n, tl.minimum(total, width))
+    row = n // EACH
+    if owners is not None:
+        row = tl.load(owners + n)
+    pages = block_tables + row * tables_b
+    for at in range(begin, end, TILE):
+        j = at + tl.arange(0, TILE)
+        inside = j < end
+        keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        chosen = (inside & (keys >= bound)).to(tl.int32)
+        page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
+        to = place + tl.cumsum(chosen, 0) - 1
+        tl.store(chosen_slots + n * width + to, page * PAGE + j % PAGE, mask=(chosen > 0) & (to < width))
+        place += tl.sum(chosen, 0)
+    start_successor(PDL)
+
+
+def choose_tokens(
+    scores: torch.Tensor,
+    positions: torch.Tensor,
+    starts: torch.Tensor,
+    hi: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor | None,
+    topk: int,
+    most: int,
+    shard: Shard,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses the `topk` best-scored tokens of a sequence for each query, or all of fewer; ties to the lower position.
+
+    NaN is the highest score, so that it surfaces.
+
+    Args:
+        scores: [N, S] fp32, last dim contiguous: of this rank's tokens in local order, the first `hi` of a row.
+        positions, starts: [N] int64, contiguous: positions of the queries, which read all tokens up to their own, and
+            the kvp ranks of their sequences' first blocks.
+        hi: [N] int32, contiguous: tokens of a row on this rank.
+        tables: [n, P] int32, rows contiguous: pages of each sequence.
+        rows: [N] int64, contiguous: the row of each query's sequence in `tables`; None: N / n queries of each.
+        topk: tokens of a query, over all ranks.
+        most: an upper bound of positions.
+        shard: this rank's part of the tokens; with other ranks, this is a collective.
+
+    Returns:
+        Cache slots [N, min(topk, S)] int32 of the tokens chosen here, in local order, and how many they are [N] int32;
+        the entries behind them may be anything.
+
+    Source:
+        DeepSeek-V3.2 (arXiv:2512.02556), section 2.1; radix select.
+    """
+    if not dispatch.on_gpu(scores):
+        return reference(scores, positions, starts, hi, tables, rows, topk, most, shard)
+    N, S = scores.shape
+    assert scores.dtype == torch.float32 and scores.stride(1) == tables.stride(1) == 1 and shard.kvp * most > 0
+    assert positions.is_contiguous() and starts.is_contiguous() and hi.is_contiguous()
+    assert (shard.gather is None) == (shard.kvp == 1)
+    device, passes = scores.device, SCORE_PASSES + triton.cdiv(max(most, 2).bit_length(), 8)
+    width = min(topk, S)
+    slots = torch.empty(N, width, dtype=torch.int32, device=device)
+    taken = torch.empty(N, dtype=torch.int32, device=device)
+    if N == 0:
+        return slots, taken
+    tiles = triton.cdiv(S, TILE)
+    parts = max(1, min(tiles, triton.cdiv(PROGRAMS * sm_count(device), N)))
+    few = shard.gather is None or N <= FEW_ROWS
+    counted = FEW_PASSES if few else passes
+    numbers = torch.zeros(counted * N * DIGITS + N, dtype=torch.int32, device=device)
+    counts, tickets = numbers[:-N].view(counted, N, DIGITS), numbers[-N:]
+    least_keys = torch.empty(counted + 1, N, dtype=torch.int64, device=device)
+    lefts = torch.empty(counted + 1, N, dtype=torch.int32, device=device)
+    part_counts = torch.empty(N, parts, dtype=torch.int32, device=device)
+    listed = torch.empty(N, 1 + width if few else 0, dtype=torch.int64, device=device)
+    options = dict(
+        PASSES=passes, BITS=8 * (passes - SCORE_PASSES), RANKS=shard.kvp, RANK=shard.kvp_rank,
+        BLOCK_TOKENS=shard.append_block, TILE=TILE, num_warps=4, **overlapped(scores),
+    )  # fmt: skip
+    gathered = counts
+    for stage in range(counted):
+        _count_digits_kernel[(parts * N,)](
+            scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed if few else None,
+            scores.stride(0), N, topk, parts, 1 + width, STAGE=stage, **options,
+        )  # fmt: skip
+        gathered = counts[stage] if shard.gather is None else shard.gather(counts[stage])
+    _list_between_kernel[(parts * N,)](
+        scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
+        scores.stride(0), N, topk, parts, width, COUNTED=counted, **options,
+    )  # fmt: skip
+    ranks = triton.next_power_of_2(shard.kvp)
+    _write_chosen_kernel[(parts * N,)](
+        scores, starts, hi, shard.gather(listed) if few and shard.gather is not None else listed,
+        least_keys, lefts, part_counts, tables, rows, slots, taken,
+        scores.stride(0), tables.stride(0), width, N, parts, max(1, N // len(tables)),
+        COUNTED=counted, PAGE=shard.page_size, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_RANKS=ranks,
+        LISTED=max(16, LISTED // ranks), **options,
+    )  # fmt: skip
+    return slots, taken

@@ -1,0 +1,134 @@
+"""An indexer's scores: for each query, one of each key of its sequence on this rank.
+
+A program holds the queries of all index heads of several tokens of a sequence, and reads a run of index keys: tokens
+that are verified together read each key once. Products, on tensor cores, have keys as rows, so that a thread has most
+of the columns that are summed over heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.reference.index_scores import index_scores as reference
+
+
+def score_tile(rows: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
+    """Returns launch options for up to `rows` tokens of a sequence, of so many index heads."""
+    block_h = triton.next_power_of_2(heads)
+    columns, block_n, warps, stages = (64, 32, 4, 1) if dtype == torch.float32 else (256, 128, 8, 3)
+    each = max(1, min(triton.next_power_of_2(rows), columns // block_h))
+    # The least that a product takes.
+    while each * block_h < 16:
+        each *= 2
+    warps = 4 if each * block_h <= 64 else warps
+    return dict(ROWS=each, BLOCK_H=block_h, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
+
+
+@triton.jit(do_not_specialize=["EACH"])
+def _index_scores_kernel(
+    q, weights, cache, tables, hi, cu_q, scored,
+    q_n, weights_n, page_stride, tables_b, scored_n, EACH,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, OFFSETS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    b = tl.program_id(1).to(tl.int64)
+    if OFFSETS:
+        begin = tl.load(cu_q + b).to(tl.int64)
+        end = tl.load(cu_q + b + 1).to(tl.int64)
+    else:
+        begin = b * EACH
+        end = begin + EACH
+    begin += tl.program_id(0) * ROWS
+    t = tl.arange(0, ROWS)
+    lengths = tl.load(hi + begin + t, mask=begin + t < end, other=0)
+    tiles = tl.cdiv(tl.max(lengths, 0), BLOCK_N)
+    if tl.program_id(2) < tiles:
+        column = tl.arange(0, ROWS * BLOCK_H)
+        n = begin + column // BLOCK_H
+        head = column % BLOCK_H
+        inside = (n < end) & (head < HEADS)
+        d = tl.arange(0, BLOCK_D)
+        queries = tl.load(
+            q + (n * q_n + head * D)[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
+        )
+        factors = tl.load(weights + n * weights_n + head, mask=inside, other=0.0)
+        pages = tables + b * tables_b
+        lane = tl.arange(0, BLOCK_N)
+        # A page that holds whole tiles is looked up once per tile, any other page once per key.
+        step = 0 if PAGE % BLOCK_N == 0 else lane
+        longest = tl.max(lengths, 0)
+        ahead = tl.program_id(2) * BLOCK_N + step
+        # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of the tiles.
+        next_page = tl.load(pages + ahead // PAGE, mask=ahead < longest, other=0)
+        for tile in range(tl.program_id(2), tiles, tl.num_programs(2)):
+            page = next_page.to(tl.int64)
+            ahead = (tile + tl.num_programs(2)) * BLOCK_N + step
+            next_page = tl.load(pages + ahead // PAGE, mask=ahead < longest, other=0)
+            key = tile * BLOCK_N + lane
+            at = page * page_stride + (key % PAGE) * D
+            # Of keys beyond the longest row anything may be read: their scored are not stored.
+            keys = tl.load(
+                cache + at[:, None] + d[None, :], mask=(key < longest)[:, None] & (d < D)[None, :], other=0.0
+            )
+            products = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [BLOCK_N, ROWS * BLOCK_H]
+            found = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * factors[None, :]
+            found = tl.sum(tl.reshape(found, [BLOCK_N, ROWS, BLOCK_H]), 2)
+            to = scored + (begin + t)[None, :] * scored_n + key[:, None]
+            tl.store(to, found, mask=key[:, None] < lengths[None, :])
+    # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
+    start_successor(PDL)
+
+
+def index_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    hi: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    max_q: int,
+    scores: torch.Tensor,
+) -> None:
+    """Computes scores of this rank's keys for each query: the weighted sum over heads of relu(q.k), in fp32.
+
+    A score depends on its query and key alone, not on where the key lies.
+
+    Args:
+        q: [N, H, D] bf16, fp16 or fp32, heads contiguous.
+        weights: [N, H] fp32, last dim contiguous; of any sign.
+        cache: [pages, page_size, D] in q's dtype, contiguous within a page.
+        tables: [n, P] int32, rows contiguous: pages of each sequence.
+        hi: [N] int32, contiguous: keys of each query, in local order; 0: none.
+        cu_q: [n + 1] int32, where each sequence's queries begin, and the end of the last; None: N / n of each.
+        max_q: most queries of a sequence.
+        scores: [N, S] fp32, last dim contiguous, written: the first `hi` of a row; the others stay.
+
+    Source:
+        DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, equation 1.
+    """
+    if not dispatch.on_gpu(q):
+        reference(q, weights, cache, tables, hi, cu_q, max_q, scores)
+        return
+    N, heads, D = q.shape
+    page_size, columns = cache.shape[1], scores.shape[1]
+    assert q.stride()[1:] == (D, 1) and cache.stride()[1:] == (D, 1) and cache.dtype == q.dtype
+    assert weights.dtype == scores.dtype == torch.float32 and weights.stride(1) == scores.stride(1) == 1
+    assert hi.is_contiguous() and tables.stride(1) == 1
+    if N == 0:
+        return
+    tile = score_tile(max_q, heads, q.dtype)
+    groups = triton.cdiv(max_q, tile["ROWS"]), len(tables)
+    tiles = triton.cdiv(columns, tile["BLOCK_N"])
+    least = triton.cdiv(2 * sm_count(q.device), groups[0] * groups[1])  # fills the GPU
+    programs = max(1, min(tiles, max(least, triton.cdiv(tiles, 64))))
+    _index_scores_kernel[(*groups, programs)](
+        q, weights, cache, tables, hi, cu_q, scores,
+        q.stride(0), weights.stride(0), cache.stride(0), tables.stride(0), scores.stride(0), max_q,
+        HEADS=heads, D=D, PAGE=page_size, OFFSETS=cu_q is not None, BLOCK_D=max(16, triton.next_power_of_2(D)),
+        **tile, **overlapped(q),
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""choose_tokens in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+LEAST = -(1 << 63)  # below every key
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tokens of a sequence that a rank owns, and the ranks with the others.
+
+    Attributes:
+        kvp, kvp_rank, append_block: the round-robin blocks, see `helix.layout`.
+        page_size: tokens of a page of the block tables.
+        gather: gathers a tensor of each rank -> [kvp, ...]; a collective. None if `kvp` is 1.
+    """
+
+    kvp: int
+    kvp_rank: int
+    append_block: int
+    page_size: int
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+def ordered(scores: torch.Tensor) -> torch.Tensor:
+    """Maps fp32 to int64 numbers from 0 to 2^32 - 1 of the same order; -0 equals 0, and NaN is the highest."""
+    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32).long()
+    codes = torch.where(bits < 0, ~bits, bits + (1 << 31)) & 0xFFFFFFFF
+    return torch.where(scores.isnan(), 0xFFFFFFFF, codes)
+
+
+def choose_tokens(
+    scores: torch.Tensor,
+    positions: torch.Tensor,
+    starts: torch.Tensor,
+    hi: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor | None,
+    topk: int,
+    most: int,
+    shard: Shard,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses tokens; shapes as in `kernels.indexer.choose.choose_tokens`."""
+    N, S = scores.shape
+    block, cycle = shard.append_block, shard.append_block * shard.kvp
+    local = torch.arange(S, device=scores.device)
+    turn = (shard.kvp_rank - starts + shard.kvp) % shard.kvp
+    at = local // block * cycle + turn[:, None] * block + local % block  # [N, S], global
+    keys = (ordered(scores) - (1 << 31) << 32) | (0xFFFFFFFF - at)
+    keys = torch.where(local < hi[:, None], keys, LEAST)
+    everyone = keys[None] if shard.gather is None else shard.gather(keys)  # [kvp, N, S]
+    everyone = everyone.transpose(0, 1).flatten(1)
+    k = min(topk, everyone.shape[1])
+    bound = everyone.topk(k, -1).values[:, -1:]
+    mine = (keys >= bound) & (local < hi[:, None])
+    width = min(topk, S)
+    table = torch.zeros(N, width, dtype=torch.int32, device=scores.device)
+    for n in range(N):
+        chosen = local[mine[n]]
+        pages = tables[n // (N // len(tables)) if rows is None else rows[n]]
+        table[n, : len(chosen)] = pages[chosen // shard.page_size] * shard.page_size + chosen % shard.page_size
+    return table, mine.sum(1, dtype=torch.int32)

@@ -1,0 +1,174 @@
+"""Models whose indexers choose tokens (DSA) give what transformers gives, over every number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+
+import pytest
+import torch
+
+from comm import turns
+from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
+from helix.control.engine import Engine
+from helix.layers import indexer, mla
+from helix.layers.mla import MLA
+from helix.layout import HelixLayout
+from helix.speculation import NgramDrafter
+from helix.steps.step import CHOSEN, Step
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.deepseek import DSA_FAMILIES
+from tests.e2e.parity import Result, build_engine, check, distributed_rank, generate, loopback
+from tests.e2e.test_parity import BLOCKS, MOE_LENGTHS, MOE_TOKENS, WORLDS
+from tests.pool import Pool, pool
+
+CHOOSING = [family for family in DSA_FAMILIES if family != "glm-5-all"]
+
+
+def matrix() -> list[object]:
+    """Each family on every world, with blocks, expert grids and the makers of queries in turn."""
+    blocks, gathers = cycle(BLOCKS), cycle((False, True))
+    cases = []
+    for family in DSA_FAMILIES:
+        for world in WORLDS:
+            layout = HelixLayout.create("helix", world, ep=2 if world % 2 == 0 else 1)
+            cases.append(pytest.param(family, layout, next(blocks), next(gathers), id=f"{family}-kvp{world}"))
+    return cases
+
+
+@pytest.mark.parametrize("family, layout, block, gathers", matrix())
+def test_every_group(
+    monkeypatch: pytest.MonkeyPatch, family: str, layout: HelixLayout, block: int, gathers: bool
+) -> None:
+    monkeypatch.setattr(mla, "gathers_queries", lambda *args: gathers)
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), layout, block, wanted), wanted)
+
+
+@pytest.mark.parametrize("family", DSA_FAMILIES)
+@pytest.mark.parametrize("mode, kvp, tpa", [("tp", 1, 2), ("tp", 1, 4), ("medha", 3, 1)], ids=lambda x: str(x))
+def test_baseline_modes(family: str, mode: str, kvp: int, tpa: int) -> None:
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), HelixLayout.create(mode, kvp, tpa), 16, wanted), wanted)
+
+
+@pytest.mark.parametrize("scores", [1, 2000])
+def test_some_rows_of_a_chunk_after_others(monkeypatch: pytest.MonkeyPatch, scores: int) -> None:
+    monkeypatch.setattr(indexer, "SCORES", scores)
+    wanted = oracle("glm-5-shared", MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint("glm-5-shared"), HelixLayout.create("helix", 2), 16, wanted), wanted)
+
+
+def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LEAST", 7)
+    wanted = oracle("glm-5-shared", MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint("glm-5-shared"), HelixLayout.create("helix", 3), 16, wanted), wanted)
+
+
+def test_chunks_of_a_batch() -> None:
+    wanted = oracle("glm-5-shared", MOE_LENGTHS, MOE_TOKENS)
+
+    def tamper(engine: Engine) -> None:
+        engine.runner.hopb = "2"
+
+    check(loopback(checkpoint("glm-5-shared"), HelixLayout.create("helix", 3), 16, wanted, tamper), wanted)
+
+
+@pytest.mark.parametrize("family", DSA_FAMILIES)
+@pytest.mark.parametrize("kvp", [1, 2, 5])
+def test_drafts_change_no_token(family: str, kvp: int) -> None:
+    """Each verified token reads a choice of its own."""
+    wanted, layout = oracle(family, MOE_LENGTHS, MOE_TOKENS), HelixLayout.create("helix", kvp)
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        return generate(build_engine(checkpoint(family), layout, comm, 4, drafter=NgramDrafter(3, 1)), wanted)
+
+    check(run_ranks(kvp, body, timeout_s=120.0), wanted)
+
+
+def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
+    wanted = oracle("glm-5-shared", MOE_LENGTHS, MOE_TOKENS)
+    task = (checkpoint("glm-5-shared"), HelixLayout.create("helix", 4, ep=2), 16, wanted, "cpu")
+    check(gloo_pool(4).run(distributed_rank, *task, timeout_s=240.0), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", DSA_FAMILIES)
+def test_loopback_ranks_on_one_gpu(family: str) -> None:
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    for layout in (HelixLayout.create(), HelixLayout.create("helix", 4, ep=2), HelixLayout.create("tp", 1, 4)):
+        check(loopback(checkpoint(family), layout, 16, wanted, device="cuda"), wanted)
+
+
+@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("family", DSA_FAMILIES)
+def test_gpus(family: str, drafts: int, world: int, kind: type[TorchDistCommunicator]) -> None:
+    """Captured steps too, with drafts and without."""
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    drafter = NgramDrafter(drafts, 1) if drafts else None
+    task = (checkpoint(family), HelixLayout.create("helix", world), 16, wanted, "cuda", kind, drafter)
+    check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
+
+
+def rotates_keys_otherwise(engine: Engine) -> None:
+    """Neighbours instead of halves or halves instead of neighbours, for index keys alone."""
+    for layer in engine.runner.model.layers:
+        if layer.mixer.indexer is not None:
+            rows = layer.mixer.indexer.down.weight[:8]
+            rows.copy_(torch.stack((rows[:4], rows[4:]), 1).flatten(0, 1))
+
+
+def forgets_the_bias(engine: Engine) -> None:
+    for layer in engine.runner.model.layers:
+        if layer.mixer.indexer is not None:
+            layer.mixer.indexer.bias.zero_()
+
+
+def forgets_signs(engine: Engine) -> None:
+    for layer in engine.runner.model.layers:
+        if layer.mixer.indexer is not None:
+            layer.mixer.indexer.down.weight[layer.mixer.indexer.spec.width :].abs_()
+
+
+def reads_one_token_more(engine: Engine) -> None:
+    for layer in engine.runner.model.layers:
+        if layer.mixer.indexer is not None:
+            layer.mixer.indexer.topk += 1
+
+
+MISTAKES = [rotates_keys_otherwise, forgets_the_bias, forgets_signs, reads_one_token_more]
+
+
+@pytest.mark.parametrize("family", CHOOSING)
+@pytest.mark.parametrize("tamper", MISTAKES)
+def test_mistakes_are_caught(family: str, tamper: Callable[[Engine], None]) -> None:
+    """And invisible as long as all tokens are read."""
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    results = loopback(checkpoint(family), HelixLayout.create("helix", 2), 16, wanted, tamper)
+    with pytest.raises(AssertionError, match="prompt"):
+        check(results, wanted)
+    if family != "glm-5-shared":  # two tokens are all of hardly any sequence
+        short = oracle(family, (1, 3), 2)
+        check(loopback(checkpoint(family), HelixLayout.create("helix", 2), 16, short[1:], tamper), short[1:])
+
+
+def test_a_choice_that_is_not_shared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = MLA.project
+
+    def forgets(self: MLA, *args: object) -> torch.Tensor:
+        step = args[-1]
+        assert isinstance(step, Step)
+        if self.indexer is None:
+            step.shared.pop(CHOSEN, None)
+        return project(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MLA, "project", forgets)
+    wanted = oracle("glm-5-shared", MOE_LENGTHS, MOE_TOKENS)
+    results = loopback(checkpoint("glm-5-shared"), HelixLayout.create(), 16, wanted)
+    with pytest.raises(AssertionError, match="prompt"):
+        check(results, wanted)

@@ -1,0 +1,156 @@
+"""choose_tokens: kernel and reference against one sorted list of all ranks' tokens; ties to the earlier token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helix.layout import HelixLayout
+from kernels.indexer import choose
+from kernels.indexer.choose import choose_tokens
+from kernels.reference.choose_tokens import Shard, ordered
+from kernels.reference.choose_tokens import choose_tokens as reference
+
+OPS = pytest.mark.parametrize("op", [choose_tokens, reference], ids=["kernel", "reference"])
+
+
+class Meeting:
+    """Gathers of ranks that are threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self.parts: list[Tensor | None] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=60)
+
+    def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def gather(x: Tensor) -> Tensor:
+            if x.is_cuda:
+                torch.cuda.synchronize()
+            self.parts[rank] = x.clone()
+            self.barrier.wait()
+            found = torch.stack([part for part in self.parts if part is not None])
+            self.barrier.wait()
+            return found
+
+        return gather
+
+
+def chosen(
+    op: Any,
+    scores: Tensor,
+    lengths: list[int],
+    starts: list[int],
+    topk: int,
+    layout: HelixLayout,
+    block: int,
+    page: int,
+    device: torch.device,
+    each: int = 1,
+) -> list[list[int]]:
+    """Global positions that all ranks choose for each row of global scores [N, S]; checks the order of each rank's."""
+    N, S = scores.shape
+    sequences, kvp = N // each, layout.kvp
+    columns = layout.local_length(S, 0, block) // page + 1
+    gen = torch.Generator().manual_seed(S)
+    tables = torch.randperm(sequences * columns, generator=gen).view(sequences, columns).int().to(device)
+    meeting, found = Meeting(kvp), [[] for _ in range(N)]
+    results: list[Any] = [None] * kvp
+
+    def of_rank(rank: int) -> None:
+        local = torch.full((N, columns * page + 3), torch.nan)  # unread beyond a row's tokens
+        hi, mine = torch.zeros(N, dtype=torch.int32), []
+        for n in range(N):
+            at = torch.arange(lengths[n])
+            owned = at[layout.token_owner(at, block, starts[n]) == rank]
+            local[n, : len(owned)], hi[n] = scores[n, owned], len(owned)
+            mine.append(owned)
+        shard = Shard(kvp, rank, block, page, None if kvp == 1 else meeting.gather(rank))
+        positions = torch.tensor(lengths) - 1
+        tensors = (x.to(device) for x in (local, positions, torch.tensor(starts), hi))
+        rows = None if each > 1 else torch.arange(N, device=device)
+        results[rank] = mine, op(*tensors, tables, rows, topk, (columns * page + block) * kvp, shard)
+
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(kvp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, (slots, counts) in results:
+        for n in range(N):
+            pages = tables[n // each].tolist()
+            place = {pages[j // page] * page + j % page: j for j in range(len(pages) * page)}
+            local = [place[slot] for slot in slots[n, : int(counts[n])].tolist()]
+            assert local == sorted(local), "not in local order"
+            found[n] += mine[n][local].tolist()
+    return [sorted(row) for row in found]
+
+
+def wanted(scores: Tensor, length: int, topk: int) -> list[int]:
+    row = scores[:length].tolist()
+    return sorted(sorted(range(length), key=lambda j: (-row[j] if row[j] == row[j] else -torch.inf, j))[:topk])
+
+
+@pytest.mark.parametrize("op, few_rows", [(choose_tokens, 32), (choose_tokens, 0), (reference, 0)])
+@pytest.mark.parametrize(
+    "kvp, block, page, topk", [(1, 16, 16, 8), (2, 1, 16, 5), (3, 16, 7, 40), (8, 16, 16, 33), (4, 64, 16, 1)]
+)
+@pytest.mark.parametrize("kind", ["apart", "near", "tied", "zeros"])
+def test_the_best_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    op: Any,
+    few_rows: int,
+    kvp: int,
+    block: int,
+    page: int,
+    topk: int,
+    kind: str,
+    device: torch.device,
+) -> None:
+    """Rows shorter than topk, empty shards, negative scores, and ties over blocks and ranks; few rows and many.
+
+    Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long.
+    """
+    monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(choose, "LISTED", 32)
+    monkeypatch.setattr(choose, "TILE", 64)
+    monkeypatch.setattr(choose, "PROGRAMS", 9)
+    gen = torch.Generator().manual_seed(kvp)
+    lengths, starts = [300, 1, topk, topk + 1, 150], [0, kvp - 1, 1 % kvp, 0, kvp // 2]
+    scores = torch.randn(5, 300, generator=gen) * 10
+    if kind == "near":
+        scores = 1 + scores / 1e5
+    elif kind == "tied":
+        scores = scores.round() / 4
+    elif kind == "zeros":
+        scores = torch.where(scores > 14, scores, scores * 0)  # of either sign
+    layout = HelixLayout.create("helix", kvp)
+    found = chosen(op, scores, lengths, starts, topk, layout, block, page, device)
+    assert found == [wanted(scores[n], lengths[n], topk) for n in range(5)]
+
+
+@OPS
+def test_rows_of_a_verified_group(op: Any, device: torch.device) -> None:
+    """Each row has tokens of its own; NaN and infinity are scores as well."""
+    gen = torch.Generator().manual_seed(0)
+    scores = torch.randn(6, 90, generator=gen)
+    scores[1, 3], scores[2, 5], scores[4, 70], scores[5, :60] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    lengths, starts = [70, 71, 72, 80, 81, 82], [1, 1, 1, 0, 0, 0]
+    found = chosen(op, scores, lengths, starts, 9, HelixLayout.create("helix", 2), 16, 16, device, each=3)
+    assert found == [wanted(scores[n], lengths[n], 9) for n in range(6)]
+
+
+def test_codes_have_the_order_of_scores() -> None:
+    scores = torch.tensor([-torch.inf, -3e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 3e38, torch.inf, torch.nan])
+    codes = ordered(scores)
+    assert codes.tolist() == sorted(codes.tolist()) and codes.min() >= 0 and codes.max() < 1 << 32
+    assert codes[4] == codes[5] and len(codes.unique()) == 10
+
+
+def test_ties_to_the_later_token_are_caught(device: torch.device) -> None:
+    scores = torch.zeros(1, 40)
+    found = chosen(choose_tokens, scores, [40], [0], 4, HelixLayout.create("helix", 2), 4, 4, device)
+    assert found[0] == [0, 1, 2, 3] and found[0] != [36, 37, 38, 39]

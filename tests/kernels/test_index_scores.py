@@ -1,0 +1,130 @@
+"""index_scores: kernel and reference against float64, for decode steps, verified groups and prompt chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.indexer.scores import index_scores
+from kernels.reference.index_scores import index_scores as reference
+
+OPS = pytest.mark.parametrize("op", [index_scores, reference], ids=["kernel", "reference"])
+
+
+def make(
+    counts: list[int], lengths: list[int], heads: int, width: int, page_size: int, dtype: torch.dtype, device: Any
+) -> tuple[Tensor, ...]:
+    """Queries at the ends of sequences over pages in no order; unused slots are NaN, unused pages far outside."""
+    gen = torch.Generator().manual_seed(heads)
+    needed = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(sum(needed) + 3, generator=gen).int()
+    cache = torch.full((len(order), 2, page_size, width), torch.nan)[:, 1]
+    tables = torch.full((len(lengths), max(needed) + 2), 2**30, dtype=torch.int32)
+    hi = []
+    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        tables[i, : needed[i]] = order[sum(needed[:i]) : sum(needed[: i + 1])]
+        for j in range(length):
+            cache[tables[i, j // page_size], j % page_size] = torch.randn(width, generator=gen)
+        hi.append((torch.arange(count) + length - count + 1).clamp(min=0))
+    N = sum(counts)
+    q = torch.randn(N, heads * width + 8, generator=gen)[:, 8:].unflatten(1, (heads, width))
+    weights = torch.randn(N, heads + 3, generator=gen)[:, 3:]
+    wide = cache.to(dtype).to(device)
+    return q.to(dtype).to(device), weights.to(device), wide, tables.to(device), torch.cat(hi).int().to(device)
+
+
+def check(
+    counts: list[int], q: Tensor, weights: Tensor, cache: Tensor, tables: Tensor, hi: Tensor, got: Tensor
+) -> None:
+    n, page_size = 0, cache.shape[1]
+    for i, count in enumerate(counts):
+        for _ in range(count):
+            at = torch.arange(int(hi[n]))
+            keys = cache.cpu()[tables[i].cpu()[at // page_size].long(), at % page_size].double()
+            products = (keys @ q[n].double().cpu().T).relu()
+            want = products @ weights[n].double().cpu()
+            # Products of up to 128 terms of size 1, of 64 heads, in fp32: sqrt(128 * 64) roundings of 2^-24 of
+            # partial sums up to 60, at most.
+            torch.testing.assert_close(got[n, : len(at)].double().cpu(), want, atol=3e-4, rtol=0)
+            assert got[n, len(at) :].isnan().all(), "scores of keys that the query may not read"
+            n += 1
+
+
+@OPS
+@pytest.mark.parametrize(
+    "each, lengths, heads, width, page_size",
+    [
+        (1, [300, 0, 7], 4, 16, 16),
+        (5, [130, 64, 5], 6, 24, 64),
+        (3, [200], 32, 128, 128),
+        (17, [90, 17], 64, 32, 1),
+        (2, [33, 300], 1, 8, 7),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_queries_of_a_decode_step(
+    op: Any, each: int, lengths: list[int], heads: int, width: int, page_size: int, dtype: torch.dtype, device: Any
+) -> None:
+    counts = [each] * len(lengths)
+    q, weights, cache, tables, hi = make(counts, lengths, heads, width, page_size, dtype, device)
+    got = torch.full((len(q), max(lengths) + 40), torch.nan, device=device)
+    op(q, weights, cache, tables, hi, None, each, got)
+    check(counts, q, weights, cache, tables, hi, got)
+
+
+@OPS
+def test_prompt_chunks(op: Any, device: torch.device) -> None:
+    """A sequence may have no query in a part of a chunk."""
+    counts, lengths = [19, 0, 1, 33], [150, 40, 3, 33]
+    q, weights, cache, tables, hi = make(counts, lengths, 5, 24, 16, torch.float32, device)
+    cu_q = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    got = torch.full((len(q), 160), torch.nan, device=device)
+    op(q, weights, cache, tables, hi, cu_q, 33, got)
+    check(counts, q, weights, cache, tables, hi, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_are_the_same_bit_for_bit_alone_and_in_a_group(dtype: torch.dtype, device: torch.device) -> None:
+    """Verification has to choose what plain decoding chooses."""
+    q, weights, cache, tables, hi = make([6], [500], 32, 128, 64, dtype, device)
+    together = torch.full((6, 512), torch.nan, device=device)
+    alone = together.clone()
+    index_scores(q, weights, cache, tables, hi, None, 6, together)
+    for n in range(6):
+        at = slice(n, n + 1)
+        index_scores(q[at], weights[at], cache, tables, hi[at], None, 1, alone[at])
+    assert torch.equal(together.nan_to_num(), alone.nan_to_num())
+
+
+def test_a_rectifier_over_the_sum_is_caught(device: torch.device) -> None:
+    q, weights, cache, tables, hi = make([1], [40], 4, 16, 16, torch.float32, device)
+    got = torch.full((1, 64), torch.nan, device=device)
+    index_scores(q, weights.abs().neg(), cache, tables, hi, None, 1, got)
+    with pytest.raises(AssertionError):
+        check([1], q, weights.abs().neg(), cache, tables, hi, got.relu())
+
+
+@pytest.mark.gpu
+def test_pages_beyond_2_to_the_31_elements() -> None:
+    pages = (1 << 32) // (64 * 128) + 1
+    cache = torch.zeros(pages, 64, 128, dtype=torch.bfloat16, device="cuda")
+    cache[-1] = 1
+    q = torch.ones(1, 32, 128, dtype=torch.bfloat16, device="cuda")
+    table = torch.tensor([[0, pages - 1]], dtype=torch.int32, device="cuda")
+    got = torch.full((1, 128), torch.nan, device="cuda")
+    hi = torch.tensor([128], dtype=torch.int32, device="cuda")
+    index_scores(q, torch.ones(1, 32, device="cuda"), cache, table, hi, None, 1, got)
+    assert got[0, :64].eq(0).all() and got[0, 64:].eq(32 * 128).all()
+
+
+@OPS
+def test_nan_surfaces(op: Any, device: torch.device) -> None:
+    q, weights, cache, tables, hi = make([2], [40], 4, 16, 16, torch.float32, device)
+    cache[tables[0, 1], 3, 5] = torch.nan
+    got = torch.zeros(2, 64, device=device)
+    op(q, weights, cache, tables, hi, None, 2, got)
+    assert got.isnan().nonzero().tolist() == [[0, 19], [1, 19]]
