@@ -149,7 +149,7 @@ def test_thousands_at_once_stay_within_the_goals_bounds_and_nobody_starves(
 
 
 def test_chunks_follow_one_another_while_half_of_the_pause_is_left() -> None:
-    """Beside a stream and for the goal throughput: chunks of 58 ms until 0.5 s are over, then one step, and again."""
+    """Beside a stream, for the goal throughput: chunks of 58 ms until 0.5 s are over, then one step, and again."""
     serving = Serving(9000, max_batch=64, ahead=0, prefill_chunk=500, run_steps=50, goal="throughput")
     serving.submit(words(100), 2000)
     serving.turn()

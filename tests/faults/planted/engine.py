@@ -85,8 +85,7 @@ FAULTS = [
     ),
     Fault(
         "a pause is its last chunk", "helix/control/scheduler.py",
-        "self._goal.owed_s(seconds, stall), self._paused + seconds", "self._goal.owed_s(seconds, stall), seconds",
-        SCHEDULER,
+        "owed_s(seconds, stall), self._paused + seconds", "owed_s(seconds, stall), seconds", SCHEDULER,
     ),
     Fault(
         "the oldest prompt has what is left", "helix/control/scheduler.py",
