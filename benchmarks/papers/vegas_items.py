@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.papers.items import NOT_RECORDED, Item, Table, span
 from benchmarks.records.acceptance_tables import KEY, joined
-from benchmarks.records.draft_tables import adapted, best, experts_over_inherent, gained, timed
+from benchmarks.records.draft_tables import adapted, best, choice_over_rest, experts_over_inherent, gained, timed
 from benchmarks.records.rows import Row, results
 from benchmarks.records.tables import TABLES
 
@@ -107,8 +107,7 @@ def _choosing(*drafters: str) -> str:
     said = []
     for r in timed():
         if (r["model"], r["batch"], r["length"], r["gamma"]) == ("qwen3-8b", 4, LONG, 4) and r["drafter"] in drafters:
-            own = r["phase_us"]["choose"]
-            said.append(f"{r['drafter']} {own / (sum(r['phase_us'].values()) - own):.1%}")
+            said.append(f"{r['drafter']} {choice_over_rest(r):.1%}")
     return ", ".join(said) or NOT_RECORDED
 
 

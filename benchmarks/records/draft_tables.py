@@ -51,15 +51,18 @@ def breakdown() -> list[str]:
     """Tabulates what the parts of an iteration of four drafts take, and the choice as a share of the others."""
 
     def part(name: str) -> Show:
-        return lambda r: ms("us")({"us": r["phase_us"][name]})
-
-    def choice(r: Row) -> str:
-        return f"{r['phase_us']['choose'] / (sum(r['phase_us'].values()) - r['phase_us']['choose']):.1%}"
+        return lambda r: ms("us")({"us": r["phase_us"].get(name)})
 
     columns: Columns = {**POINT, "drafter": at("drafter"), **{name: part(name) for name in PHASES}}
     found = [r for r in timed() if r["gamma"] == 4 and PHASES[0] in (r.get("phase_us") or {})]
     found.sort(key=lambda r: (shape(r), r["batch"], r["length"]))
-    return lines({**columns, "choice over all else": choice}, found)
+    return lines({**columns, "choice over all else": lambda r: f"{choice_over_rest(r):.1%}"}, found)
+
+
+def choice_over_rest(r: Row) -> float:
+    """Returns what the choice of keys adds to an iteration, over what it takes without."""
+    own = r["phase_us"].get("choose", 0.0)
+    return float(own / (sum(r["phase_us"].values()) - own))
 
 
 def adaptive() -> list[str]:

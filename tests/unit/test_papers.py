@@ -10,6 +10,7 @@ from benchmarks.bench import BENCHMARKS
 from benchmarks.papers.__main__ import PAGE, PAPERS, main, with_items
 from benchmarks.papers.items import NOT_RECORDED, Item, lines_of, span
 from benchmarks.papers.verification_figures import drawable
+from benchmarks.records import draft_tables, sparse_gates
 from benchmarks.records.tables import TABLES
 from launch import cli
 from launch.inputs.compose import ROOT
@@ -65,3 +66,24 @@ def test_cells_of_what_is_not_recorded() -> None:
     assert span([], ".1f") == NOT_RECORDED and span([1, 1], ".1f", "us") == "1.0 us"
     assert span([2, 1], ".1f", "x") == "1.0 to 2.0 x"
     assert lines_of([Item("a", "done", "1", "helix papers")])[2] == "| a | done | 1 | `helix papers` |"
+
+
+def test_a_gate_passes_from_what_it_asks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By planted steps: twice as fast passes at 128K and not at 1M, and parts that are not recorded are not judged."""
+
+    def verdicts(over: float) -> dict[str, list[bool]]:
+        monkeypatch.setattr(sparse_gates, "over_dense", lambda *_: over)
+        monkeypatch.setattr(sparse_gates, "parts_over_dense", lambda *_: None)
+        return {gate.name: [passed for _, passed in gate.ours] for gate in sparse_gates.listed()}
+
+    short, long = "GATE-3: steps at 128K at least 2 x", "GATE-3: steps at 1M at least 5 x"
+    assert verdicts(2.0)[short] == [True] * 4 and verdicts(2.0)[long] == [False] * 2
+    assert verdicts(1.99)[short] == [False] * 4 and verdicts(5.0)[long] == [True] * 2
+
+
+def test_the_best_number_of_drafts_is_that_of_the_worst_task() -> None:
+    same = {"model": "qwen3-8b", "drafter": "any", "batch": 1, "length": 8192}
+    few = same | {"gamma": 2, "gain_code": 1.2, "gain_copy": 1.2, "gain_facts": 1.2}
+    many = same | {"gamma": 6, "gain_code": 2.0, "gain_copy": 2.0, "gain_facts": 1.1}
+    assert draft_tables.best([few, many, same | {"gamma": 0}]) == [few]
+    assert draft_tables.gained(many) == 1.1
