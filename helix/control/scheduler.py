@@ -489,8 +489,11 @@ class Scheduler:
         return self._goal.stall_s(self._times.seconds(waiting) if waiting else 0.0)
 
     def _goes_on(self) -> bool:
-        """Returns whether a chunk follows the last one before any step: none is owed, and half of the pause is left."""
-        return (self.prefills or self._more) and self._owed <= 0 and 2 * self._paused <= self._stall_s()
+        """Returns whether a chunk follows the last one, beside which somebody decodes, before any step.
+
+        No step is owed, and half of the pause is left.
+        """
+        return (self.prefills or self._more) and self._owed <= 0 and 0 < 2 * self._paused <= self._stall_s()
 
     def _advance(self, s: Scheduled, writes: list[TableChange]) -> None:
         """Shares pages of a prompt that other sequences have computed since."""
