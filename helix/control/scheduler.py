@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
@@ -25,8 +24,9 @@ from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTable, BlockTables
 from helix.control.goals import Goal
 from helix.control.prefill_time import PrefillTime
+from helix.control.scheduled import Scheduled, TableChange, UnreadTokens
 from helix.control.snapshots import StateSnapshots
-from helix.events.decision import Admission, Decision, Segment, StepKind, StepPlan, TableWrite
+from helix.events.decision import Admission, Decision, Segment, StepKind, StepPlan
 from helix.events.request import Request
 
 LEAST_CHUNK = 32  # tokens: a shorter chunk costs as much
@@ -34,76 +34,6 @@ LOOK_AHEAD = 32  # waiting requests that one decision considers for each home: t
 UNTIMED_STEPS = 2  # most steps of a run of unknown duration: new requests wait for all of them
 SALTS = (1 << 39) - 1  # an admission's salt is so many bits of its request's, by a hash that differs in each process
 RETRY_S = 1.0  # interval after which a request that did not fit is tried again: its prefix may be cached by then
-
-
-@dataclass(eq=False, slots=True)
-class Scheduled:
-    """A waiting or running request.
-
-    Attributes:
-        order: sort key: priority, then arrival.
-        prompt_tokens: length of the request's prompt.
-        drawn: its drawn tokens that rank 0 has read.
-        least, most, likely: bounds and estimate of its tokens in launched decisions that are not read yet.
-        slot: its slot; None while it waits.
-        held: its block table while it runs.
-        tokens: input of its prefill, int32 [n]: the prompt, and the tokens drawn before its admission.
-        prefilled: number of these computed by all launched decisions.
-        reserved: tokens that its pages have room for.
-        ended: it has ended; later tokens are discarded.
-        leased: resumed after a preemption; exempt from another until its pages run out.
-        work: work of its prompt when it began to wait.
-        refused: time at which it first did not fit.
-        room, again: retry once `room` pages are free, or at time `again`.
-    """
-
-    request: Request
-    order: tuple[int, float, int]
-    tokens: np.ndarray
-    prompt_tokens: int
-    drawn: array[int] = field(default_factory=lambda: array("i"))
-    least: int = 0
-    most: int = 0
-    likely: int = 0
-    slot: int | None = None
-    held: BlockTable | None = None
-    prefilled: int = 0
-    reserved: int = 0
-    ended: bool = False
-    leased: bool = False
-    refused: float | None = None
-    work: int = 0
-    room: int = 0
-    again: float = 0.0
-
-    @property
-    def known(self) -> int:
-        """Number of tokens of prompt and continuation that rank 0 has read."""
-        return self.prompt_tokens + len(self.drawn)
-
-    @property
-    def remaining(self) -> int:
-        """Number of tokens left to draw, after those that rank 0 has read."""
-        return self.request.max_new_tokens - len(self.drawn)
-
-    @property
-    def left(self) -> int:
-        """Upper bound of the tokens left to draw, after those of launched decisions."""
-        return self.remaining - self.least
-
-    @property
-    def decoding(self) -> bool:
-        return self.prefilled == len(self.tokens) and not self.ended and self.left > 0
-
-    def text(self) -> np.ndarray:
-        """Returns all tokens that rank 0 has read, int32 [n]."""
-        more = self.known - len(self.tokens)
-        return np.concatenate((self.tokens, self.drawn[-more:])) if more else self.tokens
-
-    @property
-    def cached(self) -> int:
-        """Number of tokens in the cache, after those that rank 0 has read; the next step appends the last one drawn."""
-        return self.prefilled if self.known == len(self.tokens) else self.known - 1
 
 
 @dataclass(frozen=True)
@@ -174,9 +104,9 @@ class Scheduler:
         self._requests: dict[str | int, Scheduled] = {}
         self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
         self._queued = 0  # work of the prompts of these
-        self._launched: deque[dict[int, _Drawing]] = deque()  # by slot
+        self._launched: deque[dict[int, UnreadTokens]] = deque()  # by slot
         self._held_tokens = 0  # most tokens per sequence of the last decision's step if it is held, else 0
-        self._changed: list[_Change] = []  # table changes by the prompt chunk of the last decision
+        self._changed: list[TableChange] = []  # table changes by the prompt chunk of the last decision
         self._owed = 0.0  # seconds of decode steps before the next prompt chunk
         self._paused = 0.0  # seconds of chunks since the last step, while somebody decodes
         self._more = False  # whether the next decision may admit requests that the last one did not consider
@@ -291,7 +221,7 @@ class Scheduler:
             decoding = [s for s in decoding if s.slot is not None]
         admit = tuple(self._admit(now))
         prefill = tuple(self._chunk(bool(decoding), writes))
-        drawing = {segment.slot: _Drawing(self.running[segment.slot]) for segment in prefill if segment.last}
+        drawing = {segment.slot: UnreadTokens(self.running[segment.slot]) for segment in prefill if segment.last}
         for first in drawing.values():
             first.expect(1, 1, 1)
             if first.s.left:
@@ -311,7 +241,7 @@ class Scheduler:
         held, self._held_tokens = bool(self._held_tokens), most if masked else 0
         for s in decoding:
             assert s.slot is not None
-            drawing.setdefault(s.slot, _Drawing(s)).expect(steps, most, int(steps * plan.tokens))
+            drawing.setdefault(s.slot, UnreadTokens(s)).expect(steps, most, int(steps * plan.tokens))
         tables = tuple(write for change in writes if (write := change.write()) is not None)
         if not (retire or tables or admit or prefill or steps or held):
             return None
@@ -420,7 +350,7 @@ class Scheduler:
         assert s.slot is not None
         return self._homes[s.slot % len(self._homes)]
 
-    def _extend(self, s: Scheduled, writes: list[_Change]) -> list[int]:
+    def _extend(self, s: Scheduled, writes: list[TableChange]) -> list[int]:
         """Allocates pages for a sequence's next lease, or at least its next run; returns slots preempted for it."""
         gone: list[int] = []
         while s.held is not None:
@@ -429,7 +359,7 @@ class Scheduler:
                 reserved = self._room(s, count)
                 if (more := self._tables(s).grow(s.held, reserved)) is not None:
                     s.reserved, s.leased = reserved, False
-                    writes.append(_Change(s, s.held, column, len(more)))
+                    writes.append(TableChange(s, s.held, column, len(more)))
                     return gone
             gone.append(self._preempt_for(s))
         return gone
@@ -485,13 +415,15 @@ class Scheduler:
 
     # ---- time
 
-    def _chunk(self, decoding: bool, writes: list[_Change]) -> Iterator[Segment]:
+    def _chunk(self, decoding: bool, writes: list[TableChange]) -> Iterator[Segment]:
         """Yields the segments of a prompt chunk if one is due: half for the oldest prompt, then the shortest first."""
         prompts = [s for s in self.running.values() if s.prefilled < len(s.tokens)]
         if not decoding:
             self._owed = self._paused = 0.0
+        if not prompts or self._owed > 0:
+            return
         stall = self._stall_s()
-        if not prompts or self._owed > 0 or self._paused >= stall:
+        if self._paused >= stall:
             return
         oldest = min(prompts, key=lambda s: s.order[1:])
         others = sorted(
@@ -532,7 +464,7 @@ class Scheduler:
                 done += self._times.work(s.prefilled, end)
                 s.prefilled = end
                 columns = self._tables(s).enter(s.held, s.tokens[:end])
-                self._changed.append(_Change(s, s.held, columns.start, len(columns)))
+                self._changed.append(TableChange(s, s.held, columns.start, len(columns)))
         if decoding:
             seconds = self._times.seconds(done)
             self._owed, self._paused = self._goal.owed_s(seconds, stall), self._paused + seconds
@@ -557,16 +489,19 @@ class Scheduler:
         return self._goal.stall_s(self._times.seconds(waiting) if waiting else 0.0)
 
     def _goes_on(self) -> bool:
-        """Returns whether a chunk follows the last one before any step: none is owed, and half of the pause is left."""
-        return (self.prefills or self._more) and self._owed <= 0 and 2 * self._paused <= self._stall_s()
+        """Returns whether a chunk follows the last one, beside which somebody decodes, before any step.
 
-    def _advance(self, s: Scheduled, writes: list[_Change]) -> None:
+        No step is owed, and half of the pause is left.
+        """
+        return (self.prefills or self._more) and self._owed <= 0 and 0 < 2 * self._paused <= self._stall_s()
+
+    def _advance(self, s: Scheduled, writes: list[TableChange]) -> None:
         """Shares pages of a prompt that other sequences have computed since."""
         assert s.held is not None
         known, columns = self._tables(s).advance(s.held, s.tokens, max(s.prefilled, s.held.known))
         if known > s.held.known and known > s.prefilled:
             s.held.known, s.prefilled = known, max(s.prefilled, self._resumes(known))
-        writes.append(_Change(s, s.held, columns.start, len(columns)))
+        writes.append(TableChange(s, s.held, columns.start, len(columns)))
 
     def _resumes(self, known: int) -> int:
         """Returns the position at which a prompt's prefill resumes, with `known` tokens in its pages."""
@@ -594,34 +529,3 @@ class Scheduler:
             most = min(most, math.ceil(self._owed / plan.seconds))
         self._owed = max(self._owed - max(most, 1) * plan.seconds, 0.0)
         return max(most, 1)
-
-
-@dataclass(eq=False, slots=True)
-class _Drawing:
-    """Bounds and estimate of the tokens of a sequence in one decision that are not recorded yet."""
-
-    s: Scheduled
-    least: int = 0
-    most: int = 0
-    likely: int = 0
-
-    def expect(self, least: int, most: int, likely: int) -> None:
-        """Adds to the bounds and the estimate, here and in the sequence's totals."""
-        for each in (self, self.s):
-            each.least, each.most, each.likely = each.least + least, each.most + most, each.likely + likely
-
-
-@dataclass(frozen=True, eq=False)
-class _Change:
-    """Changed columns `[first, first + count)` of a table, not sent to the ranks yet."""
-
-    s: Scheduled
-    held: BlockTable
-    first: int
-    count: int
-
-    def write(self) -> TableWrite | None:
-        """Returns the write for the ranks; None if nothing changed or the sequence has left."""
-        if not self.count or self.s.held is not self.held or self.s.slot is None:
-            return None
-        return TableWrite(self.s.slot, self.first, self.held.pages[self.first : self.first + self.count].copy())

@@ -15,7 +15,8 @@ from time import perf_counter
 
 from helix.control.inbox import Abort, Inbox
 from helix.control.prefill_time import PrefillTime
-from helix.control.scheduler import Scheduled, Scheduler
+from helix.control.scheduled import Scheduled
+from helix.control.scheduler import Scheduler
 from helix.control.timings import Timings
 from helix.events.decision import Decision
 from helix.events.request import Logprobs, Request, RequestUpdate

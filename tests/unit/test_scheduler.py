@@ -426,7 +426,7 @@ def test_requests_of_one_token_starve_nobody() -> None:
     drawn = []
     while serving.turn() is not None:
         drawn.append(len(serving.served[0].drawn))
-    assert drawn[:8] == [1, 9, 17, 25, 33, 41, 49, 57], "a run of steps follows each prompt"
+    assert drawn[:8] == [2, 10, 18, 26, 34, 42, 50, 58], "a run of steps follows each prompt"
 
 
 def test_what_never_fits_is_refused_with_both_numbers() -> None:

@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "chunk after chunk", "helix/control/scheduler.py",
-        "if not prompts or self._owed > 0 or", "if not prompts or", SCHEDULER,
+        "if not prompts or self._owed > 0:", "if not prompts:", SCHEDULER,
     ),
     Fault(
         "a pause is its last chunk", "helix/control/scheduler.py",
