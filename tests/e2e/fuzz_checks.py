@@ -41,7 +41,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}
 # partial outputs and the partial sums of up to four ranks besides, at most as often again. Errors add up like a random
 # walk, to sqrt(2) of theirs. (The largest over all rows was 0.5 to 1.4 of theirs in 60 cases without experts.)
 SLACK = {"float32": 8.0, "bfloat16": 2.5}
-STATES = 4  # times the tolerance: transformers computes states in fp32 whatever the dtype, so that its run in fp64 is off too
+STATES = 4  # times the tolerance: transformers computes states in fp32, so that its run in fp64 is off as well
 TRIES = 6  # models beside the case's that say whether a choice of blocks, or of experts, hangs by a hair
 NUDGE = {"float32": 1e-6, "bfloat16": 2**-8}  # of the weights' size: about what sums in another order change
 DRAFT_NOISE = 0.1  # of the weights' size: a draft model whose drafts hold now and then
