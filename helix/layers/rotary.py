@@ -107,7 +107,8 @@ class RopeSpec:
         if s.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+        # Where few dimensions turn, the band may end before it begins: then, as in transformers, none is kept.
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
 
         factor = s.get("attention_factor")
         if factor is None:

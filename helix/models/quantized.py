@@ -23,8 +23,11 @@ SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; its values are mult
 UNUSED = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")  # of activations and caches, which stay unscaled
 SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
 BLOCK = (128, 128)  # rows and columns that share a scale where weights are rounded to e4m3 here
-# Whose choices rounding would change: of experts, and of tokens.
-ROUTERS = (".gate.weight", ".router.weight", ".weights_proj.weight")
+# Routers and choices of tokens, which rounding would change, and gates of states, whose errors add up over all tokens.
+IN_FULL = (
+    ".gate.weight", ".router.weight", ".weights_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight",
+    ".in_proj_ba.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _block_of_groups(groups: Any) -> Any:
 
 def rounded(name: str) -> Kept | None:
     """Returns how a matrix is kept whose numbers are rounded to e4m3 here; see `helix.layers.weights.Formats`."""
-    return None if name.endswith(ROUTERS) else Kept(BLOCK[1])
+    return None if name.endswith(IN_FULL) else Kept(BLOCK[1])
 
 
 def refused(what: str) -> ValueError:

@@ -80,5 +80,5 @@ def hybrid(config: Any, storage: str, **more: Any) -> DecoderSpec:
 
 
 def _has_mtp(config: Any) -> bool:
-    """Says whether checkpoints have a layer for multi-token prediction; Qwen3-Next's have one that no key names."""
+    """Returns whether checkpoints have a layer for multi-token prediction; of Qwen3-Next's no key says so."""
     return bool(getattr(config, "mtp_num_hidden_layers", 1))

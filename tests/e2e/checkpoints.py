@@ -303,6 +303,23 @@ HYBRID_FAMILIES: dict[str, Any] = {
 }
 # Widths over 128, the columns of a scale, which ranks cut elsewhere.
 WIDE_FAMILIES: dict[str, Any] = {
+    "wide-qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
+        hidden_size=192,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=48,
+        linear_value_head_dim=40,
+        layer_types=["linear_attention", "full_attention"],
+        moe_intermediate_size=72,
+        shared_expert_intermediate_size=150,
+        num_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=_MROPE,
+        **_COMMON | dict(initializer_range=0.07),
+    ),
     "wide-llama": lambda: LlamaConfig(
         hidden_size=192,
         num_attention_heads=8,
@@ -398,6 +415,10 @@ def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> t
     return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
+# Routers, and what makes gates of states: FP8 checkpoints keep them as they are.
+IN_FULL = ("gate.weight", "weights_proj.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
+
+
 def write_fp8(
     plain: Path,
     directory: Path,
@@ -407,7 +428,7 @@ def write_fp8(
     scaled_in: torch.dtype = torch.float32,
     decades: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint whose layers' matrices, except of choices, are e4m3; returns what all tensors hold, in fp32.
+    """Writes a checkpoint whose layers' matrices, except IN_FULL, are e4m3; returns what all tensors hold, in fp32.
 
     Args:
         block: rows and columns of a scale; None: all.
@@ -417,7 +438,7 @@ def write_fp8(
     stored, whole = {}, load_file(plain / "model.safetensors")
     for name, weight in list(whole.items()):
         stored[name] = weight
-        if weight.dim() != 2 or "layers" not in name or name.endswith(("gate.weight", "weights_proj.weight")):
+        if weight.dim() != 2 or "layers" not in name or name.endswith(IN_FULL):
             continue
         size = block[0] or weight.shape[0], block[1] or weight.shape[1]
         parts = [[p.abs().max() / 448 for p in rows.split(size[1], 1)] for rows in weight.split(size[0])]

@@ -81,7 +81,7 @@ def gain(config: dict[str, Any]) -> float:
 
 
 def hybrid(config: Any) -> bool:
-    """Says whether layers keep states."""
+    """Returns whether layers keep states."""
     return str(config["model_type"] if isinstance(config, dict) else config.model_type).startswith(
         ("qwen3_next", "qwen3_5")
     )

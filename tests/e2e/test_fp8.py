@@ -29,7 +29,10 @@ def quantised(tmp_path: Path, family: str, stored: Any) -> tuple[Path, list[Cont
 
 @pytest.mark.parametrize(
     "family, stored",
-    [("llama-llama3", ROWS), ("qwen3", BLOCKS), ("qwen3-moe", BLOCKS), ("deepseek-v3-yarn", BLOCKS), ("glm-5", BLOCKS)],
+    [
+        *(("llama-llama3", ROWS), ("qwen3", BLOCKS), ("qwen3-moe", BLOCKS), ("deepseek-v3-yarn", BLOCKS)),
+        *(("qwen3-next", BLOCKS), ("qwen3.5-moe", ROWS), ("glm-5", BLOCKS)),
+    ],
 )
 def test_tokens_are_those_of_the_unpacked_weights(tmp_path: Path, family: str, stored: Any) -> None:
     packed, wanted = quantised(tmp_path, family, stored)
@@ -38,7 +41,11 @@ def test_tokens_are_those_of_the_unpacked_weights(tmp_path: Path, family: str, s
 
 
 @pytest.mark.parametrize(
-    "family, stored", [("wide-llama", WIDE), ("wide-llama", ROWS), ("wide-qwen3-moe", WIDE), ("wide-deepseek-v3", WIDE)]
+    "family, stored",
+    [
+        *(("wide-llama", WIDE), ("wide-llama", ROWS), ("wide-qwen3-moe", WIDE), ("wide-deepseek-v3", WIDE)),
+        ("wide-qwen3.5-moe", WIDE),
+    ],
 )
 def test_tokens_are_those_of_weights_as_they_are_stored(tmp_path: Path, family: str, stored: Any) -> None:
     """Over grids whose ranks begin inside blocks."""
