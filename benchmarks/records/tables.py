@@ -22,6 +22,7 @@ from benchmarks.records import (
     fronts,
     hopb_tables,
     kernel_tables,
+    mixer_tables,
     serving_tables,
     sparse_bill,
     sparse_gates,
@@ -63,7 +64,7 @@ RESULTS = [
     "acceptance",
     "serving",
 ]
-GUIDES = ["planner", "sparse", "tiering", "serving", "serving-engine", "speculation"]
+GUIDES = ["planner", "sparse", "tiering", "serving", "serving-engine", "speculation", "hybrids", "dsa"]
 ROWS, MOST_ROWS = 8, 12  # of a table of results on a page
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/results/{name}.md" for name in RESULTS)]
 
@@ -188,6 +189,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **{f"fidelity-{name}": partial(fidelity_tables.table, name) for name in fidelity_tables.COLUMNS},
     **{f"acceptance-{name}": make for name, make in acceptance_tables.PAGE.items()},
     **hopb_tables.PAGE,
+    **mixer_tables.PAGE,
     **fp8_tables.PAGE,
     **fronts.PAGE,
     **sparse_tables.PAGE,

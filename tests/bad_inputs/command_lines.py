@@ -348,12 +348,12 @@ BAD_COMMAND_LINES = [
     (
         ["model=gpt5"],
         1,
-        "model=gpt5: model has no option gpt5; known: deepseek-r1, deepseek-v2-lite, demo, gemma-3-27b",
+        "model=gpt5: model has no option gpt5; known: deepseek-r1, deepseek-v2-lite, deepseek-v3.2, demo, ",
     ),
     (
         ["model=null"],
         1,
-        "model=null: model has no option null; known: deepseek-r1, deepseek-v2-lite, demo, gemma-3-27b",
+        "model=null: model has no option null; known: deepseek-r1, deepseek-v2-lite, deepseek-v3.2, demo, ",
     ),
     (["model.dtype=int8"], 1, "model.dtype='int8' is unknown; choose one of auto, float32, bfloat16, float16"),
     (["model.dtype=8"], 1, "model.dtype='8' is unknown; choose one of auto, float32, bfloat16, float16"),

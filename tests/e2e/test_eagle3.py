@@ -179,3 +179,10 @@ def test_another_layer_is_refused(keys: dict[str, Any], said: str, tmp_path: Pat
     target = spec_from_config(read_config(eagle3.target("qwen3")))
     with pytest.raises(ValueError, match=said):
         make_eagle3(changed(tmp_path, **keys), target)
+
+
+def test_the_demo_models_layer_is_for_it() -> None:
+    given = SpeculationConfig(drafter="eagle3", path="assets/demo-eagle3")
+    spec = spec_from_config(read_config(Path("assets/demo-model")))
+    layer, _ = make_eagle3(given, spec)[:2]
+    assert layer.taps == (2, 4, 5) and layer.hidden == spec.hidden and layer.vocab is None
