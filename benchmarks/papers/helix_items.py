@@ -238,8 +238,8 @@ def items() -> list[Item]:
         Item("Figure 7, 405B: 12% lost without HOP-B", "simulated", claims[dense][2], "helix papers"),
         Item(
             "Figure 7, measured",
-            "partly: eight emulated ranks, Qwen2.5-7B",
-            f"best chunks {_hopb('hopb.emulated-8')}",
+            "partly: eight emulated ranks, two links",
+            f"best chunks {_hopb('hopb.emulated-8')} of a step",
             "helix bench hopb ranks=8",
         ),
         Item(
