@@ -145,7 +145,7 @@ def case_of(
     rng = random.Random(f"{family} {seed}")
     shapes = Shapes.draw(family, seed // SHARED)
     config = config_of(family, rng, shapes)
-    if family in LATENTS:
+    if family in LATENTS and family != "mistral4":  # that has a head's share that is rotated
         config |= {"head_dim": config["qk_rope_head_dim"]}
     rope = rope_of(family, rng, config["max_position_embeddings"])
     config["eos_token_id"] = rng.choice((None, 2, 3, [3, 5]))

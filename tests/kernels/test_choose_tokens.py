@@ -20,9 +20,14 @@ OPS = pytest.mark.parametrize("op", [choose_tokens, reference], ids=["kernel", "
 
 
 class Meeting:
-    """Gathers of ranks that are threads."""
+    """Gathers of ranks that are threads, of which one runs at a time: the interpreter is one for all of them.
+
+    Attributes:
+        turn: held by the one that runs.
+    """
 
     def __init__(self, ranks: int) -> None:
+        self.turn = threading.Lock()
         self.parts: list[Tensor | None] = [None] * ranks
         self.barrier = threading.Barrier(ranks, timeout=60)
 
@@ -31,9 +36,11 @@ class Meeting:
             if x.is_cuda:
                 torch.cuda.synchronize()
             self.parts[rank] = x.clone()
+            self.turn.release()
             self.barrier.wait()
             found = torch.stack([part for part in self.parts if part is not None])
             self.barrier.wait()
+            self.turn.acquire()
             return found
 
         return gather
@@ -72,7 +79,8 @@ def chosen(
         positions = torch.tensor(lengths) - 1
         tensors = (x.to(device) for x in (local, positions, torch.tensor(starts), hi))
         rows = None if each > 1 else torch.arange(N, device=device)
-        results[rank] = mine, op(*tensors, tables, rows, topk, (columns * page + block) * kvp, shard)
+        with meeting.turn:
+            results[rank] = mine, op(*tensors, tables, rows, topk, (columns * page + block) * kvp, shard)
 
     threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(kvp)]
     for thread in threads:
