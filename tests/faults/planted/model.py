@@ -182,7 +182,7 @@ FAULTS = [
     Fault(
         "a tied head is read", "helix/models/decoder.py",
         'None if spec.tied else "lm_head"', '"lm_head" if spec.tied else None',
-        (PARITY + "test_every_layout_and_block[qwen2-kvp2-tpa1-block1]",),
+        (PARITY + "test_every_layout_and_block[qwen2-kvp2-tpa4-block1]",),
     ),
     Fault(
         "DeepSeek's temperature once", "helix/models/deepseek.py",
