@@ -103,7 +103,7 @@ def _beside(*drafters: str) -> str:
 
 
 def _choosing(*drafters: str) -> str:
-    """What the choice of keys adds to an iteration, Qwen3-8B, 4 x 112K, four drafts."""
+    """Share of the choice of keys in an iteration, Qwen3-8B, 4 x 112K, four drafts."""
     said = []
     for r in timed():
         if (r["model"], r["batch"], r["length"], r["gamma"]) == ("qwen3-8b", 4, LONG, 4) and r["drafter"] in drafters:

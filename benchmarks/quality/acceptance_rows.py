@@ -53,7 +53,7 @@ def described(way: Drafting) -> Row:
 
 
 def counted(outcomes: Sequence[Outcome], gamma: int) -> Row:
-    """How many drafts held: of each place, a draft is tried where all before it held.
+    """Numbers of drafts tried and held at each place; one is tried where all before it held.
 
     refused_tenths: by how probable the model found them, how many of the first drafts that did not hold.
     """

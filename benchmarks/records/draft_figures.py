@@ -39,7 +39,7 @@ def gains(rows: list[Row]) -> Figure:
 
 
 def breakdown(rows: list[Row]) -> Figure:
-    """What the parts of an iteration take, at the longest length; a panel for each batch, a row for each drafter.
+    """Times of an iteration's parts, at the longest length; a panel for each batch, a row for each drafter.
 
     Source: Vegas (arXiv:2602.07223), figures 3 and 10b.
     """

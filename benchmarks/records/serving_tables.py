@@ -161,7 +161,7 @@ def _over_vllm(goal: str) -> Callable[[Row], str]:
 
 
 def crowds_waits() -> list[str]:
-    """What each request of a crowd on two GPUs waits for, and where the time goes."""
+    """Waits of a crowd's requests on two GPUs, and the parts of its time."""
     columns: Columns = {
         "requests x prompt, new": _named,
         "goal": at("goal"),

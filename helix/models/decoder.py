@@ -140,7 +140,7 @@ class DecoderSpec:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a state of each sequence in place of its tokens."""
+        """True if some layers keep a state of each sequence in place of its tokens."""
         return not all(layer.mixer.attends for layer in self.layers)
 
     @property

@@ -219,7 +219,7 @@ class Layer:
 
     @property
     def gated(self) -> bool:
-        """Whether attention's output has gates, which are projected apart."""
+        """True if attention's output has gates, which are projected apart."""
         return isinstance(self.mixer, AttentionSpec) and self.mixer.gated
 
     @property

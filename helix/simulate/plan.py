@@ -81,7 +81,7 @@ class Question:
 
     @property
     def priced(self) -> bool:
-        """Whether drafts have a cost."""
+        """True if drafts have a cost."""
         return self.sparsity is not None or self.layer is not None
 
     @property

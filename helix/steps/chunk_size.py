@@ -32,7 +32,7 @@ class ChunkSize:
 
     @property
     def captured(self) -> bool:
-        """Whether it is one of the few sizes of captured chunks."""
+        """True for one of the few sizes of captured chunks."""
         return self.tokens in SIZES and self.most == self.tokens and self.keys in KEYS
 
 

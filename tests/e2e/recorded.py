@@ -40,7 +40,7 @@ class Kept(Recorded):
 
 
 def unlike(found: Recorded, drafts_of: Callable[[list[int], int], list[int]]) -> list[str]:
-    """What was drafted otherwise than an oracle does."""
+    """Drafts that differ from an oracle's."""
     return [
         f"{len(text)}: {drafts}, not {wanted}"
         for text, drafts in found.drafted

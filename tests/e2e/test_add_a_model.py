@@ -40,7 +40,7 @@ class XForCausalLM(Glm4MoeForCausalLM):
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers has of the family, and what the page adds."""
+    """The family as transformers has it, and as the page adds it."""
     monkeypatch.setattr(checkpoints.transformers, "XForCausalLM", XForCausalLM, raising=False)
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "x", XConfig)
     module = types.ModuleType("helix.models.x")

@@ -37,7 +37,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 
 def fits(case: Any) -> bool:
-    """Whether the case is one of the kernel for Hopper; it is on every GPU of this kind."""
+    """Tell whether the case is one of the kernel for Hopper; it is on every GPU of this kind."""
     B = len(case.counts)
     on_hopper = case.q.is_cuda and torch.cuda.get_device_capability()[0] == 9
     return not on_hopper or flash_decode_many_rows_sm90.fits(case.q.unflatten(0, (B, -1)), case.paged(B))

@@ -51,7 +51,7 @@ def parameters(h: Heads, conv: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def kept_of(h: Heads, slots: int, most: int, conv: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
-    """What nobody wrote is NaN."""
+    """Memory that nobody wrote is NaN."""
     nan = torch.nan
     return DeltaState(
         torch.full((slots, h.values, h.key, h.value), nan, device=device),

@@ -237,7 +237,7 @@ def test_hidden_lines(tokenizer: Any) -> None:
 
 
 def test_lines_that_name_the_next(tokenizer: Any) -> None:
-    """What comes next is the answer before; lines, numbers and depths are those of lines that do not."""
+    """A chain's next line names the answer before; lines, numbers and depths are those of plain facts."""
     found, plain = (
         Haystack(tokenizer, "code", 900).hide([0.1, 0.6, 0.9], 900, 4, chained) for chained in (True, False)
     )

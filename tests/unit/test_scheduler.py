@@ -161,7 +161,7 @@ def test_chunks_follow_one_another_while_half_of_the_pause_is_left() -> None:
 
 
 def test_chunks_are_cut_to_sizes_that_are_launched_at_once() -> None:
-    """Where somebody waits for tokens, and where a prompt goes on behind the chunk."""
+    """Chunks are rounded where somebody waits for tokens and a prompt goes on behind them."""
     serving = Serving(9000, prefill_chunk=8192, ahead=0, chunk_sizes=(64, 96, 128, 192, 256))
     serving.submit(words(100), 3000)
     decision = serving.turn()
