@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks import jobs
 from benchmarks.models.workloads import K, fitting_spec, layouts, named
 from benchmarks.runner import Benchmark, Given, Part, Row
+from helix.layout import HelixLayout
 from launch.inputs.compose import ROOT
 
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
@@ -77,13 +78,25 @@ def cases(given: Given) -> Iterator[tuple[str, tuple[int, ...], str]]:
     return product(["demo"], [(2,)], ["any", "ngram"])
 
 
-def measure(given: Given, model: str, batches: tuple[int, ...], policy: str) -> list[Row]:
-    """Rows of a job in the grid with the widest tpa that splits the KV."""
-    points = [*product(batches, LENGTHS if given.gpu else [512])]
-    gammas, steps = (GAMMAS, STEPS) if given.gpu else ([0, 2], 3)
+def measure(given: Given, model: str, batches: tuple[int, ...], policy: str) -> Iterator[Row]:
+    """Rows of jobs in the grid with the widest tpa that splits the KV.
+
+    A job has all lengths; of quest it has one, whose share of blocks is that of the longest sequence there may be.
+    """
+    lengths = LENGTHS if given.gpu else (512,)
     spec, overrides = fitting_spec(model, given.ranks)
     layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
-    about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": len(spec.layers), "layout": str(layout)}
+    for of_job in [(length,) for length in lengths] if policy == "quest" else [lengths]:
+        longest = [f"model.config.max_position_embeddings={of_job[0] + K}"] if policy == "quest" else []
+        yield from _of_job(given, model, layout, [*product(batches, of_job)], policy, [*overrides, *longest])
+
+
+def _of_job(
+    given: Given, model: str, layout: HelixLayout, points: list[tuple[int, int]], policy: str, overrides: list[str]
+) -> list[Row]:
+    gammas, steps = (GAMMAS, STEPS) if given.gpu else ([0, 2], 3)
+    layers = len(fitting_spec(model, given.ranks)[0].layers)
+    about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": layers, "layout": str(layout)}
     about |= {"drafter": policy}
     try:
         record = jobs.measure(
