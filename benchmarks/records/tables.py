@@ -28,6 +28,7 @@ from benchmarks.records import (
     sparse_gates,
     sparse_tables,
     step_tables,
+    tuned_tables,
 )
 from benchmarks.records.columns import (
     POINT,
@@ -187,6 +188,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "fidelity-matched": fidelity_tables.matched,
     "fidelity-margins": fidelity_tables.margins,
     **{f"fidelity-{name}": partial(fidelity_tables.table, name) for name in fidelity_tables.COLUMNS},
+    **{f"smollm2-{name}": partial(fidelity_tables.table, name, "fidelity-smollm2") for name in ("text", "needles")},
     **{f"acceptance-{name}": make for name, make in acceptance_tables.PAGE.items()},
     **hopb_tables.PAGE,
     **mixer_tables.PAGE,
@@ -194,6 +196,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **fronts.PAGE,
     **sparse_tables.PAGE,
     **draft_tables.PAGE,
+    **tuned_tables.PAGE,
     **serving_tables.PAGE,
     "sparse-gates": sparse_gates.gates,
     "sparse-bill": partial(bill, sparse_bill.bill_table),
