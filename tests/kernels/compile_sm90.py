@@ -524,7 +524,7 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
         yield f"index-scores-{heads}-{rows}", bf16, _index_scores_kernel, scan, options
     append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32}
     yield "index-append", bf16, _index_append_kernel, append, {"num_warps": 1}
-    choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "RANK": 3, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
+    choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
     for stage in (0, 1, 6):
         more = {"listed": None} if stage == 6 else {}
         yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage, **more}, {"num_warps": 4}
