@@ -19,9 +19,19 @@ from helix.layers.mla import MLA
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
 from helix.steps.step import CHOSEN, Step
+from tests.e2e import mtp
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import DSA_FAMILIES
-from tests.e2e.parity import Result, build_engine, check, distributed_rank, generate, generate_twice, loopback
+from tests.e2e.parity import (
+    LayerDrafts,
+    Result,
+    build_engine,
+    check,
+    distributed_rank,
+    generate,
+    generate_twice,
+    loopback,
+)
 from tests.e2e.test_parity import BLOCKS, MOE_LENGTHS, MOE_TOKENS, WORLDS
 from tests.pool import Pool, pool
 
@@ -115,11 +125,10 @@ def test_loopback_ranks_on_one_gpu(family: str, layout: HelixLayout) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family, drafts", [("glm-5-shared", 3), ("deepseek-v32", 0)])
 def test_one_gpu(family: str, drafts: int) -> None:
-    """Captured steps too."""
-    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-    drafter = NgramDrafter(drafts, 1) if drafts else None
-    alone = SoloCommunicator(torch.device("cuda", 0))
-    engine = build_engine(checkpoint(family), HelixLayout.create(), alone, 16, drafter=drafter, adaptive=False)
+    """Captured steps too, with the drafts of the model's own layer and without."""
+    wanted = mtp.plain(family, MOE_LENGTHS, MOE_TOKENS)
+    drafter, alone = LayerDrafts(drafts) if drafts else None, SoloCommunicator(torch.device("cuda", 0))
+    engine = build_engine(mtp.with_layer(family), HelixLayout.create(), alone, 16, drafter=drafter, adaptive=False)
     check([generate_twice(engine, wanted)], wanted)
 
 
