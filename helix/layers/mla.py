@@ -122,7 +122,7 @@ class MLASpec:
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
-        index = () if self.indexer is None else (self.indexer.keeps(dtype),)
+        index = () if self.indexer is None else self.indexer.keeps(dtype, kv)
         return (*latents(self.latent, self.rope, dtype, kv), *index)
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:

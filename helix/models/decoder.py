@@ -131,6 +131,15 @@ class DecoderSpec:
         mixers = [layer.mixer for layer in self.layers]
         return [m.indexer for m in mixers if isinstance(m, MLASpec) and m.indexer is not None]
 
+    def without_indexers(self) -> DecoderSpec:
+        """Returns the spec of layers that read what others chose."""
+
+        def alone(layer: LayerSpec) -> LayerSpec:
+            mixer = layer.mixer
+            return replace(layer, mixer=replace(mixer, indexer=None)) if isinstance(mixer, MLASpec) else layer
+
+        return replace(self, layers=tuple(map(alone, self.layers)))
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding windows in tokens of the layers that attend, None for full attention."""

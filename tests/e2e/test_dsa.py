@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from comm import turns
 from comm.loopback import LoopbackWorld, run_ranks
@@ -17,10 +19,12 @@ from helix.control.engine import Engine
 from helix.layers import indexer, mla
 from helix.layers.mla import MLA
 from helix.layout import HelixLayout
+from helix.memory.keeps import latents
 from helix.speculation import NgramDrafter
 from helix.steps.step import CHOSEN, Step
+from kernels.scaled_keys import rounded
 from tests.e2e import mtp
-from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.checkpoints import checkpoint, continuations, oracle
 from tests.e2e.deepseek import DSA_FAMILIES
 from tests.e2e.parity import (
     LayerDrafts,
@@ -98,6 +102,31 @@ def test_drafts_change_no_token(family: str, kvp: int) -> None:
         return generate(build_engine(checkpoint(family), layout, comm, 4, drafter=NgramDrafter(3, 1)), wanted)
 
     check(run_ranks(kvp, body, timeout_s=120.0), wanted)
+
+
+@pytest.mark.parametrize("family", CHOOSING)
+@pytest.mark.parametrize("kvp", [1, 3])
+def test_index_keys_in_e4m3(monkeypatch: pytest.MonkeyPatch, family: str, kvp: int) -> None:
+    """Choices are those of transformers with keys that are rounded as they are kept, and not those without."""
+    update, layout = DynamicCache.update_indexer, HelixLayout.create("helix", kvp)
+
+    def rounds(cache: DynamicCache, k: torch.Tensor, *args: Any) -> torch.Tensor:
+        few, scales = rounded(k)
+        return update(cache, few.float() * scales[..., None], *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DynamicCache, "update_indexer", rounds)
+        wanted = continuations(checkpoint(family), MOE_LENGTHS, MOE_TOKENS)
+    monkeypatch.setattr(mla, "latents", lambda *args: latents(*args[:-1], "auto"))
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        return generate(build_engine(checkpoint(family), layout, comm, 4, kv="fp8_all"), wanted)
+
+    results = run_ranks(kvp, body, timeout_s=120.0)
+    check(results, wanted)
+    with pytest.raises(AssertionError, match="prompt"):
+        check(results, oracle(family, MOE_LENGTHS, MOE_TOKENS))
 
 
 def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:

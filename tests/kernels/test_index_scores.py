@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.indexer.scores import index_scores
 from kernels.reference.index_scores import index_scores as reference
+from kernels.scaled_keys import rounded
 
 OPS = pytest.mark.parametrize("op", [index_scores, reference], ids=["kernel", "reference"])
 
@@ -37,15 +38,23 @@ def make(
 
 
 def check(
-    counts: list[int], q: Tensor, weights: Tensor, cache: Tensor, tables: Tensor, hi: Tensor, got: Tensor
+    counts: list[int],
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    hi: Tensor,
+    got: Tensor,
+    shrunk: int = 1,
 ) -> None:
+    """Compares scores, or those divided by `shrunk`, with float64."""
     n, page_size = 0, cache.shape[1]
     for i, count in enumerate(counts):
         for _ in range(count):
             at = torch.arange(int(hi[n]))
             keys = cache.cpu()[tables[i].cpu()[at // page_size].long(), at % page_size].double()
             products = (keys @ q[n].double().cpu().T).relu()
-            want = products @ weights[n].double().cpu()
+            want = products @ weights[n].double().cpu() / shrunk
             # Products of up to 128 terms of size 1, of 64 heads, in fp32: sqrt(128 * 64) roundings of 2^-24 of
             # partial sums up to 60, at most.
             torch.testing.assert_close(got[n, : len(at)].double().cpu(), want, atol=3e-4, rtol=0)
@@ -76,6 +85,24 @@ def test_queries_of_a_decode_step(
 
 
 @OPS
+@pytest.mark.parametrize("each, heads, width, page_size", [(1, 32, 128, 64), (5, 6, 24, 7), (6, 64, 32, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_keys_in_e4m3(
+    op: Any, each: int, heads: int, width: int, page_size: int, dtype: torch.dtype, device: Any
+) -> None:
+    """Numbers times a power of two are exact in fp16 here; pages of keys are strided, those of scales are not."""
+    lengths = [130, 5, 0]
+    q, weights, wide, tables, hi = make([each] * 3, lengths, heads, width, page_size, torch.float32, device)
+    few, scales = rounded(wide)
+    scales *= 2.0 ** (torch.arange(page_size, device=device) % 3)  # of its own for each slot
+    cache = torch.full((len(wide), 2, page_size, width), torch.nan, device=device).to(torch.float8_e4m3fn)[:, 1]
+    cache.copy_(few)
+    got = torch.full((len(q), 170), torch.nan, device=device)
+    op(q.to(dtype), weights, cache, tables, hi, None, each, got, scales)
+    check([each] * 3, q.to(dtype), weights, few.float() * scales[..., None], tables, hi, got / 4, 4)
+
+
+@OPS
 def test_prompt_chunks(op: Any, device: torch.device) -> None:
     """A sequence may have no query in a part of a chunk."""
     counts, lengths = [19, 0, 1, 33], [150, 40, 3, 33]
@@ -88,15 +115,19 @@ def test_prompt_chunks(op: Any, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scores_are_the_same_bit_for_bit_alone_and_in_a_group(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_scores_are_the_same_bit_for_bit_alone_and_in_a_group(
+    dtype: torch.dtype, scaled: bool, device: torch.device
+) -> None:
     """Verification has to choose what plain decoding chooses."""
     q, weights, cache, tables, hi = make([6], [500], 32, 128, 64, dtype, device)
+    cache, *scales = rounded(cache) if scaled else (cache,)
     together = torch.full((6, 512), torch.nan, device=device)
     alone = together.clone()
-    index_scores(q, weights, cache, tables, hi, None, 6, together)
+    index_scores(q, weights, cache, tables, hi, None, 6, together, *scales)
     for n in range(6):
         at = slice(n, n + 1)
-        index_scores(q[at], weights[at], cache, tables, hi[at], None, 1, alone[at])
+        index_scores(q[at], weights[at], cache, tables, hi[at], None, 1, alone[at], *scales)
     assert torch.equal(together.nan_to_num(), alone.nan_to_num())
 
 
