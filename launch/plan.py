@@ -85,6 +85,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 STORAGE = {"weights": "model.weights", "kv": "kv.dtype"}
 NEEDED = ("model", "gpus", "context")
+TIMED = 1024  # tokens that a timing appends at most behind a context
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
 
 
@@ -250,6 +251,8 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
             on_gpu = tier.gpu_bytes or question.options.memory_fraction * (choice.free_bytes + choice.kv_bytes)
             settings += ["kv.tier=host", f"kv.host_bytes={room:.3g}", f"kv.gpu_bytes={on_gpu:.3g}"]
             settings += ["kv.ahead=true"] if tier.ahead is not None else []
+        if random and (least := given["context"] + TIMED) > spec.max_positions:
+            settings += [f"model.config.max_position_embeddings={least}"]
         if random:
             return [*settings, "model.load=random", "bench=decode", f"bench.points=[{choice.batch}x{given['context']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
