@@ -112,7 +112,8 @@ class Indexer:
     def __call__(self, x: Tensor, latents: Tensor, angles: Angles, cache: LayerCache, step: Step) -> None:
         """Adds index keys to the cache, and chooses tokens for this layer and those that share its choice.
 
-        The choice is `step.chosen`. A prefill step of short sequences reads all: it makes none.
+        The choice is `step.chosen`. A prefill step of short sequences reads all: it makes none. Nor is there one if
+        nobody attends (`step.chooses`).
 
         Args:
             x: [N, H], the layer's normalised input.
@@ -120,10 +121,13 @@ class Indexer:
         """
         spec, keys = self.spec, (cache.kept["index_keys"], cache.kept.get("index_scales"))
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
-        q = self.queries(latents).unflatten(1, (spec.heads, spec.width))
+        whole = step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
+        chooses = step.chooses and not whole
+        q = self.queries(latents) if chooses else latents[:, :0]
+        q = q.view(len(q), spec.heads if chooses else 0, spec.width)
         slots = step.new_slots(None)
         index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys[0], slots, keys[1])
-        if step.cu_q is None or step.max_k * step.placement.layout.kvp > self.topk:
+        if chooses:
             step.shared[CHOSEN] = self._choose(q, weights, *keys, step)
 
     def _choose(

@@ -231,7 +231,7 @@ class MLA(ShardedAttention):
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
             of_q = rms_norm(q, self.q_gain, spec.norm_eps)[0]
-            if self.indexer is not None and step.chooses:
+            if self.indexer is not None and (step.chooses or step.chosen is None):
                 self.indexer(x, of_q, angles, mine, step)
             q = self.q_up(of_q)
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]

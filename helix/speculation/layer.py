@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -90,7 +92,8 @@ class LayerDrafter(Drafter):
             states.append(of_tokens[:-1])
             self._read[p.slot] = p.end
         if prompts:
-            self.layer.append(self.cache, self.sequences.prefill_step(prompts), torch.cat(states), own=False)
+            step = replace(self.sequences.prefill_step(prompts), chooses=False)
+            self.layer.append(self.cache, step, torch.cat(states), own=False)
         rows = to_device(torch.tensor(counts).cumsum(0) - 1, chunk.states.device)
         slots = to_device(torch.tensor([p.slot for p in chunk.prompts]), chunk.states.device)
         self._ends[slots] = chunk.states[rows]

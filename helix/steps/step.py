@@ -63,7 +63,7 @@ class Step:
         shared: tensors [N] that all layers read, by key.
         staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
         parts: locations of a prefill step's tokens, if layers have windows.
-        chooses: whether indexers add keys and choose tokens; else layers read what the step was given, see `reading`.
+        chooses: whether indexers choose tokens; else they add keys alone, or nothing where `reading` gave a choice.
         counts: in mode dp, tokens of each rank's prefill step; empty: as many on all ranks.
     """
 

@@ -85,7 +85,7 @@ def index_append(
     The first P values of queries and keys are rotated, the others are not.
 
     Args:
-        q: [N, H, D], index queries, overwritten; heads contiguous.
+        q: [N, H, D], index queries, overwritten; heads contiguous. H may be 0.
         k: [N, D] fp32 or q's dtype, tokens' index keys before their norm; last dim contiguous.
         cos: [N, P / 2], contiguous; cosines of the angles by which the halves of the rotated part are turned.
         sin: like `cos`.
@@ -108,7 +108,7 @@ def index_append(
     assert (scales is None) == (cache.dtype != torch.float8_e4m3fn) and (scales is None or scales.is_contiguous())
     if N == 0:
         return
-    block_h = min(16, triton.next_power_of_2(heads))
+    block_h = min(16, triton.next_power_of_2(max(heads, 1)))
     _index_append_kernel[N, 1 + triton.cdiv(heads, block_h)](
         q, k, cos, sin, gain, bias, cache, scales, slots, q.stride(0), k.stride(0), cache.stride(0), eps,
         HEADS=heads, D=D, ROPE=rope, PAGE=cache.shape[1], BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(D),

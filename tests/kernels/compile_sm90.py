@@ -526,6 +526,7 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
     append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32}
     for few, plain in (("", {"scales": None}), ("-fp8", {})):
         yield f"index-append{few}", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
+    yield "index-append-keys", bf16, _index_append_kernel, append | plain | {"HEADS": 0, "BLOCK_H": 1}, {"num_warps": 1}
     choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
     for stage in (0, 1, 6):
         more = {"listed": None} if stage == 6 else {}

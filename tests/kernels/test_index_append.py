@@ -16,7 +16,9 @@ OPS = pytest.mark.parametrize("op", [index_append, reference], ids=["kernel", "r
 
 
 @OPS
-@pytest.mark.parametrize("heads, width, rope, page_size", [(4, 32, 8, 16), (5, 24, 24, 1), (33, 128, 64, 7)])
+@pytest.mark.parametrize(
+    "heads, width, rope, page_size", [(4, 32, 8, 16), (5, 24, 24, 1), (33, 128, 64, 7), (0, 16, 8, 4)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_normalises_rotates_and_writes_slots_and_nothing_else(
     op: Any, heads: int, width: int, rope: int, page_size: int, dtype: torch.dtype, device: torch.device
