@@ -517,9 +517,9 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
     """Indexers of GLM-5.2 (32 heads) and DeepSeek-V3.2 (64)."""
     bf16 = torch.bfloat16
     shape = {"D": 128, "PAGE": 64, "PDL": True}
-    for heads, rows in ((32, 1), (32, 5), (64, 1), (64, 512)):
+    for heads, rows in ((32, 1), (32, 5), (64, 1), (64, 5), (64, 512)):
         for few, plain in (("", {"scales": None}), ("-fp8", {})):
-            tile = score_tile(rows, heads, bf16, not plain)
+            tile = score_tile(rows, heads, bf16, not plain, rows <= 5)
             options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
             scan = shape | {"HEADS": heads, "OFFSETS": rows > 5, "BLOCK_D": 128, **tile, **plain}
             yield f"index-scores-{heads}-{rows}{few}", bf16, _index_scores_kernel, scan, options

@@ -71,6 +71,9 @@ def check(
         (3, [200], 32, 128, 128),
         (17, [90, 17], 64, 32, 1),
         (2, [33, 300], 1, 8, 7),
+        (5, [130, 64, 3], 16, 24, 64),  # in two products each
+        (6, [90, 0], 12, 16, 16),
+        (9, [70], 5, 8, 16),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -116,16 +119,17 @@ def test_prompt_chunks(op: Any, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("heads, rows", [(32, 5), (32, 6), (32, 8), (32, 9), (64, 3), (64, 5)])
 def test_scores_are_the_same_bit_for_bit_alone_and_in_a_group(
-    dtype: torch.dtype, scaled: bool, device: torch.device
+    heads: int, rows: int, scaled: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Verification has to choose what plain decoding chooses."""
-    q, weights, cache, tables, hi = make([6], [500], 32, 128, 64, dtype, device)
+    q, weights, cache, tables, hi = make([rows], [500], heads, 128, 64, dtype, device)
     cache, *scales = rounded(cache) if scaled else (cache,)
-    together = torch.full((6, 512), torch.nan, device=device)
+    together = torch.full((rows, 512), torch.nan, device=device)
     alone = together.clone()
-    index_scores(q, weights, cache, tables, hi, None, 6, together, *scales)
-    for n in range(6):
+    index_scores(q, weights, cache, tables, hi, None, rows, together, *scales)
+    for n in range(rows):
         at = slice(n, n + 1)
         index_scores(q[at], weights[at], cache, tables, hi[at], None, 1, alone[at], *scales)
     assert torch.equal(together.nan_to_num(), alone.nan_to_num())
