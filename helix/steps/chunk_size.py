@@ -16,10 +16,11 @@ ALIGNED = 16  # tokens: kernels are compiled for numbers that this divides
 
 
 class Depth(NamedTuple):
-    """Captured chunks of sequences with fewer than `below` keys on a rank, launched as if they had `keys`."""
+    """Captured chunks of up to `most` tokens, of sequences with fewer than `below` keys: launched as if of `keys`."""
 
     below: float
     keys: int
+    most: int = SIZES[-1]
 
 
 DEPTHS = Depth(DEEP, 8 << 10), Depth(math.inf, 128 << 10)
@@ -28,11 +29,13 @@ DEPTHS = Depth(DEEP, 8 << 10), Depth(math.inf, 128 << 10)
 def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
     """Returns the depths where queries choose `topk` tokens over `kvp` ranks: of sequences that read all, and others.
 
+    Of these, long chunks choose in as few parts as their keys allow, which a captured chunk does not know.
+
     Args:
         most: most keys of a sequence on a rank.
     """
     few = topk // kvp
-    others = Depth(math.inf, most)
+    others = Depth(math.inf, most, LAUNCHED)
     return (Depth(few + 1, few), others) if few else (others,)
 
 
@@ -45,18 +48,15 @@ class ChunkSize:
         sequences: number of sequences. Padding belongs to the one after the last prompt and reads no keys; further ones
             are empty.
         most: most tokens of a sequence.
-        keys: keys of the longest sequence on this rank: an upper bound, or where it is captured an estimate.
+        keys: keys of the longest sequence on this rank: an upper bound, or where it is captured those of its `Depth`.
+        captured: whether it is one of the few sizes of captured chunks.
     """
 
     tokens: int
     sequences: int
     most: int
     keys: int
-
-    @property
-    def captured(self) -> bool:
-        """True for one of the few sizes of captured chunks."""
-        return self.tokens in SIZES and self.most == self.tokens
+    captured: bool = False
 
 
 def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> ChunkSize:
@@ -66,10 +66,11 @@ def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> Ch
         keys: most keys of a sequence on a rank.
     """
     tokens, sequences = sum(counts), len(counts) + 1
-    size = next((size for size in SIZES if size >= tokens), None)
+    depth = next(depth for depth in depths if keys < depth.below)
+    size = next((size for size in SIZES if tokens <= size <= depth.most), None)
     of_graph = next((n for n in SEQUENCES if n >= sequences), None)
     if size is not None and of_graph is not None and (tokens <= LAUNCHED or PADDING * (size - tokens) <= tokens):
-        return ChunkSize(size, of_graph, size, next(depth.keys for depth in depths if keys < depth.below))
+        return ChunkSize(size, of_graph, size, depth.keys, True)
     return ChunkSize(-(-tokens // ALIGNED) * ALIGNED, sequences, max(counts), keys)
 
 
@@ -82,6 +83,12 @@ def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> li
     """
     sizes = [size for size in reversed(SIZES) if size <= most]
     met = [depth for i, depth in enumerate(depths) if not i or room >= depths[i - 1].below]
-    one = [ChunkSize(size, SEQUENCES[0], size, depth.keys) for depth in met for size in sizes]
-    several = [ChunkSize(size, SEQUENCES[1], size, depths[0].keys) for size in sizes if size >= LAUNCHED]
+    one = [
+        ChunkSize(size, SEQUENCES[0], size, depth.keys, True) for depth in met for size in sizes if size <= depth.most
+    ]
+    several = [
+        ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True)
+        for size in sizes
+        if LAUNCHED <= size <= depths[0].most
+    ]
     return sorted([*one, *several], reverse=True)

@@ -33,10 +33,10 @@ KEYS = [depth.keys for depth in DEPTHS]
 
 
 def test_sizes() -> None:
-    assert padded([3], 7) == ChunkSize(128, 2, 128, KEYS[0]) and padded([100, 28], 7) == ChunkSize(
-        128, 20, 128, KEYS[0]
+    assert padded([3], 7) == ChunkSize(128, 2, 128, KEYS[0], True) and padded([100, 28], 7) == ChunkSize(
+        128, 20, 128, KEYS[0], True
     )
-    assert padded([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1])
+    assert padded([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1], True)
     assert padded([1400], 9).tokens == 1536 and not padded([1300], 9).captured, "a ninth is padding, more is too much"
     assert padded([1300, 50], 1400) == ChunkSize(1360, 3, 1300, 1400), "as long as it is, but for its last few tokens"
     assert not padded([1] * 40, 1).captured and not padded([9000], 9000).captured
@@ -52,6 +52,8 @@ def test_depths_of_choices() -> None:
     assert 3 * 682 <= 2048 < 3 * 683 and choosing_depths(2, 3, 50) == choosing_depths(2, 8, 50)
     assert {size.keys for size in captured_first(128, 682, depths)} == {682}
     assert {size.keys for size in captured_first(128, 683, depths)} == {682, 9000}
+    assert padded([1536], 682, depths).captured and padded([1536], 683, depths) == ChunkSize(1536, 2, 1536, 683)
+    assert max(size.tokens for size in captured_first(8192, 9000, depths) if size.keys == 9000) == 1024
 
 
 @pytest.fixture
