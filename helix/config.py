@@ -57,7 +57,8 @@ class KVConfig:
         chosen, 64 where the model drafts for itself, 16 elsewhere.
     page_size: tokens a page; unset: attention.block where blocks are chosen, 64 elsewhere.
     dtype: fp8: keys and values in e4m3, with a scale for each token and head; latents (MLA) with one for each 128 of
-        their numbers, and their rotated part in model.dtype. k16v8: values alone, where keys do not bear it; not of
+        their numbers, and their rotated part in model.dtype. fp8_all: index keys (DSA), too, with a scale for each;
+        other tokens of nearly equal scores may be chosen. k16v8: values alone, where keys do not bear it; not of
         latents. auto: all in model.dtype. Layers with a window keep model.dtype.
     tokens: capacity in tokens over all ranks; unset: from memory_fraction.
     memory_fraction: share of the memory that is free once the weights are in.
@@ -336,7 +337,7 @@ def check(config: Config) -> None:
         "speculation.model.load": ("checkpoint", "random"),
         "speculation.model.weights": ("auto", "bf16", "fp8"),
         "layout.mode": ("helix", "tp", "medha", "dp", "auto"),
-        "kv.dtype": ("auto", "fp8", "k16v8"),
+        "kv.dtype": ("auto", "fp8", "fp8_all", "k16v8"),
         "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),
         "attention.score": ("bounds", "mean"),

@@ -36,7 +36,8 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
   host_bytes  with tier: host memory of a rank's keys and values (default: as much as they take)
   gpu_bytes   with tier: what they take on its GPU at most (default: the share of what weights leave)
   weights     fp8: plans weights that are rounded to FP8; bf16: weights that are unpacked (default: as they are stored)
-  kv          fp8, or k16v8 (values alone): plans keys and values in FP8 (default: in the model's type)
+  kv          fp8, fp8_all (index keys, too) or k16v8 (values alone): plans keys and values in FP8 (default: in the
+              model's type)
   modes       layout modes to compare, such as tp,helix,dp (default: tp,medha,helix)
   attention   one of conf/attention/, for the size of blocks and those always read (with sparse: block_sparse)
   json        a file for all of this, `-` for the terminal
@@ -80,10 +81,11 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int,
     "drafter": one_of("ngram", "sparse", "mtp", "eagle3"), "path": str, "sparsity": float, "sparse": int,
     "attention": str, "tier": one_of("host"), "hits": float, "ahead": float, "host_bytes": float, "gpu_bytes": float,
-    "weights": one_of("bf16", "fp8"), "kv": one_of("fp8", "k16v8"), "modes": several, "json": str,
+    "weights": one_of("bf16", "fp8"), "kv": one_of("fp8", "fp8_all", "k16v8"), "modes": several, "json": str,
 }  # fmt: skip
 STORAGE = {"weights": "model.weights", "kv": "kv.dtype"}
 NEEDED = ("model", "gpus", "context")
+TIMED = 1024  # tokens that a timing appends at most behind a context
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
 
 
@@ -249,6 +251,8 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
             on_gpu = tier.gpu_bytes or question.options.memory_fraction * (choice.free_bytes + choice.kv_bytes)
             settings += ["kv.tier=host", f"kv.host_bytes={room:.3g}", f"kv.gpu_bytes={on_gpu:.3g}"]
             settings += ["kv.ahead=true"] if tier.ahead is not None else []
+        if random and (least := given["context"] + TIMED) > spec.max_positions:
+            settings += [f"model.config.max_position_embeddings={least}"]
         if random:
             return [*settings, "model.load=random", "bench=decode", f"bench.points=[{choice.batch}x{given['context']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]

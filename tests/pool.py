@@ -68,8 +68,7 @@ class Pool:
         # Tests' modules need not have been importable yet when the workers started. Plain pickles carry tensors by
         # value; multiprocessing's own would share memory.
         task = pickle.dumps((sys.path, pickle.dumps((fn, args))))
-        if not self.processes:
-            self._start()
+        self.start()
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         try:
@@ -100,7 +99,10 @@ class Pool:
             shutil.rmtree(self._directory)
         self.processes, self._connections = [], []
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Starts the workers unless they run; `run` does so, too."""
+        if self.processes:
+            return
         self._directory = Path(tempfile.mkdtemp(prefix="helix-pool-"))
         for rank in range(self.world_size):
             ours, theirs = _context.Pipe()

@@ -18,7 +18,7 @@ from kernels.indexer.choose import choose_tokens
 from kernels.indexer.scores import index_scores
 from kernels.paged_keys import PagedKeys
 from kernels.reference.choose_tokens import Shard, ordered
-from kernels.scaled_keys import rounded_latents
+from kernels.scaled_keys import rounded, rounded_latents
 
 WIDTH, TOPK, LATENT, ROPE = 128, 2048, 512, 64
 SCANS = [  # index heads, sequences, queries of each, tokens on a rank
@@ -40,7 +40,7 @@ def bf16(*shape: int, device: torch.device) -> Tensor:
 
 
 def measure_scan(given: Given, heads: int, batch: int, queries: int, tokens: int) -> list[Row]:
-    """One row: the scores of all tokens."""
+    """One row: the scores of all tokens, with index keys in bf16 and in e4m3."""
     device, pages, rows = given.device, batch * tokens // PAGE, batch * queries
     copies = max(1, -(-ROTATED // (pages * PAGE * WIDTH * 2))) if given.gpu else 1
     caches = [bf16(pages, PAGE, WIDTH, device=device) for _ in range(copies)]
@@ -48,20 +48,25 @@ def measure_scan(given: Given, heads: int, batch: int, queries: int, tokens: int
     q, weights = bf16(rows, heads, WIDTH, device=device), torch.randn(rows, heads, device=device)
     hi = torch.full((rows,), tokens, dtype=torch.int32, device=device)
     scores = torch.empty(rows, tokens, device=device)
+    row: Row = {"kind": "scan", "heads": heads, "batch": batch, "queries": queries, "tokens": tokens}
+    plain: list[tuple[Tensor, ...]] = [(cache,) for cache in caches]
+    few: list[tuple[Tensor, ...]] = [rounded(cache) for cache in caches * 2]
+    for name, kept in (("us", plain), ("fp8_us", few)):
 
-    def run(copy: int) -> None:
-        index_scores(q, weights, caches[copy], table, hi, None, queries, scores)
+        def run(copy: int, kept: list[tuple[Tensor, ...]] = kept) -> None:
+            index_scores(q, weights, kept[copy][0], table, hi, None, queries, scores, *kept[copy][1:])
 
-    run(0)
-    keys = caches[0][table[-1].long()].flatten(0, 1)[:4096].double()
-    wanted = ((keys @ q[-1].double().T).relu() @ weights[-1].double()).float()
-    error = (scores[-1, :4096] - wanted).abs().max() / wanted.abs().max()
-    assert error < 1e-5, f"index_scores is off by {float(error):.1e} of the largest"  # fp32 sums of 128 x heads terms
-    us, size = seconds(run, copies, device) * 1e6, batch * tokens * WIDTH * 2
+        run(0)
+        numbers, *scales = (plane.float()[table[-1].long()].flatten(0, 1)[:4096].double() for plane in kept[0])
+        keys = numbers * scales[0][:, None] if scales else numbers
+        wanted = ((keys @ q[-1].double().T).relu() @ weights[-1].double()).float()
+        error = (scores[-1, :4096] - wanted).abs().max() / wanted.abs().max()
+        assert error < 1e-5, f"{name}: scores are off by {float(error):.1e} of the largest"  # fp32, 128 x heads terms
+        row[name] = seconds(run, len(kept), device) * 1e6
+    size = batch * tokens * WIDTH * 2
     most = (1.3 if queries == 1 else 1.6) * (size / 4.4e12 * 1e6 + 6) if queries < 16 else None
-    row: Row = {"kind": "scan", "heads": heads, "batch": batch, "queries": queries, "tokens": tokens, "us": us}
-    tflops = 2 * rows * tokens * heads * WIDTH / us / 1e6
-    return [row | {"tb_per_s": size / us / 1e6, "tflops": tflops, "bar_us": most}]
+    tflops = 2 * rows * tokens * heads * WIDTH / row["us"] / 1e6
+    return [row | {"tb_per_s": size / row["us"] / 1e6, "tflops": tflops, "bar_us": most}]
 
 
 def measure_choice(given: Given, rows: int, ranks: int, tokens: int) -> list[Row]:
@@ -136,7 +141,7 @@ BENCHMARK = Benchmark(
         Part(
             lambda given: SCANS if given.gpu else [(4, 1, 2, K)],
             measure_scan,
-            "heads batch queries tokens us tb_per_s tflops bar_us",
+            "heads batch queries tokens us fp8_us tb_per_s tflops bar_us",
             "scores",
         ),
         Part(

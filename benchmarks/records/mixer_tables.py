@@ -51,9 +51,9 @@ def indexer(kind: str) -> list[str]:
         "choice": {"queries": at("rows"), "ranks": at("ranks"), "tokens": kilo("tokens")},
         "reads": {"heads": at("heads"), "queries": at("rows"), "tokens": at("tokens")},
     }[kind] | {"takes": us("us")}
-    if kind == "reads":
-        columns["latents in FP8"] = us("fp8_us")
-    else:
+    if kind != "choice":
+        columns["in FP8"] = us("fp8_us")
+    if kind != "reads":
         columns["target"] = lambda row: "-" if row.get("bar_us") is None else f"{row['bar_us']:.1f} us"
     return lines(columns, _rows("indexer", kind))
 

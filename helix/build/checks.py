@@ -90,6 +90,8 @@ def check_cache(config: Config, spec: DecoderSpec) -> None:
 def _check_latents(config: Config, spec: DecoderSpec) -> None:
     if spec.attention.latent is not None and config.kv.dtype == "k16v8":
         raise ValueError("kv.dtype=k16v8: the model's latents (MLA) are keys and values at once: set fp8 or auto")
+    if config.kv.dtype == "fp8_all" and not spec.indexers:
+        raise ValueError("kv.dtype=fp8_all: the model has no index keys (DSA): set fp8 or auto")
 
 
 def check_self_drafts(config: Config, spec: DecoderSpec) -> None:

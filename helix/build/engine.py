@@ -208,9 +208,9 @@ def build_engine(
     wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
     # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys, or hold scores of tokens.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
-    piece += SCORES * torch.float32.itemsize if spec.indexers else 0
-    unpacked = model.weights.largest * dtype.itemsize * (2 if comm.capturable else 1)  # captured chunks do so apart
-    free = free_bytes(comm.device) - 2 * (unpacked + piece)
+    apart = model.weights.largest * dtype.itemsize + (SCORES * torch.float32.itemsize if spec.indexers else 0)
+    apart *= 2 if comm.capturable else 1  # captured chunks do so apart
+    free = free_bytes(comm.device) - 2 * (apart + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))

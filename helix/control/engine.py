@@ -174,7 +174,7 @@ class Engine:
         if runner.graphs is None:
             return
         if chunks and runner.pads:
-            for size in captured_first(self.prefill_chunk, self._room(tokens) // runner.layout.kvp):
+            for size in captured_first(self.prefill_chunk, self._room(tokens) // runner.layout.kvp, runner.depths):
                 runner.capture_chunk(size)
             mark("chunks")
         for rows in sizes:

@@ -54,9 +54,11 @@ class IndexerSpec:
         """Counts its weights."""
         return hidden * (self.width + self.heads) + q_rank * self.heads * self.width
 
-    def keeps(self, dtype: torch.dtype) -> Keeps:
-        """Returns the data that it keeps of a token."""
-        return Keeps("index_keys", (self.width,), dtype)
+    def keeps(self, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
+        """Lists the data that it keeps of a token: in `dtype`, or with kv.dtype=fp8_all (`kv`) in e4m3 with a scale."""
+        if kv != "fp8_all":
+            return (Keeps("index_keys", (self.width,), dtype),)
+        return Keeps("index_keys", (self.width,), torch.float8_e4m3fn), Keeps("index_scales", (), torch.float32)
 
     def buffers(self, topk: int) -> int:
         """Counts the activations per token of a prefill step, in numbers of 16 bits.
@@ -110,20 +112,27 @@ class Indexer:
     def __call__(self, x: Tensor, latents: Tensor, angles: Angles, cache: LayerCache, step: Step) -> None:
         """Adds index keys to the cache, and chooses tokens for this layer and those that share its choice.
 
-        The choice is `step.chosen`. A prefill step of short sequences reads all: it makes none.
+        The choice is `step.chosen`. A prefill step of short sequences reads all: it makes none. Nor is there one if
+        nobody attends (`step.chooses`).
 
         Args:
             x: [N, H], the layer's normalised input.
             latents: [N, q_rank], the queries' latents, normalised.
         """
-        spec, keys = self.spec, cache.kept["index_keys"]
+        spec, keys = self.spec, (cache.kept["index_keys"], cache.kept.get("index_scales"))
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
-        q = self.queries(latents).unflatten(1, (spec.heads, spec.width))
-        index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys, step.new_slots(None))
-        if step.cu_q is None or step.max_k * step.placement.layout.kvp > self.topk:
-            step.shared[CHOSEN] = self._choose(q, weights, keys, step)
+        whole = step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
+        chooses = step.chooses and not whole
+        q = self.queries(latents) if chooses else latents[:, :0]
+        q = q.view(len(q), spec.heads if chooses else 0, spec.width)
+        slots = step.new_slots(None)
+        index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys[0], slots, keys[1])
+        if chooses:
+            step.shared[CHOSEN] = self._choose(q, weights, *keys, step)
 
-    def _choose(self, q: Tensor, weights: Tensor, keys: Tensor, step: Step) -> tuple[Tensor, ...]:
+    def _choose(
+        self, q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, step: Step
+    ) -> tuple[Tensor, ...]:
         """Chooses for queries [N, H_I, D_I], some rows at a time; returns what `Step.chosen` says."""
         tables, (lo, hi), owners = step.block_tables, step.bounds(None), step.owners()
         columns = tables.shape[1] * keys.shape[1]
@@ -141,7 +150,7 @@ class Indexer:
             else:
                 cu_q, of = step.cu_q.clamp(begin, begin + most) - begin, owners[part]
             scores = torch.empty(len(q[part]), columns, dtype=torch.float32, device=q.device)
-            index_scores(q[part], weights[part], keys, pages, hi[part], cu_q, min(step.max_q, most), scores)
+            index_scores(q[part], weights[part], keys, pages, hi[part], cu_q, min(step.max_q, most), scores, scales)
             of_rows = step.positions[part], step.starts[part], hi[part], pages, of
             parts.append(choose_tokens(scores, *of_rows, self.topk, step.placement.most_tokens(tables), shard))
         slots, counts = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))

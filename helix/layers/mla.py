@@ -122,7 +122,7 @@ class MLASpec:
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
-        index = () if self.indexer is None else (self.indexer.keeps(dtype),)
+        index = () if self.indexer is None else self.indexer.keeps(dtype, kv)
         return (*latents(self.latent, self.rope, dtype, kv), *index)
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
@@ -231,7 +231,7 @@ class MLA(ShardedAttention):
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
             of_q = rms_norm(q, self.q_gain, spec.norm_eps)[0]
-            if self.indexer is not None:
+            if self.indexer is not None and (step.chooses or step.chosen is None):
                 self.indexer(x, of_q, angles, mine, step)
             q = self.q_up(of_q)
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]

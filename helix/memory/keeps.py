@@ -52,7 +52,7 @@ def keys_and_values(heads: int, width: int, dtype: torch.dtype, kv: str, reach: 
     Numbers in e4m3 have a scale for each token and head, see `kernels.scaled_keys`.
     """
     kept: list[Keeps] = []
-    for name, few in (("keys", kv == "fp8"), ("values", kv in ("fp8", "k16v8"))):
+    for name, few in (("keys", kv in ("fp8", "fp8_all")), ("values", kv != "auto")):
         few = few and reach is None
         kept.append(Keeps(name, (heads, width), torch.float8_e4m3fn if few else dtype, reach=reach))
         if few:
@@ -61,13 +61,13 @@ def keys_and_values(heads: int, width: int, dtype: torch.dtype, kv: str, reach: 
 
 
 def latents(latent: int, rope: int, dtype: torch.dtype, kv: str) -> tuple[Keeps, ...]:
-    """Lists what a layer keeps of latents: all numbers of an entry in `dtype`, or as kv.dtype=fp8 has it.
+    """Lists what a layer keeps of latents: all numbers of an entry in `dtype`, or as kv.dtype=fp8 (`kv`) has it.
 
     Then latents are e4m3, with a scale for each 128 numbers of a token, and rotated values lie apart in `dtype`.
     """
     if kv == "auto":
         return (Keeps("latents", (latent + rope,), dtype),)
-    assert kv == "fp8", f"latents are keys and values at once: kv.dtype={kv}"
+    assert kv != "k16v8", f"latents are keys and values at once: kv.dtype={kv}"
     return (
         Keeps("latents", (latent,), torch.float8_e4m3fn),
         Keeps("latent_scales", (-(-latent // GROUP.value),), torch.float32, by_head=True),

@@ -75,6 +75,8 @@ class DecoderSpec:
         embedding_scale, logit_scale: factors on what is embedded, and on logits.
         brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
         brought_names: names of its tensors.
+        brought_choice: tokens that its indexer chooses for the first draft of a step, and the others read, too; 0: each
+            reads its own.
         draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
         taps: layers whose inputs the layer that drafts reads, in order; the number of layers is the last one's output.
             Empty: it reads the normalised output.
@@ -97,6 +99,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     brought: LayerSpec | None = None
     brought_names: NextTokenNames = BEHIND
+    brought_choice: int = 0
     draft: LayerSpec | None = None
     taps: tuple[int, ...] = ()
 
@@ -127,6 +130,15 @@ class DecoderSpec:
         """Indexers of the layers that choose tokens (DSA)."""
         mixers = [layer.mixer for layer in self.layers]
         return [m.indexer for m in mixers if isinstance(m, MLASpec) and m.indexer is not None]
+
+    def without_indexers(self) -> DecoderSpec:
+        """Returns the spec of layers that read what others chose."""
+
+        def alone(layer: LayerSpec) -> LayerSpec:
+            mixer = layer.mixer
+            return replace(layer, mixer=replace(mixer, indexer=None)) if isinstance(mixer, MLASpec) else layer
+
+        return replace(self, layers=tuple(map(alone, self.layers)))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -240,6 +252,7 @@ class NextTokenLayer:
     ) -> None:
         index, hidden = len(spec.layers), spec.hidden
         self.read = self.width = hidden
+        self.choice = spec.brought_choice
         self.vocab_rows, self.logits = model.embedding.rows, model.head
         self._embedding = model.embedding
         names = NextTokenNames(*(name.format(index) for name in spec.brought_names))

@@ -85,7 +85,13 @@ def _with_indexers(config: Any, kinds: Any, interleaved: bool) -> DecoderSpec:
     brought = None
     if getattr(config, "num_nextn_predict_layers", 0):
         brought = indexed(LayerSpec(spec.layers[0].mixer, experts), "full")
-    return replace(spec, layers=tuple(map(indexed, spec.layers, kinds)), brought=brought)
+    shared = getattr(config, "index_share_for_mtp_iteration", False)
+    return replace(
+        spec,
+        layers=tuple(map(indexed, spec.layers, kinds)),
+        brought=brought,
+        brought_choice=config.index_topk if shared else 0,
+    )
 
 
 def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[str] = FP8) -> DecoderSpec:

@@ -19,11 +19,13 @@ class DraftLayer(Protocol):
     Attributes:
         read, width: widths of the model's states, and of its own.
         vocab_rows: token ids of the columns of `logits`.
+        choice: tokens that its indexer chooses for a first draft, and further ones read, too; 0: each reads its own.
     """
 
     read: int
     width: int
     vocab_rows: range
+    choice: int
 
     def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
         """Adds the keys of a step's tokens, each from its token and the state before it alone, to the cache.

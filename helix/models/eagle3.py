@@ -161,6 +161,7 @@ class Eagle3Layer:
         hidden, name, eps = spec.hidden, spec.name, spec.norm_eps
         self.spec, self.window = spec, window
         self.read, self.width, self.vocab_rows = len(spec.taps) * target.spec.hidden, hidden, target.embedding.rows
+        self.choice = 0
         self._columns = layout.ffn_columns(comm.rank, self.read)
         self.join = RowParallel(weights, comm, "fc", self._columns, self.read, hidden, False)
         self.embedding = target.embedding

@@ -21,6 +21,7 @@ from helix.attention.dense import DenseAttention
 from helix.events.decision import Admission, Decision, Segment, StepKind
 from helix.events.follower import Begun, Follower, Prefilled, Taken
 from helix.events.request import Logprobs
+from helix.layers.mla import MLASpec
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
 from helix.memory.transfers import to_device, to_host
@@ -29,7 +30,7 @@ from helix.placement import Placement, PromptChunk
 from helix.run.clock import Moment
 from helix.run.graphs import StepGraphs
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
-from helix.steps.chunk_size import ChunkSize, padded
+from helix.steps.chunk_size import DEPTHS, ChunkSize, choosing_depths, padded
 from helix.steps.sampling import SamplingState, sampled_candidates
 from helix.steps.shaping import Shaper
 from helix.steps.step import PAST, DecodeState, Step
@@ -92,6 +93,7 @@ class ModelRunner:
         shaper: changes logits as requested; None until the first sequence requests it.
         pads: whether chunks of prompts are padded to few sizes, most of which are captured: where neither the chunk's
             parts nor its hidden states matter to anybody but the next token.
+        depths: depths of captured chunks.
         mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
             with None; for benchmarks.
     """
@@ -135,9 +137,11 @@ class ModelRunner:
         self.graphs = StepGraphs() if comm.capturable else None
         follows = type(self.drafter).prefilled is not Follower.prefilled or cache.score is not None
         plain = layout.dp == 1 and not cache.rings and not cache.has_states and not follows
-        # Keys in e4m3 are unpacked, and tokens chosen, up to the number that the host knows.
-        plain = plain and not model.spec.indexers
+        # Keys in e4m3 are unpacked up to the number that the host knows.
         self.pads = plain and comm.capturable and all(t.element_size() > 1 for t in cache.tensors)
+        attention = model.spec.attention
+        topk = attention.topk if isinstance(attention, MLASpec) else None
+        self.depths = DEPTHS if topk is None else choosing_depths(topk, layout.kvp, max_pages * placement.page_size)
         self._packed: dict[ChunkSize, Tensor] = {}
         self.shaper: Shaper | None = None
         self._held: HeldStep | None = None
@@ -284,7 +288,7 @@ class ModelRunner:
         """
         state = self.state
         if self.pads:
-            size = padded([len(p.tokens) for p in prompts], state.most_keys(prompts))
+            size = padded([len(p.tokens) for p in prompts], state.most_keys(prompts), self.depths)
             packed = state.packed(prompts, size)
             if not size.captured or self.graphs is None:
                 return self._last_states(state.packed_step(packed, size))

@@ -15,7 +15,8 @@ MEASURED, INTERPOLATED, EXTRAPOLATED, ROOFLINE = range(4)
 # Of a number: those of the paper without scales, then of the runtime's weights, e4m3 with a scale for 128 numbers and
 # e2m1 with one for 32.
 BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "mxfp4": 17 / 32}
-FEW_BITS = {"e4m3": 2, "k16v8": 1}  # of keys and values, those in e4m3, with a scale for each token and head
+# Of keys and values, those in e4m3, with a scale for each token and head; e4m3_all: index keys, too.
+FEW_BITS = {"e4m3": 2, "e4m3_all": 2, "k16v8": 1}
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "send")
 
 Array = NDArray[Any]

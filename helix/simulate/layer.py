@@ -14,6 +14,7 @@ import torch
 
 from helix.layers.attention import AttentionSpec
 from helix.layers.gated_delta import GatedDeltaSpec
+from helix.layers.indexer import IndexerSpec
 from helix.layers.mla import MLASpec
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
@@ -260,7 +261,7 @@ class Layer:
         assert isinstance(m, MLASpec)
         (of,) = {*self.spec.indexers}
         heads, tokens = of.heads * of.width, self.length / p.kvp
-        scanned = self.sequences * tokens * of.width * self.item["plain_kv"]
+        scanned = self.sequences * tokens * self.index_bytes(of)
         gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGITS * NUMBER_BYTES * p.kvp)
         lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
         read = self.rows * tokens * SCORE_READS * NUMBER_BYTES
@@ -270,6 +271,10 @@ class Layer:
             self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, 1, None, hw.latent_flops),
             kernels.plus(gathers.times(FEW_PASSES)).plus(lists),
         ]
+
+    def index_bytes(self, of: IndexerSpec) -> float:
+        """Counts the bytes of an index key."""
+        return of.width + 4.0 if self.options.kv == "e4m3_all" else of.width * self.item["plain_kv"]
 
     def _chooses(self, window: int | None) -> Sparse | None:
         """Returns the block selection of a layer with this window; None if queries read all tokens."""
@@ -558,7 +563,7 @@ def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:
         return {"kv": BYTES[kv], "plain_kv": BYTES[kv]}
     few, plain = FEW_BITS[kv], BYTES["bf16"]
     if isinstance(mixer, MLASpec):
-        assert kv == "e4m3", "latents are keys and values at once"
+        assert kv != "k16v8", "latents are keys and values at once"
         groups = -(-mixer.latent // GROUP.value)
         return {"kv": (mixer.latent + 4 * groups + plain * mixer.rope) / mixer.entry, "plain_kv": plain}
     return {"kv": (few * (1 + 4 / mixer.head_dim) + (2 - few) * plain) / 2, "plain_kv": plain}

@@ -144,12 +144,19 @@ def _layer_drafts(drafts: LayerDrafts, hardware: Hardware, points: Points, lengt
     rows, which few rows of weights' time do not show.
     """
     layer = _of_layer(drafts, hardware, points, length, options)
-    phases, seconds = _pass(layer)
-    run = reduce(Phase.plus, phases)
-    run = replace(run, seconds=seconds + MORE_KERNELS * hardware.kernel_s.value, launches=run.launches + MORE_KERNELS)
     s = options.speculation
     assert s is not None
-    total = run.times(s.gamma)
+
+    def runs(of: Layer, times: int) -> Phase:
+        phases, seconds = _pass(of)
+        run, more = reduce(Phase.plus, phases), MORE_KERNELS
+        run = replace(run, seconds=seconds + more * hardware.kernel_s.value, launches=run.launches + more)
+        return run.times(times)
+
+    again = layer
+    if drafts.spec.brought_choice:
+        again = _of_layer(replace(drafts, spec=drafts.spec.without_indexers()), hardware, points, length, options)
+    total = runs(layer, 1).plus(runs(again, s.gamma - 1))
     for joined, times in ((drafts.joined, 1), (drafts.joined_again, s.gamma - 1)):
         for phase in layer.join(joined):
             total = total.plus(phase.times(times))
@@ -177,13 +184,13 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         numbers = numbers + count * layer.recurrent_bytes(mixer)
     for ffn, count in Counter(of.ffn for of in spec.layers).items():
         numbers = numbers + count * layer.ffn_bytes(ffn)
-    indexers = spec.indexers
+    drafts = options.speculation.layer if options.speculation is not None else None
+    indexers = [*spec.indexers, *(drafts.spec.indexers if drafts is not None else ())]
     q_rank = spec.attention.q_rank if isinstance(spec.attention, MLASpec) else None
     numbers = numbers + sum(of.weights(spec.hidden, q_rank or 0) for of in indexers) * layer.item["weights"]
     # Embedding and head are in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
     weight_bytes = numbers * _stretch(spec, p) / p.pp + vocabulary * layer.item["other"]
-    drafts = options.speculation.layer if options.speculation is not None else None
     of_drafts = None if drafts is None else _of_layer(drafts, hardware, p, length, options)
     if drafts is not None and of_drafts is not None:
         (own,) = drafts.spec.layers
@@ -204,7 +211,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         each = each + paged * token_numbers(drafts.spec, p) * of_drafts.item["kv"]
     if (sparse := options.sparse) is not None:  # two vectors per block or part, a key and a value per token
         each = each + paged * numbers * (len(spec.windows) - len(short)) * plain * sparse.kept / sparse.block
-    each = each + paged * sum(of.width for of in indexers) * plain
+    each = each + paged * sum(map(layer.index_bytes, indexers))
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
     each = each + windows
     for mixer, count in states_of(spec).items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -65,6 +67,11 @@ class LayerDrafter(Drafter):
             torch.zeros(max_batch, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.read)
         )
         self._read: dict[int, int] = {}  # tokens of a slot's prompt up to that one
+        # What the rows of first drafts read, if further drafts read the same: see `Step.chosen`.
+        width = min(layer.choice, most * placement.page_size)
+        self._choice = tuple(
+            torch.zeros(max_batch, *size, dtype=torch.int32, device=cache.device) for size in ((width,), (), ())
+        )
 
     def admit(self, admission: Admission) -> None:
         self.sequences.admit(admission)
@@ -85,7 +92,8 @@ class LayerDrafter(Drafter):
             states.append(of_tokens[:-1])
             self._read[p.slot] = p.end
         if prompts:
-            self.layer.append(self.cache, self.sequences.prefill_step(prompts), torch.cat(states), own=False)
+            step = replace(self.sequences.prefill_step(prompts), chooses=False)
+            self.layer.append(self.cache, step, torch.cat(states), own=False)
         rows = to_device(torch.tensor(counts).cumsum(0) - 1, chunk.states.device)
         slots = to_device(torch.tensor([p.slot for p in chunk.prompts]), chunk.states.device)
         self._ends[slots] = chunk.states[rows]
@@ -98,7 +106,12 @@ class LayerDrafter(Drafter):
         own.tokens[slots] = begun.tokens
         states = torch.zeros_like(self._ends)
         states[slots] = begun.states
-        self._states[slots] = self._ahead(own.decode_step(len(states)), states)[slots]
+        step = own.decode_step(len(states))
+        self._states[slots] = self._ahead(step, states)[slots]
+        if self.layer.choice:
+            assert step.chosen is not None
+            for kept, of_rows in zip(self._choice, step.chosen, strict=True):
+                kept[slots] = of_rows[slots]
 
     def catch_up(self, state: DecodeState) -> None:
         # Rows are all there; but sequences that only steps are timed with come without events.
@@ -112,8 +125,10 @@ class LayerDrafter(Drafter):
         tokens = drawing.draw(states, state, lengths + 1)
         if kind.drafts > 1:
             ahead = state.steps_ahead(rows, kind.drafts - 1)
+            choice = tuple(kept[:rows] for kept in self._choice)
             for n in range(kind.drafts - 1):
-                states = self._ahead(ahead.step(n, tokens), states, own=True)
+                step = ahead.step(n, tokens)
+                states = self._ahead(step.reading(choice) if self.layer.choice else step, states, own=True)
                 tokens = drawing.draw(states, state, lengths + n + 2)
         return drawing.draft()
 
@@ -132,7 +147,11 @@ class LayerDrafter(Drafter):
         own.lengths[:rows] += last
         queries, x = (of_rows.index_select(0, at) for of_rows in parts)
         newest = own.decode_step(rows)
-        newest.take_choice(verified, at)
+        if verified.chosen is not None:
+            to = [kept[:rows] for kept in self._choice] if self.layer.choice else [None] * 3
+            newest = newest.reading(
+                tuple(torch.index_select(x, 0, at, out=of_rows) for x, of_rows in zip(verified.chosen, to, strict=True))
+            )
         self._states[:rows] = self.layer.attend(queries, x, self.cache, newest, self.policy)
 
     def _ahead(self, step: Step, states: Tensor, own: bool = False) -> Tensor:

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SIZES = tuple(n << i for i in range(7) for n in ((96, 128) if i else (128,)))  # 128, 192, 256, 384, .. 8192 tokens
 SEQUENCES = 2, 20  # of a captured chunk, the padding's included: each adds programs that end at once
 LAUNCHED = 1024  # tokens up to which a chunk takes as long as its launch: padding costs nothing
 PADDING = 8  # a longer chunk is padded by at most this part of its tokens
 DEEP = 16 << 10  # keys of a sequence from which on other kernels attend
-KEYS = 8 << 10, 128 << 10  # estimates for the two
 ALIGNED = 16  # tokens: kernels are compiled for numbers that this divides
+
+
+class Depth(NamedTuple):
+    """Captured chunks of up to `most` tokens, of sequences with fewer than `below` keys: launched as if of `keys`."""
+
+    below: float
+    keys: int
+    most: int = SIZES[-1]
+
+
+DEPTHS = Depth(DEEP, 8 << 10), Depth(math.inf, 128 << 10)
+
+
+def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
+    """Returns the depths where queries choose `topk` tokens over `kvp` ranks: of sequences that read all, and others.
+
+    Of these, long chunks choose in as few parts as their keys allow, which a captured chunk does not know.
+
+    Args:
+        most: most keys of a sequence on a rank.
+    """
+    few = topk // kvp
+    others = Depth(math.inf, most, LAUNCHED)
+    return (Depth(few + 1, few), others) if few else (others,)
 
 
 @dataclass(frozen=True, order=True)
@@ -22,35 +48,33 @@ class ChunkSize:
         sequences: number of sequences. Padding belongs to the one after the last prompt and reads no keys; further ones
             are empty.
         most: most tokens of a sequence.
-        keys: keys of the longest sequence on this rank: an upper bound, or where it is captured an estimate.
+        keys: keys of the longest sequence on this rank: an upper bound, or where it is captured those of its `Depth`.
+        captured: whether it is one of the few sizes of captured chunks.
     """
 
     tokens: int
     sequences: int
     most: int
     keys: int
-
-    @property
-    def captured(self) -> bool:
-        """True for one of the few sizes of captured chunks."""
-        return self.tokens in SIZES and self.most == self.tokens and self.keys in KEYS
+    captured: bool = False
 
 
-def padded(counts: list[int], keys: int) -> ChunkSize:
+def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> ChunkSize:
     """Returns the size for prompts with `counts` tokens: a captured one if its padding costs little.
 
     Args:
         keys: most keys of a sequence on a rank.
     """
     tokens, sequences = sum(counts), len(counts) + 1
-    size = next((size for size in SIZES if size >= tokens), None)
+    depth = next(depth for depth in depths if keys < depth.below)
+    size = next((size for size in SIZES if tokens <= size <= depth.most), None)
     of_graph = next((n for n in SEQUENCES if n >= sequences), None)
     if size is not None and of_graph is not None and (tokens <= LAUNCHED or PADDING * (size - tokens) <= tokens):
-        return ChunkSize(size, of_graph, size, KEYS[keys >= DEEP])
+        return ChunkSize(size, of_graph, size, depth.keys, True)
     return ChunkSize(-(-tokens // ALIGNED) * ALIGNED, sequences, max(counts), keys)
 
 
-def captured_first(most: int, room: int) -> list[ChunkSize]:
+def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> list[ChunkSize]:
     """Returns the sizes to capture before the first request, the largest first: they share their memory.
 
     Args:
@@ -58,6 +82,13 @@ def captured_first(most: int, room: int) -> list[ChunkSize]:
         room: most keys of a sequence on a rank.
     """
     sizes = [size for size in reversed(SIZES) if size <= most]
-    one = [ChunkSize(size, SEQUENCES[0], size, keys) for keys in KEYS[: 1 + (room >= DEEP)] for size in sizes]
-    several = [ChunkSize(size, SEQUENCES[1], size, KEYS[0]) for size in sizes if size >= LAUNCHED]
+    met = [depth for i, depth in enumerate(depths) if not i or room >= depths[i - 1].below]
+    one = [
+        ChunkSize(size, SEQUENCES[0], size, depth.keys, True) for depth in met for size in sizes if size <= depth.most
+    ]
+    several = [
+        ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True)
+        for size in sizes
+        if LAUNCHED <= size <= depths[0].most
+    ]
     return sorted([*one, *several], reverse=True)

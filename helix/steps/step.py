@@ -63,6 +63,7 @@ class Step:
         shared: tensors [N] that all layers read, by key.
         staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
         parts: locations of a prefill step's tokens, if layers have windows.
+        chooses: whether indexers choose tokens; else they add keys alone, or nothing where `reading` gave a choice.
         counts: in mode dp, tokens of each rank's prefill step; empty: as many on all ranks.
     """
 
@@ -83,6 +84,7 @@ class Step:
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
     staged: StagedChunk | None = None
     parts: tuple[ChunkPart, ...] = ()
+    chooses: bool = True
     counts: tuple[int, ...] = ()
 
     def pages(self, window: int | None) -> Tensor:
@@ -112,10 +114,9 @@ class Step:
         """
         return self.shared.get(CHOSEN)
 
-    def take_choice(self, other: Step, rows: Tensor) -> None:
-        """Takes the choice of tokens of rows [N] int64 of another step, whose keys are already appended."""
-        if other.chosen is not None:
-            self.shared[CHOSEN] = tuple(of_rows.index_select(0, rows) for of_rows in other.chosen)
+    def reading(self, choice: tuple[Tensor, ...]) -> Step:
+        """Returns this step with a choice of tokens that was made before, as `chosen` is, for all layers."""
+        return replace(self, chooses=False, shared=self.shared | {CHOSEN: choice})
 
     def owners(self) -> Tensor | None:
         """Returns the index [N] int64 of each token's sequence in a prefill step; None in a decode step."""

@@ -9,11 +9,12 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.index_append import index_append as reference
+from kernels.scaled_keys import reciprocal, scale_bits
 
 
 @triton.jit
 def _index_append_kernel(
-    q, raw, cos, sin, gain, bias, cache, slots, q_n, raw_n, page_stride, eps,
+    q, raw, cos, sin, gain, bias, cache, scales, slots, q_n, raw_n, page_stride, eps,
     HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -38,15 +39,25 @@ def _index_append_kernel(
             target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * D
             of_gain = tl.load(gain + d, mask=d < D, other=0.0).to(tl.float32)
             of_bias = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
-            tl.store(target + d, apart * factor * of_gain + of_bias, mask=(d >= ROPE) & (d < D))
+            plain = (d >= ROPE) & (d < D)
+            rest = apart * factor * of_gain + of_bias
             first = (tl.load(row + r, mask=turned, other=0.0).to(tl.float32) - mean) * factor
             first = first * tl.load(gain + r, mask=turned, other=0.0).to(tl.float32)
             first += tl.load(bias + r, mask=turned, other=0.0).to(tl.float32)
             second = (tl.load(row + half + r, mask=turned, other=0.0).to(tl.float32) - mean) * factor
             second = second * tl.load(gain + half + r, mask=turned, other=0.0).to(tl.float32)
             second += tl.load(bias + half + r, mask=turned, other=0.0).to(tl.float32)
-            tl.store(target + r, first * c - second * s, mask=turned)
-            tl.store(target + half + r, second * c + first * s, mask=turned)
+            first, second = first * c - second * s, second * c + first * s
+            if scales is not None:
+                most = tl.max(tl.where(plain, tl.abs(rest), 0.0), 0)
+                most = tl.maximum(most, tl.max(tl.where(turned, tl.maximum(tl.abs(first), tl.abs(second)), 0.0), 0))
+                bits = scale_bits(most)
+                tl.store(scales + slot, bits.to(tl.float32, bitcast=True))
+                rest, first, second = rest * reciprocal(bits), first * reciprocal(bits), second * reciprocal(bits)
+            stored: tl.constexpr = target.dtype.element_ty
+            tl.store(target + d, rest.to(stored), mask=plain)
+            tl.store(target + r, first.to(stored), mask=turned)
+            tl.store(target + half + r, second.to(stored), mask=turned)
     else:
         heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (heads < HEADS)[:, None] & turned[None, :]
@@ -67,36 +78,39 @@ def index_append(
     eps: float,
     cache: torch.Tensor,
     slots: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Writes this rank's index keys, normalised and rotated, to their cache slots; rotates index queries in place.
 
     The first P values of queries and keys are rotated, the others are not.
 
     Args:
-        q: [N, H, D], index queries, overwritten; heads contiguous.
+        q: [N, H, D], index queries, overwritten; heads contiguous. H may be 0.
         k: [N, D] fp32 or q's dtype, tokens' index keys before their norm; last dim contiguous.
         cos: [N, P / 2], contiguous; cosines of the angles by which the halves of the rotated part are turned.
         sin: like `cos`.
         gain, bias: [D], contiguous; weight and bias of the keys' LayerNorm.
         eps: added to that norm's variance.
-        cache: [pages, page_size, D], contiguous within a page; pages may be strided.
+        cache: [pages, page_size, D], contiguous within a page; pages may be strided. With scales: e4m3.
         slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
+        scales: of keys in e4m3, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, with the RoPE and the norm of its inference code.
     """
     if not dispatch.on_gpu(q):
-        reference(q, k, cos, sin, gain, bias, eps, cache, slots)
+        reference(q, k, cos, sin, gain, bias, eps, cache, slots, scales)
         return
     N, heads, D = q.shape
     rope = 2 * cos.shape[1]
     assert q.stride()[1:] == (D, 1) and k.stride(1) == 1 and cache.stride()[1:] == (D, 1) and rope <= D
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous() and gain.shape == bias.shape == (D,)
+    assert (scales is None) == (cache.dtype != torch.float8_e4m3fn) and (scales is None or scales.is_contiguous())
     if N == 0:
         return
-    block_h = min(16, triton.next_power_of_2(heads))
+    block_h = min(16, triton.next_power_of_2(max(heads, 1)))
     _index_append_kernel[N, 1 + triton.cdiv(heads, block_h)](
-        q, k, cos, sin, gain, bias, cache, slots, q.stride(0), k.stride(0), cache.stride(0), eps,
+        q, k, cos, sin, gain, bias, cache, scales, slots, q.stride(0), k.stride(0), cache.stride(0), eps,
         HEADS=heads, D=D, ROPE=rope, PAGE=cache.shape[1], BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(D),
         BLOCK=triton.next_power_of_2(rope // 2), num_warps=1, **overlapped(q),
     )  # fmt: skip

@@ -75,11 +75,11 @@ def _found(
     return bound, left
 
 
-@triton.jit(do_not_specialize=["N", "parts", "listed_n"])  # they change from chunk to chunk
+@triton.jit(do_not_specialize=["N", "parts", "listed_n", "own_rank"])  # they change from chunk to chunk
 def _count_digits_kernel(
     scored, positions, first_ranks, hi, gathered, counts, least_keys, lefts, listed,
-    scored_n, N, topk, parts, listed_n,
-    STAGE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    scored_n, N, topk, parts, listed_n, own_rank,
+    STAGE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
@@ -97,7 +97,7 @@ def _count_digits_kernel(
     end = tl.minimum(begin + run, length)
     if (left > 0) & (begin < end):
         shift: tl.constexpr = 8 * (PASSES - 1 - STAGE)
-        turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+        turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
         found = tl.zeros([256], tl.int32)
         for at in range(begin, end, TILE):
             j = at + tl.arange(0, TILE)
@@ -147,11 +147,11 @@ def _list_best(
     tl.store(listed, done.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["N", "parts", "cap"])
+@triton.jit(do_not_specialize=["N", "parts", "cap", "own_rank"])
 def _list_between_kernel(
     scored, positions, first_ranks, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
-    scored_n, N, topk, parts, cap,
-    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    scored_n, N, topk, parts, cap, own_rank,
+    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
@@ -165,7 +165,7 @@ def _list_between_kernel(
     run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
     begin = part * run
     end = tl.minimum(begin + run, length)
-    turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+    turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
     shift: tl.constexpr = 8 * (PASSES - COUNTED)
     listed += n * (1 + cap)
     # Keys from `chosen_from` on are chosen; those between are listed.
@@ -210,11 +210,11 @@ def _larger(listed, stride, rank, numbers, first, trial, n, N, RANKS: tl.constex
     return count
 
 
-@triton.jit(do_not_specialize=["N", "parts", "EACH", "width"])
+@triton.jit(do_not_specialize=["N", "parts", "EACH", "width", "own_rank"])
 def _write_chosen_kernel(
     scored, first_ranks, hi, all_listed, least_keys, lefts, part_counts, block_tables, owners,
-    chosen_slots, chosen_counts, scored_n, tables_b, width, N, parts, EACH,
-    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    chosen_slots, chosen_counts, scored_n, tables_b, width, N, parts, EACH, own_rank,
+    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +225,7 @@ def _write_chosen_kernel(
     run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
     begin = part * run
     end = tl.minimum(begin + run, length)
-    turn = (RANK - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+    turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
     bound = tl.load(least_keys + COUNTED * N + n)
     q = tl.arange(0, BLOCK_PARTS)
     of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
@@ -245,10 +245,10 @@ def _write_chosen_kernel(
                 trial = bound + (tl.full([], 1, tl.int64) << (shift - 1 - step))
                 larger = _larger(all_listed, stride, rank, numbers, first, trial, n, N, RANKS, LISTED)
                 bound = tl.where(larger >= left, trial, bound)
-            own = tl.load(all_listed + (RANK * N + n) * stride).to(tl.int32)
+            own = tl.load(all_listed + (own_rank * N + n) * stride).to(tl.int32)
             for at in range(0, own, LISTED):
                 i = at + tl.arange(0, LISTED)
-                keys = tl.load(all_listed + (RANK * N + n) * stride + 1 + i, mask=i < own, other=-1)
+                keys = tl.load(all_listed + (own_rank * N + n) * stride + 1 + i, mask=i < own, other=-1)
                 at_token = (1 << BITS) - 1 - (keys & ((1 << BITS) - 1))
                 local = at_token // (RANKS * BLOCK_TOKENS) * BLOCK_TOKENS + at_token % BLOCK_TOKENS
                 taken = (i < own) & (keys >= bound)
@@ -329,25 +329,25 @@ def choose_tokens(
     part_counts = torch.empty(N, parts, dtype=torch.int32, device=device)
     listed = torch.empty(N, 1 + width if few else 0, dtype=torch.int64, device=device)
     options = dict(
-        PASSES=passes, BITS=8 * (passes - SCORE_PASSES), RANKS=shard.kvp, RANK=shard.kvp_rank,
+        PASSES=passes, BITS=8 * (passes - SCORE_PASSES), RANKS=shard.kvp,
         BLOCK_TOKENS=shard.append_block, TILE=TILE, num_warps=4, **overlapped(scores),
     )  # fmt: skip
     gathered = counts
     for stage in range(counted):
         _count_digits_kernel[(parts * N,)](
             scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed if few else None,
-            scores.stride(0), N, topk, parts, 1 + width, STAGE=stage, **options,
+            scores.stride(0), N, topk, parts, 1 + width, shard.kvp_rank, STAGE=stage, **options,
         )  # fmt: skip
         gathered = counts[stage] if shard.gather is None else shard.gather(counts[stage])
     _list_between_kernel[(parts * N,)](
         scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
-        scores.stride(0), N, topk, parts, width, COUNTED=counted, **options,
+        scores.stride(0), N, topk, parts, width, shard.kvp_rank, COUNTED=counted, **options,
     )  # fmt: skip
     ranks = triton.next_power_of_2(shard.kvp)
     _write_chosen_kernel[(parts * N,)](
         scores, starts, hi, shard.gather(listed) if few and shard.gather is not None else listed,
         least_keys, lefts, part_counts, tables, rows, slots, taken,
-        scores.stride(0), tables.stride(0), width, N, parts, max(1, N // len(tables)),
+        scores.stride(0), tables.stride(0), width, N, parts, max(1, N // len(tables)), shard.kvp_rank,
         COUNTED=counted, PAGE=shard.page_size, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_RANKS=ranks,
         LISTED=max(16, LISTED // ranks), **options,
     )  # fmt: skip

@@ -16,24 +16,74 @@ from kernels.overlap import overlapped, sm_count, start_successor, wait_for_pred
 from kernels.reference.index_scores import index_scores as reference
 
 
-def score_tile(rows: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
-    """Returns launch options for up to `rows` tokens of a sequence, of so many index heads."""
+def score_tile(
+    rows: int, heads: int, dtype: torch.dtype, scaled: bool = False, verified: bool = False
+) -> dict[str, int]:
+    """Returns launch options for up to `rows` tokens of a sequence, of so many index heads.
+
+    Args:
+        scaled: whether keys are in e4m3.
+        verified: whether each sequence has `rows` tokens, of one of few numbers: a program of 5 multiplies 4 and 1.
+    """
     block_h = triton.next_power_of_2(heads)
     columns, block_n, warps, stages = (64, 32, 4, 1) if dtype == torch.float32 else (256, 128, 8, 3)
-    each = max(1, min(triton.next_power_of_2(rows), columns // block_h))
-    # The least that a product takes.
-    while each * block_h < 16:
-        each *= 2
-    warps = 4 if each * block_h <= 64 else warps
-    return dict(ROWS=each, BLOCK_H=block_h, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
+    most, least = max(1, columns // block_h), max(1, 16 // block_h)  # of a product
+    each = max(least, min(triton.next_power_of_2(rows), most))
+    first = each if rows > each else each // 2
+    more = max(least, triton.next_power_of_2(max(rows - first, 1)))
+    if verified and first < rows <= first + more and more < first:
+        each = first
+    else:
+        more = 0
+    if each * block_h <= 64:
+        warps = 4
+    elif scaled and each * block_h > 128:
+        # Wider tiles would spill, as keys are unpacked in registers. Here warps take half of the columns each: a few
+        # columns more would be a part of a token's heads, and its sum another one than alone.
+        block_n, stages, more = 64, 4, 0
+    return dict(ROWS=each, MORE=more, BLOCK_H=block_h, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
+
+
+@triton.jit
+def _queries(
+    q, weights, begin, end, q_n, weights_n,
+    HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Loads the queries [ROWS * BLOCK_H, BLOCK_D] of all heads of tokens from `begin` on, and their weights."""
+    column = tl.arange(0, ROWS * BLOCK_H)
+    n = begin + column // BLOCK_H
+    head = column % BLOCK_H
+    inside = (n < end) & (head < HEADS)
+    d = tl.arange(0, BLOCK_D)
+    queries = tl.load(
+        q + (n * q_n + head * D)[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
+    )
+    return queries, tl.load(weights + n * weights_n + head, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_scores(
+    scored, scored_n, keys, scales, queries, factors, begin, lengths, key, at_scale, longest,
+    ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Stores the scores of a tile of keys for ROWS tokens from `begin` on."""
+    products = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [BLOCK_N, ROWS * BLOCK_H]
+    found = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * factors[None, :]
+    found = tl.sum(tl.reshape(found, [BLOCK_N, ROWS, BLOCK_H]), 2)
+    if scales is not None:
+        # A power of two: it may be multiplied last.
+        found *= tl.load(scales + at_scale, mask=key < longest, other=0.0)[:, None]
+    to = scored + (begin + tl.arange(0, ROWS))[None, :] * scored_n + key[:, None]
+    tl.store(to, found, mask=key[:, None] < lengths[None, :])
 
 
 @triton.jit(do_not_specialize=["EACH"])
 def _index_scores_kernel(
-    q, weights, cache, tables, hi, cu_q, scored,
+    q, weights, cache, scales, tables, hi, cu_q, scored,
     q_n, weights_n, page_stride, tables_b, scored_n, EACH,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, OFFSETS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, MORE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     b = tl.program_id(1).to(tl.int64)
@@ -43,25 +93,27 @@ def _index_scores_kernel(
     else:
         begin = b * EACH
         end = begin + EACH
-    begin += tl.program_id(0) * ROWS
+    begin += tl.program_id(0) * (ROWS + MORE)
     t = tl.arange(0, ROWS)
     lengths = tl.load(hi + begin + t, mask=begin + t < end, other=0)
-    tiles = tl.cdiv(tl.max(lengths, 0), BLOCK_N)
+    longest = tl.max(lengths, 0)
+    if MORE > 0:
+        beyond = begin + ROWS
+        t_more = tl.arange(0, MORE)
+        lengths_more = tl.load(hi + beyond + t_more, mask=beyond + t_more < end, other=0)
+        longest = tl.maximum(longest, tl.max(lengths_more, 0))
+    tiles = tl.cdiv(longest, BLOCK_N)
     if tl.program_id(2) < tiles:
-        column = tl.arange(0, ROWS * BLOCK_H)
-        n = begin + column // BLOCK_H
-        head = column % BLOCK_H
-        inside = (n < end) & (head < HEADS)
+        queries, factors = _queries(q, weights, begin, end, q_n, weights_n, HEADS, D, ROWS, BLOCK_H, BLOCK_D)
+        if MORE > 0:
+            queries_more, factors_more = _queries(
+                q, weights, beyond, end, q_n, weights_n, HEADS, D, MORE, BLOCK_H, BLOCK_D
+            )
         d = tl.arange(0, BLOCK_D)
-        queries = tl.load(
-            q + (n * q_n + head * D)[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
-        )
-        factors = tl.load(weights + n * weights_n + head, mask=inside, other=0.0)
         pages = tables + b * tables_b
         lane = tl.arange(0, BLOCK_N)
         # A page that holds whole tiles is looked up once per tile, any other page once per key.
         step = 0 if PAGE % BLOCK_N == 0 else lane
-        longest = tl.max(lengths, 0)
         ahead = tl.program_id(2) * BLOCK_N + step
         # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of the tiles.
         next_page = tl.load(pages + ahead // PAGE, mask=ahead < longest, other=0)
@@ -75,11 +127,17 @@ def _index_scores_kernel(
             keys = tl.load(
                 cache + at[:, None] + d[None, :], mask=(key < longest)[:, None] & (d < D)[None, :], other=0.0
             )
-            products = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [BLOCK_N, ROWS * BLOCK_H]
-            found = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * factors[None, :]
-            found = tl.sum(tl.reshape(found, [BLOCK_N, ROWS, BLOCK_H]), 2)
-            to = scored + (begin + t)[None, :] * scored_n + key[:, None]
-            tl.store(to, found, mask=key[:, None] < lengths[None, :])
+            keys = keys.to(queries.dtype)
+            at_scale = page * PAGE + key % PAGE
+            _store_scores(
+                scored, scored_n, keys, scales, queries, factors, begin, lengths, key, at_scale, longest,
+                ROWS, BLOCK_H, BLOCK_N,
+            )  # fmt: skip
+            if MORE > 0:
+                _store_scores(
+                    scored, scored_n, keys, scales, queries_more, factors_more, beyond, lengths_more, key, at_scale,
+                    longest, MORE, BLOCK_H, BLOCK_N,
+                )  # fmt: skip
     # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
     start_successor(PDL)
 
@@ -93,6 +151,7 @@ def index_scores(
     cu_q: torch.Tensor | None,
     max_q: int,
     scores: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Computes scores of this rank's keys for each query: the weighted sum over heads of relu(q.k), in fp32.
 
@@ -101,33 +160,36 @@ def index_scores(
     Args:
         q: [N, H, D] bf16, fp16 or fp32, heads contiguous.
         weights: [N, H] fp32, last dim contiguous; of any sign.
-        cache: [pages, page_size, D] in q's dtype, contiguous within a page.
+        cache: [pages, page_size, D] in q's dtype, contiguous within a page. With scales: e4m3.
         tables: [n, P] int32, rows contiguous: pages of each sequence.
         hi: [N] int32, contiguous: keys of each query, in local order; 0: none.
         cu_q: [n + 1] int32, where each sequence's queries begin, and the end of the last; None: N / n of each.
         max_q: most queries of a sequence.
         scores: [N, S] fp32, last dim contiguous, written: the first `hi` of a row; the others stay.
+        scales: of keys in e4m3, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, equation 1.
     """
     if not dispatch.on_gpu(q):
-        reference(q, weights, cache, tables, hi, cu_q, max_q, scores)
+        reference(q, weights, cache, tables, hi, cu_q, max_q, scores, scales)
         return
     N, heads, D = q.shape
     page_size, columns = cache.shape[1], scores.shape[1]
-    assert q.stride()[1:] == (D, 1) and cache.stride()[1:] == (D, 1) and cache.dtype == q.dtype
+    assert q.stride()[1:] == (D, 1) and cache.stride()[1:] == (D, 1)
+    assert cache.dtype == (q.dtype if scales is None else torch.float8_e4m3fn)
+    assert scales is None or scales.is_contiguous()
     assert weights.dtype == scores.dtype == torch.float32 and weights.stride(1) == scores.stride(1) == 1
     assert hi.is_contiguous() and tables.stride(1) == 1
     if N == 0:
         return
-    tile = score_tile(max_q, heads, q.dtype)
-    groups = triton.cdiv(max_q, tile["ROWS"]), len(tables)
+    tile = score_tile(max_q, heads, q.dtype, scales is not None, cu_q is None)
+    groups = triton.cdiv(max_q, tile["ROWS"] + tile["MORE"]), len(tables)
     tiles = triton.cdiv(columns, tile["BLOCK_N"])
     least = triton.cdiv(2 * sm_count(q.device), groups[0] * groups[1])  # fills the GPU
     programs = max(1, min(tiles, max(least, triton.cdiv(tiles, 64))))
     _index_scores_kernel[(*groups, programs)](
-        q, weights, cache, tables, hi, cu_q, scores,
+        q, weights, cache, scales, tables, hi, cu_q, scores,
         q.stride(0), weights.stride(0), cache.stride(0), tables.stride(0), scores.stride(0), max_q,
         HEADS=heads, D=D, PAGE=page_size, OFFSETS=cu_q is not None, BLOCK_D=max(16, triton.next_power_of_2(D)),
         **tile, **overlapped(q),

@@ -14,6 +14,7 @@ def index_scores(
     cu_q: torch.Tensor | None,
     max_q: int,
     scores: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Writes scores of keys; shapes as in `kernels.indexer.scores.index_scores`. Sums are the same on every grid."""
     page_size = cache.shape[1]
@@ -21,6 +22,9 @@ def index_scores(
     for pages, begin, end in zip(tables, begins, begins[1:], strict=False):
         for n in range(begin, end):
             at = torch.arange(int(hi[n]), device=q.device)
-            keys = cache[pages[at // page_size].long(), at % page_size].double()  # [keys, D]
+            slots = pages[at // page_size].long(), at % page_size
+            keys = cache[slots].to(q.dtype).double()  # [keys, D]
+            if scales is not None:
+                keys *= scales[slots][:, None]
             products = (keys @ q[n].double().T).relu()
             scores[n, : len(at)] = (products @ weights[n].double()).float()

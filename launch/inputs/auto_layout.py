@@ -22,7 +22,7 @@ from helix.simulate.points import LayerDrafts, Options, Sparse, Tier
 from launch.inputs.hardware import hardware_of
 from launch.inputs.prompts import PromptLine
 
-KV_DTYPES = {"auto": "bf16", "fp8": "e4m3", "k16v8": "k16v8"}  # in the planner's words
+KV_DTYPES = {"auto": "bf16", "fp8": "e4m3", "fp8_all": "e4m3_all", "k16v8": "k16v8"}  # in the planner's words
 TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
 
 

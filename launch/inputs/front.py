@@ -81,8 +81,8 @@ def _weights(value: str) -> list[str]:
 def _cache_dtype(value: str) -> list[str]:
     if value in ("auto", "bfloat16", "float16"):
         return []
-    if value not in ("fp8", "fp8_e4m3", "k16v8"):
-        raise ValueError(f"--kv-cache-dtype {value}: keys and values are kept as auto, fp8 or k16v8")
+    if value not in ("fp8", "fp8_e4m3", "fp8_all", "k16v8"):
+        raise ValueError(f"--kv-cache-dtype {value}: keys and values are kept as auto, fp8, fp8_all or k16v8")
     return [f"kv.dtype={value.removesuffix('_e4m3')}"]
 
 
@@ -94,7 +94,7 @@ MODEL_FLAGS = (
     Flag(("--max-num-seqs",), "N", "decode.max_batch"),
     Flag(("--gpu-memory-utilization",), "SHARE", "kv.memory_fraction", "of the memory that weights leave free"),
     Flag(("--quantization", "-q"), "fp8", "model.weights", "rounds an unquantised checkpoint to FP8", _weights),
-    Flag(("--kv-cache-dtype",), "TYPE", "kv.dtype", "auto, fp8, or k16v8: values alone in FP8", _cache_dtype),
+    Flag(("--kv-cache-dtype",), "TYPE", "kv.dtype", "auto, fp8, fp8_all, or k16v8: values alone in FP8", _cache_dtype),
     Flag(("--seed",), "N", "decode.seed"),
 )  # fmt: skip
 RUN_FLAGS = (

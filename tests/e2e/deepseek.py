@@ -145,7 +145,7 @@ DSA_FAMILIES: dict[str, Any] = {
         index_topk=128,
         **_INDEXED,
     ),
-    # Layers 0, 1 and 3 have indexers.
+    # Layers 0, 1 and 3 have indexers; with a layer that drafts, only its first draft chooses.
     "glm-5-shared": lambda: GlmMoeDsaConfig(
         hidden_size=64,
         num_attention_heads=8,
@@ -156,6 +156,7 @@ DSA_FAMILIES: dict[str, Any] = {
         index_topk=2,
         index_topk_freq=2,
         index_skip_topk_offset=2,
+        index_share_for_mtp_iteration=True,
         **_INDEXED,
     ),
 }

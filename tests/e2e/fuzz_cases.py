@@ -246,6 +246,8 @@ def settings_of(
     }
     if spec is not None and spec.full and rng.random() < 0.35:
         settings["kv.dtype"] = "fp8" if _latents(spec) else rng.choice(("fp8", "fp8", "k16v8"))
+        if spec.indexers:
+            settings["kv.dtype"] = rng.choice(("fp8", "fp8_all"))
     rounds = settings["kv.dtype"] != "auto"
     if layout.mode == "dp":  # it has neither chunks of batches nor drafts nor choices of blocks
         return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds

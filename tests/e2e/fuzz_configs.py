@@ -208,7 +208,7 @@ def _indexed(rng: random.Random, shapes: Shapes) -> Json:
 def _glm_dsa(rng: random.Random, shapes: Shapes) -> Json:
     config = _indexed(rng, shapes)
     kinds = ["full", *(rng.choice(("full", "shared")) for _ in range(config["num_hidden_layers"] - 1))]
-    return config | {"indexer_types": kinds}
+    return config | {"indexer_types": kinds, "index_share_for_mtp_iteration": rng.random() < 0.5}
 
 
 def _seed_oss(rng: random.Random, shapes: Shapes) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -112,13 +113,13 @@ class Oracle:
         found: list[int] = []
         for _ in range(count):
             following = torch.tensor([[*tokens[1:], *found]])
-            y = self.ahead(self.model.embed_tokens(following), states)
+            y = self.ahead(self.model.embed_tokens(following), states, len(tokens) - 1)
             states = torch.cat((states, y[:, -1:]), 1)
             found.append(int(self.lm.lm_head(y[0, -1]).argmax()))
         return found
 
-    def ahead(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """States [1, n, H] of the layer."""
+    def ahead(self, embedded: Tensor, states: Tensor, known: int) -> Tensor:
+        """States [1, n, H] of the layer; rows behind `known` ones are drafts."""
         both = torch.cat((self.norm(embedded, self.names.token_norm), self.norm(states, self.names.state_norm)), -1)
         x = both @ self.tensors[f"{self.names.join}.weight"].T
         n = x.shape[1]
@@ -126,10 +127,23 @@ class Oracle:
         positions = torch.arange(n)[None]
         axes = positions.expand(3, 1, n) if "qwen3_5" in self.model.config.model_type else positions  # those of images
         angles = self.model.rotary_emb(x, position_ids=axes)
-        with patch.object(Tensor, "topk", earliest_topk):
+        with patch.object(Tensor, "topk", earliest_topk), self.one_choice(known):
             y = self.layer(x, attention_mask=mask, position_embeddings=angles, position_ids=positions)
         y = y[0] if isinstance(y, tuple) else y
         return self.norm(y, self.names.norm)
+
+    def one_choice(self, known: int) -> AbstractContextManager[Any]:
+        """Lets drafts read what the last known row chose, where the model was trained so; of fewer tokens, all."""
+        if not getattr(self.model.config, "index_share_for_mtp_iteration", False):
+            return nullcontext()
+        forward = self.layer.self_attn.indexer.forward
+
+        def choose(*args: Any, **more: Any) -> Tensor:
+            found: Tensor = forward(*args, **more)  # [1, n, topk]
+            found[:, known:] = found[:, known - 1 : known].clamp(max=known - 1)
+            return found
+
+        return patch.object(self.layer.self_attn.indexer, "forward", choose)
 
 
 @functools.cache

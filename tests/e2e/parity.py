@@ -252,6 +252,18 @@ def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
     return Result(tokens, logits)
 
 
+def generate_twice(engine: Engine, wanted: Sequence[Continuation]) -> Result:
+    """`generate`, whose steps are eager as logits are observed; captured ones have to draw the same tokens."""
+    result = generate(engine, wanted)
+    if engine.comm.capturable:
+        engine.runner.observer = None
+        requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
+        for _ in range(2):
+            tokens = {output.id: output.output_ids for output in engine.generate(requests)}
+            assert tokens == result.tokens
+    return result
+
+
 def check(results: Sequence[Result], wanted: Sequence[Continuation], tolerance: float = LOGIT_TOLERANCE) -> None:
     """Every token equal, every logit within `tolerance`, and nothing missing; in mode dp one rank has all of a row."""
     for i, c in enumerate(wanted):
@@ -306,13 +318,7 @@ def distributed_rank(
     else:
         drafter = draft
     engine = build_engine(path, layout, comm, block, drafter=drafter, adaptive=False)
-    result = generate(engine, wanted)
-    if comm.capturable:  # whoever observes logits gets eager steps: the captured ones have to draw the same tokens
-        engine.runner.observer = None
-        requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
-        for _ in range(2):
-            tokens = {output.id: output.output_ids for output in engine.generate(requests)}
-            assert tokens == result.tokens
+    result = generate_twice(engine, wanted)
     engine.close()
     if isinstance(drafter, ModelDrafts):
         drafter.comm.close()

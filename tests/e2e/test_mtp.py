@@ -40,6 +40,14 @@ class NotRewritten(Kept):
         now.copy_(torch.where(before.isnan(), now, before))
 
 
+class EachChooses(Kept):
+    """Lets each draft choose its tokens."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.layer.choice = 0
+
+
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(
     "family, kvp, tpa",
@@ -105,6 +113,11 @@ def test_drafts_after_steps_without_any(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_rows_that_are_not_written_anew_are_found() -> None:
     assert unlike(drafted(NotRewritten, FAMILIES[0], 1), mtp.oracle(FAMILIES[0]).drafts) != []
+
+
+def test_drafts_that_choose_anew_are_found() -> None:
+    """Where the model was trained to choose for the first one alone."""
+    assert unlike(drafted(EachChooses, "glm-5-shared", 1), mtp.oracle("glm-5-shared").drafts) != []
 
 
 def test_without_the_drafter_its_layer_is_not_read() -> None:

@@ -17,29 +17,43 @@ from comm.solo import SoloCommunicator
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.request import Request
+from helix.layers import indexer
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.run.graphs import StepGraphs
 from helix.speculation import NgramDrafter
 from helix.steps import chunk_size
-from helix.steps.chunk_size import DEEP, KEYS, SIZES, ChunkSize, captured_first, padded
+from helix.steps.chunk_size import DEEP, DEPTHS, SIZES, ChunkSize, captured_first, choosing_depths, padded
 from kernels import dispatch
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import build_engine, check, generate, loopback
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
+KEYS = [depth.keys for depth in DEPTHS]
+
 
 def test_sizes() -> None:
-    assert padded([3], 7) == ChunkSize(128, 2, 128, KEYS[0]) and padded([100, 28], 7) == ChunkSize(
-        128, 20, 128, KEYS[0]
+    assert padded([3], 7) == ChunkSize(128, 2, 128, KEYS[0], True) and padded([100, 28], 7) == ChunkSize(
+        128, 20, 128, KEYS[0], True
     )
-    assert padded([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1])
+    assert padded([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1], True)
     assert padded([1400], 9).tokens == 1536 and not padded([1300], 9).captured, "a ninth is padding, more is too much"
     assert padded([1300, 50], 1400) == ChunkSize(1360, 3, 1300, 1400), "as long as it is, but for its last few tokens"
     assert not padded([1] * 40, 1).captured and not padded([9000], 9000).captured
     sizes = captured_first(1024, 1 << 20)
     assert sizes == sorted({*sizes}, reverse=True) and len(sizes) == 2 * 7 + 1 and all(size.captured for size in sizes)
     assert all(padded([tokens], 1).captured for tokens in SIZES)
+
+
+def test_depths_of_choices() -> None:
+    """Whether tokens are chosen depends on the host's number, which must not be more than a replayed chunk has."""
+    depths = choosing_depths(2048, 3, 9000)
+    assert [padded([9], keys, depths).keys for keys in (1, 682, 683, 9000)] == [682, 682, 9000, 9000]
+    assert 3 * 682 <= 2048 < 3 * 683 and choosing_depths(2, 3, 50) == choosing_depths(2, 8, 50)
+    assert {size.keys for size in captured_first(128, 682, depths)} == {682}
+    assert {size.keys for size in captured_first(128, 683, depths)} == {682, 9000}
+    assert padded([1536], 682, depths).captured and padded([1536], 683, depths) == ChunkSize(1536, 2, 1536, 683)
+    assert max(size.tokens for size in captured_first(8192, 9000, depths) if size.keys == 9000) == 1024
 
 
 @pytest.fixture
@@ -62,6 +76,9 @@ def pads(engine: Engine) -> None:
         ("llama-llama3", HelixLayout.create("tp", 1, 2)),
         ("qwen3-moe", HelixLayout.create("helix", 2, 1, 1, 2)),
         ("deepseek-v3-yarn", HelixLayout.create("helix", 2)),
+        ("deepseek-v32", HelixLayout.create("helix", 2)),
+        ("glm-5-shared", HelixLayout.create("helix", 3)),
+        ("glm-5-all", HelixLayout.create("tp", 1, 2)),
     ],
     ids=str,
 )
@@ -140,11 +157,16 @@ class Replays(StepGraphs):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
-def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family, scores", [("demo", 1 << 26), ("glm-5-shared", 1 << 26), ("glm-5-shared", 1 << 14)])
+def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(
+    monkeypatch: pytest.MonkeyPatch, family: str, scores: int
+) -> None:
     """One prompt at the beginning and deep, several, known prefixes: two keys, and few launches beside the graph."""
     comm = LoopbackWorld(1).communicator(0, (0,))
+    path = DEMO if family == "demo" else checkpoint(family)
+    monkeypatch.setattr(indexer, "SCORES", scores)  # few: some rows of a chunk choose after others
     e = build_engine(
-        DEMO, HelixLayout.create(), comm, 16, page_size=64, max_length=1000, max_batch=4, prefill_chunk=256
+        path, HelixLayout.create(), comm, 16, page_size=64, max_length=1000, max_batch=4, prefill_chunk=256
     )
     recorder = Recorder()
     e.runner.pads, e.runner.graphs = True, Replays(recorder)
@@ -213,17 +235,19 @@ def test_sizes_that_came_are_captured_in_a_pause(small_sizes: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [128, 1536, 8192])
-def test_a_replayed_chunk_is_the_eager_one(tokens: int) -> None:
+@pytest.mark.parametrize("family, tokens", [*(("demo", n) for n in (128, 1536, 8192)), ("glm-5", 128)])
+def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int) -> None:
     """Bitwise: the same kernels run, over whatever was packed last."""
-    comm = SoloCommunicator(torch.device("cuda", 0))
+    comm, demo = SoloCommunicator(torch.device("cuda", 0)), family == "demo"
     e = build_engine(
-        DEMO, HelixLayout.create(), comm, 16, page_size=64, max_length=9000, max_batch=3, prefill_chunk=8192,
-        dtype=torch.bfloat16,
+        DEMO if demo else checkpoint(family), HelixLayout.create(), comm, 16, page_size=64,
+        max_length=9000 if demo else 500, max_batch=3, prefill_chunk=8192 if demo else 256,
+        dtype=torch.bfloat16 if demo else torch.float32,
     )  # fmt: skip
     assert e.runner.pads
     e.warm_up([], chunks=True)
-    prompts = [tuple((7 * i + seed) % 4000 + 1 for i in range(n)) for seed, n in enumerate((tokens, tokens - 9, 40))]
+    vocab = 4000 if demo else 250
+    prompts = [tuple((7 * i + seed) % vocab + 1 for i in range(n)) for seed, n in enumerate((tokens, tokens - 9, 40))]
     requests = [Request(i, prompt, 5) for i, prompt in enumerate(prompts)]
     graphs, found = e.runner.graphs, []
     for e.runner.graphs in (graphs, None):

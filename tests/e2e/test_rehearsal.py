@@ -108,7 +108,9 @@ def test_sequences_that_are_timed_share_no_page() -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", ["qwen2 1", "demo 1 pads", "qwen3-moe 1 pads", "gpt-oss 1", "deepseek-v3-yarn 1 pads"])
+@pytest.mark.parametrize(
+    "case", ["qwen2 1", "demo 1 pads", "qwen3-moe 1 pads", "gpt-oss 1", "deepseek-v3-yarn 1 pads", "glm-5 1 pads"]
+)
 def test_what_is_served_later_needs_no_other_kernel(case: str) -> None:
     """60 chunks of random sizes, prompts and depths, and steps: what they need follows from arguments."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -517,14 +517,17 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
     """Indexers of GLM-5.2 (32 heads) and DeepSeek-V3.2 (64)."""
     bf16 = torch.bfloat16
     shape = {"D": 128, "PAGE": 64, "PDL": True}
-    for heads, rows in ((32, 1), (32, 5), (64, 1), (64, 512)):
-        tile = score_tile(rows, heads, bf16)
-        options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
-        scan = shape | {"HEADS": heads, "OFFSETS": rows > 5, "BLOCK_D": 128, **tile}
-        yield f"index-scores-{heads}-{rows}", bf16, _index_scores_kernel, scan, options
+    for heads, rows in ((32, 1), (32, 5), (64, 1), (64, 5), (64, 512)):
+        for few, plain in (("", {"scales": None}), ("-fp8", {})):
+            tile = score_tile(rows, heads, bf16, not plain, rows <= 5)
+            options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
+            scan = shape | {"HEADS": heads, "OFFSETS": rows > 5, "BLOCK_D": 128, **tile, **plain}
+            yield f"index-scores-{heads}-{rows}{few}", bf16, _index_scores_kernel, scan, options
     append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32}
-    yield "index-append", bf16, _index_append_kernel, append, {"num_warps": 1}
-    choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "RANK": 3, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
+    for few, plain in (("", {"scales": None}), ("-fp8", {})):
+        yield f"index-append{few}", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
+    yield "index-append-keys", bf16, _index_append_kernel, append | plain | {"HEADS": 0, "BLOCK_H": 1}, {"num_warps": 1}
+    choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
     for stage in (0, 1, 6):
         more = {"listed": None} if stage == 6 else {}
         yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage, **more}, {"num_warps": 4}
@@ -568,6 +571,7 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
             kind = "*fp32"
         latents = "ropes" in function.arg_names and "ropes" not in constants
+        latents |= function in (_index_append_kernel, _index_scores_kernel) and "scales" not in constants
         if latents or (function is _unpack_pages_kernel and "scales" not in constants):
             kind = {"cache": "*fp8e4nv", "scales": "*fp32"}.get(name, kind)
         if name == "latents" and "scales" in function.arg_names and "scales" not in constants:

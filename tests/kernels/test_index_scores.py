@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.indexer.scores import index_scores
 from kernels.reference.index_scores import index_scores as reference
+from kernels.scaled_keys import rounded
 
 OPS = pytest.mark.parametrize("op", [index_scores, reference], ids=["kernel", "reference"])
 
@@ -37,15 +38,23 @@ def make(
 
 
 def check(
-    counts: list[int], q: Tensor, weights: Tensor, cache: Tensor, tables: Tensor, hi: Tensor, got: Tensor
+    counts: list[int],
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    hi: Tensor,
+    got: Tensor,
+    shrunk: int = 1,
 ) -> None:
+    """Compares scores, or those divided by `shrunk`, with float64."""
     n, page_size = 0, cache.shape[1]
     for i, count in enumerate(counts):
         for _ in range(count):
             at = torch.arange(int(hi[n]))
             keys = cache.cpu()[tables[i].cpu()[at // page_size].long(), at % page_size].double()
             products = (keys @ q[n].double().cpu().T).relu()
-            want = products @ weights[n].double().cpu()
+            want = products @ weights[n].double().cpu() / shrunk
             # Products of up to 128 terms of size 1, of 64 heads, in fp32: sqrt(128 * 64) roundings of 2^-24 of
             # partial sums up to 60, at most.
             torch.testing.assert_close(got[n, : len(at)].double().cpu(), want, atol=3e-4, rtol=0)
@@ -62,6 +71,9 @@ def check(
         (3, [200], 32, 128, 128),
         (17, [90, 17], 64, 32, 1),
         (2, [33, 300], 1, 8, 7),
+        (5, [130, 64, 3], 16, 24, 64),  # in two products each
+        (6, [90, 0], 12, 16, 16),
+        (9, [70], 5, 8, 16),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -73,6 +85,24 @@ def test_queries_of_a_decode_step(
     got = torch.full((len(q), max(lengths) + 40), torch.nan, device=device)
     op(q, weights, cache, tables, hi, None, each, got)
     check(counts, q, weights, cache, tables, hi, got)
+
+
+@OPS
+@pytest.mark.parametrize("each, heads, width, page_size", [(1, 32, 128, 64), (5, 6, 24, 7), (6, 64, 32, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_keys_in_e4m3(
+    op: Any, each: int, heads: int, width: int, page_size: int, dtype: torch.dtype, device: Any
+) -> None:
+    """Numbers times a power of two are exact in fp16 here; pages of keys are strided, those of scales are not."""
+    lengths = [130, 5, 0]
+    q, weights, wide, tables, hi = make([each] * 3, lengths, heads, width, page_size, torch.float32, device)
+    few, scales = rounded(wide)
+    scales *= 2.0 ** (torch.arange(page_size, device=device) % 3)  # of its own for each slot
+    cache = torch.full((len(wide), 2, page_size, width), torch.nan, device=device).to(torch.float8_e4m3fn)[:, 1]
+    cache.copy_(few)
+    got = torch.full((len(q), 170), torch.nan, device=device)
+    op(q.to(dtype), weights, cache, tables, hi, None, each, got, scales)
+    check([each] * 3, q.to(dtype), weights, few.float() * scales[..., None], tables, hi, got / 4, 4)
 
 
 @OPS
@@ -88,15 +118,20 @@ def test_prompt_chunks(op: Any, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scores_are_the_same_bit_for_bit_alone_and_in_a_group(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("heads, rows", [(32, 5), (32, 6), (32, 8), (32, 9), (64, 3), (64, 5)])
+def test_scores_are_the_same_bit_for_bit_alone_and_in_a_group(
+    heads: int, rows: int, scaled: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     """Verification has to choose what plain decoding chooses."""
-    q, weights, cache, tables, hi = make([6], [500], 32, 128, 64, dtype, device)
-    together = torch.full((6, 512), torch.nan, device=device)
+    q, weights, cache, tables, hi = make([rows], [500], heads, 128, 64, dtype, device)
+    cache, *scales = rounded(cache) if scaled else (cache,)
+    together = torch.full((rows, 512), torch.nan, device=device)
     alone = together.clone()
-    index_scores(q, weights, cache, tables, hi, None, 6, together)
-    for n in range(6):
+    index_scores(q, weights, cache, tables, hi, None, rows, together, *scales)
+    for n in range(rows):
         at = slice(n, n + 1)
-        index_scores(q[at], weights[at], cache, tables, hi[at], None, 1, alone[at])
+        index_scores(q[at], weights[at], cache, tables, hi[at], None, 1, alone[at], *scales)
     assert torch.equal(together.nan_to_num(), alone.nan_to_num())
 
 

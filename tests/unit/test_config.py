@@ -129,7 +129,7 @@ def test_what_stands_for_keys(typed: str, meant: str) -> None:
     "typed, said",
     [
         ("--trust-remote-code", "--trust-remote-code is refused: no code of a checkpoint is ever run"),
-        ("--kv-cache-dtype fp8_e5m2", "keys and values are kept as auto, fp8 or k16v8"),
+        ("--kv-cache-dtype fp8_e5m2", "keys and values are kept as auto, fp8, fp8_all or k16v8"),
         ("--quantization awq", "--quantization awq: a checkpoint says how"),
         ("--max-model-length 5", "not an option of helix run; did you mean --max-model-len?"),
         ("--output", "--output has no value behind it"),

@@ -51,6 +51,7 @@ def test_the_published_shapes() -> None:
     assert of_glm.topk == of_v.topk == 2048 and of_glm.interleaved and of_v.interleaved
     assert glm52.indexers[0].interleaved and not v.indexers[0].interleaved
     assert (glm52.indexers[0].heads, v.indexers[0].heads) == (32, 64)
+    assert (glm52.brought_choice, v.brought_choice) == (2048, 0)
     # As said: 743B and 671B, with their layers for multi-token prediction, which are not read.
     for s, numbers in ((glm52, 743e9), (v, 671e9)):
         total = 2 * s.vocab * s.hidden + sum(layer.mixer.weights for layer in s.layers)
@@ -77,9 +78,10 @@ def test_layers_that_choose(more: dict[str, Any], full: list[int]) -> None:
 
 def test_a_token_keeps_index_keys_where_layers_choose() -> None:
     glm52 = spec_of("glm-5.2")
-    for kv, of_latent in (("auto", 1152), ("fp8", 512 + 4 * 4 + 128)):
+    few = 512 + 4 * 4 + 128
+    for kv, of_latent, of_index in (("auto", 1152, 256), ("fp8", few, 256), ("fp8_all", few, 132)):
         keeps = glm52.keeps(KVP_8, 3, torch.bfloat16, kv)
-        assert sum(map(token_bytes, keeps)) == 78 * of_latent + 21 * 256
+        assert sum(map(token_bytes, keeps)) == 78 * of_latent + 21 * of_index
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,10 @@ def test_a_plan_counts_what_is_kept_and_read() -> None:
     phases = {phase.name: phase for phase in found.phases}
     assert phases["index scores"].bytes[0] == 21 * M / 8 * 256
     assert phases["attention"].bytes[0] == 78 * 2048 / 8 * 1152
+    few = predict(glm52, hardware, Points.of("helix", 1, kvp=8), M, replace(options, kv="e4m3_all"))
+    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, torch.bfloat16, "fp8_all"))) * M / 8
+    assert few.memory.kv_bytes[0] == pytest.approx(kept, rel=0.001)
+    assert {phase.name: phase for phase in few.phases}["index scores"].bytes[0] == 21 * M / 8 * 132
     # Dense attention of the same shape reads all latents.
     dense = [replace(layer, mixer=replace(layer.mixer, topk=None, indexer=None)) for layer in glm52.layers]
     plain = predict(replace(glm52, layers=tuple(dense)), hardware, Points.of("helix", 1, kvp=8), M, options)

@@ -318,6 +318,7 @@ def test_sparse_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "model=qwen2.5-7b gpus=8 context=1048576 batch=8",
         "model=qwen3-30b-a3b gpus=4 context=131072 ttl_ms=20",
         "model=deepseek-v2-lite gpus=4 context=131072 acceptance=0.8",
+        "model=glm-5.2 gpus=8 context=1048576",
         "model=gpt-oss-20b gpus=6 context=8192 batch=2 backend=nccl",
         "model=llama-3.1-8b gpus=4 context=131072 batch=8 sparse=16 acceptance=0.8",
         "model=qwen2.5-7b gpus=2 context=1048576 batch=3 sparse=32 tier=host hits=0.8 ahead=0.7 gpu_bytes=6e9",
@@ -331,7 +332,9 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
         config = composed(*overrides(choice))
         for rank in (0, given["gpus"] - 1):
             run = preflight(config, rank, given["gpus"])
-            assert run.layout == choice.layout and run.spec == ranking.question.spec
+            planned = ranking.question.spec
+            assert run.layout == choice.layout and replace(run.spec, max_positions=planned.max_positions) == planned
+            assert run.spec.max_positions >= given["context"] + 17 * 45  # steps of 16 drafts that are timed behind it
         assert config.blocks.append == choice.append_block
         assert config.speculation.drafter == ("ngram" if choice.gamma else "none")
         assert PROGRAM.work(config).load == (choice.batch, given["context"])

@@ -386,3 +386,6 @@ def test_latents_are_kept_in_fp8_or_as_they_are(prompts: Path) -> None:
     assert plan(latents, prompts, "kv.dtype=fp8").kv.dtype == "fp8"
     said = problem(latents, prompts, "kv.dtype=k16v8")
     assert "kv.dtype=k16v8" in said and "latents (MLA)" in said and "set fp8 or auto" in said
+    said = problem(latents, prompts, "kv.dtype=fp8_all")
+    assert "kv.dtype=fp8_all" in said and "no index keys" in said and "set fp8 or auto" in said
+    assert plan(checkpoint("glm-5"), prompts, "kv.dtype=fp8_all").kv.dtype == "fp8_all"
