@@ -13,13 +13,13 @@ SAID = 512  # tokens of an answer at most
 TOGETHER = 512  # answers
 BEGIN = 64  # tokens of code that are continued
 TEMPERATURE = 0.7
-ASKED = (
+QUESTIONS = (
     "Explain {} to a child.", "Write a short story about {}.", "What are the advantages and disadvantages of {}?",
     "Write a Python function about {}, with comments.", "List ten facts about {}.", "Write an email about {}.",
     "Describe the history of {}.", "How do I start with {}? Give me a plan in steps.", "Summarise what is known of {}.",
     "Write a dialogue of two friends about {}.", "Make a table that compares kinds of {}.", "Write a poem about {}.",
 )  # fmt: skip
-ABOUT = (
+SUBJECTS = (
     "bicycles", "the moon", "binary search", "bread", "volcanoes", "chess", "the French revolution", "hash tables",
     "gardens", "whales", "jazz", "elections", "vaccines", "sorting a list", "trains", "the Roman empire", "glaciers",
     "coffee", "prime numbers", "birds", "reading files", "photography", "earthquakes", "tea", "parsing dates", "maps",
@@ -39,9 +39,9 @@ def prompts(tokenizer: Any, code: Tensor, count: int) -> list[list[int]]:
     found = []
     for i in range(count):
         if i % 2 and getattr(tokenizer, "chat_template", None):
-            said = [{"role": "user", "content": rng.choice(ASKED).format(rng.choice(ABOUT))}]
-            asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-            found.append(tokenizer(asked, add_special_tokens=False)["input_ids"])
+            said = [{"role": "user", "content": rng.choice(QUESTIONS).format(rng.choice(SUBJECTS))}]
+            question = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+            found.append(tokenizer(question, add_special_tokens=False)["input_ids"])
         else:
             at = rng.randrange(len(code) - BEGIN)
             found.append(code[at : at + BEGIN].tolist())
@@ -49,15 +49,15 @@ def prompts(tokenizer: Any, code: Tensor, count: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def said(model: Any, asked: Sequence[Sequence[int]], end: int) -> Tensor:
+def said(model: Any, given: Sequence[Sequence[int]], end: int) -> Tensor:
     """Returns prompts and what a model of transformers says then, one behind the other [n] int64.
 
     Args:
         end: the token that ends an answer.
     """
     texts: list[int] = []
-    for first in range(0, len(asked), TOGETHER):
-        group = asked[first : first + TOGETHER]
+    for first in range(0, len(given), TOGETHER):
+        group = given[first : first + TOGETHER]
         most = max(map(len, group))
         ids = torch.tensor([[end] * (most - len(p)) + list(p) for p in group], device=model.device)
         mask = torch.tensor([[0] * (most - len(p)) + [1] * len(p) for p in group], device=model.device)

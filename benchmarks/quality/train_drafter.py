@@ -28,6 +28,7 @@ the model's greedy tokens if those before are. A layer for multi-token predictio
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
@@ -44,7 +45,6 @@ from torch import Tensor, nn
 from benchmarks.quality import own_texts
 from benchmarks.quality.drafted_layers import FORMS, DraftedLayer
 from benchmarks.quality.haystacks import texts
-from benchmarks.records.rows import append
 from launch.inputs.arguments import helped, one_of, parse
 from launch.inputs.compose import ROOT
 from launch.job.report import provenance
@@ -143,8 +143,8 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     layer = FORMS[form](target.model.config).to(device)
     ids = corpus(tokenizer, values.get("megabytes", 40.0))
     if values.get("texts") == "own":
-        asked = own_texts.prompts(tokenizer, ids, values.get("answers", 1024))
-        ids = own_texts.said(target.model, asked, tokenizer.eos_token_id)
+        prompts = own_texts.prompts(tokenizer, ids, values.get("answers", 1024))
+        ids = own_texts.said(target.model, prompts, tokenizer.eos_token_id)
         unseen, ids = ids[: UNSEEN * length].view(-1, length), ids[UNSEEN * length :]
     else:
         unseen = texts(tokenizer, UNSEEN, length)
@@ -187,7 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         about = {"name": "trained-drafters", **provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
         about |= {"model": Path(values.get("model", "demo")).name, "drafter": values.get("form", "eagle3")}
         command = " ".join(["python -m benchmarks.quality.train_drafter", *arguments])
-        append(values["output"], [about | {"command": command, "texts": values.get("texts", "sources")} | found])
+        about |= {"command": command, "texts": values.get("texts", "sources")}
+        with values["output"].open("a", encoding="utf-8") as file:
+            file.write(json.dumps(about | found) + "\n")
     print("kept of each draft behind kept ones: " + " ".join(f"{share:.2f}" for share in found["kept"]))
 
 
