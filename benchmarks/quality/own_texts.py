@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SAID = 512  # tokens of an answer at most
-TOGETHER = 512  # answers
+TOGETHER = 1024  # answers
 BEGIN = 64  # tokens of code that are continued
 TEMPERATURE = 0.7
 QUESTIONS = (
