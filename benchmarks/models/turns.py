@@ -34,6 +34,11 @@ DRAFTING = {
     "ngram, adaptive": ["speculation=ngram"],
     "suffix, adaptive": ["speculation=suffix"],
 }
+WAYS = {
+    "turns": [*DRAFTING],
+    "copies": ["none", "ngram, 4", "suffix, 4"],
+    "random": ["none", "ngram, adaptive", "suffix, adaptive"],
+}
 
 
 def prompts(text: str) -> list[dict[str, object]]:
@@ -71,7 +76,7 @@ def measure(given: Given, model: str, text: str) -> Iterator[Row]:
         written.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         job = [*whose, f"layout.kvp={given.ranks}", f"decode.max_batch={BATCH}", "decode.stream=false"]
         job += [f"decode.prompts={written}", f"decode.output={answers}"]
-        for drafting in DRAFTING if given.gpu else [*DRAFTING][:3]:
+        for drafting in WAYS[text]:
             record = jobs.measure(given.ranks, [*job, *DRAFTING[drafting]])
             tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").strip().split("\n")]
             answers.unlink()
