@@ -306,7 +306,7 @@ def test_tables_and_figures() -> None:
 
 @pytest.mark.parametrize("kvp", [1, 2])
 def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any, kvp: int) -> None:
-    """Of the demo model's EAGLE-3 layer, several at once, and beside lookups; two ways with one layer are alike."""
+    """The demo model's EAGLE-3 layer on two prompts at once: with fewer drafts and beside lookups, no token changes."""
     layer = SpeculationConfig(drafter="eagle3", path=str(ROOT / "assets" / "demo-eagle3"))
     prompts = [prompt(tokenizer, n) for n in (150, 300)]
     given = [Continuation("code", ids, (torch.empty(0).long(),)) for ids in prompts]
