@@ -136,6 +136,19 @@ def layers(name: str) -> list[str]:
     return lines(columns, found)
 
 
+def trained() -> list[str]:
+    """Tabulates layers that were trained here, and the drafts that held on texts which they had not seen."""
+    columns: Columns = {
+        "model": at("model"),
+        "layer": at("drafter"),
+        "texts": at("texts"),
+        "minutes": at("minutes"),
+        "steps": at("steps"),
+        "kept of each draft behind kept ones": lambda r: " ".join(f"{share:.2f}" for share in r["kept"]),
+    }
+    return lines(columns, results("trained-drafters", "model", "drafter", "texts"))
+
+
 def turns() -> list[str]:
     """Tabulates drafts by lookup on turns of agents and elsewhere."""
     columns: Columns = {
@@ -153,5 +166,5 @@ def turns() -> list[str]:
 
 
 PAGE = {"drafters": drafters, "drafters-breakdown": breakdown, "drafters-adaptive": adaptive,
-        "experts-verified": experts, "turns": turns,
+        "experts-verified": experts, "turns": turns, "trained-drafters": trained,
         **{name: partial(layers, name) for name in ("layer-drafts", "layer-drafts.emulated-8")}}  # fmt: skip

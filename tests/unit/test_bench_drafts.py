@@ -75,6 +75,10 @@ def test_gains_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert three == f"{start} 3 | 1.25 ms | 1.10 ms | 0.10 ms | 0.05 ms | 1.25 x | 2.39 x |"
     assert six == f"{start} 6 | 2.00 ms | 1.29 ms | 0.70 ms | 0.01 ms | 2.00 x | - |"
 
+    layer = {"model": "demo", "drafter": "mtp", "texts": "sources", "minutes": 1.0, "steps": 512, "kept": [0.5, 0.25]}
+    (results / "trained-drafters.jsonl").write_text(json.dumps(layer) + "\n")
+    assert draft_tables.trained()[2] == "| demo | mtp | sources | 1.0 | 512 | 0.50 0.25 |"
+
     row = {"text": "turns", "model": "small", "layout": "helix", "tokens_per_step": 2.5, "ttl_p50_us": 1000.0}
     row |= {"tokens_per_s_user": 2500.0, "gain": 2.25, "as_plain": 83, "prompts": 84}
     said = [row | {"drafting": "ngram, 4", "over_ngram": None}, row | {"drafting": "suffix, 4", "over_ngram": 1.25}]
