@@ -2,8 +2,8 @@
 
 Decode steps of whole models over a cache of random data, at each batch and length with 0 to 6 drafts, for each policy
 of keys and for drafts looked up in the text. What an iteration takes does not depend on which drafts hold. How many
-hold is no matter of random weights: tokens an iteration are those measured of trained models (`helix acceptance`, its
-records), for each of their tasks; a gain is the tokens per second of these times and those tokens, over plain steps.
+hold is no matter of random weights: `helix tables drafters` takes tokens an iteration from the records of trained
+models (`helix acceptance`), and a gain is the tokens per second of these times and those tokens, over plain steps.
 Cells that do not fit say so.
 
 Then, text by models of random weights, which draft badly: with `speculation.adaptive`, beside plain decoding. What is
@@ -19,7 +19,6 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 from benchmarks import jobs
 from benchmarks.models.workloads import K, fitting_spec, layouts, named
 from benchmarks.runner import Benchmark, Given, Part, Row
-from launch.inputs.compose import ROOT
+from helix.layout import HelixLayout
 
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 POLICIES = ("any", "c2q", "window", "quest", "ngram")
@@ -36,9 +35,11 @@ LENGTHS = (8 * K, 32 * K, 112 * K)
 GAMMAS = [0, 2, 4, 6]
 STEPS = 12
 SPARSITY = 0.07
+KEPT_OF_A_STEP = (
+    "batch", "length", "gamma", "sparsity", "ttl_p50_us", "ttl_p90_us", "idle_share", "phase_us", "captured", "failed",
+    "used_bytes_per_gpu",
+)  # fmt: skip
 KEPT = 0.9  # of the timed drafts; it changes which slots steps write, not what they take
-# As `speculation=sparse` drafts: what an option of the comparison alone changes is another drafter.
-AS_SHIPPED = {"recent": 0.5, "reach": 8, "block": 1, "heads": "each", "kvp": 1, "temperature": 0.0}
 PROMPT, NEW_TOKENS = 8 * K, 512
 
 
@@ -52,24 +53,6 @@ def drafting(policy: str, gamma: int) -> list[str]:
     ]  # fmt: skip
 
 
-@cache
-def accepted(policy: str, gamma: int) -> dict[str, float]:
-    """Tokens an iteration, by "model length task", of records with at least `gamma` drafts; the latest of each counts.
-
-    A draft counts if all before it held, so that those beyond `gamma` change nothing.
-    """
-    found = {}
-    for file in sorted((ROOT / "benchmarks" / "results").glob("acceptance*.jsonl")):
-        for line in file.read_text("utf-8").splitlines():
-            row = json.loads(line)
-            shipped = AS_SHIPPED | {"sparsity": SPARSITY}
-            same = all(row.get(key) in (None, value) for key, value in shipped.items())
-            if row.get("policy") == policy and row.get("gamma", 0) >= gamma and "kept" in row and same:
-                name = f"{row['model']} {row['length'] // K}K {row['task']}"
-                found[name] = 1 + sum(row["kept"][:gamma]) / row["iterations"]
-    return found
-
-
 def cases(given: Given) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """A job for each model, some batches and a drafter; on a CPU the tiniest."""
     if given.gpu:
@@ -77,13 +60,25 @@ def cases(given: Given) -> Iterator[tuple[str, tuple[int, ...], str]]:
     return product(["demo"], [(2,)], ["any", "ngram"])
 
 
-def measure(given: Given, model: str, batches: tuple[int, ...], policy: str) -> list[Row]:
-    """Rows of a job in the grid with the widest tpa that splits the KV."""
-    points = [*product(batches, LENGTHS if given.gpu else [512])]
-    gammas, steps = (GAMMAS, STEPS) if given.gpu else ([0, 2], 3)
+def measure(given: Given, model: str, batches: tuple[int, ...], policy: str) -> Iterator[Row]:
+    """Rows of jobs in the grid with the widest tpa that splits the KV.
+
+    A job has all lengths; of quest it has one, whose share of blocks is that of the longest sequence there may be.
+    """
+    lengths = LENGTHS if given.gpu else (512,)
     spec, overrides = fitting_spec(model, given.ranks)
     layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
-    about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": len(spec.layers), "layout": str(layout)}
+    for of_job in [(length,) for length in lengths] if policy == "quest" else [lengths]:
+        longest = [f"model.config.max_position_embeddings={of_job[0] + K}"] if policy == "quest" else []
+        yield from _of_job(given, model, layout, [*product(batches, of_job)], policy, [*overrides, *longest])
+
+
+def _of_job(
+    given: Given, model: str, layout: HelixLayout, points: list[tuple[int, int]], policy: str, overrides: list[str]
+) -> list[Row]:
+    gammas, steps = (GAMMAS, STEPS) if given.gpu else ([0, 2], 3)
+    layers = len(fitting_spec(model, given.ranks)[0].layers)
+    about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": layers, "layout": str(layout)}
     about |= {"drafter": policy}
     try:
         record = jobs.measure(
@@ -99,23 +94,7 @@ def measure(given: Given, model: str, batches: tuple[int, ...], policy: str) -> 
         cells = [{"batch": b, "length": n, "gamma": g} for (b, n), g in product(points, gammas)]
         return [about | cell | {"failed": str(error)} for cell in cells]
     about |= {"backend": record["backend"]}
-    return [about | row | gains(row, policy, record["points"]) for row in record["points"]]
-
-
-def gains(row: Row, policy: str, points: list[Row]) -> Row:
-    """Tokens per second over plain steps at the same point, with each measured acceptance; of a task, the least."""
-    if "failed" in row or not row["gamma"]:
-        return {}
-    plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == (row["batch"], row["length"], 0))
-    over = plain["ttl_p50_us"] / row["ttl_p50_us"]
-    tokens = accepted(policy, row["gamma"])
-    gained = {name: count * over for name, count in tokens.items()}
-    tasks = {
-        f"gain_{task}": min(value for name, value in gained.items() if name.endswith(task))
-        for task in ("code", "copy", "facts")
-        if any(name.endswith(task) for name in gained)
-    }
-    return {"step_over_plain": 1 / over, "accepted": tokens, "gain": gained, **tasks}
+    return [about | {name: row[name] for name in KEPT_OF_A_STEP if name in row} for row in record["points"]]
 
 
 def adaptive_cases(given: Given) -> Iterator[tuple[str, int]]:
@@ -154,13 +133,13 @@ def adaptively(given: Given, model: str, batch: int) -> Iterator[Row]:
 
 
 BENCHMARK = Benchmark(
-    "decode steps of every drafter in one engine, with the acceptance measured of trained models, over all GPUs",
+    "decode steps of every drafter in one engine, over all GPUs",
     __doc__,
     (
         Part(
             cases,
             measure,
-            "model drafter batch length gamma ttl_p50_us step_over_plain gain_code gain_copy gain_facts",
+            "model drafter batch length gamma ttl_p50_us",
             f"drafts with {SPARSITY:.0%} of the keys",
         ),
         Part(

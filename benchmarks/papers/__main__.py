@@ -42,6 +42,7 @@ DRAWN = {  # of `helix plot`
         "acceptance-refused",
         "drafters-gains",
         "drafters-breakdown",
+        "tuned",
     ),
     "gather": ("sparse-map", "sparse-map.emulated-8", "fidelity-needles", "fidelity-recall"),
 }

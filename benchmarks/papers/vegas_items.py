@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.papers.items import NOT_RECORDED, Item, Table, span
+from benchmarks.records import tuned_tables
 from benchmarks.records.acceptance_tables import KEY, joined
-from benchmarks.records.draft_tables import adapted, best, choice_over_rest, experts_over_inherent, gained, timed
+from benchmarks.records.draft_gains import DEMO, REAL, best, gained
+from benchmarks.records.draft_tables import adapted, choice_over_rest, experts_over_inherent, timed
 from benchmarks.records.rows import Row, results
 from benchmarks.records.tables import TABLES
 
 ACCEPTANCE, DRAFTS, KERNELS = "helix acceptance", "helix bench self-drafts", "helix bench sparse"
-DRAFTERS = "helix bench drafters"
+DRAFTERS, TUNE = "helix bench drafters", "helix tune"
 LONG = 112 * 1024
 # The tables that are reprinted, and what makes their records.
 RECORDED = {
@@ -23,8 +25,11 @@ RECORDED = {
     "sparse-choose": KERNELS,
     "sparse-attend": KERNELS,
     "drafters": DRAFTERS,
+    "drafters-real": DRAFTERS,
+    "drafters-eight": f"{DRAFTERS} ranks=8",
     "drafters-breakdown": DRAFTERS,
     "drafters-adaptive": DRAFTERS,
+    "tuned": TUNE,
     "experts-verified": "helix bench moe",
     "self-drafts": DRAFTS,
     "self-drafts-of-8": f"{DRAFTS} ranks=8",
@@ -95,10 +100,13 @@ def _gain(models: Sequence[str], rate: str = "0.9") -> str:
     )
 
 
-def _beside(*drafters: str) -> str:
+def _beside(*drafters: str, model: str = DEMO) -> str:
     """Gains over plain steps on the task that gains least, Qwen3-8B, 4 x 112K, by measured acceptance."""
-    rows = {r["drafter"]: r for r in best(timed()) if (r["model"], r["batch"], r["length"]) == ("qwen3-8b", 4, LONG)}
-    said = [f"{name} {gained(rows[name]):.2f} x ({rows[name]['gamma']} drafts)" for name in drafters if name in rows]
+    found = best(timed(), model)
+    rows = {r["drafter"]: r for r in found if (r["model"], r["batch"], r["length"]) == ("qwen3-8b", 4, LONG)}
+    said = [
+        f"{name} {gained(rows[name], model):.2f} x ({rows[name]['gamma']} drafts)" for name in drafters if name in rows
+    ]
     return ", ".join(said) or NOT_RECORDED
 
 
@@ -148,7 +156,7 @@ def items() -> list[Item]:
         ),
         Item(
             "Figure 3: breakdown of an iteration",
-            "partly: `any`, `c2q` and `window`, four drafts; `quest` not recorded",
+            "done, four drafts",
             f"choice over all else: {_choosing('any', 'c2q', 'window', 'quest')}",
             DRAFTERS,
         ),
@@ -169,7 +177,7 @@ def items() -> list[Item]:
         ),
         Item(
             "Figure 5: how probable refused tokens were",
-            "done: by tenths, in every record from now on; on a GPU not recorded",
+            "done: by tenths, on the demo model and SmolLM2",
             _refused(),
             ACCEPTANCE,
         ),
@@ -187,7 +195,7 @@ def items() -> list[Item]:
         ),
         Item("Figure 7: neighbours choose alike", "done: 7% of the keys in place of 1,024", _overlap(), ACCEPTANCE),
         Item("Figure 8: tokens over the share of keys", "done", _sweep(), ACCEPTANCE),
-        Item("3.4: three steps of tuning", "done: `helix tune`; on a GPU not recorded", "-", "helix tune"),
+        Item("3.4: three steps of tuning", "done: `helix tune`", tuned_tables.worst(), TUNE),
         Item("4: page size of one token", "done", _attend(), KERNELS),
         Item("4: in vLLM", "out of reach: our own engine; vLLM has no such drafts to take", "-", DRAFTS),
         Item(
@@ -199,7 +207,7 @@ def items() -> list[Item]:
         Item("5.1: H100 NVL", "partly: H200 and emulated ranks", "-", DRAFTS),
         Item(
             "5.1: baselines MagicDec-Stream and -Quest",
-            "partly: `window` timed in our engine, `quest` its acceptance alone",
+            "done: both in our engine",
             f"{_beside('any', 'c2q', 'window', 'quest')}; tokens: {_kept('window', 'quest')}",
             DRAFTERS,
         ),
@@ -225,7 +233,7 @@ def items() -> list[Item]:
         Item(
             "Figure 11: LongBench-v2, 96K to 120K",
             "partly: 4 x 112K, times of random weights, acceptance of the demo model at 4K to 32K",
-            _beside("any", "c2q", "window", "quest", "ngram"),
+            f"{_beside('any', 'c2q', 'window', 'quest', 'ngram')}; SmolLM2's: {_beside('any', 'ngram', model=REAL)}",
             DRAFTERS,
         ),
         Item("Abstract: 1.25 to 2.81 x over vLLM", "partly: beside our own plain steps", _gain(models), DRAFTS),
@@ -235,9 +243,9 @@ def items() -> list[Item]:
         Item("E.1: sampling parameters", "done: temperature 0.6, top-p, top-k", "table acceptance-sampled", ACCEPTANCE),
         Item(
             "Figure 13: map of gamma and share",
-            "partly: `helix tune ... bench.grid=true` draws it; none is recorded on a GPU",
-            "-",
-            "helix tune",
+            "done, of the demo model: `helix tune ... bench.grid=true`",
+            "figure tuned",
+            TUNE,
         ),
         Item(
             "Table 3: gammas that were chosen",
@@ -253,7 +261,7 @@ def items() -> list[Item]:
         ),
         Item(
             "Drafts that do not hold",
-            "not in the paper: `adaptive` weighs the price of a group; gpt-oss-20b alone is recorded",
+            "not in the paper: `adaptive` weighs the price of a group",
             _lost(),
             DRAFTERS,
         ),

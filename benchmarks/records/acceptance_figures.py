@@ -89,7 +89,7 @@ def refused(rows: list[Row]) -> Figure:
 
     Source: Vegas (arXiv:2602.07223), figure 5.
     """
-    rows = _drawn([r for r in rows if r["kvp"] == 1 and r.get("refused")])
+    rows = _drawn([r for r in rows if r["kvp"] == 1 and r["temperature"] == 0 and r.get("refused")])
     points = [
         {**r, "probability": (tenth + 0.5) / 10, "share": count / r["refused"]}
         for r in rows
@@ -99,7 +99,9 @@ def refused(rows: list[Row]) -> Figure:
     def draw(panel: Axes, same: list[Row]) -> None:
         curves(panel, same, "probability", "share", policy=POLICIES, spread=SPREADS)
 
-    return _figure(points, draw, "probability of a refused token", "of all refused tokens", percent=True)
+    return _figure(
+        points, draw, "probability of a refused token", "of all refused tokens\n(left is better)", percent=True
+    )
 
 
 def sparsities(rows: list[Row]) -> Figure:

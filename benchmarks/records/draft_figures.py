@@ -6,12 +6,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.records.acceptance_figures import POLICIES
-from benchmarks.records.draft_tables import PHASES, TASKS, best
+from benchmarks.records.draft_gains import DEMO, TASKS, best, gained
+from benchmarks.records.draft_tables import PHASES, timed
 from benchmarks.records.rows import Row, grouped, kv
 from benchmarks.records.style import BLACK, COLOURS, Style, curves, facets, legend, panels
 
 DRAFTERS: dict[str, Style] = {**POLICIES, "ngram": {"label": "ngram", "color": BLACK, "marker": "P"}}
 BROKEN_DOWN = (112 << 10, 4)  # length and drafts
+DRAWN = (1, 4, 20)  # batches
 
 
 def gains(rows: list[Row]) -> Figure:
@@ -21,9 +23,10 @@ def gains(rows: list[Row]) -> Figure:
     """
     first = rows[0]["model"]
     points = [
-        {**r, "task": name, "gain": r[task]}
-        for r in best([r for r in rows if r["model"] == first])
-        for task, name in TASKS.items()
+        {**r, "task": task, "gain": gain}
+        for r in best([r for r in timed() if r["model"] == first and r["batch"] in DRAWN])
+        for task in TASKS
+        if (gain := gained(r, DEMO, task)) is not None
     ]
 
     def draw(panel: Axes, same: list[Row]) -> None:

@@ -2,51 +2,58 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from benchmarks.records.columns import POINT, Columns, Show, at, lines, ms, of, page, us
-from benchmarks.records.rows import Row, kv, results, shape
+from benchmarks.records.draft_gains import DEMO, REAL, best, gained, gains
+from benchmarks.records.rows import Row, grouped, kv, results, shape
 
 KEY = ("kind", "model", "layout", "drafter", "batch", "length", "gamma")
-TASKS = {"gain_code": "code", "gain_copy": "copy", "gain_facts": "facts"}
+DRAFTERS = ("any", "c2q", "window", "quest", "ngram")
 PHASES = ("draft", "verify", "choose", "accept")
 MOST_LOST = 0.02  # of plain decoding's speed, where drafts do not hold
 GROUPS = (1, 2, 3, 5, 7, 9, 12, 20, 28, 40)  # rows of a verified group: sequences x (drafts + 1)
 
 
-def timed() -> list[Row]:
-    """Reads the steps of every drafter that ran, the newest of each point."""
-    found = results("drafters", *KEY)
-    return [r for r in found if r["kind"] == "drafters" and "failed" not in r]
+def timed(name: str = "drafters") -> list[Row]:
+    """Reads the steps of every drafter, the newest of each point, with what they gain; also what did not fit."""
+    found = [r for r in results(name, *KEY) if r["kind"] == "drafters"]
+    jobs = grouped(found, "model", "layout", "drafter")
+    return [r | gains(r, job) for job in jobs.values() for r in job]
 
 
-def best(found: list[Row]) -> list[Row]:
-    """Keeps of each model, drafter and point the number of drafts that gains the most on its worst task."""
-    kept: dict[tuple[str, ...], Row] = {}
-    for r in found:
-        if TASKS.keys() <= r.keys():
-            name = (shape(r), kv(r), r["drafter"])
-            if name not in kept or gained(r) > gained(kept[name]):
-                kept[name] = r
-    return list(kept.values())
+def beside(name: str, model: str) -> list[str]:
+    """Tabulates the least gain of each drafter at each point by a trained model's acceptance, and its drafts."""
+    found = timed(name)
+    chosen = {(shape(r), kv(r), r["drafter"]): r for r in best(found, model)}
 
+    def cell(drafter: str) -> Show:
+        def show(r: Row) -> str:
+            of = chosen.get((shape(r), kv(r), drafter))
+            return "-" if of is None else f"{gained(of, model):.2f} x ({of['gamma']})"
 
-def gained(r: Row) -> float:
-    """Returns the least gain over plain steps of a row's tasks, by measured acceptance."""
-    return min(r[task] for task in TASKS)
+        return show
+
+    points = {(shape(r), kv(r)): r for r in found if not r["gamma"]}
+    columns: Columns = {
+        **POINT,
+        "plain step": lambda r: "does not fit" if "failed" in r else ms("ttl_p50_us")(r),
+        **{drafter: cell(drafter) for drafter in DRAFTERS},
+    }
+    return lines(columns, sorted(points.values(), key=lambda r: (shape(r), r["batch"], r["length"])))
 
 
 def drafters() -> list[str]:
-    """Tabulates each drafter at each point with the number of drafts that suits it."""
-    columns: Columns = {
-        **POINT,
-        "drafter": at("drafter"),
-        "drafts": at("gamma"),
-        "iteration": ms("ttl_p50_us"),
-        "over a plain step": of("step_over_plain", "x", 2),
-        **{f"gain: {name}": of(task, "x", 2) for task, name in TASKS.items()},
-    }
-    return lines(columns, sorted(best(timed()), key=lambda r: (shape(r), r["batch"], r["length"])))
+    """Tabulates gains by the demo model's acceptance, the least of its tasks and lengths up to 32K."""
+    return beside("drafters", DEMO)
+
+
+def drafters_real() -> list[str]:
+    """Tabulates gains by SmolLM2's acceptance, the least of its tasks at 4K and 8K."""
+    return beside("drafters", REAL)
+
+
+def drafters_of_eight() -> list[str]:
+    """Tabulates gains of eight emulated ranks by the demo model's acceptance."""
+    return beside("drafters.emulated-8", DEMO)
 
 
 def breakdown() -> list[str]:
@@ -56,7 +63,7 @@ def breakdown() -> list[str]:
         return lambda r: ms("us")({"us": r["phase_us"].get(name)})
 
     columns: Columns = {**POINT, "drafter": at("drafter"), **{name: part(name) for name in PHASES}}
-    found = [r for r in timed() if r["gamma"] == 4 and PHASES[0] in (r.get("phase_us") or {})]
+    found = [r for r in timed() if r["gamma"] == 4 and "choose" in (r.get("phase_us") or {})]
     found.sort(key=lambda r: (shape(r), r["batch"], r["length"]))
     return lines({**columns, "choice over all else": lambda r: f"{choice_over_rest(r):.1%}"}, found)
 
@@ -114,57 +121,5 @@ def experts() -> list[str]:
     return page([("experts", *map(str, counts)), *body]) if body else []
 
 
-def layers(name: str) -> list[str]:
-    """Tabulates drafts of a layer: what parts of an iteration take, and what they gain with the published tokens."""
-
-    def part(*names: str) -> Show:
-        return lambda r: ms("us")({"us": sum(r["phase_us"].get(name, 0) for name in names)})
-
-    columns: Columns = {
-        **POINT,
-        "drafter": at("drafter"),
-        "drafts": at("gamma"),
-        "iteration": ms("ttl_p50_us"),
-        "verify": part("verify"),
-        "draft": part("draft"),
-        "accept, rewrite": part("accept", "choose"),
-        "over a plain step": of("step_over_plain", "x", 2),
-        "gain, published tokens": of("gain_published", "x", 2),
-    }
-    found = [r for r in results(name, *KEY) if "failed" not in r and r["gamma"]]
-    found.sort(key=lambda r: (r["drafter"], r["model"], r["batch"] * r["length"], r["batch"], r["gamma"]))
-    return lines(columns, found)
-
-
-def trained() -> list[str]:
-    """Tabulates layers that were trained here, and the drafts that held on texts which they had not seen."""
-    columns: Columns = {
-        "model": at("model"),
-        "layer": at("drafter"),
-        "texts": at("texts"),
-        "minutes": at("minutes"),
-        "steps": at("steps"),
-        "kept of each draft behind kept ones": lambda r: " ".join(f"{share:.2f}" for share in r["kept"]),
-    }
-    return lines(columns, results("trained-drafters", "model", "drafter", "texts"))
-
-
-def turns() -> list[str]:
-    """Tabulates drafts by lookup on turns of agents and elsewhere."""
-    columns: Columns = {
-        "text": at("text"),
-        "model": at("model"),
-        "drafts": at("drafting"),
-        "tokens a step": of("tokens_per_step", "", 2),
-        "step p50": ms("ttl_p50_us"),
-        "tokens/s/user": lambda r: f"{r['tokens_per_s_user']:.0f}",
-        "gain": of("gain", "x", 2),
-        "over ngram": of("over_ngram", "x", 3),
-        "answers as without": lambda r: f"{r['as_plain']} of {r['prompts']}",
-    }
-    return lines(columns, results("turns", "text", "model", "layout", "drafting"))
-
-
-PAGE = {"drafters": drafters, "drafters-breakdown": breakdown, "drafters-adaptive": adaptive,
-        "experts-verified": experts, "turns": turns, "trained-drafters": trained,
-        **{name: partial(layers, name) for name in ("layer-drafts", "layer-drafts.emulated-8")}}  # fmt: skip
+PAGE = {"drafters": drafters, "drafters-real": drafters_real, "drafters-eight": drafters_of_eight,
+        "drafters-breakdown": breakdown, "drafters-adaptive": adaptive, "experts-verified": experts}  # fmt: skip

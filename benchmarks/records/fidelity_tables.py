@@ -135,9 +135,9 @@ COLUMNS: dict[str, Columns] = {
 }
 
 
-def table(name: str) -> list[str]:
+def table(name: str, records: str = "fidelity") -> list[str]:
     """What was recorded of one kind, as lines of a page; none where nothing was."""
-    return lines(COLUMNS[name], [r for r in results("fidelity", *KEY) if r["kind"] == name])
+    return lines(COLUMNS[name], [r for r in results(records, *KEY) if r["kind"] == name])
 
 
 def matched() -> list[str]:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from benchmarks.ranks.hopb import PEER_MEMORY
-from benchmarks.records import acceptance_figures, draft_figures, fronts
+from benchmarks.records import acceptance_figures, draft_figures, fronts, tuned_tables
 from benchmarks.records.acceptance_tables import KEY as ACCEPTANCE
 from benchmarks.records.draft_tables import KEY as DRAFTERS
 from benchmarks.records.fidelity_tables import KEY as FIDELITY
@@ -455,6 +455,7 @@ DRAWINGS = {
     "acceptance-refused": Drawing(acceptance_figures.refused, "acceptance", ACCEPTANCE, "acceptance", needs="refused"),
     "drafters-gains": Drawing(draft_figures.gains, "drafters", DRAFTERS, "drafters"),
     "drafters-breakdown": Drawing(draft_figures.breakdown, "drafters", DRAFTERS, "drafters"),
+    "tuned": Drawing(tuned_tables.drawn, "tune", tuned_tables.KEY),
     "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "synthetic"),
 }
 

@@ -24,7 +24,7 @@ from helix.run.model_runner import ModelRunner, StepTokens
 from helix.speculation.adaptive import DraftOutcome, DraftPolicy
 
 AHEAD_S = 0.004  # time before the predicted end of a run at which the next decision is made; more than one takes
-PAUSE_S = 0.05  # time without requests after which a size of chunks is captured, which takes about as long
+PAUSE_S = 0.5  # time without requests after which a size of chunks is captured: the next request waits for that
 LOOK_S = 0.001  # polling interval for runs that end sooner than predicted
 
 

@@ -447,7 +447,7 @@ def _dense(spec: DecoderSpec) -> bool:
 
 def _two_heads(spec: DecoderSpec) -> bool:
     of = spec.attention
-    return of.q_heads % 2 == 0 and of.latent is None and of.kv_heads in (1, 2, 4, 6)
+    return of.q_heads % 2 == 0 and of.latent is None and of.kv_heads in (1, 2, 4, 6) and not spec.has_states
 
 
 # What makes settings illegal, by the words that the refusal has to hold: of which models, and what is set.

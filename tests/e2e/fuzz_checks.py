@@ -366,8 +366,10 @@ def _lossy(
     if (worst := apart(ours, wanted)) <= allowed:
         return "equal", ""
     for i in range(TRIES):
-        nudged(directory, directory / f"nudged-{i}", NUDGE["float32"], i)
-        if apart(drawn(directory / f"nudged-{i}"), wanted) > worst / SLACK["float32"]:
+        nudged(directory, where := directory / f"nudged-{i}", NUDGE["float32"], i)
+        if (draft := directory / "draft").exists():
+            (where / "draft").symlink_to(draft)
+        if apart(drawn(where), wanted) > worst / SLACK["float32"]:
             return "undecided", f"lossy logits off by {worst:.2e}"
     return "otherwise", f"lossy logits off by {worst:.2e} ({allowed:.1e}) from those without anything around attention"
 

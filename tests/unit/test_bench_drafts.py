@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.models import layer_drafts, turns
 from benchmarks.quality import agent_turns
-from benchmarks.records import draft_tables, rows
+from benchmarks.records import layer_tables, rows
 from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
 from launch.inputs.prompts import read_prompts
@@ -64,25 +64,25 @@ def test_gains_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert layer_drafts.gains("glm-4.6", point | {"failed": "no room"}, timed) == {}
 
     monkeypatch.setattr(rows, "ROOT", tmp_path)
-    assert draft_tables.layers("layer-drafts") == draft_tables.turns() == []
+    assert layer_tables.layers("layer-drafts") == layer_tables.turns() == []
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     about = {"kind": "layer-drafts", "model": "glm-4.6", "layers": 92, "layout": "helix", "drafter": "mtp"}
     lines = [about | row | gain for row, gain in zip(timed, found, strict=True)]
     (results / "layer-drafts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _, _, three, six = draft_tables.layers("layer-drafts")
+    _, _, three, six = layer_tables.layers("layer-drafts")
     start = "| glm-4.6 | 1 x 128K | mtp |"
     assert three == f"{start} 3 | 1.25 ms | 1.10 ms | 0.10 ms | 0.05 ms | 1.25 x | 2.39 x |"
     assert six == f"{start} 6 | 2.00 ms | 1.29 ms | 0.70 ms | 0.01 ms | 2.00 x | - |"
 
     layer = {"model": "demo", "drafter": "mtp", "texts": "sources", "minutes": 1.0, "steps": 512, "kept": [0.5, 0.25]}
     (results / "trained-drafters.jsonl").write_text(json.dumps(layer) + "\n")
-    assert draft_tables.trained()[2] == "| demo | mtp | sources | 1.0 | 512 | 0.50 0.25 |"
+    assert layer_tables.trained()[2] == "| demo | mtp | sources | 1.0 | 512 | 0.50 0.25 |"
 
     row = {"text": "turns", "model": "small", "layout": "helix", "tokens_per_step": 2.5, "ttl_p50_us": 1000.0}
     row |= {"tokens_per_s_user": 2500.0, "gain": 2.25, "as_plain": 83, "prompts": 84}
     said = [row | {"drafting": "ngram, 4", "over_ngram": None}, row | {"drafting": "suffix, 4", "over_ngram": 1.25}]
     (results / "turns.jsonl").write_text("".join(json.dumps(line) + "\n" for line in said))
     assert (
-        draft_tables.turns()[3] == "| turns | small | suffix, 4 | 2.50 | 1.00 ms | 2500 | 2.25 x | 1.250 x | 83 of 84 |"
+        layer_tables.turns()[3] == "| turns | small | suffix, 4 | 2.50 | 1.00 ms | 2500 | 2.25 x | 1.250 x | 83 of 84 |"
     )

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.models import drafters
+from benchmarks.records import draft_gains
 
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    monkeypatch.setattr(drafters, "ROOT", tmp_path)
-    drafters.accepted.cache_clear()
+    monkeypatch.setattr(draft_gains, "ROOT", tmp_path)
+    draft_gains.accepted.cache_clear()
     return tmp_path / "benchmarks" / "results" / "acceptance.jsonl"
 
 
@@ -30,17 +30,18 @@ def test_tokens_of_an_iteration_are_measured_ones(records: Path) -> None:
         kept("code", [1, 1, 1]) + kept("code", [9, 6, 3]) + kept("copy", [8]) + kept("copy", [5, 5], reach=0)
         + kept("facts", [5, 4], policy="window"), "utf-8",
     )  # fmt: skip
-    assert drafters.accepted("any", 2) == {"SmolLM2 8K code": 2.5}
-    assert drafters.accepted("any", 1) == {"SmolLM2 8K code": 1.9, "SmolLM2 8K copy": 1.8}
-    assert drafters.accepted("any", 4) == {}
+    assert draft_gains.accepted("any", 2) == {"SmolLM2 8K code": 2.5}
+    assert draft_gains.accepted("any", 1) == {"SmolLM2 8K code": 1.9, "SmolLM2 8K copy": 1.8}
+    assert draft_gains.accepted("any", 4) == {}
 
 
 def test_a_gain_is_of_plain_steps_at_the_same_point(records: Path) -> None:
     records.write_text(kept("code", [10, 10]) + kept("code", [5, 5], length=16384), "utf-8")
-    plain = {"batch": 4, "length": 99, "gamma": 0, "ttl_p50_us": 10.0}
+    plain = {"batch": 4, "length": 99, "gamma": 0, "ttl_p50_us": 10.0, "drafter": "any"}
     row = plain | {"gamma": 2, "ttl_p50_us": 20.0}
     other = plain | {"batch": 1, "ttl_p50_us": 1.0}
-    found = drafters.gains(row, "any", [other, plain, row])
-    assert found["gain"] == {"SmolLM2 8K code": 1.5, "SmolLM2 16K code": 1.0} and found["gain_code"] == 1.0
-    assert found["step_over_plain"] == 2.0 and "gain_copy" not in found
-    assert drafters.gains(plain, "any", [plain]) == drafters.gains({"failed": "no room"}, "any", [plain]) == {}
+    found = draft_gains.gains(row, [other, plain, row])
+    assert found == {"step_over_plain": 2.0, "gain": {"SmolLM2 8K code": 1.5, "SmolLM2 16K code": 1.0}}
+    assert draft_gains.gained(found, "SmolLM2") == 1.0 and draft_gains.gained(found, "SmolLM2", "copy") is None
+    failed = plain | {"failed": "no room"}
+    assert [draft_gains.gains(r, [failed]) for r in (plain, failed, row)] == [{}] * 3

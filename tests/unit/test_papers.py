@@ -10,7 +10,7 @@ from benchmarks.bench import BENCHMARKS
 from benchmarks.papers.__main__ import PAGE, PAPERS, main, with_items
 from benchmarks.papers.items import NOT_RECORDED, Item, lines_of, span
 from benchmarks.papers.verification_figures import drawable
-from benchmarks.records import draft_tables, sparse_gates
+from benchmarks.records import draft_gains, sparse_gates
 from benchmarks.records.tables import TABLES
 from launch import cli
 from launch.inputs.compose import ROOT
@@ -83,7 +83,8 @@ def test_a_gate_passes_from_what_it_asks_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_best_number_of_drafts_is_that_of_the_worst_task() -> None:
     same = {"model": "qwen3-8b", "drafter": "any", "batch": 1, "length": 8192}
-    few = same | {"gamma": 2, "gain_code": 1.2, "gain_copy": 1.2, "gain_facts": 1.2}
-    many = same | {"gamma": 6, "gain_code": 2.0, "gain_copy": 2.0, "gain_facts": 1.1}
-    assert draft_tables.best([few, many, same | {"gamma": 0}]) == [few]
-    assert draft_tables.gained(many) == 1.1
+    few = same | {"gamma": 2, "gain": {"demo-model 8K code": 1.2, "demo-model 8K copy": 1.3, "other 8K copy": 0.1}}
+    many = same | {"gamma": 6, "gain": {"demo-model 8K code": 2.0, "demo-model 8K copy": 1.1, "other 8K copy": 0.2}}
+    plain = same | {"gamma": 0}
+    assert draft_gains.best([few, many, plain]) == [few] and draft_gains.best([few, many, plain], "other") == [many]
+    assert draft_gains.gained(many) == 1.1

@@ -1,0 +1,65 @@
+"""What drafts gain: times of an iteration by one record, tokens of an iteration by another, of a trained model."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+from benchmarks.models.drafters import SPARSITY
+from benchmarks.records.rows import Row, kv, shape
+from launch.inputs.compose import ROOT
+
+K = 1 << 10
+# As `speculation=sparse` drafts: what an option of the comparison alone changes is another drafter.
+AS_SHIPPED = {"recent": 0.5, "reach": 8, "block": 1, "heads": "each", "kvp": 1, "temperature": 0.0}
+DEMO, REAL = "demo-model", "smollm2-135m-instruct"
+TASKS = ("code", "copy", "facts")
+
+
+@cache
+def accepted(policy: str, gamma: int) -> dict[str, float]:
+    """Reads tokens an iteration, by "model length task", of records with at least `gamma` drafts; the latest counts.
+
+    A draft counts if all before it held, so that those beyond `gamma` change nothing.
+    """
+    found = {}
+    for file in sorted((ROOT / "benchmarks" / "results").glob("acceptance*.jsonl")):
+        for line in file.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            shipped = AS_SHIPPED | {"sparsity": SPARSITY}
+            same = all(row.get(key) in (None, value) for key, value in shipped.items())
+            if row.get("policy") == policy and row.get("gamma", 0) >= gamma and "kept" in row and same:
+                name = f"{row['model']} {row['length'] // K}K {row['task']}"
+                found[name] = 1 + sum(row["kept"][:gamma]) / row["iterations"]
+    return found
+
+
+def gains(row: Row, points: list[Row]) -> Row:
+    """Returns a row's time over a plain step's of the same point, and its gains by each measured acceptance.
+
+    Args:
+        points: rows of the same job; without a plain step at the row's point, there is nothing to return.
+    """
+    at = (row["batch"], row["length"], 0)
+    plain = next((p for p in points if (p["batch"], p["length"], p["gamma"]) == at and "failed" not in p), None)
+    if "failed" in row or not row["gamma"] or plain is None:
+        return {}
+    over = row["ttl_p50_us"] / plain["ttl_p50_us"]
+    gain = {name: count / over for name, count in accepted(row["drafter"], row["gamma"]).items()}
+    return {"step_over_plain": over, "gain": gain}
+
+
+def gained(r: Row, model: str = DEMO, task: str = "") -> float | None:
+    """Returns the least gain of a row by a model's acceptance, over its lengths and tasks; None: none is recorded."""
+    found = [g for name, g in r.get("gain", {}).items() if name.startswith(model) and name.endswith(task)]
+    return min(found, default=None)
+
+
+def best(found: list[Row], model: str = DEMO) -> list[Row]:
+    """Keeps of each shape, drafter and point the number of drafts that gains the most on the model's worst task."""
+    kept: dict[tuple[str, ...], tuple[float, Row]] = {}
+    for r in found:
+        gain, name = gained(r, model), (shape(r), kv(r), r["drafter"])
+        if gain is not None and (name not in kept or gain > kept[name][0]):
+            kept[name] = gain, r
+    return [r for _, r in kept.values()]

@@ -1,0 +1,64 @@
+"""What tuning finds beside the best of a whole grid, and the map of the grid, from records of `helix tune`."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from benchmarks.ranks.tuning_steps import Measured, Tuned, TuningGrid, run
+from benchmarks.records.columns import POINT, Columns, lines
+from benchmarks.records.rows import Row, grouped, results
+from benchmarks.records.tuned import heat_map
+
+KEY = ("model", "batch", "length", "drafter", "gamma", "sparsity")
+
+
+def found(rows: list[Row]) -> tuple[list[Measured], Tuned, Measured]:
+    """Returns what was measured of a model, what the search finds among it, and the fastest way of its grid.
+
+    Where drafts are kept at a set rate, fewer keys lose nothing: the grid is then of one share of the keys.
+    """
+    measured = [Measured.of(r) for r in rows]
+    own = [m for m in measured if m.way.sparsity is not None]
+    sparsities, gammas = sorted({m.way.sparsity for m in own if m.way.sparsity}), sorted({m.way.gamma for m in own})
+    forced = None if rows[0]["acceptance"] is None else own[0].way.sparsity
+    grid = TuningGrid(tuple(sparsities), tuple(gammas), rows[0]["most"], forced)
+    tuned = run(grid, {m.way: m for m in measured}.__getitem__)
+    best = max((m for m in own if forced in (None, m.way.sparsity)), key=lambda m: m.rate)
+    return measured, tuned, best
+
+
+def table() -> list[str]:
+    """Tabulates, for each model, the drafts that the search finds, those of the whole grid, and what is fastest."""
+    rows = []
+    for same in grouped(results("tune", *KEY), "model", "batch", "length").values():
+        measured, tuned, best = found(same)
+        rows.append({**same[0], "measured": len(measured), "tuned": tuned, "best": best})
+    columns: Columns = {
+        **POINT,
+        "found": lambda r: str(r["tuned"].sparse.way),
+        "tokens/s": lambda r: f"{r['tuned'].sparse.rate:.1f}",
+        "best of the grid": lambda r: str(r["best"].way),
+        "behind it": lambda r: f"{1 - r['tuned'].sparse.rate / r['best'].rate:.1%}",
+        "fastest": lambda r: str(r["tuned"].chosen.way),
+        "over plain": lambda r: f"{r['tuned'].chosen.rate / r['tuned'].plain.rate:.2f} x",
+    }
+    return lines(columns, rows)
+
+
+def worst() -> str:
+    """Says how far the search is behind the best of a grid, at most."""
+    groups = grouped(results("tune", *KEY), "model", "batch", "length").values()
+    behind = [1 - tuned.sparse.rate / best.rate for _, tuned, best in map(found, groups)]
+    return f"{len(behind)} models, at most {max(behind):.1%} behind the best of a grid" if behind else "not recorded"
+
+
+def drawn(rows: list[Row]) -> Figure:
+    """Maps drafts against the share of the keys, of the first model.
+
+    Source: Vegas (arXiv:2602.07223), figure 13.
+    """
+    measured, tuned, _ = found([r for r in rows if r["model"] == rows[0]["model"]])
+    return heat_map(measured, tuned)
+
+
+PAGE = {"tuned": table}
