@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from benchmarks.records.columns import POINT, Columns, Show, at, lines, ms, of
@@ -61,7 +62,7 @@ def turns() -> list[str]:
     return lines(columns, results("turns", "text", "model", "layout", "drafting"))
 
 
-PAGE = {
+PAGE: dict[str, Callable[[], list[str]]] = {
     **{name: partial(layers, name) for name in ("layer-drafts", "layer-drafts.emulated-8")},
     "trained-drafters": trained,
     "turns": turns,
