@@ -18,10 +18,12 @@ an iteration, Wilson's for the share of drafts that hold. On a CPU in float32, t
   length       tokens of a prompt and what follows it; several with commas (default 8192)
   prompts      of a task, at least 2 (default 30)
   new_tokens   of each prompt (default 128)
-  policies     the product's: any, c2q, window, quest, full; ngram; and, made for comparison: all, accepted, last (the
-               mean of all queries of verification, of those whose drafts held, the last of these), oracle (each draft
-               chooses by its own logits), weights (by weights after the softmax), fixed (any, as many keys as of a
-               text that fills the model's context). Several with commas (default: all of them)
+  policies     the product's: any, c2q, window, quest, full; ngram, suffix; mtp or eagle3, beside lookups alone; and,
+               made for comparison: all, accepted, last (the mean of all queries of verification, of those whose drafts
+               held, the last of these), oracle (each draft chooses by its own logits), weights (by weights after the
+               softmax), fixed (any, as many keys as of a text that fills the model's context). Several with commas
+               (default: all without a layer)
+  layer        directory of the layer of policies=eagle3; mtp's is in the model's
   gamma        drafts of an iteration (default 7)
   sparsity, noise
                as of speculation=sparse
@@ -46,13 +48,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.quality.acceptance_rows import DEFAULTS, rows, ways
+from benchmarks.quality.acceptance_rows import DEFAULTS, LOOKUPS, rows, ways
 from benchmarks.quality.continuations import FACTS, TASKS
-from benchmarks.quality.drafting import DRAFTERS, PAGES, run
+from benchmarks.quality.drafting import DRAFTERS, LAYERED, PAGES, run
 from benchmarks.quality.prefilled import Subject
 from benchmarks.records.acceptance_tables import terminal_tables
 from benchmarks.records.rows import append
-from helix.config import MAX_QUERIES
+from helix.config import MAX_QUERIES, SpeculationConfig
 from launch.inputs.arguments import (
     boolean,
     helped,
@@ -70,7 +72,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "task": several, "model": str, "length": whole_numbers, "prompts": int, "new_tokens": int, "policies": several,
     "gamma": whole_numbers, "sparsity": numbers, "recent": numbers, "reach": whole_numbers,
     "noise": several, "temperature": numbers, "kvp": whole_numbers, "meter": boolean,
-    "dtype": one_of("float32", "bfloat16", "float16"), "output": Path,
+    "dtype": one_of("float32", "bfloat16", "float16"), "layer": Path, "output": Path,
 }  # fmt: skip
 OPTIONS: dict[str, list[Any]] = {
     **{name: [getattr(DEFAULTS, name)] for name in ("sparsity", "recent", "reach")},
@@ -96,6 +98,22 @@ def _check(values: dict[str, Any], options: dict[str, list[Any]]) -> None:
                 raise ValueError(f"{name}={value:g} is out of range (see --help and docs/reference/config.md)")
 
 
+def _layer(policies: list[str], path: Path | None) -> SpeculationConfig | None:
+    """What names the layer of the policy that has one; None where none does.
+
+    Raises:
+        ValueError: another policy cannot be beside it, or its layer is not named.
+    """
+    layered = [policy for policy in policies if policy in LAYERED]
+    if not layered:
+        return None
+    if len(layered) > 1 or {*policies} - {*layered, *LOOKUPS}:
+        raise ValueError(f"policies: beside {layered[0]} only {' and '.join(LOOKUPS)} can be: leave the others out")
+    if layered == ["eagle3"] and path is None:
+        raise ValueError("policies=eagle3 needs layer=DIR, the directory of its layer")
+    return SpeculationConfig(drafter=layered[0], path=None if path is None else str(path))
+
+
 def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """Rows of each length and number of ranks, as soon as they are measured.
 
@@ -105,7 +123,8 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """
     options = {name: values.get(name, default) for name, default in OPTIONS.items()}
     _check(values, options)
-    policies = values.get("policies", [*DRAFTERS])
+    policies = values.get("policies", [name for name in DRAFTERS if name not in LAYERED])
+    layer = _layer(policies, values.get("layer"))
     chosen = ways(policies, options)
     tasks, lengths, kvps = values.get("task", [*TASKS]), values.get("length", [8192]), values.get("kvp", [1])
     prompts, new_tokens, metered = values.get("prompts", 30), values.get("new_tokens", 128), values.get("meter", False)
@@ -113,7 +132,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         raise ValueError(f"prompts={prompts} must be at least 2")
     if metered and kvps != [1]:
         raise ValueError("meter=true computes on one rank what several choose: leave kvp out")
-    settings = {kvp: Subject.create(values["model"], kvp, values.get("dtype")) for kvp in kvps}
+    settings = {kvp: Subject.create(values["model"], kvp, values.get("dtype"), layer) for kvp in kvps}
     setting = settings[kvps[0]]
     spec, tokenizer = setting.spec(), setting.tokenizer()
     for length in lengths:

@@ -21,6 +21,7 @@ from benchmarks.models import (
     hopb,
     hosts,
     http,
+    layer_drafts,
     modes,
     prefill,
     self_drafts,
@@ -32,6 +33,7 @@ from benchmarks.models import (
     tier_needles,
     tier_prefill,
     tier_steps,
+    turns,
 )
 from benchmarks.papers import verification as verify
 from benchmarks.runner import Benchmark, Given, record, run
@@ -70,6 +72,8 @@ BENCHMARKS = {
     "tier-needles": tier_needles.BENCHMARK,
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,
+    "layer-drafts": layer_drafts.BENCHMARK,
+    "turns": turns.BENCHMARK,
     "drafters": drafters.BENCHMARK,
     "prefill": prefill.BENCHMARK,
     "prefill-kernels": prefill.KERNELS_ALONE,

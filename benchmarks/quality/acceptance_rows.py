@@ -8,15 +8,17 @@ from itertools import product
 from typing import Any
 
 from benchmarks.quality.agreement import mean_range, wilson
-from benchmarks.quality.drafting import Drafting, Found, Outcome
+from benchmarks.quality.drafting import LAYERED, Drafting, Found, Outcome
 from benchmarks.runner import Row
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import ROWS
 
 DEFAULTS = DraftBudget()
 SCORED = ("sparsity", "recent", "reach")  # what a policy that goes by scores is told
+LOOKUPS = ("ngram", "suffix")  # whose drafts have no noise
 READS: dict[str, tuple[str, ...]] = {
-    "window": ("sparsity",), "quest": ("sparsity", "recent"), "full": (), "ngram": (), "oracle": ("sparsity",),
+    **dict.fromkeys((*LOOKUPS, *LAYERED), ()),
+    "window": ("sparsity",), "quest": ("sparsity", "recent"), "full": (), "oracle": ("sparsity",),
     "weights": SCORED, "fixed": SCORED,
 }  # fmt: skip
 
@@ -35,7 +37,7 @@ def ways(policies: Sequence[str], options: dict[str, list[Any]]) -> list[Draftin
     for temperature in options["temperature"]:
         found.append(Drafting("none", temperature=temperature))
         for policy, gamma, noise in product(policies, options["gamma"], options["noise"]):
-            drawn = noise if temperature and policy != "ngram" else "shared"
+            drawn = noise if temperature and policy not in LOOKUPS else "shared"
             found += [Drafting(policy, gamma, budget, drawn, temperature) for budget in budgets(policy, options)]
     return list(dict.fromkeys(found))
 
@@ -43,7 +45,7 @@ def ways(policies: Sequence[str], options: dict[str, list[Any]]) -> list[Draftin
 def described(way: Drafting) -> Row:
     """What names a way; None for what its policy does not read."""
     b, reads = asdict(way.budget), READS.get(way.policy, SCORED)
-    noise = way.noise if way.temperature and way.policy != "ngram" else None
+    noise = way.noise if way.temperature and way.policy not in LOOKUPS else None
     # Older records have ways that chose in blocks, or alike for all heads of a rank; what names a way stays.
     every = {"block": 1 if "reach" in reads else None, "heads": None if way.policy in READS else "each"}
     return {

@@ -23,24 +23,37 @@ from torch import Tensor
 from benchmarks.quality.continuations import Continuation
 from benchmarks.quality.draft_meter import DraftMeter
 from benchmarks.quality.draft_variants import FixedBudget, JudgingDrafter, by_weights, oracle
-from benchmarks.quality.prefilled import Subject, load, prefilled
+from benchmarks.quality.prefilled import Subject, prefilled
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.build.parts import load_eagle3
 from helix.config import MAX_QUERIES
 from helix.events.decision import StepKind
-from helix.events.follower import Prefilled, Span, Taken
+from helix.events.follower import Begun, Prefilled, Span, Taken
 from helix.events.sampling_params import SamplingParams
-from helix.models import Decoder
+from helix.memory.kv_cache import KVCache
+from helix.models import Decoder, DraftLayer
 from helix.placement import Placement, PromptChunk
 from helix.run.model_runner import ModelRunner
-from helix.speculation import Draft, DraftBudget, Drafter, NgramDrafter, NoDrafts, SparseDrafter
+from helix.speculation import (
+    Draft,
+    DraftBudget,
+    Drafter,
+    LayerDrafter,
+    NgramDrafter,
+    NoDrafts,
+    SparseDrafter,
+    SuffixDrafter,
+)
 from helix.speculation.sparse import ROWS
 from helix.steps.step import DecodeState
 
 APPEND_BLOCK = 64
 PAGES = {"quest": 16}  # tokens of a page
 PAGE = 64
-LONGEST = 3  # final tokens that ngram looks for
+LONGEST, SUFFIX = 3, 8  # final tokens that ngram looks for, and suffix
+REMEMBERED = 1 << 16  # tokens of others: one prompt says nothing to another here
+LAYERED = ("mtp", "eagle3")  # drafters with a layer of their own, of which a model has one
 SAMPLED = SamplingParams(top_k=20, top_p=0.95)  # of requests with a temperature
 GIVEN = 7  # tokens of a turn that one step takes, where nothing is drafted
 DEADLINE_S = 6 * 3600.0
@@ -133,12 +146,33 @@ def _ngram(way: Drafting, runner: ModelRunner) -> Drafter:
     return NgramDrafter(way.gamma, LONGEST)
 
 
+def _suffix(way: Drafting, runner: ModelRunner) -> Drafter:
+    return SuffixDrafter(way.gamma, SUFFIX, REMEMBERED, runner.max_batch, runner.device)
+
+
+class StartedLayer(LayerDrafter):
+    """Layer that drafts behind prompts which are in the cache but for their last tokens."""
+
+    def start(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Begins with the last tokens [n] of the prompts, behind so many others [n]."""
+        slots = torch.arange(len(tokens), device=tokens.device)
+        self.begun(Begun(slots, tokens, lengths, self._ends[: len(tokens)]))
+
+
+def _of_prompts(way: Drafting, runner: ModelRunner) -> Drafter:
+    """The layer that has followed the prompts."""
+    assert isinstance(runner.drafter, StartedLayer)
+    runner.drafter.noise = way.noise
+    return runner.drafter
+
+
 # The product's, and ways that it does not have: by the mean of queries of verification (all; accepted: those whose
 # drafts held; last: the last of these), each draft by its own logits (oracle), by what verification made of keys after
 # the softmax (weights), as many keys as of a text as long as the model's context (fixed).
 DRAFTERS: dict[str, Callable[[Drafting, ModelRunner], Drafter]] = {
     **dict.fromkeys(ROWS, _sparse), **dict.fromkeys(("all", "accepted", "last"), _judging),
-    "ngram": _ngram, "oracle": _oracle, "weights": _by_weights, "fixed": _fixed,
+    **dict.fromkeys(LAYERED, _of_prompts), "ngram": _ngram, "suffix": _suffix,
+    "oracle": _oracle, "weights": _by_weights, "fixed": _fixed,
 }  # fmt: skip
 
 
@@ -218,11 +252,14 @@ def run(
     @torch.inference_mode()
     def rank(world: LoopbackWorld, index: int) -> None:
         comm = world.communicator(index, layout.kvp_group(index))
-        model = load(setting.path, layout, comm, setting.dtype)
+        model = setting.load(comm)
+        layer = _layer(setting, model, comm)
         for batch in batches:
             for page, group in groupby(sorted(ways, key=lambda way: way.page), key=lambda way: way.page):
-                runner = _runner(model, setting, comm, batch, room, page)
+                runner = _runner(model, layer, setting, comm, batch, room, page)
+                follower = runner.drafter
                 for way in group:
+                    runner.drafter = follower
                     found = _decode(runner, way, batch, new_tokens, meters.get(way))
                     if index == 0:
                         outcomes[way] += found
@@ -237,15 +274,35 @@ def run(
     return {way: Found(found, meters[way].row() if way in meters else None) for way, found in outcomes.items()}
 
 
+def _layer(setting: Subject, model: Decoder, comm: Communicator) -> DraftLayer | None:
+    """This rank's part of the layer that drafts; None where there is none."""
+    if setting.layer is None or setting.layer.drafter == "mtp":
+        return model.next_token
+    return load_eagle3(setting.layer, model, setting.layout, comm)
+
+
 def _runner(
-    model: Decoder, setting: Subject, comm: Communicator, batch: Sequence[Continuation], room: int, page: int
+    model: Decoder,
+    layer: DraftLayer | None,
+    setting: Subject,
+    comm: Communicator,
+    batch: Sequence[Continuation],
+    room: int,
+    page: int,
 ) -> ModelRunner:
     """A runner with the prompts in its cache, and bounds of their pages where some policy looks at them."""
     placement = Placement(setting.layout, setting.layout.kvp_rank(comm.rank), APPEND_BLOCK, page)
-    score = "bounds" if page != PAGE else None
+    score, most = "bounds" if page != PAGE else None, MAX_QUERIES - 1
     prompts = [c.prompt for c in batch]
-    sizing = NgramDrafter(MAX_QUERIES - 1, LONGEST)
-    runner = prefilled(model, placement, comm, prompts, room, room, score=score, drafter=sizing)
+
+    def follower(cache: KVCache) -> Drafter:
+        if layer is None:
+            return NgramDrafter(most, LONGEST)
+        return StartedLayer(
+            most, layer, setting.dtype, comm, cache, placement, noise="shared", max_batch=len(batch), max_length=room
+        )
+
+    runner = prefilled(model, placement, comm, prompts, room, room, score=score, limit=most, make_drafter=follower)
     lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=comm.device)
     runner.cache.fold(runner.state.span(len(batch), torch.zeros_like(lengths), lengths, int(lengths.max())))
     return runner
@@ -265,6 +322,8 @@ def _decode(
     rows = torch.arange(n, device=device)
     lengths = torch.tensor([len(c.prompt) - 1 for c in batch], device=device)
     state.activate(rows, torch.stack([c.prompt[-1] for c in batch]).to(device), lengths)
+    if isinstance(drafter, StartedLayer):
+        drafter.start(state.tokens[:n].long(), lengths)
     measured = meter.of(drafter, runner) if meter is not None and isinstance(drafter, SparseDrafter) else None
     steps: list[Tensor] = []
     tokens: list[list[int]] = [[] for _ in batch]
@@ -279,7 +338,8 @@ def _decode(
             slots = torch.tensor([chunk.slot for chunk in begun], device=device)
             most, zero = max(len(chunk.tokens) for chunk in begun), torch.zeros_like(slots)
             read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], most)
-            drafter.prefilled(Prefilled(begun, read, (), torch.empty(0, device=device)))
+            if not isinstance(drafter, StartedLayer):  # which has followed the prompts
+                drafter.prefilled(Prefilled(begun, read, (), torch.empty(0, device=device)))
         if measured is not None:
             measured.verified(torch.tensor([len(x) > 0 for x in told], device=device))
         count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks.quality.hits import HitMeter
-from benchmarks.quality.prefilled import Subject, load, prefilled
+from benchmarks.quality.prefilled import Subject, prefilled
 from benchmarks.quality.variants import RoundedBounds, SharedChoice
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
@@ -106,7 +106,7 @@ def run(
 
     def rank(world: LoopbackWorld, index: int) -> None:
         comm = world.communicator(index, layout.kvp_group(index))
-        model = load(setting.path, layout, comm, setting.dtype)
+        model = setting.load(comm)
         for begin in batches:
             rows = slice(begin, begin + at_once)
             tokens = None if given is None else given[rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,18 @@ from torch import Tensor
 
 from benchmarks.ranks.seats import Seats
 from comm.base import Communicator
+from helix.build.parts import make_eagle3
+from helix.config import SpeculationConfig
 from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
 from helix.memory.keeps import token_bytes
 from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, with_bounds
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.models.eagle3 import drafted_by
 from helix.models.loading import Checkpoint, read_config
 from helix.placement import Placement, PromptChunk
 from helix.run.model_runner import ModelRunner
-from helix.speculation import Drafter
+from helix.speculation import Drafter, NoDrafts
 from helix.tokenizer import load_tokenizer
 from launch.inputs.compose import ROOT
 
@@ -36,15 +39,17 @@ class Subject:
 
     Attributes:
         device: cuda or cpu.
+        layer: what drafts with a layer of its own, mtp or eagle3; None: it has none.
     """
 
     path: Path
     layout: HelixLayout
     dtype: torch.dtype
     device: str
+    layer: SpeculationConfig | None = None
 
     @classmethod
-    def create(cls, model: str, kvp: int, dtype: str | None) -> Subject:
+    def create(cls, model: str, kvp: int, dtype: str | None, layer: SpeculationConfig | None = None) -> Subject:
         """The demo model (`demo`) or a directory's, on a GPU where there is one.
 
         Args:
@@ -52,12 +57,23 @@ class Subject:
         """
         path = ROOT / "assets/demo-model" if model == "demo" else Path(model)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        setting = cls(path, HelixLayout.create("helix", kvp), torch.float32, device)
+        setting = cls(path, HelixLayout.create("helix", kvp), torch.float32, device, layer)
         of_checkpoint = setting.spec().dtype if device == "cuda" else "float32"
         return replace(setting, dtype=getattr(torch, dtype or of_checkpoint))
 
     def spec(self) -> DecoderSpec:
-        return spec_from_config(read_config(self.path))
+        """Raises ValueError where the layer is not for the model."""
+        spec = spec_from_config(read_config(self.path))
+        if self.layer is None:
+            return spec
+        return spec.with_mtp() if self.layer.drafter == "mtp" else drafted_by(spec, make_eagle3(self.layer, spec)[0])
+
+    def load(self, comm: Communicator) -> Decoder:
+        """This rank's part of the model."""
+        checkpoint = Checkpoint(self.path)
+        model = Decoder(checkpoint.as_stored(self.spec()), self.layout, comm, self.dtype, comm.device)
+        checkpoint.load(model.weights)
+        return model
 
     def tokenizer(self) -> Any:
         """Raises ValueError where there is none."""
@@ -73,14 +89,6 @@ class Subject:
         return max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token)))
 
 
-def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
-    """This rank's part of a checkpoint."""
-    checkpoint = Checkpoint(path)
-    model = Decoder(checkpoint.as_stored(spec_from_config(read_config(path))), layout, comm, dtype, comm.device)
-    checkpoint.load(model.weights)
-    return model
-
-
 def prefilled(
     model: Decoder,
     placement: Placement,
@@ -92,7 +100,8 @@ def prefilled(
     kv: str = "auto",
     score: str | None = None,
     parts: int = 1,
-    drafter: Drafter | None = None,
+    limit: int = 0,
+    make_drafter: Callable[[KVCache], Drafter] = lambda cache: NoDrafts(),
 ) -> ModelRunner:
     """A runner whose cache holds the prompts [n] but for their last tokens, one a slot, with `room` tokens for each.
 
@@ -101,14 +110,15 @@ def prefilled(
         kv: how keys and values are kept, as kv.dtype says.
         score: as in `KVCache`; bounds are not folded.
         parts: of a page that have bounds of their own.
-        drafter: as in `ModelRunner`, which makes room for its drafts.
+        limit: most drafts of a step, for which there is room.
+        make_drafter: makes the drafter that follows the prompts.
     """
     n, layout = len(prompts), placement.layout
     pages = n * placement.stripes.pages_for(room)
     keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype, kv)
     keeps = keeps if score is None else with_bounds(keeps, model.weights.dtype, parts)
-    rows = 1 + (0 if drafter is None else drafter.limit)
-    cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, rows, TOGETHER * CHUNK), score)
+    cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, 1 + limit, TOGETHER * CHUNK), score)
+    drafter = make_drafter(cache)
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
     seats = Seats(runner)
     for slot, prompt in enumerate(prompts):
@@ -119,6 +129,8 @@ def prefilled(
             chunks = [PromptChunk(slot, begin, prompts[slot][:-1][begin : begin + CHUNK].cpu()) for slot in slots]
             if chunks := [chunk for chunk in chunks if len(chunk.tokens)]:
                 step = runner.state.prefill_step(chunks)
-                hidden = model.hidden(cache, step, runner.dense)
-                cache.prefilled(Prefilled(chunks, runner.state.prompts_span(step, chunks), step.parts, hidden))
+                _, states = model.states(cache, step, runner.dense)
+                read = Prefilled(chunks, runner.state.prompts_span(step, chunks), step.parts, states)
+                cache.prefilled(read)
+                drafter.prefilled(read)
     return runner

@@ -170,8 +170,22 @@ def local_choices() -> list[str]:
     return lines(RANKS, by_ranks(_recorded("choices")))
 
 
+def layers() -> list[str]:
+    """Drafts of a layer that was trained for a model, beside others, over the length of the text."""
+    found = joined(results("layer-acceptance", *KEY))
+    found.sort(key=lambda r: (r["model"], r["length"]))
+    shares = {f"{name}: held by place": _places(name) for name in ("code", "copy")}
+    columns = {
+        "model": lambda r: str(r["model"]),
+        **TEXT,
+        **{name: TOKENS[name] for name in ("code", "copy")},
+        **shares,
+    }
+    return lines(columns, found)
+
+
 PAGE = {
     "policies": policies, "variants": variants, "places": places, "sparsity": sparsities, "sampled": sampled,
-    "ranks": ranks,
+    "ranks": ranks, "layers": layers,
     "choices": choices, "local": local_choices,
 }  # fmt: skip

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig
 
-from benchmarks.quality import train_eagle3
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
@@ -22,7 +19,7 @@ from helix.models import spec_from_config
 from helix.models.loading import read_config
 from helix.speculation.adaptive import DraftPolicy
 from tests.e2e import eagle3
-from tests.e2e.checkpoints import DEMO, continuations
+from tests.e2e.checkpoints import continuations
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, generate
 from tests.e2e.recorded import Kept, Recorded, unlike
 from tests.e2e.test_speculation import whimsical
@@ -98,52 +95,6 @@ def test_drafts_are_those_of_the_layer(
     found, oracle = drafters[0], eagle3.oracle(family, kind, window)
     assert len(found.drafted) > 20
     assert unlike(found, oracle.drafts) == []
-
-
-def test_training_drafts_as_the_layer_does(tmp_path: Path) -> None:
-    """From every token, of the tokens that follow; and what is trained is read back."""
-    oracle, places = eagle3.oracle("qwen3", "shared"), 3
-    of = AutoConfig.from_pretrained(eagle3.target("qwen3"))
-    of.update({"num_attention_heads": eagle3.HEADS, "num_key_value_heads": eagle3.KV_HEADS, "head_dim": eagle3.DIM})
-    of.update({"intermediate_size": eagle3.WIDTH, "rms_norm_eps": eagle3.EPS})
-    layer = train_eagle3.DraftedLayer(of)
-    layer.load_state_dict({name: oracle.tensors[name] for name in layer.state_dict()})
-    ids = torch.randint(257, (1, 30), generator=torch.Generator().manual_seed(3))
-    target = train_eagle3.Target(oracle.lm, oracle.taps)
-    embedded, states, _ = target.read(ids)
-    with torch.no_grad():
-        found = [x[0] for x in layer.drafts(embedded, states, places)]
-        for at in (0, 11, 26):
-            g = layer.fc(states[0, : at + 1])
-            for place in range(places):
-                y = oracle.ahead(ids[0, 1 : at + place + 2], g)
-                g = torch.cat((g, y[-1:]))
-                wanted = oracle.norm(y[-1], oracle.tensors["norm.weight"])
-                assert (found[place][at] - wanted).abs().max() < 1e-4, (at, place)
-    train_eagle3.save(layer, of, 64, tmp_path)
-    given = SpeculationConfig(drafter="eagle3", path=str(tmp_path))
-    assert make_eagle3(given, spec_from_config(read_config(eagle3.target("qwen3"))))[0].own_embedding is False
-
-
-def test_a_few_steps_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the demo model, which then drafts with the layer and says what it says without."""
-    ids = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(3))
-    monkeypatch.setattr(train_eagle3, "corpus", lambda tokenizer, megabytes: ids)
-    monkeypatch.setattr(train_eagle3, "texts", lambda tokenizer, windows, length: ids[: 2 * length].view(2, length))
-    found = train_eagle3.train({"to": tmp_path, "steps": 3, "batch": 2, "length": 48, "places": 2})
-    assert len(found) == 2 and all(0 <= share <= 1 for share in found)
-    requests = [Request(i, tuple(ids[50 * i : 50 * i + 20].tolist()), 16) for i in range(2)]
-
-    def drawn(drafts: LayerDrafts | None) -> Any:
-        def body(world: LoopbackWorld, rank: int) -> Any:
-            comm = world.communicator(rank, (0,))
-            engine = build_engine(DEMO, HelixLayout.create(), comm, 16, drafter=drafts, adaptive=False)
-            return {o.id: o.output_ids for o in engine.generate(requests)}
-
-        return run_ranks(1, body, timeout_s=120.0)[0]
-
-    given = SpeculationConfig(drafter="eagle3", path=str(tmp_path))
-    assert drawn(LayerDrafts(2, eagle3=given)) == drawn(None)
 
 
 def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:

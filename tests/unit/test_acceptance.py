@@ -23,6 +23,7 @@ from benchmarks.quality.drafting import DRAFTERS, Drafting, Outcome, run
 from benchmarks.quality.prefilled import Subject
 from benchmarks.records import acceptance_figures, acceptance_tables
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.config import SpeculationConfig
 from helix.control.engine import Engine
 from helix.events.decision import StepKind
 from helix.events.request import Request
@@ -31,7 +32,7 @@ from helix.speculation import Draft, DraftBudget, Drafter
 from helix.steps.step import DecodeState
 from helix.tokenizer import load_tokenizer
 from launch.inputs.compose import ROOT
-from tests.e2e.parity import SelfDrafts, build_engine
+from tests.e2e.parity import LayerDrafts, SelfDrafts, build_engine
 from tests.legible import illegible
 
 DEMO = ROOT / "assets/demo-model"
@@ -301,3 +302,40 @@ def test_tables_and_figures() -> None:
     lines = acceptance_figures.sparsities(made).axes[0].get_lines()
     assert [[*line.get_ydata()] for line in lines] == [[2.5, 2.5], [1.75, 1.75], [3.25, 3.25]]
     plt.close("all")
+
+
+@pytest.mark.parametrize("kvp", [1, 2])
+def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any, kvp: int) -> None:
+    """The demo model's EAGLE-3 layer on two prompts at once: with fewer drafts and beside lookups, no token changes."""
+    layer = SpeculationConfig(drafter="eagle3", path=str(ROOT / "assets" / "demo-eagle3"))
+    prompts = [prompt(tokenizer, n) for n in (150, 300)]
+    given = [Continuation("code", ids, (torch.empty(0).long(),)) for ids in prompts]
+    ways = [Drafting("eagle3", 3), Drafting("suffix", 3), Drafting("eagle3", 2), Drafting("none")]
+    found = run(Subject.create("demo", kvp, "float32", layer), given, 24, ways)
+    layout = HelixLayout.create("helix", kvp)
+
+    def body(world: LoopbackWorld, rank: int) -> Any:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(
+            DEMO, layout, comm, 64, drafter=LayerDrafts(3, eagle3=layer), adaptive=False, page_size=64,
+            max_length=460, max_batch=2, prefill_chunk=1024,
+        )  # fmt: skip
+        requests = [Request(i, tuple(ids.tolist()), 24) for i, ids in enumerate(prompts)]
+        tokens = {o.id: o.output_ids for o in engine.generate(requests)}
+        return tokens, engine.timings.kept
+
+    tokens, kept = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+    for way in ways:
+        assert [x.tokens for x in found[way].outcomes] == [list(tokens[i]) for i in range(2)], way
+    held = [n for x in found[ways[0]].outcomes for n in x.held]
+    assert sum(held) > 8, "the layer is trained"
+    # The engine's first token comes with the prefill, so that its iterations begin a token later.
+    assert abs(sum(held) / len(held) - sum(n * k for n, k in kept.items()) / sum(kept.values())) < 0.5
+    assert sum(sum(x.held) for x in found[ways[2]].outcomes) <= sum(held)
+
+
+def test_a_layer_is_named_and_beside_lookups_alone() -> None:
+    with pytest.raises(ValueError, match="policies=eagle3 needs layer=DIR"):
+        rows(policies=["eagle3"])
+    with pytest.raises(ValueError, match="beside mtp only ngram and suffix can be"):
+        rows(policies=["mtp", "any"])

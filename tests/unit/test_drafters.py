@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from benchmarks.records import draft_gains
 
 
 @pytest.fixture
-def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     monkeypatch.setattr(draft_gains, "ROOT", tmp_path)
     draft_gains.accepted.cache_clear()
-    return tmp_path / "benchmarks" / "results" / "acceptance.jsonl"
+    yield tmp_path / "benchmarks" / "results" / "acceptance.jsonl"
+    draft_gains.accepted.cache_clear()
 
 
 def kept(task: str, counts: list[int], **options: Any) -> str:

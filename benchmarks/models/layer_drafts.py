@@ -1,0 +1,150 @@
+"""Times drafts of a layer: `helix bench layer-drafts`.
+
+Decode steps of whole models over a cache of random data, with up to seven drafts of a layer for multi-token prediction
+or of an EAGLE-3 layer, with random weights. Drafts are kept at a set rate; they are made, verified and written anew as
+ever. What an iteration takes does not depend on that rate: a gain is the tokens that were published for the nearest kin
+(`PUBLISHED`), by these times, over plain steps. A model has as many layers as fit beside the keys.
+
+  helix bench layer-drafts
+  helix bench layer-drafts ranks=8 models=glm-4.6
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks import jobs
+from benchmarks.models.workloads import Items, K, M, fitting_layers, named
+from benchmarks.runner import Benchmark, Given, Part, Row
+from helix.layers.attention import AttentionSpec
+from helix.layers.mlp import MLPSpec
+from helix.layout import HelixLayout
+from helix.memory.keeps import token_bytes
+from helix.models import DecoderSpec
+from launch.inputs.shapes import spec_of
+
+MODELS = ("qwen2.5-7b", "glm-4.6", "deepseek-r1")
+DRAFTERS = {"qwen2.5-7b": "eagle3"}  # of the others: mtp
+OPTIONS = {"glm-4.6": ["model.weights=fp8"]}  # as published
+POINTS = {1: [(1, 128 * K), (4, 96 * K)], 8: [(1, 128 * K), (8, 128 * K), (1, M)]}
+GAMMAS = [0, 1, 2, 3, 4, 5, 7]
+KEPT, STEPS = 0.8, 16
+HEAD = 32_000  # tokens of an EAGLE-3 layer's vocabulary
+# Tokens an iteration by number of drafts, SPEED-Bench coding: DeepSeek-V4-Pro's and GLM-5.2's MTP, and MiniMax-M3's
+# EAGLE-3 with grouped heads (SemiAnalysisAI/InferenceX, golden_al_distribution, 2026-08).
+PUBLISHED = {
+    "deepseek-r1": {1: 1.79, 2: 2.27, 3: 2.49, 4: 2.54, 5: 2.55, 7: 2.54},
+    "glm-4.6": {1: 1.84, 2: 2.50, 3: 2.99, 4: 3.33, 5: 3.61, 7: 3.91},
+    "qwen2.5-7b": {1: 1.79, 2: 2.39, 3: 2.78, 4: 3.02, 5: 3.21, 7: 3.52},
+}
+
+
+def write_eagle3(spec: DecoderSpec, to: Path) -> None:
+    """Writes a random EAGLE-3 layer for a model, with its heads and MLP."""
+    attention, mlp = spec.layers[0].mixer, spec.layers[0].ffn
+    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec)
+    hidden, width, vocab = spec.hidden, mlp.width, min(HEAD, spec.vocab)
+    q, kv = (heads * attention.head_dim for heads in (attention.q_heads, attention.kv_heads))
+
+    def drawn(*shape: int) -> Tensor:
+        return (torch.randn(*shape) * 0.02).bfloat16()
+
+    layer = {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, width)}
+    layer |= {f"self_attn.{part}_proj": (rows, 2 * hidden) for part, rows in (("q", q), ("k", kv), ("v", kv))}
+    layer |= {f"mlp.{part}_proj": (width, hidden) for part in ("gate", "up")}
+    tensors = {"fc.weight": drawn(hidden, 3 * hidden), "lm_head.weight": drawn(vocab, hidden)}
+    tensors |= {f"midlayer.{name}.weight": drawn(*shape) for name, shape in layer.items()}
+    norms = ("norm", *(f"midlayer.{n}" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+    tensors |= {f"{name}.weight": 1 + drawn(hidden) for name in norms}
+    tensors["d2t"] = torch.arange(vocab) * (spec.vocab // vocab - 1)
+    save_file(tensors, to / "model.safetensors")
+    about = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    about |= {"hidden_size": hidden, "intermediate_size": width, "head_dim": attention.head_dim}
+    about |= {"num_attention_heads": attention.q_heads, "num_key_value_heads": attention.kv_heads}
+    about |= {"vocab_size": spec.vocab, "draft_vocab_size": vocab, "rms_norm_eps": spec.norm_eps}
+    (to / "config.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def fitting(model: str, layout: HelixLayout, tokens: int) -> tuple[int, list[str]]:
+    """Returns a model's layers that fit on these GPUs beside so many tokens, and the overrides that cut it."""
+    spec = spec_of(model)
+    layers = len(spec.layers)
+    if torch.cuda.is_available():
+        kept = token_bytes(spec.keeps(layout, 0, torch.bfloat16)[0]) * tokens / layout.kvp
+        items = Items.of([*named(model), *OPTIONS.get(model, [])])
+        memory = torch.cuda.get_device_properties(0).total_memory
+        layers = fitting_layers(spec, layout.world_size, memory, items, kept)
+    return layers, [f"model.config.num_hidden_layers={layers}"] if layers < len(spec.layers) else []
+
+
+def cases(given: Given) -> list[tuple[str]]:
+    """A job for each model; of one GPU the smallest alone, and on a CPU the tiniest."""
+    if not given.gpu:
+        return [("demo",)]
+    return [(model,) for model in given.models or (MODELS if given.ranks > 1 else MODELS[:1])]
+
+
+def measure(given: Given, model: str) -> Iterator[Row]:
+    """Rows of a job whose ranks split the sequence."""
+    near = max(n for n in POINTS if n <= given.ranks)
+    points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if given.gpu else ([(2, 512)], [0, 2], 3)
+    drafter = DRAFTERS.get(model, "mtp") if given.gpu else "eagle3"
+    layout = HelixLayout.create("helix", given.ranks, ep=1 if spec_of(model).experts is None else given.ranks)
+    layers, cut = fitting(model, layout, max(batch * length for batch, length in points))
+    about: dict[str, Any] = {"kind": "layer-drafts", "model": model, "layers": layers, "drafter": drafter}
+    about |= {"layout": str(layout), "acceptance": KEPT}
+    with tempfile.TemporaryDirectory() as directory:
+        if drafter == "eagle3":
+            write_eagle3(spec_of(model), Path(directory))
+        try:
+            record = jobs.measure(
+                given.ranks,
+                [
+                    *named(model), *cut, *OPTIONS.get(model, []), f"layout.kvp={layout.kvp}", f"layout.ep={layout.ep}",
+                    "hopb=none", "decode.stream=false", "bench=decode",
+                    f"bench.gammas={gammas}", f"bench.steps={steps}",
+                    f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
+                    f"bench.acceptance={KEPT}", f"speculation={drafter}", f"speculation.gamma={max(gammas)}",
+                    *([f"speculation.path={directory}"] if drafter == "eagle3" else []),
+                ],
+            )  # fmt: skip
+        except jobs.JobError as error:
+            for (batch, length), gamma in product(points, gammas):
+                yield about | {"batch": batch, "length": length, "gamma": gamma, "failed": str(error)}
+            return
+    yield from (about | row | gains(model, row, record["points"]) for row in record["points"])
+
+
+def gains(model: str, row: Row, points: list[Row]) -> Row:
+    """Time over that of a plain step at the same point, and tokens per second over its with the published tokens."""
+    if "failed" in row:
+        return {}
+    plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == (row["batch"], row["length"], 0))
+    over = row["ttl_p50_us"] / plain["ttl_p50_us"]
+    tokens = PUBLISHED.get(model, {}).get(row["gamma"])
+    return {"step_over_plain": over, "gain_published": None if tokens is None else tokens / over}
+
+
+BENCHMARK = Benchmark(
+    "decode steps with drafts of a layer for multi-token prediction or of EAGLE-3, over all GPUs",
+    __doc__,
+    (
+        Part(
+            cases,
+            measure,
+            "model drafter layers batch length gamma ttl_p50_us step_over_plain gain_published",
+            f"drafts kept at a rate of {KEPT}",
+        ),
+    ),
+    models=MODELS,
+    emulated=True,
+)

@@ -1,0 +1,35 @@
+"""Turns of agents that repeat themselves from one conversation to the next, as they were recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from launch.inputs.compose import ROOT
+
+TRACE = ROOT / "assets" / "agent-turns.jsonl"
+Messages = list[dict[str, str]]
+
+
+def turns(trace: Path = TRACE) -> list[tuple[Messages, str]]:
+    """Reads what was said before each answer, and the answer, one conversation after the other.
+
+    Args:
+        trace: JSON lines, each with the `messages` of a conversation, the last one an answer.
+
+    Raises:
+        ValueError: a line is no such conversation.
+    """
+    found = []
+    for number, line in enumerate(trace.read_text(encoding="utf-8").splitlines(), 1):
+        messages = json.loads(line)["messages"]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers or answers[-1] != len(messages) - 1:
+            raise ValueError(f"{trace}, line {number}: the last message must be an answer")
+        found += [(messages[:i], messages[i]["content"]) for i in answers]
+    return found
+
+
+def turn_prompts(new_tokens: int) -> list[dict[str, object]]:
+    """Returns lines of a prompt file, one for each answer."""
+    return [{"id": i, "messages": before, "max_tokens": new_tokens} for i, (before, _) in enumerate(turns())]

@@ -1,0 +1,197 @@
+"""Training of a layer that drafts for a small model, on one GPU in minutes.
+
+  python -m benchmarks.quality.train_drafter to=DIR
+  python -m benchmarks.quality.train_drafter to=DIR form=mtp
+  python -m benchmarks.quality.train_drafter to=DIR model=MODEL texts=own minutes=2 places=7
+  helix run speculation=eagle3 speculation.path=DIR                      then drafts with it
+  helix run speculation=mtp model.path=DIR                               with one for multi-token prediction
+
+From every token of a text, each step drafts `places` tokens ahead as decoding does: the first draft reads the model's
+states, further ones the layer's own. Of texts that were not trained on it prints, for each place, how many drafts are
+the model's greedy tokens if those before are. A layer for multi-token prediction comes with links to the model's files.
+
+  to           directory of the checkpoint
+  form         eagle3 (default), or mtp
+  model        demo (default), or the directory of a checkpoint that transformers loads
+  texts        sources: Python sources of what is installed here, not of this repository, which those not trained on are
+               of (default); own: what the model says to questions, and as code
+  answers      texts that it says (default 1024)
+  minutes      of training (default 4)
+  steps        of training at most (default: as many as there is time for)
+  places       drafts ahead (default 5)
+  batch        texts of a step (default 16)
+  length       tokens of a text, and the window of an EAGLE-3 layer (default 1024)
+  megabytes    of sources (default 40)
+  rate         highest learning rate (default 1e-3)
+  output       a file to append a JSON line to
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.quality import own_texts
+from benchmarks.quality.drafted_layers import FORMS, DraftedLayer
+from benchmarks.quality.haystacks import texts
+from launch.inputs.arguments import helped, one_of, parse
+from launch.inputs.compose import ROOT
+from launch.job.report import provenance
+
+KEYS: dict[str, Callable[[str], Any]] = {
+    "to": Path, "form": one_of(*FORMS), "model": str, "texts": one_of("sources", "own"), "answers": int,
+    "minutes": float, "steps": int, "places": int, "batch": int, "length": int, "megabytes": float, "rate": float,
+    "output": Path,
+}  # fmt: skip
+DISCOUNT = 0.8  # of a place's loss, to that of the place before
+WARM = 0.05  # share of the time in which the rate rises
+UNSEEN = 16  # texts that are not trained on
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model for which a layer drafts, frozen."""
+
+    model: Any
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> Target:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        return cls(model.requires_grad_(False))
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns embeddings [B, T, H], states that a layer reads [B, T, taps x H], and logits [B, T, V] fp32."""
+        found = self.model(ids, output_hidden_states=True, use_cache=False)
+        states = torch.cat([found.hidden_states[i] for i in taps], -1)
+        return found.hidden_states[0].float(), states.float(), found.logits.float()
+
+
+def losses(target: Target, layer: DraftedLayer, ids: Tensor, places: int) -> tuple[Tensor, list[Tensor]]:
+    """Computes the loss against the model's distributions, and whether each place's draft is right [B, U] bool."""
+    embedded, states, logits = target.read(ids, layer.taps)
+    total, right = torch.zeros((), device=ids.device), []
+    for place, normed in enumerate(layer.drafts(embedded, states, places)):
+        wanted = logits[:, place + 1 : place + 1 + normed.shape[1]]
+        found = target.model.lm_head(normed.to(target.model.dtype)).float()
+        total = total - DISCOUNT**place * (wanted.softmax(-1) * found.log_softmax(-1)).sum(-1).mean()
+        right.append(found.argmax(-1) == wanted.argmax(-1))
+    return total, right
+
+
+@torch.no_grad()
+def agreement(target: Target, layer: DraftedLayer, ids: Tensor, places: int) -> list[float]:
+    """Computes the share of right drafts at each place, where all before it are right, of texts [n, T]."""
+    counts = torch.zeros(2, places)
+    for text in ids.split(1):
+        behind = torch.ones((), dtype=torch.bool, device=ids.device)
+        for place, right in enumerate(losses(target, layer, text, places)[1]):
+            behind = behind.expand_as(right)
+            counts[:, place] += torch.stack((behind.sum(), (behind & right).sum())).cpu()
+            behind = behind & right
+    return [float(kept / max(tried, 1)) for tried, kept in counts.T]
+
+
+def corpus(tokenizer: Any, megabytes: float) -> Tensor:
+    """Reads Python sources of what is installed here, in an order of their own [n] int64."""
+    folders = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")}
+    paths = sorted({path for folder in folders for path in folder.rglob("*.py") if ROOT not in path.parents})
+    random.Random(0).shuffle(paths)
+    found: list[str] = []
+    left = megabytes * 1e6
+    for path in paths:
+        if left <= 0:
+            break
+        found.append(path.read_text(encoding="utf-8", errors="ignore")[: int(left) + 1])
+        left -= len(found[-1])
+    encoded = tokenizer(found, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor([token for ids in encoded for token in ids])
+
+
+def train(values: dict[str, Any]) -> dict[str, Any]:
+    """Trains and saves a layer; returns how long, and its `agreement` on texts that were not trained on.
+
+    Raises:
+        ValueError: the texts are too few, or the model is none for this form.
+    """
+    from transformers import AutoTokenizer
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, form = values.get("model", "demo"), values.get("form", "eagle3")
+    path = ROOT / "assets" / "demo-model" if model == "demo" else Path(model)
+    places, length, batch = (
+        values.get(name, default) for name, default in (("places", 5), ("length", 1024), ("batch", 16))
+    )
+    rate, seconds, most = values.get("rate", 1e-3), 60 * values.get("minutes", 4.0), values.get("steps", 1 << 30)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    target = Target.load(path, device)
+    layer = FORMS[form](target.model.config).to(device)
+    ids = corpus(tokenizer, values.get("megabytes", 40.0))
+    if values.get("texts") == "own":
+        prompts = own_texts.prompts(tokenizer, ids, values.get("answers", 1024))
+        ids = own_texts.said(target.model, prompts, tokenizer.eos_token_id)
+        unseen, ids = ids[: UNSEEN * length].view(-1, length), ids[UNSEEN * length :]
+    else:
+        unseen = texts(tokenizer, UNSEEN, length)
+    ids, unseen = ids.to(device), unseen.to(device)
+    if len(ids) <= length:
+        raise ValueError(f"the texts have {len(ids)} tokens to train on, no more than length={length}")
+    optimizer = torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    began, step = time.perf_counter(), 0
+    while (done := max((time.perf_counter() - began) / seconds, step / most)) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, done / WARM + 1e-3) * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+        begins = torch.randint(len(ids) - length, (batch, 1), device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss, _ = losses(target, layer, ids[begins + torch.arange(length, device=device)], places)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step & (step - 1) == 0:
+            said = f"step {step}: loss {loss.item():.3f}, {time.perf_counter() - began:.0f} s"
+            print(said, file=sys.stderr, flush=True)
+    values["to"].mkdir(parents=True, exist_ok=True)
+    layer.save(path, length, values["to"])
+    facts = {"minutes": round((time.perf_counter() - began) / 60, 2), "steps": step, "loss": round(loss.item(), 3)}
+    return facts | {"kept": [round(share, 3) for share in agreement(target, layer, unseen, places)]}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains a layer; ends with the known values if a value is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if helped(arguments or ["--help"], __doc__):
+        return
+    try:
+        values = parse(arguments, KEYS, ("to",), words=("to",))
+        found = train(values)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    if "output" in values:
+        about = {"name": "trained-drafters", **provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
+        about |= {"model": Path(values.get("model", "demo")).name, "drafter": values.get("form", "eagle3")}
+        command = " ".join(["python -m benchmarks.quality.train_drafter", *arguments])
+        about |= {"command": command, "texts": values.get("texts", "sources")}
+        with values["output"].open("a", encoding="utf-8") as file:
+            file.write(json.dumps(about | found) + "\n")
+    print("kept of each draft behind kept ones: " + " ".join(f"{share:.2f}" for share in found["kept"]))
+
+
+if __name__ == "__main__":
+    main()

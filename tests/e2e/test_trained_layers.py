@@ -1,0 +1,143 @@
+"""Layers that are trained here draft as in training, and change no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.quality import own_texts, train_drafter
+from benchmarks.quality.drafted_layers import Eagle3, NextToken
+from benchmarks.quality.train_drafter import Target
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.build.parts import make_eagle3
+from helix.config import SpeculationConfig
+from helix.events.request import Request
+from helix.layout import HelixLayout
+from helix.models import spec_from_config
+from helix.models.loading import read_config
+from tests.e2e import eagle3
+from tests.e2e.checkpoints import DEMO, checkpoint
+from tests.e2e.parity import LayerDrafts, build_engine
+from tests.e2e.recorded import Kept, Recorded, unlike
+
+IDS = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(3))
+
+
+def test_eagle3_drafts_in_training_as_its_layer_does(tmp_path: Path) -> None:
+    """From every token, of the tokens that follow; and what is trained is read back."""
+    oracle, places = eagle3.oracle("qwen3", "shared"), 3
+    of = AutoConfig.from_pretrained(eagle3.target("qwen3"))
+    of.update({"num_attention_heads": eagle3.HEADS, "num_key_value_heads": eagle3.KV_HEADS, "head_dim": eagle3.DIM})
+    of.update({"intermediate_size": eagle3.WIDTH, "rms_norm_eps": eagle3.EPS})
+    layer = Eagle3(of)
+    layer.load_state_dict({name: oracle.tensors[name] for name in layer.state_dict()})
+    ids = torch.randint(257, (1, 30), generator=torch.Generator().manual_seed(3))
+    embedded, states, _ = Target(oracle.lm).read(ids, oracle.taps)
+    with torch.no_grad():
+        found = [x[0] for x in layer.drafts(embedded, states, places)]
+        for at in (0, 11, 26):
+            g = layer.fc(states[0, : at + 1])
+            for place in range(places):
+                y = oracle.ahead(ids[0, 1 : at + place + 2], g)
+                g = torch.cat((g, y[-1:]))
+                wanted = oracle.norm(y[-1], oracle.tensors["norm.weight"])
+                assert (found[place][at] - wanted).abs().max() < 1e-4, (at, place)
+    layer.save(eagle3.target("qwen3"), 64, tmp_path)
+    given = SpeculationConfig(drafter="eagle3", path=str(tmp_path))
+    assert make_eagle3(given, spec_from_config(read_config(eagle3.target("qwen3"))))[0].own_embedding is False
+
+
+@torch.no_grad()
+def with_layer(model: Path, to: Path) -> tuple[Target, NextToken]:
+    """A random layer for multi-token prediction behind a model, saved."""
+    target = Target(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
+    torch.manual_seed(5)
+    layer = NextToken(target.model.config)
+    for name, weight in layer.named_parameters():
+        weight.copy_((torch.randn_like(weight) * 0.12 + ("norm" in name)).bfloat16())
+    layer.save(model, 64, to)
+    return target, layer
+
+
+@pytest.mark.parametrize(
+    "family, kvp, tpa, kind", [("qwen3", 1, 1, Recorded), ("qwen3", 2, 2, Kept), ("demo", 3, 1, Recorded)]
+)
+def test_mtp_drafts_as_in_training(family: str, kvp: int, tpa: int, kind: type[Recorded], tmp_path: Path) -> None:
+    """And a model that has become one of GLM-4.5 says what it says."""
+    target, layer = with_layer(checkpoint(family), tmp_path)
+    layout = HelixLayout.create("helix", kvp, tpa)
+    prompts = [tuple((IDS[50 * i : 50 * i + n] % 257).tolist()) for i, n in enumerate((2, 17, 90))]
+    drafters: dict[int, Any] = {}
+
+    def said(path: Path, drafts: LayerDrafts | None) -> Any:
+        def body(world: LoopbackWorld, rank: int) -> Any:
+            comm = world.communicator(rank, layout.kvp_group(rank))
+            engine = build_engine(path, layout, comm, 16, drafter=drafts, adaptive=False, prefill_chunk=40)
+            drafters[rank] = engine.runner.drafter
+            return {o.id: o.output_ids for o in engine.generate([Request(i, p, 12) for i, p in enumerate(prompts)])}
+
+        return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+
+    @torch.no_grad()
+    def drafts_of(tokens: list[int], count: int) -> list[int]:
+        found: list[int] = []
+        for place in range(count):
+            embedded, states, _ = target.read(torch.tensor([[*tokens, *found]]), layer.taps)
+            *_, last = layer.drafts(embedded, states, place + 1)
+            found.append(int(target.model.lm_head(last[0, -1]).argmax()))
+        return found
+
+    plain = said(checkpoint(family), None)
+    drawn, found = said(tmp_path, LayerDrafts(3, kind=kind)), drafters[0]
+    assert kind is Kept or drawn == plain
+    assert len(found.drafted) > 10
+    assert unlike(found, drafts_of) == []
+
+
+@pytest.mark.parametrize("form", ["eagle3", "mtp"])
+def test_a_few_steps_of_training(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the demo model, which then drafts with the layer and says what it says without."""
+    monkeypatch.setattr(train_drafter, "corpus", lambda tokenizer, megabytes: IDS)
+    monkeypatch.setattr(train_drafter, "texts", lambda tokenizer, windows, length: IDS[: 2 * length].view(2, length))
+    values = {"to": tmp_path, "form": form, "steps": 3, "batch": 2, "length": 48, "places": 2}
+    found = train_drafter.train(values)
+    assert found["steps"] == 3 and len(found["kept"]) == 2 and all(0 <= share <= 1 for share in found["kept"])
+    requests = [Request(i, tuple(IDS[50 * i : 50 * i + 20].tolist()), 16) for i in range(2)]
+
+    def drawn(path: Path, drafts: LayerDrafts | None) -> Any:
+        def body(world: LoopbackWorld, rank: int) -> Any:
+            comm = world.communicator(rank, (0,))
+            engine = build_engine(path, HelixLayout.create(), comm, 16, drafter=drafts, adaptive=False)
+            return {o.id: o.output_ids for o in engine.generate(requests)}
+
+        return run_ranks(1, body, timeout_s=120.0)[0]
+
+    given = SpeculationConfig(drafter="eagle3", path=str(tmp_path)) if form == "eagle3" else None
+    path = DEMO if form == "eagle3" else tmp_path
+    assert drawn(path, LayerDrafts(2, eagle3=given)) == drawn(DEMO, None)
+
+
+def test_texts_that_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a prompt and what follows it; padding and what comes behind an end are left out."""
+
+    class Model:
+        device = torch.device("cpu")
+
+        def generate(self, ids: Tensor, attention_mask: Tensor, **more: Any) -> Tensor:
+            assert attention_mask.sum(1).tolist() == [2, 3] and ids[0].tolist() == [9, 5, 6]
+            return torch.cat((ids, torch.tensor([[1, 9, 9], [2, 3, 4]])), 1)
+
+    assert own_texts.said(Model(), [[5, 6], [7, 8, 1]], 9).tolist() == [5, 6, 1, 9, 7, 8, 1, 2, 3, 4]
+    found = own_texts.prompts(object(), IDS, 3)
+    assert [len(ids) for ids in found] == [own_texts.BEGIN] * 3
+
+
+def test_a_model_that_is_no_glm_is_refused() -> None:
+    config = AutoConfig.from_pretrained(checkpoint("qwen2"))
+    with pytest.raises(ValueError, match="form=mtp needs a model of type llama or qwen3"):
+        NextToken(config)
