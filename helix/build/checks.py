@@ -139,8 +139,6 @@ def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None
     why = "is not supported for models whose layers keep states (Gated DeltaNet)"
     if layout.mode == "dp":
         raise ValueError(f"layout.mode=dp {why}: set layout.mode=helix")
-    if config.attention.policy != "dense":
-        raise ValueError(f"attention.policy={config.attention.policy} {why}: set attention=dense")
     if config.speculation.drafter == "sparse":
         raise ValueError(f"speculation.drafter=sparse {why}: set speculation=ngram")
 

@@ -367,7 +367,6 @@ def test_a_model_cannot_draft_for_itself(family: str, overrides: list[str], word
     "overrides, words",
     [
         ([*DP], ["layout.mode=dp", "Gated DeltaNet"]),
-        (["attention=block_sparse"], ["attention.policy=block_sparse", "Gated DeltaNet"]),
         (["speculation=sparse"], ["speculation.drafter=sparse", "Gated DeltaNet", "speculation=ngram"]),
     ],
 )
