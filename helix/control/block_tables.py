@@ -64,7 +64,7 @@ class BlockTables:
         states: StateSnapshots | None = None,
     ) -> None:
         self.tree, self.pool = tree, tree.pool
-        self.states = states or StateSnapshots(0, tree.stripes.tokens)
+        self.states = states or StateSnapshots(0, 0, tree.stripes.tokens, lambda begin, end: 0.0)
         self._stripes, self._tokens = tree.stripes, tree.stripes.tokens
         self._caching = caching
         self._left = math.inf if most is None else most

@@ -350,16 +350,17 @@ class Engine:
             self.comm.broadcast_object(None)
 
     def _empty_tables(self) -> list[BlockTables]:
-        stripes, drafter = self.runner.placement.stripes, self.runner.drafter
-        most = self._pages if drafter.own_pages else None
+        runner, times, stripes = self.runner, self._times, self.runner.placement.stripes
+        most = self._pages if runner.drafter.own_pages else None
         # A draft model's windows would lack what lies before a snapshot.
-        snapshots = 0 if drafter.lacking or not self.prefix_cache else self.runner.cache.snapshots
+        keeps = self.prefix_cache and not runner.drafter.lacking
+        places = (runner.cache.snapshots, runner.cache.host_snapshots) if keeps else (0, 0)
 
         def empty() -> BlockTables:
-            tree = PrefixTree(PagePool(self._pages), stripes, self._times.cost)
-            return BlockTables(tree, self.prefix_cache, most, StateSnapshots(snapshots, stripes.tokens))
+            tree = PrefixTree(PagePool(self._pages), stripes, times.cost)
+            return BlockTables(tree, self.prefix_cache, most, StateSnapshots(*places, stripes.tokens, times.work))
 
-        return [empty() for _ in range(self.runner.layout.dp)]
+        return [empty() for _ in range(runner.layout.dp)]
 
     # ---- every rank
 

@@ -453,15 +453,17 @@ class Scheduler:
             if end > s.prefilled:
                 assert s.slot is not None and s.held is not None
                 states = self._tables(s).states
-                snapped, saves = states.end(s.tokens), -1
-                if s.prefilled < snapped <= end:
-                    end, saves = snapped, states.take(s.tokens[:snapped], s.request.salt)
-                new = s.tokens[s.prefilled : end]
-                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known, saves)
-                done += self._times.work(s.prefilled, end)
-                s.prefilled = end
+                snapped, snapshot = states.end(s.tokens), (-1, -1)
+                is_snapped = s.prefilled < snapped <= end
+                end = snapped if is_snapped else end
                 columns = self._tables(s).enter(s.held, s.tokens[:end])
                 self._changed.append(TableChange(s, s.held, columns.start, len(columns)))
+                if is_snapped:
+                    snapshot = states.take(s.tokens[:end], s.request.salt, s.held.node)
+                new = s.tokens[s.prefilled : end]
+                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known, *snapshot)
+                done += self._times.work(s.prefilled, end)
+                s.prefilled = end
         if decoding:
             seconds = self._times.seconds(done)
             self._owed, self._paused = self._goal.owed_s(seconds, stall), self._paused + seconds
