@@ -227,7 +227,7 @@ def _gated_delta_step_kernel(
         tl.store(factors + j8, of_deltas * beta[:, None] * kept_then, mask=new[:, None])
         tl.store(factors + SYSTEM + j8, of_outs * kept_then, mask=new[:, None])
     for x0 in range(0, ROWS, SYSTEM):
-        by_keys, by_queries, deltas = (), (), ()
+        by_keys, by_queries, in_delta, in_output, wanted, seen, deltas, outputs = (), (), (), (), (), (), (), ()
         for x in tl.static_range(together):
             there = x0 + x < ROWS
             k_x = _run(last_rows + (x0 + x) * row + d4, (d4 < DK) & there, aligned)
@@ -236,20 +236,27 @@ def _gated_delta_step_kernel(
             by_queries = _and(by_queries, _times_state(q_x, (S0, S1, S2, S3)))
         if ROWS > 1:
             tl.debug_barrier()
-        for x in tl.static_range(together):
+        for x in tl.static_range(together):  # All loads, which would wait behind stores.
             there = x0 + x < ROWS
-            at = ours + (x0 + x) * (VALUES * WORK) + DK
-            f = at + 2 * DV
-            delta = tl.load(at + e4, mask=(e4 < DV) & there, other=0.0)
-            delta -= tl.load(f + 2 * SYSTEM + 1, mask=there, other=0.0) * by_keys[x]
-            o = tl.load(f + 2 * SYSTEM, mask=there, other=0.0) * by_queries[x]
+            u = tl.load(ours + (x0 + x) * (VALUES * WORK) + DK + e4, mask=(e4 < DV) & there, other=0.0)
+            f = ours + (x0 + x) * (VALUES * WORK) + DK + 2 * DV
+            seen = _and(seen, tl.load(f + 2 * SYSTEM, mask=there, other=0.0) * by_queries[x])
+            wanted = _and(wanted, u - tl.load(f + 2 * SYSTEM + 1, mask=there, other=0.0) * by_keys[x])
+            for j in tl.static_range(x + 1):
+                in_delta = _and(in_delta, tl.load(f + j, mask=there & (j < x), other=0.0))
+                in_output = _and(in_output, tl.load(f + SYSTEM + j, mask=there, other=0.0))
+        for x in tl.static_range(together):
+            delta, o = wanted[x], seen[x]
             for j in tl.static_range(x):
-                delta -= tl.load(f + j, mask=there, other=0.0) * deltas[j]
-                o += tl.load(f + SYSTEM + j, mask=there, other=0.0) * deltas[j]
-            o += tl.load(f + SYSTEM + x, mask=there, other=0.0) * delta
+                delta -= in_delta[x * (x + 1) // 2 + j] * deltas[j]
             deltas = _and(deltas, delta)
-            store_in_place(last_rows + (x0 + x) * row + DK + e4, delta, (e4 < DV) & there, PDL)
-            store_in_place(at + DV + e4, o, (e4 < DV) & there, PDL)
+            for j in tl.static_range(x + 1):
+                o += in_output[x * (x + 1) // 2 + j] * deltas[j]
+            outputs = _and(outputs, o)
+        for x in tl.static_range(together):
+            held = (e4 < DV) & (x0 + x < ROWS)
+            store_in_place(last_rows + (x0 + x) * row + DK + e4, deltas[x], held, PDL)
+            store_in_place(ours + (x0 + x) * (VALUES * WORK) + DK + DV + e4, outputs[x], held, PDL)
         if ROWS > SYSTEM:
             end = tl.minimum(x0 + SYSTEM, ROWS)
             last = tl.load(last_decays + (end - 1) * VALUES)
