@@ -64,6 +64,8 @@ class KVConfig:
     memory_fraction: share of the memory that is free once the weights are in.
     prefix_cache: whether what was computed is kept for prompts that begin alike.
     snapshots: copies of states that are kept for prompts that begin alike, of models whose layers keep states.
+    host_snapshots: further copies, in pinned memory of the host, to which those of least value move. Each takes the
+        bytes of a sequence's states on each rank.
     tier: gpu: keys and values lie on the GPU; host: in pinned memory of the host, and what a step chooses comes over
         the link (with attention=block_sparse alone).
     host_bytes: of each rank's keys and values, with tier=host.
@@ -79,6 +81,7 @@ class KVConfig:
     memory_fraction: float = 0.9
     prefix_cache: bool = True
     snapshots: int = 8
+    host_snapshots: int = 0
     tier: str = "gpu"
     host_bytes: float | None = None
     gpu_bytes: float | None = None
@@ -407,8 +410,15 @@ def check(config: Config) -> None:
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
-    if config.kv.snapshots < 0:
-        raise ValueError(f"kv.snapshots={config.kv.snapshots} must be at least 0")
+    for key in ("snapshots", "host_snapshots"):
+        if (count := getattr(config.kv, key)) < 0:
+            raise ValueError(f"kv.{key}={count} must be at least 0")
+    if config.kv.host_snapshots and not (config.kv.snapshots and config.kv.prefix_cache):
+        raise ValueError(
+            f"kv.host_snapshots={config.kv.host_snapshots} takes what kv.snapshots={config.kv.snapshots} has no room "
+            f"for, and kv.prefix_cache is {str(config.kv.prefix_cache).lower()}: set kv.snapshots to 1 or more and "
+            "kv.prefix_cache=true, or leave out kv.host_snapshots"
+        )
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
 

@@ -330,7 +330,7 @@ class PromptChunk:
         begin: global position of the first token.
         tokens: int64 [m], on the host.
         known: tokens of the sequence in its pages already: for these only states and windows are computed.
-        saves: see `helix.events.decision.Segment`.
+        saves, moves: see `helix.events.decision.Segment`.
     """
 
     slot: int
@@ -338,6 +338,7 @@ class PromptChunk:
     tokens: Tensor
     known: int = 0
     saves: int = -1
+    moves: int = -1
 
     @property
     def end(self) -> int:

@@ -7,8 +7,9 @@ normalised to length 1 and q is scaled by dk^-0.5; beta = sigmoid(b) and g = -ex
 output is a gated norm of each head: norm * o / rms(o) * silu(z). (arXiv:2412.06464)
 
 Drafts can be refused, and a state cannot be taken back. So a decode step leaves the state as it was before the step and
-keeps the keys, values and gates of its rows, and the next step applies those of accepted tokens first. Input rows of
-the convolution lie in a ring by position: a step reads W - 1 before its own while it writes these.
+keeps k, d and g of its rows, and the next step adds those of accepted tokens first: S times exp of the sum of all g,
+and k d^T of each row times exp of the sum of those behind it. Input rows of the convolution lie in a ring by position:
+a step reads W - 1 before its own while it writes these.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class DeltaState:
     Attributes:
         state: S before the rows of the last decode step [slots, V, dk, dv] fp32.
         qkv: input rows of the convolution [slots, L, C], position p at p % L; L is at least W - 1 + R.
-        rows: k and v of the last decode step's rows [slots, R, V, dk + dv] fp32; a step has at most R.
-        gates: g and beta of the same rows [slots, R, V, 2] fp32.
+        rows: k and d of the last decode step's rows [slots, R, V, dk + dv] fp32; a step has at most R.
+        decays: sums of g from the first of these rows up to each [slots, R, V] fp32.
         accepted: rows of the last decode step whose tokens were accepted [slots] int64.
     """
 
     state: torch.Tensor
     qkv: torch.Tensor
     rows: torch.Tensor
-    gates: torch.Tensor
+    decays: torch.Tensor
     accepted: torch.Tensor
 
 

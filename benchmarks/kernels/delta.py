@@ -56,7 +56,7 @@ def states(p: GatedDelta, slots: int, rows: int, accepted: int) -> DeltaState:
         torch.randn(slots, values, DIM, DIM, device=device),
         torch.randn(slots, ring, p.conv.shape[1], device=device).bfloat16(),
         torch.randn(slots, rows, values, 2 * DIM, device=device) * DIM**-0.5,
-        torch.rand(slots, rows, values, 2, device=device) * torch.tensor([-1, 1], device=device),  # g and beta
+        -torch.rand(slots, rows, values, device=device).cumsum(1),
         torch.full((slots,), accepted, device=device),
     )
 

@@ -137,12 +137,20 @@ def check_own_sequences(config: Config, layout: HelixLayout) -> None:
 def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
     """Raises ValueError if layers that keep a state of each sequence cannot do what the config wants."""
     if not spec.has_states:
+        if config.kv.host_snapshots:
+            raise ValueError(
+                f"kv.host_snapshots={config.kv.host_snapshots} are copies of states, and the model's layers keep none: "
+                "leave it out"
+            )
         return
+    if config.kv.host_snapshots and config.speculation.drafter in ("mtp", "eagle3"):
+        raise ValueError(
+            f"kv.host_snapshots={config.kv.host_snapshots} are for prefix hits, which models with states do not have "
+            f"with speculation.drafter={config.speculation.drafter}: leave it out, or set speculation=ngram"
+        )
     why = "is not supported for models whose layers keep states (Gated DeltaNet)"
     if layout.mode == "dp":
         raise ValueError(f"layout.mode=dp {why}: set layout.mode=helix")
-    if config.attention.policy != "dense":
-        raise ValueError(f"attention.policy={config.attention.policy} {why}: set attention=dense")
     if config.speculation.drafter == "sparse":
         raise ValueError(f"speculation.drafter=sparse {why}: set speculation=ngram")
 

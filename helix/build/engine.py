@@ -10,7 +10,7 @@ import torch
 from comm.base import Communicator
 from helix.attention.policies import budget_of, make_policy
 from helix.build.buffers import MOST_SLOTS, CacheNeeds, fitting_slots, longest_chunk, token_buffers
-from helix.build.tiering import make_tiered
+from helix.build.tiering import host_states, make_tiered
 from helix.config import Config, SpeculationConfig
 from helix.control.engine import Engine
 from helix.errors import ConfigError
@@ -139,7 +139,7 @@ def make_cache(
     """Creates a cache on the GPU for all tokens that it needs to hold, or as many as its memory allows.
 
     Raises:
-        ConfigError: kv.tokens does not fit, or not even one page.
+        ConfigError: kv.tokens does not fit, or not even one page; or the host cannot pin kv.host_snapshots.
     """
     kv, page_size, sizes = config.kv, placement.page_size, needs.sizes
     sparse = config.attention.policy == "block_sparse"
@@ -172,7 +172,8 @@ def make_cache(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes {beside}: "
             "raise it, set a smaller decode.prefill_chunk, or take a layout whose ranks hold fewer weights"
         )
-    return KVCache(keeps, pages, placement, comm.device, sizes, score)
+    of_host = host_states(kv.host_snapshots, keeps, placement, comm, sizes) if kv.host_snapshots else None
+    return KVCache(keeps, pages, placement, comm.device, sizes, score, of_host)
 
 
 def build_engine(

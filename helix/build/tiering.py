@@ -16,9 +16,9 @@ from helix.config import Config
 from helix.errors import ConfigError
 from helix.layers.attention import AttentionSpec
 from helix.memory.blocks import BlockShape
-from helix.memory.host_store import host_store
+from helix.memory.host_store import HostStore, host_store
 from helix.memory.keeps import Keeps, keys_and_values, token_bytes
-from helix.memory.kv_cache import StepSizes, slot_bytes, with_bounds
+from helix.memory.kv_cache import StepSizes, slot_bytes, snapshot_bytes, with_bounds
 from helix.memory.tiered_cache import LISTS, TieredCache, ring_pages
 from helix.models import DecoderSpec
 from helix.placement import Placement
@@ -57,6 +57,18 @@ def tiered_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes
         sum(k.bytes for k in of_pages) + layers * heads * number,
         heads * (layers * (block.bytes + 4 * number) + LISTS * 2 * number),
     )
+
+
+def host_states(
+    count: int, keeps: Sequence[tuple[Keeps, ...]], placement: Placement, comm: Communicator, sizes: StepSizes
+) -> HostStore:
+    """Creates the host memory of `count` snapshots of states; a collective call.
+
+    Raises:
+        ConfigError: the host cannot pin it.
+    """
+    size = max(snapshot_bytes(keeps, placement, sizes), 16)  # of a rank without heads as well
+    return host_store((count, size), torch.uint8, comm, "kv.host_snapshots")
 
 
 def piece_pages(page_size: int) -> int:
@@ -121,6 +133,7 @@ def make_tiered(
         store=host_store((len(spec.full), pages * block.heads, block.words), torch.int32, comm),
         hot=min(hot, max(pages, least)),
         piece_pages=piece_pages(placement.page_size),
+        host_states=host_states(kv.host_snapshots, keeps, placement, comm, sizes) if kv.host_snapshots else None,
     )
     rooms = (int(kv.host_bytes) // of_page, (room - taken) // of_gpu)
     on_host, on_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in rooms)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from helix.control.snapshots import StateSnapshots
 from helix.memory.prefix import Node, PrefixTree, path
 from helix.placement import NO_PAGES
 
@@ -52,10 +53,18 @@ class BlockTables:
         tree: index of cached pages by their tokens.
         caching: whether pages are kept in the tree.
         most: most pages of all tables together, a shared page counted once per table; None: no limit.
+        states: directory of snapshots of states; None: layers keep no states.
     """
 
-    def __init__(self, tree: PrefixTree, caching: bool = True, most: int | None = None) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        caching: bool = True,
+        most: int | None = None,
+        states: StateSnapshots | None = None,
+    ) -> None:
         self.tree, self.pool = tree, tree.pool
+        self.states = states or StateSnapshots(0, 0, tree.stripes.tokens, lambda begin, end: 0.0)
         self._stripes, self._tokens = tree.stripes, tree.stripes.tokens
         self._caching = caching
         self._left = math.inf if most is None else most

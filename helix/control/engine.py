@@ -22,6 +22,7 @@ from helix.control.inbox import Inbox
 from helix.control.prefill_time import PrefillTime, doubling_depth
 from helix.control.scheduler import RunnerTraits, Scheduler
 from helix.control.serving import Serving
+from helix.control.snapshots import StateSnapshots
 from helix.control.text import OutputStream
 from helix.control.timings import Timings
 from helix.events.decision import Decision, StepKind
@@ -271,8 +272,6 @@ class Engine:
             keep_drawn=not runner.drafter.lags,
             sparse_from=runner.policy.from_tokens,
             lacking=runner.lacking,
-            # A draft model's windows would lack what lies before a snapshot.
-            snapshots=0 if runner.drafter.lacking or not self.prefix_cache else runner.cache.snapshots,
             chunk_sizes=SIZES if runner.pads else (),
         )
         scheduler = Scheduler(self.tables, self._times, traits, self.schedule, policy.pace)
@@ -351,9 +350,17 @@ class Engine:
             self.comm.broadcast_object(None)
 
     def _empty_tables(self) -> list[BlockTables]:
-        stripes, own_pages = self.runner.placement.stripes, self.runner.drafter.own_pages
-        trees = [PrefixTree(PagePool(self._pages), stripes, self._times.cost) for _ in range(self.runner.layout.dp)]
-        return [BlockTables(tree, self.prefix_cache, self._pages if own_pages else None) for tree in trees]
+        runner, times, stripes = self.runner, self._times, self.runner.placement.stripes
+        most = self._pages if runner.drafter.own_pages else None
+        # A draft model's windows would lack what lies before a snapshot.
+        keeps = self.prefix_cache and not runner.drafter.lacking
+        places = (runner.cache.snapshots, runner.cache.host_snapshots) if keeps else (0, 0)
+
+        def empty() -> BlockTables:
+            tree = PrefixTree(PagePool(self._pages), stripes, times.cost)
+            return BlockTables(tree, self.prefix_cache, most, StateSnapshots(*places, stripes.tokens, times.work))
+
+        return [empty() for _ in range(runner.layout.dp)]
 
     # ---- every rank
 

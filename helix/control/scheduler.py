@@ -25,7 +25,6 @@ from helix.control.block_tables import BlockTable, BlockTables
 from helix.control.goals import Goal
 from helix.control.prefill_time import PrefillTime
 from helix.control.scheduled import Scheduled, TableChange, UnreadTokens
-from helix.control.snapshots import StateSnapshots
 from helix.events.decision import Admission, Decision, Segment, StepKind, StepPlan
 from helix.events.request import Request
 
@@ -49,7 +48,6 @@ class RunnerTraits:
         keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
         sparse_from: length from which decode steps of a sequence are sparse; None: none are.
         lacking: tokens before the end of a prefix hit that are computed again.
-        snapshots: number of snapshots of states; 0 if layers keep none.
         chunk_sizes: sizes, ascending, to which chunks are cut while somebody decodes, as they are launched at once.
     """
 
@@ -61,7 +59,6 @@ class RunnerTraits:
     keep_drawn: bool = True
     sparse_from: int | None = None
     lacking: float = 0.0
-    snapshots: int = 0
     chunk_sizes: tuple[int, ...] = ()
 
 
@@ -93,7 +90,6 @@ class Scheduler:
     ) -> None:
         self._homes, self._times, self._runner, self._pace = tables, times, runner, pace
         self._stripes = tables[0].tree.stripes
-        self._states = StateSnapshots(runner.snapshots, self._stripes.tokens)
         self._run_s, self._goal = schedule.run_ms / 1e3, Goal(schedule)
         self._patience_s = schedule.patience_s
         self._run_tokens = runner.run_steps * (1 + runner.drafts)
@@ -287,7 +283,7 @@ class Scheduler:
                 continue
             self._unqueue(at)
             home, held = fit
-            behind, state = self._states.find(s.tokens, held.known, s.request.salt)
+            behind, state = self._homes[home].states.find(s.tokens, held.known, s.request.salt)
             s.slot, s.held = heapq.heappop(self._free_slots[home]), held
             s.prefilled = max(self._resumes(held.known), behind)
             self.running[s.slot] = s
@@ -456,15 +452,18 @@ class Scheduler:
         for s, end in ends.items():
             if end > s.prefilled:
                 assert s.slot is not None and s.held is not None
-                snapped, saves = self._states.end(s.tokens), -1
-                if s.prefilled < snapped <= end:
-                    end, saves = snapped, self._states.take(s.tokens[:snapped], s.request.salt)
-                new = s.tokens[s.prefilled : end]
-                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known, saves)
-                done += self._times.work(s.prefilled, end)
-                s.prefilled = end
+                states = self._tables(s).states
+                snapped, snapshot = states.end(s.tokens), (-1, -1)
+                is_snapped = s.prefilled < snapped <= end
+                end = snapped if is_snapped else end
                 columns = self._tables(s).enter(s.held, s.tokens[:end])
                 self._changed.append(TableChange(s, s.held, columns.start, len(columns)))
+                if is_snapped:
+                    snapshot = states.take(s.tokens[:end], s.request.salt, s.held.node)
+                new = s.tokens[s.prefilled : end]
+                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known, *snapshot)
+                done += self._times.work(s.prefilled, end)
+                s.prefilled = end
         if decoding:
             seconds = self._times.seconds(done)
             self._owed, self._paused = self._goal.owed_s(seconds, stall), self._paused + seconds

@@ -31,7 +31,7 @@ class Admission:
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
         drawn: number of the last tokens of `length` that were drawn.
         allowed: mask of the tokens that it may draw next, int32 [W], see `Grammar`; None: all.
-        state: snapshot with which its states begin; -1: they begin with zeros.
+        state: place of the snapshot with which its states begin; -1: they begin with zeros.
         salt: number from 0 to 2^39 - 1; equal ones may learn from each other, see `Request`.
     """
 
@@ -70,7 +70,8 @@ class Segment:
     Attributes:
         last: whether the prompt ends with them.
         known: number of the sequence's first tokens that are in its pages already.
-        saves: snapshot that is taken of its states behind them; -1: none.
+        saves: place of the snapshot that is taken of its states behind them; -1: none is.
+        moves: place to which the snapshot that was there moves before; -1: there was none, or it goes.
     """
 
     slot: int
@@ -80,6 +81,7 @@ class Segment:
     tokens: np.ndarray
     known: int = 0
     saves: int = -1
+    moves: int = -1
 
 
 _AtSlot = TypeVar("_AtSlot", Admission, TableWrite, Segment)

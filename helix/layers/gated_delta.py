@@ -78,7 +78,7 @@ class GatedDeltaSpec:
             Keeps("state", (len(values), self.key_dim, self.value_dim), torch.float32, "slot"),
             Keeps("qkv", (channels,), dtype, "recent", before=self.conv - 1),
             Keeps("rows", (len(values), self.key_dim + self.value_dim), torch.float32, "row"),
-            Keeps("gates", (len(values), 2), torch.float32, "row"),
+            Keeps("decays", (len(values),), torch.float32, "row"),
         )
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:

@@ -86,22 +86,25 @@ def host_store(
     shape: Sequence[int],
     dtype: torch.dtype,
     comm: Communicator,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    key: str = "kv.host_bytes",
 ) -> HostStore:
     """Creates this rank's store, whose shape may differ between ranks; a collective call.
+
+    Args:
+        key: what sets its size.
 
     Raises:
         ConfigError: a rank cannot pin its memory; raised on every rank, and no rank keeps any.
     """
     store, reason = None, ""
     try:
-        store = HostStore(shape, dtype, comm.device, progress)
+        store = HostStore(shape, dtype, comm.device)
     except (OSError, ValueError, OverflowError) as error:  # the last two: a mapping beyond the address space
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
         reason = (
-            f"rank {comm.rank} cannot pin {math.prod(shape) * dtype.itemsize} bytes of host memory for kv.host_bytes "
-            f"({error}; its limit of locked memory, ulimit -l, is {locked}): lower kv.host_bytes, or raise the limit"
+            f"rank {comm.rank} cannot pin {math.prod(shape) * dtype.itemsize} bytes of host memory for {key} "
+            f"({error}; its limit of locked memory, ulimit -l, is {locked}): lower {key}, or raise the limit"
         )
     reasons = [said for said in comm.all_gather_object(reason) if said]
     if reasons:

@@ -3,7 +3,8 @@
 Pages hold all tokens of a sequence, and sequences share them. Layers with a sliding window store the window in a ring
 of pages per slot: local page i of the sequence is page `i % ring` of the ring. Rings are not shared: after a prefix
 hit, the tokens that windows lack are computed again. Tokens of a prompt chunk beyond the ring's size lie in pages of
-the chunk until it ends. A state of a sequence has one place per slot.
+the chunk until it ends. A state of a sequence has one place per slot. Snapshots of states lie behind those of the
+slots, and further ones in host memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from helix.events.decision import Admission, StepKind
 from helix.events.follower import Follower, Prefilled, Span, Taken
+from helix.memory.host_store import HostStore
 from helix.memory.keeps import Keeps, lacking, token_bytes
 from helix.memory.transfers import to_device
 from helix.placement import Placement
@@ -105,11 +107,17 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that keep the same data, and its memory: by name [layers, ...], each layer's part as in `LayerCache`."""
+    """Layers that keep the same data, and its memory.
+
+    Attributes:
+        tensors: by name [layers, ...], each layer's part as in `LayerCache`.
+        on_host: what snapshots in host memory have of it, by name [snapshots, layers, ...].
+    """
 
     layers: tuple[int, ...]
     keeps: tuple[Keeps, ...]
     tensors: dict[str, Tensor]
+    on_host: dict[str, Tensor] = field(default_factory=dict)
 
 
 class KVCache(Follower):
@@ -122,6 +130,7 @@ class KVCache(Follower):
         keeps: data that each layer keeps.
         sizes: sizes of the steps.
         score: kind of the per-page key bounds, see `kernels.sparse.block_bounds`; None without block selection.
+        host_states: host memory of further snapshots, [n, `snapshot_bytes`] uint8.
 
     Attributes:
         groups: the memory, by layers that keep the same data.
@@ -129,6 +138,7 @@ class KVCache(Follower):
         lacking: tokens before the end of a prefix hit that are computed again.
         has_states: whether any layer keeps a state of each sequence.
         snapshots: number of snapshots of states, which lie behind those of the slots.
+        host_snapshots: number of those in host memory, which are numbered from `snapshots` on.
         bytes_per_token: bytes in pages of a token that this rank owns.
         remedy: advice for an error: how to make room for more.
     """
@@ -143,6 +153,7 @@ class KVCache(Follower):
         device: torch.device,
         sizes: StepSizes,
         score: str | None = None,
+        host_states: HostStore | None = None,
     ) -> None:
         self.pages = pages
         self.placement = placement
@@ -164,6 +175,11 @@ class KVCache(Follower):
         self._places = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
         self.has_states = any(k.per == "slot" for kept in keeps for k in kept)
         self.snapshots = sizes.snapshots if self.has_states else 0
+        self._host_states, self.host_snapshots = host_states, 0
+        if host_states is not None:
+            assert host_states.tensor is not None
+            self.host_snapshots = len(host_states.tensor)
+            self._share_out(host_states.tensor)
         self._replays = any(k.per in ("row", "recent") for kept in keeps for k in kept)
         self.accepted = torch.zeros(sizes.slots if self._replays else 0, dtype=torch.int64, device=device)
 
@@ -172,6 +188,15 @@ class KVCache(Follower):
         count = entries(kept, self.placement, self.pages, self._sizes)
         shape = (count[0], *kept.entry, count[1]) if kept.by_head else (*count, *kept.entry)
         return torch.empty(layers, *shape, dtype=kept.dtype, device=self.device)
+
+    def _share_out(self, numbers: Tensor) -> None:
+        """Views host memory as snapshots: the widest numbers first, so that all are aligned."""
+        parts, begin = [(group, k) for group in self.groups for k in group.keeps if k.per in SNAPPED], 0
+        for group, kept in sorted(parts, key=lambda part: -part[1].dtype.itemsize):
+            shape = len(group.layers), *entries(kept, self.placement, 0, self._sizes)[1:], *kept.entry
+            end = begin + math.prod(shape) * kept.dtype.itemsize
+            group.on_host[kept.name] = numbers[:, begin:end].view(kept.dtype).view(len(numbers), *shape)
+            begin = end
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
         """Returns one layer's part; `prefill`: for a prefill step."""
@@ -207,7 +232,7 @@ class KVCache(Follower):
             for kept in group.keeps:
                 tensor = group.tensors[kept.name]
                 if kept.per in SNAPPED and admission.state >= 0:
-                    tensor[:, slot].copy_(tensor[:, self._sizes.slots + admission.state])
+                    tensor[:, slot].copy_(self._snapshot(group, kept, admission.state))
                 elif kept.per == "slot":
                     tensor[:, slot].fill_(0)
                 elif kept.reach is not None:
@@ -231,16 +256,24 @@ class KVCache(Follower):
                             group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
         for prompt in chunk.prompts:
             if prompt.saves >= 0:
-                self._snap(prompt.slot, prompt.saves)
+                self._snap(prompt.slot, prompt.saves, prompt.moves)
         self.fold(chunk.span)
 
-    def _snap(self, slot: int, place: int) -> None:
-        """Takes a snapshot of a slot's states."""
+    def _snap(self, slot: int, place: int, moves: int) -> None:
+        """Takes a snapshot of a slot's states; the one that was in its place moves to place `moves`, if not -1."""
         for group in self.groups:
             for kept in group.keeps:
                 if kept.per in SNAPPED:
-                    tensor = group.tensors[kept.name]
-                    tensor[:, self._sizes.slots + place].copy_(tensor[:, slot])
+                    snapshot = self._snapshot(group, kept, place)
+                    if moves >= 0:
+                        self._snapshot(group, kept, moves).copy_(snapshot)
+                    snapshot.copy_(group.tensors[kept.name][:, slot])
+
+    def _snapshot(self, group: Group, kept: Keeps, place: int) -> Tensor:
+        """Returns what a snapshot has of one kind of data, [layers, ...]."""
+        if place >= self.snapshots:
+            return group.on_host[kept.name][place - self.snapshots]
+        return group.tensors[kept.name][:, self._sizes.slots + place]
 
     def takes(self, kind: StepKind) -> bool:
         return self.score is not None or self._replays
@@ -252,6 +285,11 @@ class KVCache(Follower):
 
     def close(self) -> None:
         """Frees memory outside torch's allocator; no kernel may use the cache any more. A second call does nothing."""
+        if self._host_states is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._host_states.close()
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         for group in self.groups:
@@ -305,6 +343,12 @@ def slot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: 
     """Counts the bytes of all data outside pages; arguments as in `KVCache`."""
     others = (k for kept in keeps for k in kept if not k.is_paged)
     return sum(k.bytes * math.prod(entries(k, placement, 0, sizes)) for k in others)
+
+
+def snapshot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> int:
+    """Counts the bytes of a snapshot in host memory, a multiple of 16; arguments as in `KVCache`."""
+    snapped = (k for kept in keeps for k in kept if k.per in SNAPPED)
+    return -(-sum(k.bytes * math.prod(entries(k, placement, 0, sizes)[1:]) for k in snapped) // 16) * 16
 
 
 def free_bytes(device: torch.device) -> int:

@@ -143,12 +143,13 @@ class TieredCache(KVCache):
         store: HostStore,
         hot: int,
         piece_pages: int,
+        host_states: HostStore | None = None,
     ) -> None:
         assert store.tensor is not None
         self.block = BlockShape.of(keeps, placement.page_size)
         self.store, self.host = store, store.tensor
         self._heads, layers = self.block.heads, len(self.host)
-        super().__init__(keeps, pages, placement, device, sizes, score)
+        super().__init__(keeps, pages, placement, device, sizes, score, host_states)
         self.ring_pages = self.rings[None] = ring_pages(placement.page_size, sizes.rows)
         heads, words = self._heads, self.block.words
         self._rings = sizes.slots * self.ring_pages * heads
@@ -217,6 +218,7 @@ class TieredCache(KVCache):
         copy_blocks(self.places, self.host, blocks)
 
     def close(self) -> None:
+        super().close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.store.close()

@@ -69,6 +69,12 @@ OUTER = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 
+# Architectures and model types that are known and cannot be run -> why not.
+REFUSED = dict.fromkeys(
+    ("KimiLinearForCausalLM", "kimi_linear"),
+    "each key channel of its states decays at a rate of its own (KDA), and the kernels have one rate for a head",
+)
+
 PAIRS = 2000  # most pairs of keys tried; more than published configs have
 
 
@@ -122,6 +128,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
         names = [name for name, (known, _) in FAMILIES.items() if known == model_type] or [str(model_type)]
     name = next((known for known in names or [] if known in FAMILIES), None)
     if name is None:
+        for refused in REFUSED.keys() & {*(names or [])}:
+            raise ValueError(f"config.json: {key} names {refused}, which is not supported: {REFUSED[refused]}")
         unknown = ", ".join(names or []) or "(none named)"
         raise ValueError(
             f"config.json: {key} has unknown architecture {unknown}; known: {', '.join(sorted([*FAMILIES, *OUTER]))}"

@@ -257,7 +257,9 @@ class ModelRunner:
         if not segments:
             self.model.hidden(self.cache, self.state.padding_step(decision.counts), self.policy)
             return self._slots.new_full((1, 1), PAST), [0]
-        prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known, s.saves) for s in segments]
+        prompts = [
+            PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known, s.saves, s.moves) for s in segments
+        ]
         hidden, states = self._states(prompts, decision.counts)
         last = [i for i, s in enumerate(segments) if s.last]
         of_all = to_device(torch.tensor([[p.slot, p.written[1]] for p in prompts]), self.device)

@@ -304,7 +304,7 @@ def check(spec: DecoderSpec, options: Options) -> None:
         what, remedy = "block-sparse attention", "take dense attention"
     else:
         return
-    if spec.has_states:
+    if drafts and spec.has_states:
         raise ValueError(f"{what} is not supported for models whose layers keep states (Gated DeltaNet): {remedy}")
     if spec.attention.latent is not None:
         raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): {remedy}")

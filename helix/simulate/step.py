@@ -214,8 +214,8 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     each = each + paged * sum(map(layer.index_bytes, indexers))
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
     each = each + windows
-    for mixer, count in states_of(spec).items():
-        each = each + count * layer.state_bytes(mixer) * _stretch(spec, p)
+    states = sum(count * layer.state_bytes(mixer) * _stretch(spec, p) for mixer, count in states_of(spec).items())
+    each = each + states
     if layer.self_drafts is not None:
         columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
         own = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
@@ -225,7 +225,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     if (tier := options.tier) is not None and sparse is not None:
         on_host = paged * token_numbers(spec, p) * len(spec.full) * kv
         fixed, each = _on_gpu(layer, paged / options.page_size)
-        each = each + windows
+        each = each + windows + states
         room = free if tier.gpu_bytes is None else np.minimum(free, tier.gpu_bytes)
     largest = np.maximum(np.floor((room - fixed) / each), 0)
     if tier is not None and sparse is not None:

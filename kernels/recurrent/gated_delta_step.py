@@ -1,11 +1,13 @@
 """A decode step of the gated delta rule: convolution, norms, gates and one pass over the state.
 
-A program has the state of one value head in registers. It loads the state and applies the accepted rows of the last
-step while the projection before it still runs, writes the state, and goes on with this step's rows. So a step reads and
-writes each state once, whatever the number of drafts, and a row's numbers do not depend on the rows beside it.
+A program has the state of one value head in registers. It loads the state and adds the accepted rows of the last step
+while the projection before it still runs, writes the state, and goes on with this step's rows. So a step reads and
+writes each state once, whatever the number of drafts.
 
-A warp has some columns of the state, all their keys, and runs through the rows without waiting for the others: rows
-pass through memory, from which each warp loads what it needs of them, and outputs are normalised together at the end.
+The state is not taken through this step's rows. Up to SYSTEM of them need S^T k and S^T q of the same state, and one
+another's products: their deltas are a triangular system, see `kernels.reference.gated_delta.chunked`. A warp has some
+columns of the state, all their keys, and solves the system for these: rows and products of rows pass through memory,
+from which each warp loads what it needs, and outputs are normalised together at the end.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from kernels.recurrent.convolved import convolved, gate, norm_scale
 from kernels.reference.gated_delta import gated_delta_step as reference
 
 TWO_ON_AN_SM = 128  # registers of a thread
-# Of the tile [keys / KI, values / VI, KI, VI] that the state is in registers: neighbours in the lanes of a warp.
-KI, VI = tl.constexpr(8), tl.constexpr(16)
+# The state is RUN tiles [keys / RUN / KI, values / VI, KI, VI] in registers, the last dims in the lanes of a warp.
+# Tile i has each key that is i behind a multiple of RUN, so that one load brings a thread RUN numbers of a row.
+RUN, KI, VI = tl.constexpr(4), tl.constexpr(8), tl.constexpr(16)
+SYSTEM = 8  # rows whose deltas are solved for at once
 LINE = tl.constexpr(32)  # numbers of a cache line
 
 
@@ -38,25 +42,74 @@ def _prefetch_taps(
 
 
 @triton.jit
-def _over_keys(tile):
-    """Sums over the keys of [keys / KI, values / VI, KI, VI]: dims 0 and 2."""
+def _run(at, mask, ALIGNED: tl.constexpr):
+    """Loads RUN numbers from each pointer on, by one instruction if they are aligned; returns as many tensors."""
+    if ALIGNED:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            setp.ne.u32 wanted, $5, 0;
+            mov.b32 $0, 0;
+            mov.b32 $1, 0;
+            mov.b32 $2, 0;
+            mov.b32 $3, 0;
+            @wanted ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,r", [at.to(tl.int64), mask.to(tl.int32)], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        return (
+            a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True), c.to(tl.float32, bitcast=True),
+            d.to(tl.float32, bitcast=True),
+        )  # fmt: skip
+    else:
+        return (
+            tl.load(at, mask=mask, other=0.0), tl.load(at + 1, mask=mask, other=0.0),
+            tl.load(at + 2, mask=mask, other=0.0), tl.load(at + 3, mask=mask, other=0.0),
+        )  # fmt: skip
+
+
+@triton.jit
+def _and(found, tile):
+    return found + (tile,)  # noqa: RUF005
+
+
+@triton.jit
+def _times_state(x, S):
+    """Computes S^T x [1, values / VI, 1, VI] of a row's runs x."""
+    tile = x[0] * S[0]
+    for i in tl.static_range(1, RUN):
+        tile = tl.fma(x[i], S[i], tile)
     return tl.sum(tl.sum(tile, 0, keep_dims=True), 2, keep_dims=True)
 
 
 @triton.jit
-def _delta(S, k, v, keep, beta):
-    """Computes a row's delta [1, values / VI, 1, VI], and the state after the row."""
-    delta = beta * (v - keep * _over_keys(k * S))
-    return delta, tl.fma(k, delta, keep * S)
+def _with_rows(
+    S, rows, decays, begin, end, last, d4, e4,
+    DK: tl.constexpr, DV: tl.constexpr, ROW: tl.constexpr, VALUES: tl.constexpr, COUNT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Adds k delta^T of kept rows [begin, end), at most COUNT, to a state that has decayed up to row `end` - 1."""
+    S0, S1, S2, S3 = S
+    for x in tl.static_range(COUNT):
+        there = begin + x < end
+        at = rows + (begin + x) * ROW
+        k = _run(at + d4, (d4 < DK) & there, ALIGNED)
+        delta = tl.load(at + DK + e4, mask=(e4 < DV) & there, other=0.0)
+        delta *= tl.exp(last - tl.load(decays + (begin + x) * VALUES, mask=there, other=0.0))
+        S0, S1 = tl.fma(k[0], delta, S0), tl.fma(k[1], delta, S1)
+        S2, S3 = tl.fma(k[2], delta, S2), tl.fma(k[3], delta, S3)
+    return S0, S1, S2, S3
 
 
 @triton.jit
 def _gated_delta_step_kernel(
-    qkv, gates, z, conv, a_log, dt_bias, norm, state, ring, kept_rows, kept_gates, accepted, slots, positions, live,
+    qkv, gates, z, conv, a_log, dt_bias, norm, state, ring, kept_rows, kept_decays, accepted, slots, positions, live,
     work, out, qkv_n, gates_n, z_n, eps, q_scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     W: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, RING: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    SYSTEM: tl.constexpr, WORK: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i, head = tl.program_id(0), tl.program_id(1)
     n = i.to(tl.int64) * ROWS
@@ -79,7 +132,7 @@ def _gated_delta_step_kernel(
     count = tl.load(accepted + slot)
     row: tl.constexpr = VALUES * (DK + DV)  # from row to row
     last_rows = kept_rows + slot * (MOST * row) + head * (DK + DV)
-    last_gates = kept_gates + slot * (MOST * VALUES * 2) + head * 2
+    last_decays = kept_decays + slot * (MOST * VALUES) + head
     mine = ring + slot * (RING * width)
     if PDL:
         _prefetch_taps(conv, mine, begin, at_q, d, DK, width, W, BLOCK_W, RING)
@@ -88,20 +141,33 @@ def _gated_delta_step_kernel(
         line = tl.arange(0, triton.next_power_of_2(triton.cdiv(DK + DV, LINE)))
         prefetch(last_rows + tl.minimum(r, MOST - 1)[:, None] * row + tl.minimum(line * LINE, DK + DV - 1)[None, :])
     # The tile's shape of two dims has one layout in all releases of Triton: a warp for each VI columns.
-    h, c = tl.arange(0, BLOCK_K // KI * (BLOCK_V // VI))[:, None], tl.arange(0, KI * VI)[None, :]
-    key, value = h // (BLOCK_V // VI) * KI + c // VI, h % (BLOCK_V // VI) * VI + c % VI
+    h, c = tl.arange(0, BLOCK_K // RUN // KI * (BLOCK_V // VI))[:, None], tl.arange(0, KI * VI)[None, :]
+    key, value = (h // (BLOCK_V // VI) * KI + c // VI) * RUN, h % (BLOCK_V // VI) * VI + c % VI
     states = state + (slot * VALUES + head) * (DK * DV) + key * DV + value
     whole = (key < DK) & (value < DV)
-    S = tl.reshape(tl.load(states, mask=whole, other=0.0), [BLOCK_K // KI, BLOCK_V // VI, KI, VI])
-    d4 = tl.arange(0, BLOCK_K // KI)[:, None, None, None] * KI + tl.arange(0, KI)[None, None, :, None]
-    e4 = tl.arange(0, BLOCK_V // VI)[None, :, None, None] * VI + tl.arange(0, VI)[None, None, None, :]
+    tile: tl.constexpr = (BLOCK_K // RUN // KI, BLOCK_V // VI, KI, VI)
+    flat: tl.constexpr = (BLOCK_K // RUN // KI * (BLOCK_V // VI), KI * VI)
+    S0 = tl.reshape(tl.load(states, mask=whole, other=0.0), tile)
+    S1 = tl.reshape(tl.load(states + DV, mask=whole, other=0.0), tile)
+    S2 = tl.reshape(tl.load(states + 2 * DV, mask=whole, other=0.0), tile)
+    S3 = tl.reshape(tl.load(states + 3 * DV, mask=whole, other=0.0), tile)
+    d4 = tl.arange(0, tile[0])[:, None, None, None] * (RUN * KI) + tl.arange(0, KI)[None, None, :, None] * RUN
+    e4 = tl.arange(0, tile[1])[None, :, None, None] * VI + tl.arange(0, VI)[None, None, None, :]
+    pair: tl.constexpr = 1 if MOST == 1 else 2  # rows whose loads are under way at once
+    aligned: tl.constexpr = PDL and DK % RUN == 0 and DV % RUN == 0
     if count > 0:
-        for x in range(count):
-            k_x = tl.load(last_rows + x * row + d4, mask=d4 < DK, other=0.0)
-            v_x = tl.load(last_rows + x * row + DK + e4, mask=e4 < DV, other=0.0)
-            keep = tl.exp(tl.load(last_gates + x * (VALUES * 2)))
-            _, S = _delta(S, k_x, v_x, keep, tl.load(last_gates + x * (VALUES * 2) + 1))
-        tl.store(states, tl.reshape(S, [BLOCK_K // KI * (BLOCK_V // VI), KI * VI]), mask=whole)
+        last = tl.load(last_decays + (count - 1) * VALUES)
+        kept = tl.exp(last)
+        S0, S1, S2, S3 = S0 * kept, S1 * kept, S2 * kept, S3 * kept
+        for x in range(0, count, pair):
+            S0, S1, S2, S3 = _with_rows(
+                (S0, S1, S2, S3), last_rows, last_decays, x, count, last, d4, e4, DK, DV, row, VALUES,
+                pair, aligned,
+            )  # fmt: skip
+        tl.store(states, tl.reshape(S0, flat), mask=whole)
+        tl.store(states + DV, tl.reshape(S1, flat), mask=whole)
+        tl.store(states + 2 * DV, tl.reshape(S2, flat), mask=whole)
+        tl.store(states + 3 * DV, tl.reshape(S3, flat), mask=whole)
     decay, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
     gain = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
 
@@ -126,27 +192,82 @@ def _gated_delta_step_kernel(
     q *= (norm_scale(q) * q_scale)[:, None]
     k *= norm_scale(k)[:, None]
     g, beta = gate(a, b, decay, bias)
+    total = tl.cumsum(tl.where(new, g, 0.0), 0)
+    first = r // SYSTEM * SYSTEM  # of a row's system
+    since = total  # the decay from there on
+    if ROWS > SYSTEM:
+        since -= tl.sum(tl.where(r[None, :] == first[:, None] - 1, total[None, :], 0.0), 1)
+    kept_since = tl.exp(since)
+    ours = work + (n * VALUES + head) * WORK  # of each row: q, beta v, its output, factors
+    of_row = ours + r[:, None] * (VALUES * WORK)
+    factors = of_row + DK + 2 * DV  # of deltas in its delta and in its output; of S^T q and of S^T k
     tl.debug_barrier()  # All warps have read the last step's rows.
     tl.store(last_rows + r[:, None] * row + d[None, :], k, mask=of_key)
-    tl.store(last_rows + r[:, None] * row + DK + e[None, :], v, mask=inside)
-    tl.store(last_gates + r * (VALUES * 2), g, mask=new)
-    tl.store(last_gates + r * (VALUES * 2) + 1, beta, mask=new)
-    ours = work + n * row + head * (DK + DV)  # queries and outputs
-    tl.store(ours + r[:, None] * row + d[None, :], q, mask=of_key)
+    tl.store(last_decays + r * VALUES, total, mask=new)
+    tl.store(of_row + d[None, :], q, mask=of_key)
+    tl.store(of_row + DK + e[None, :], beta[:, None] * v, mask=inside)
+    tl.store(factors + 2 * SYSTEM, kept_since[:, None], mask=new[:, None])
+    tl.store(factors + 2 * SYSTEM + 1, (beta * kept_since)[:, None], mask=new[:, None])
+    if ROWS == 1:
+        tl.store(factors + SYSTEM, tl.sum(q * k, 1)[:, None], mask=new[:, None])
     tl.debug_barrier()
-    for x in range(ROWS):
-        q_x = tl.load(ours + x * row + d4, mask=d4 < DK, other=0.0)
-        k_x = tl.load(last_rows + x * row + d4, mask=d4 < DK, other=0.0)
-        v_x = tl.load(last_rows + x * row + DK + e4, mask=e4 < DV, other=0.0)
-        keep = tl.exp(tl.load(last_gates + x * (VALUES * 2)))
-        # Of S^T q the part that the row does not change, which does not wait for delta.
-        before = _over_keys(q_x * S)
-        delta, S = _delta(S, k_x, v_x, keep, tl.load(last_gates + x * (VALUES * 2) + 1))
-        o = keep * before + _over_keys(q_x * k_x) * delta
-        store_in_place(ours + x * row + DK + e4, o, e4 < DV, PDL)
+    together: tl.constexpr = ROWS if ROWS < SYSTEM else SYSTEM
+    if ROWS > 1:
+        j8 = tl.arange(0, SYSTEM)[None, :]
+        of_deltas = tl.zeros((BLOCK_R, SYSTEM), tl.float32)
+        of_outs = tl.zeros((BLOCK_R, SYSTEM), tl.float32)
+        for j in tl.static_range(together):
+            other = (first + j)[:, None]
+            k_j = tl.load(last_rows + other * row + d[None, :], mask=of_key & (other < ROWS), other=0.0)
+            of_deltas = tl.where(j8 == j, tl.sum(k * k_j, 1)[:, None], of_deltas)
+            of_outs = tl.where(j8 == j, tl.sum(q * k_j, 1)[:, None], of_outs)
+        other = first[:, None] + j8
+        then = tl.load(last_decays + other * VALUES, mask=other < ROWS, other=0.0)
+        kept_then = tl.exp(tl.minimum(total[:, None] - then, 0.0))
+        tl.store(factors + j8, of_deltas * beta[:, None] * kept_then, mask=new[:, None])
+        tl.store(factors + SYSTEM + j8, of_outs * kept_then, mask=new[:, None])
+    for x0 in range(0, ROWS, SYSTEM):
+        by_keys, by_queries, in_delta, in_output, wanted, seen, deltas, outputs = (), (), (), (), (), (), (), ()
+        for x in tl.static_range(together):
+            there = x0 + x < ROWS
+            k_x = _run(last_rows + (x0 + x) * row + d4, (d4 < DK) & there, aligned)
+            q_x = _run(ours + (x0 + x) * (VALUES * WORK) + d4, (d4 < DK) & there, aligned)
+            by_keys = _and(by_keys, _times_state(k_x, (S0, S1, S2, S3)))
+            by_queries = _and(by_queries, _times_state(q_x, (S0, S1, S2, S3)))
+        if ROWS > 1:
+            tl.debug_barrier()
+        for x in tl.static_range(together):  # All loads, which would wait behind stores.
+            there = x0 + x < ROWS
+            u = tl.load(ours + (x0 + x) * (VALUES * WORK) + DK + e4, mask=(e4 < DV) & there, other=0.0)
+            f = ours + (x0 + x) * (VALUES * WORK) + DK + 2 * DV
+            seen = _and(seen, tl.load(f + 2 * SYSTEM, mask=there, other=0.0) * by_queries[x])
+            wanted = _and(wanted, u - tl.load(f + 2 * SYSTEM + 1, mask=there, other=0.0) * by_keys[x])
+            for j in tl.static_range(x + 1):
+                in_delta = _and(in_delta, tl.load(f + j, mask=there & (j < x), other=0.0))
+                in_output = _and(in_output, tl.load(f + SYSTEM + j, mask=there, other=0.0))
+        for x in tl.static_range(together):
+            delta, o = wanted[x], seen[x]
+            for j in tl.static_range(x):
+                delta -= in_delta[x * (x + 1) // 2 + j] * deltas[j]
+            deltas = _and(deltas, delta)
+            for j in tl.static_range(x + 1):
+                o += in_output[x * (x + 1) // 2 + j] * deltas[j]
+            outputs = _and(outputs, o)
+        for x in tl.static_range(together):
+            held = (e4 < DV) & (x0 + x < ROWS)
+            store_in_place(last_rows + (x0 + x) * row + DK + e4, deltas[x], held, PDL)
+            store_in_place(ours + (x0 + x) * (VALUES * WORK) + DK + DV + e4, outputs[x], held, PDL)
+        if ROWS > SYSTEM:
+            end = tl.minimum(x0 + SYSTEM, ROWS)
+            last = tl.load(last_decays + (end - 1) * VALUES)
+            kept = tl.exp(last - tl.load(last_decays + (x0 - 1) * VALUES, mask=x0 > 0, other=0.0))
+            S0, S1, S2, S3 = _with_rows(
+                (S0 * kept, S1 * kept, S2 * kept, S3 * kept), last_rows, last_decays, x0, end, last, d4, e4, DK, DV,
+                row, VALUES, SYSTEM, aligned,
+            )  # fmt: skip
     start_successor(PDL)
     tl.debug_barrier()
-    o = tl.load(ours + r[:, None] * row + DK + e[None, :], mask=inside, other=0.0)
+    o = tl.load(of_row + DK + DV + e[None, :], mask=inside, other=0.0)
     o *= tl.rsqrt(tl.sum(o * o, 1) / DV + eps)[:, None] * gain[None, :] * gated / (1.0 + tl.exp(-gated))
     tl.store(outs, o, mask=inside)
 
@@ -171,18 +292,23 @@ def gated_delta_step(
     ring, most, conv_width = kept.qkv.shape[1], kept.rows.shape[1], p.conv.shape[0]
     assert rows <= most and conv_width - 1 + most <= ring
     assert x.qkv.stride(1) == x.gates.stride(1) == x.z.stride(1) == 1
-    assert all(t.is_contiguous() for t in (kept.state, kept.qkv, kept.rows, kept.gates, p.conv))
-    work = torch.empty(len(x.z), values, key_dim + value_dim, dtype=torch.float32, device=x.z.device)
+    assert all(t.is_contiguous() for t in (kept.state, kept.qkv, kept.rows, kept.decays, p.conv))
+    block_r = triton.next_power_of_2(most)
+    system = min(block_r, SYSTEM)
+    width = key_dim + 2 * value_dim + triton.cdiv(2 * system + 2, RUN.value) * RUN.value  # of a row: runs are aligned
+    work = torch.empty(len(x.z), values, width, dtype=torch.float32, device=x.z.device)
     out = torch.empty(len(x.z), values * value_dim, dtype=x.z.dtype, device=x.z.device)
     _gated_delta_step_kernel[n, values](
-        x.qkv, x.gates, x.z, p.conv, p.a_log, p.dt_bias, p.norm, kept.state, kept.qkv, kept.rows, kept.gates,
+        x.qkv, x.gates, x.z, p.conv, p.a_log, p.dt_bias, p.norm, kept.state, kept.qkv, kept.rows, kept.decays,
         kept.accepted, slots, positions, live, work, out, x.qkv.stride(0), x.gates.stride(0), x.z.stride(0), p.eps,
         key_dim**-0.5,
         ROWS=rows, KEYS=p.key_heads, VALUES=values, DK=key_dim, DV=value_dim, W=conv_width, GROUP=p.group,
         FIRST=p.first, RING=ring, MOST=most, BLOCK_W=triton.next_power_of_2(conv_width),
         # Not by this step's rows: lengths are summed in one order in steps with drafts and without.
-        BLOCK_R=triton.next_power_of_2(most),
-        BLOCK_K=triton.next_power_of_2(max(key_dim, KI.value)),
+        BLOCK_R=block_r,
+        SYSTEM=system,
+        WORK=width,
+        BLOCK_K=triton.next_power_of_2(max(key_dim, RUN.value * KI.value)),
         BLOCK_V=triton.next_power_of_2(max(value_dim, VI.value)),
         num_warps=8, maxnreg=TWO_ON_AN_SM if n * values > sm_count(out.device) else None, **overlapped(out),
     )  # fmt: skip

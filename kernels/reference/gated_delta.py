@@ -22,16 +22,22 @@ def gated_delta_step(
         if not live[mine.start]:
             continue
         begin, count = int(positions[mine.start]), int(kept.accepted[slot])
-        k, v = kept.rows[slot, :count].split(kept.state.shape[-2:], -1)
-        g, beta = kept.gates[slot, :count].unbind(-1)
-        kept.state[slot] = recurrent(kept.state[slot], k, k, v, g, beta)[1]
+        if count:
+            kept.state[slot] = with_rows(kept.state[slot], kept.rows[slot, :count], kept.decays[slot, :count])
         inputs = convolve(torch.cat((recent(kept, slot, begin - before, begin), x.qkv[mine])), p)
         q, k, v, g, beta = heads(inputs, x.gates[mine], p)
-        out[mine] = gated_norm(recurrent(kept.state[slot], q, k, v, g, beta)[0], x.z[mine], p)
+        seen, deltas, _ = recurrent(kept.state[slot], q, k, v, g, beta)
+        out[mine] = gated_norm(seen, x.z[mine], p)
         remember(kept, slot, begin, x.qkv[mine])
-        kept.rows[slot, :rows] = torch.cat((k, v), -1)
-        kept.gates[slot, :rows] = torch.stack((g, beta), -1)
+        kept.rows[slot, :rows], kept.decays[slot, :rows] = torch.cat((k, deltas), -1), g.cumsum(0)
     return out
+
+
+def with_rows(state: torch.Tensor, rows: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    """Computes the state [V, dk, dv] after n kept rows [n, V, dk + dv], with their decays [n, V]."""
+    k, deltas = rows.split(state.shape[-2:], -1)
+    left = (decays[-1] - decays).exp()[..., None]
+    return decays[-1].exp()[:, None, None] * state + torch.einsum("nhk,nhv->hkv", left * k, deltas)
 
 
 def gated_delta_prefill(
@@ -79,21 +85,21 @@ def heads(inputs: torch.Tensor, gates: torch.Tensor, p: GatedDelta) -> tuple[tor
 
 def recurrent(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes outputs [n, V, dv] and the state [V, dk, dv] after n rows, one after the other."""
-    out = torch.empty_like(v)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes outputs and deltas [n, V, dv], and the state [V, dk, dv] after n rows, one after the other."""
+    out, deltas = torch.empty_like(v), torch.empty_like(v)
     for i in range(len(v)):
         state = g[i].exp()[:, None, None] * state
-        delta = beta[i][:, None] * (v[i] - torch.einsum("hkv,hk->hv", state, k[i]))
-        state = state + k[i][:, :, None] * delta[:, None, :]
+        deltas[i] = beta[i][:, None] * (v[i] - torch.einsum("hkv,hk->hv", state, k[i]))
+        state = state + k[i][:, :, None] * deltas[i][:, None, :]
         out[i] = torch.einsum("hkv,hk->hv", state, q[i])
-    return out, state
+    return out, deltas, state
 
 
 def chunked(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `recurrent` by products over chunks of rows; the state is handed from one to the next.
+    """Computes outputs and state of `recurrent` by products over chunks; the state is handed from one to the next.
 
     With G the sum of g from the chunk's first row on, row i's delta is
 

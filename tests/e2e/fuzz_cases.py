@@ -260,7 +260,7 @@ def settings_of(
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
-    if has_heads and not blocks and sparse_pages:
+    if spec is not None and _drafts_alone(spec) and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
     if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # as LlamaConfig demands
         drafters += ["eagle3"]
@@ -275,6 +275,8 @@ def settings_of(
     if drafter == "eagle3":
         assert spec is not None
         settings["speculation.window"] = rng.choice([n for n in (3, 20, 200) if n not in spec.windows])
+    if settings.get("kv.snapshots") and settings["kv.prefix_cache"] and drafter not in ("mtp", "eagle3"):
+        settings["kv.host_snapshots"] = rng.choice((0, 1, 3))
     if drafter == "sparse":
         assert spec is not None
         settings |= _self_drafts(page, rng)
@@ -426,6 +428,11 @@ def _states(spec: DecoderSpec) -> bool:
     return spec.has_states
 
 
+def _drafts_alone(spec: DecoderSpec) -> bool:
+    """Says whether a model can draft for itself over few of its keys."""
+    return _whole(spec) and not spec.has_states
+
+
 def _stateless(spec: DecoderSpec) -> bool:
     return not spec.has_states
 
@@ -435,8 +442,8 @@ def _latents(spec: DecoderSpec) -> bool:
 
 
 def _whole(spec: DecoderSpec) -> bool:
-    """Says whether some layer has keys of heads and reads whole sequences, and no layer keeps a state."""
-    return spec.attention.latent is None and bool(spec.full) and not spec.has_states
+    """Says whether some layer has keys of heads and reads whole sequences."""
+    return spec.attention.latent is None and bool(spec.full)
 
 
 def _windows(spec: DecoderSpec) -> bool:
@@ -455,11 +462,11 @@ def _two_heads(spec: DecoderSpec) -> bool:
 # What makes settings illegal, by the words that the refusal has to hold: of which models, and what is set.
 SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "kv.tier=host attention.policy=dense": (_any, PLAIN | HOST),
-    "kv.tier=host kv.host_bytes": (_stateless, BLOCKS | {"kv.tier": "host"}),
-    "kv.ahead=true attention.topk=0": (_stateless, BLOCKS | HOST | {"kv.ahead": True, "attention.topk": 0}),
-    "kv.tier=host speculation.drafter=sparse": (_stateless, BLOCKS | HOST | DRAFTS),
-    "speculation.drafter=sparse attention.policy=block_sparse": (_whole, BLOCKS | DRAFTS),
-    "speculation.drafter=sparse kv.page_size=48": (_whole, PLAIN | DRAFTS | {"kv.page_size": 48}),
+    "kv.tier=host kv.host_bytes": (_any, BLOCKS | {"kv.tier": "host"}),
+    "kv.ahead=true attention.topk=0": (_any, BLOCKS | HOST | {"kv.ahead": True, "attention.topk": 0}),
+    "kv.tier=host speculation.drafter=sparse": (_any, BLOCKS | HOST | DRAFTS),
+    "speculation.drafter=sparse attention.policy=block_sparse": (_drafts_alone, BLOCKS | DRAFTS),
+    "speculation.drafter=sparse kv.page_size=48": (_drafts_alone, PLAIN | DRAFTS | {"kv.page_size": 48}),
     "speculation.drafter=sparse latents": (_latents, PLAIN | DRAFTS),
     "speculation.drafter=sparse sliding window": (_windows, PLAIN | DRAFTS),
     "attention.policy=block_sparse latents": (_latents, BLOCKS),
@@ -478,7 +485,6 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "layout.mode=dp speculation.drafter=ngram": (_stateless, PLAIN | OWN_SEQUENCES | {"speculation.drafter": "ngram"}),
     "layout.mode=dp attention.policy=block_sparse": (_whole, BLOCKS | OWN_SEQUENCES),
     "layout.mode=dp Gated DeltaNet": (_states, PLAIN | OWN_SEQUENCES | {"hopb.chunks": "none"}),
-    "attention.policy=block_sparse Gated DeltaNet": (_states, BLOCKS),
     "speculation.drafter=sparse Gated DeltaNet": (_states, PLAIN | DRAFTS),
     "layout.ep=2 experts": (_dense, TWO_RANKS | {"layout.ep": 2}),
     "speculation.layout.kvp=2 kv.page_size=1": (

@@ -24,7 +24,7 @@ from helix.layers.weights import Formats, unpacked
 from helix.layout import HelixLayout
 from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
-from helix.memory.kv_cache import KVCache, StepSizes, with_bounds
+from helix.memory.kv_cache import KVCache, StepSizes, snapshot_bytes, with_bounds
 from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder, DecoderSpec, DraftLayer, spec_from_config
 from helix.models.eagle3 import drafted_by
@@ -166,6 +166,7 @@ def build_engine(
     build: Build = build_model,
     kv: str = "auto",
     snapshots: int = 0,
+    host_snapshots: int = 0,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
@@ -189,19 +190,24 @@ def build_engine(
         tiered = sparse.hot is not None
         more = {"ahead": sparse.ahead}
         policy = TieredAttention(*given, **more) if tiered else BlockSparseAttention(*given)
+    size = max(snapshot_bytes(keeps, placement, sizes), 16)
+    of_host = HostStore((host_snapshots, size), torch.uint8, device) if host_snapshots else None
+    if of_host is not None:
+        assert of_host.tensor is not None
+        of_host.tensor.fill_(255)  # NaN in every dtype
     if isinstance(policy, TieredAttention):
         assert score is not None and sparse is not None and sparse.hot is not None
         block = BlockShape.of(keeps, page_size)
         cache: KVCache = TieredCache(
             with_bounds(keeps, dtype, parts), pages, placement, device, sizes, score=score,
             store=HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device),
-            hot=sparse.hot, piece_pages=4,
+            hot=sparse.hot, piece_pages=4, host_states=of_host,
         )  # fmt: skip
         for tensor in cache.on_gpu:
             tensor.fill_(-1)  # NaN in every dtype
     else:
         keeps = keeps if score is None else with_bounds(keeps, dtype, parts)
-        cache = KVCache(keeps, pages, placement, device, sizes, score)
+        cache = KVCache(keeps, pages, placement, device, sizes, score, of_host)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):

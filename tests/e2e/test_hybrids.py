@@ -160,7 +160,7 @@ def with_a_ring_too_short(e: Any) -> None:
 def a_stripe_late(e: Any) -> None:
     """A snapshot is taken for the one before it."""
     snap = e.runner.cache._snap
-    e.runner.cache._snap = lambda slot, place: snap(slot, place ^ 1)
+    e.runner.cache._snap = lambda slot, place, moves: snap(slot, place ^ 1, moves)
 
 
 def without_its_ring(e: Any) -> None:

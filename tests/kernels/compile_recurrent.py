@@ -33,6 +33,8 @@ def recurrent_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], d
             "VALUES": values,
             "ROWS": rows,
             "RING": most + 3,
+            "SYSTEM": min(triton.next_power_of_2(most), 8),
+            "WORK": 384 + triton.cdiv(2 * min(triton.next_power_of_2(most), 8) + 2, 4) * 4,
             "MOST": most,
             "BLOCK_W": 4,
             "PDL": True,
@@ -43,7 +45,12 @@ def recurrent_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], d
         of = {"DK": key, "DV": value, "BLOCK_K": triton.next_power_of_2(key), "BLOCK_V": triton.next_power_of_2(value)}
         of |= {"KEYS": 16, "VALUES": 48}
         rows, groups = {"W": 4, "RING": 8}, {"GROUP": 3, "FIRST": 0}
-        step = of | rows | groups | {"ROWS": 5, "MOST": 5, "BLOCK_W": 4, "BLOCK_R": 8, "PDL": True}
+        step = (
+            of
+            | rows
+            | groups
+            | {"ROWS": 5, "MOST": 5, "BLOCK_W": 4, "BLOCK_R": 8, "SYSTEM": 8, "WORK": key + 2 * value + 20, "PDL": True}
+        )
         yield "delta-step-5", dtype, _gated_delta_step_kernel, step, {"num_warps": 8}
         one = {"BLOCK_S": 1, "n": 1} if key == 20 else {"BLOCK_S": 8}
         yield "delta-inputs", dtype, _inputs_kernel, of | rows | one, {"num_warps": 8, "maxnreg": 128}

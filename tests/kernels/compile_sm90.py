@@ -115,7 +115,7 @@ SPECIAL = {
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active", "shaped", "live"), ("*i1", True)),
     **dict.fromkeys(("a_log", "dt_bias", "state", "totals", "betas"), ("*fp32", True)),
-    **dict.fromkeys(("kept_rows", "kept_gates", "work"), ("*fp32", True)),
+    **dict.fromkeys(("kept_rows", "kept_decays", "work"), ("*fp32", True)),
     **dict.fromkeys(("history", "seen", "allowed"), ("*i32", True)),
     **dict.fromkeys(("others", "cursor", "salts", "found", "own_found", "others_found", "proposed"), ("*i64", True)),
     **dict.fromkeys(("repetition", "frequency", "presence"), ("*fp32", True)),

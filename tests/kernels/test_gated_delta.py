@@ -57,7 +57,7 @@ def kept_of(h: Heads, slots: int, most: int, conv: int, dtype: torch.dtype, devi
         torch.full((slots, h.values, h.key, h.value), nan, device=device),
         torch.full((slots, most + conv - 1, h.channels), nan, dtype=dtype, device=device),
         torch.full((slots, most, h.values, h.key + h.value), nan, device=device),
-        torch.full((slots, most, h.values, 2), nan, device=device),
+        torch.full((slots, most, h.values), nan, device=device),
         torch.full((slots,), 1 << 40, dtype=torch.int64, device=device),
     )
 
@@ -96,8 +96,9 @@ def begun(
         kept.accepted[slot] = count
         if count:
             behind = torch.nn.functional.pad(rows.qkv, (0, 0, count + before - len(rows.qkv), 0))
-            _, k, v, g, beta = reference.heads(reference.convolve(behind, p), rows.gates[-count:], p)
-            kept.rows[slot, :count], kept.gates[slot, :count] = torch.cat((k, v), -1), torch.stack((g, beta), -1)
+            q, k, v, g, beta = reference.heads(reference.convolve(behind, p), rows.gates[-count:], p)
+            deltas = reference.recurrent(kept.state[slot], q, k, v, g, beta)[1]
+            kept.rows[slot, :count], kept.decays[slot, :count] = torch.cat((k, deltas), -1), g.cumsum(0)
     return kept, slots
 
 
@@ -135,14 +136,34 @@ def test_step(h: Heads, rows: int, conv: int, dtype: torch.dtype, device: torch.
         found = gated_delta_step(x, p, kept, slots, at, live)
         assert found.dtype == dtype
         close(found, wanted, dtype)
-        for name in ("state", "rows", "gates"):
+        for name in ("state", "rows", "decays"):
             close(getattr(kept, name), getattr(wanted_kept, name), torch.float32)
         torch.testing.assert_close(kept.qkv, wanted_kept.qkv, atol=0, rtol=0, equal_nan=True)
         at, kept.accepted[slots] = at + rows, rows
 
 
-def test_rows_beside_a_row_do_not_change_it(device: torch.device) -> None:
-    """A verified row has the bits of a plain step: three steps of one row, and one of three."""
+@pytest.mark.parametrize("h", [HEADS[1], HEADS[2]], ids=str)
+@pytest.mark.parametrize("rows, most", [(8, 8), (11, 19), (19, 19)])
+def test_steps_of_many_rows(h: Heads, rows: int, most: int, device: torch.device) -> None:
+    """Several systems of 8 rows, the last one with fewer, behind as many accepted ones."""
+    dtype, counts = torch.float32, [0, 3, most, 9 if most > 8 else 8]
+    p = parameters(h, 4, dtype, device)
+    kept, slots = begun(h, p, [1, 7, 40, 13], counts, most, dtype, device)
+    x, live = inputs(h, rows * 4, dtype, device, 9), torch.ones(rows * 4, dtype=torch.bool, device=device)
+    at = (torch.tensor([1, 7, 40, 13])[:, None] + torch.arange(rows)).flatten().to(device)
+    wanted_kept = copy_of(kept)
+    for _ in range(2):  # the second time from what the first has kept
+        wanted = reference.gated_delta_step(x, p, wanted_kept, slots, at, live)
+        close(gated_delta_step(x, p, kept, slots, at, live), wanted, dtype)
+        for name in ("state", "rows", "decays"):
+            close(getattr(kept, name), getattr(wanted_kept, name), dtype)
+        for of in (kept, wanted_kept):
+            of.accepted[slots] = rows
+        at = at + rows
+
+
+def test_a_verified_row_is_that_of_a_plain_step(device: torch.device) -> None:
+    """Three steps of one row, and one of three, but for rounding in fp32; behind one more it is another."""
     h = HEADS[0]
     p = parameters(h, 4, torch.float32, device)
     kept, slots = begun(h, p, [9], [2], 3, torch.float32, device)
@@ -153,8 +174,10 @@ def test_rows_beside_a_row_do_not_change_it(device: torch.device) -> None:
     for i in range(3):
         row = slice(i, i + 1)
         one = DeltaInput(x.qkv[row], x.gates[row], x.z[row])
-        assert torch.equal(gated_delta_step(one, p, alone, slots, at[row], live[row]), together[row])
+        close(gated_delta_step(one, p, alone, slots, at[row], live[row]), together[row], torch.float32)
         alone.accepted[slots] = 1
+    with pytest.raises(AssertionError):
+        close(gated_delta_step(one, p, alone, slots, at[row], live[row]), together[row], torch.float32)
 
 
 @pytest.mark.parametrize("mistake", ["count", "conv", "place"])
@@ -230,8 +253,10 @@ def test_chunks_are_steps(device: torch.device) -> None:
     g, beta = -0.01 * torch.rand(n, V, generator=gen).double(), 1 - 0.01 * torch.rand(n, V, generator=gen).double()
     state = torch.randn(V, dk, dv, generator=gen, dtype=torch.float64)
     rows = q, k, v, g, beta
-    out, after = reference.recurrent(state, *rows)
+    out, deltas, after = reference.recurrent(state, *rows)
     first = reference.chunked(state, *(t[:70] for t in rows))
     second = reference.chunked(first[1], *(t[70:] for t in rows))
     torch.testing.assert_close(torch.cat((first[0], second[0])), out, atol=1e-9, rtol=0)
     torch.testing.assert_close(second[1], after, atol=1e-9, rtol=0)
+    kept = torch.cat((k, deltas), -1)
+    torch.testing.assert_close(reference.with_rows(state, kept, g.cumsum(0)), after, atol=1e-9, rtol=0)

@@ -248,6 +248,12 @@ def test_what_is_not_supported_is_refused_by_name(more: dict[str, Any], words: s
         spec(LlamaConfig(), "LlamaForCausalLM", **more)
 
 
+@pytest.mark.parametrize("name", [{"architectures": ["KimiLinearForCausalLM"]}, {"model_type": "kimi_linear"}])
+def test_kimi_linear_is_refused_with_the_reason(name: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"names (KimiLinearForCausalLM|kimi_linear), .* decays .* \(KDA\)"):
+        spec_from_config({"model_type": "kimi_linear", "hidden_size": 2304, "num_hidden_layers": 27} | name)
+
+
 @pytest.mark.parametrize("window", [0, -4])
 @pytest.mark.parametrize(
     "config, architecture",

@@ -23,6 +23,7 @@ from kernels.sparse.select_blocks import MOST_PAGES
 from launch.inputs.compose import RUN
 from launch.job import spawn
 from launch.run import main
+from tests.e2e import mtp
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.laboratory import composed, preflight
 
@@ -367,13 +368,25 @@ def test_a_model_cannot_draft_for_itself(family: str, overrides: list[str], word
     "overrides, words",
     [
         ([*DP], ["layout.mode=dp", "Gated DeltaNet"]),
-        (["attention=block_sparse"], ["attention.policy=block_sparse", "Gated DeltaNet"]),
+        (["kv.host_snapshots=2", "kv.snapshots=0"], ["kv.host_snapshots=2", "kv.snapshots=0", "1 or more"]),
+        (["kv.host_snapshots=2", "kv.prefix_cache=false"], ["kv.host_snapshots=2", "kv.prefix_cache=true"]),
+        (["kv.host_snapshots=-1"], ["kv.host_snapshots=-1", "at least 0"]),
         (["speculation=sparse"], ["speculation.drafter=sparse", "Gated DeltaNet", "speculation=ngram"]),
     ],
 )
 def test_what_states_cannot_do_is_named(overrides: list[str], words: list[str], prompts: Path) -> None:
     said = problem(checkpoint("qwen3-next"), prompts, *overrides, world=2)
     assert all(word in said for word in words), said
+
+
+def test_a_model_without_states_has_no_snapshots(model: Path, prompts: Path) -> None:
+    said = problem(model, prompts, "kv.host_snapshots=2")
+    assert "kv.host_snapshots=2" in said and "leave it out" in said
+
+
+def test_snapshots_are_not_kept_for_layers_that_draft(prompts: Path) -> None:
+    said = problem(mtp.with_layer("qwen3.5-tied"), prompts, "kv.host_snapshots=2", "speculation=mtp")
+    assert "kv.host_snapshots=2" in said and "speculation.drafter=mtp" in said
 
 
 def test_a_model_with_states_is_no_draft(model: Path, prompts: Path) -> None:

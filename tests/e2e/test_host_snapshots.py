@@ -1,0 +1,162 @@
+"""Snapshots of states in host memory: a hit there is, to the bit, what was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from comm.loopback import LoopbackWorld, run_ranks
+from comm.torch_dist import TorchDistCommunicator
+from helix.control.engine import Engine
+from helix.events.decision import Admission
+from helix.events.request import Request
+from helix.layout import HelixLayout
+from helix.speculation import NgramDrafter
+from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint
+from tests.e2e.parity import LOGIT_TOLERANCE, Sparse, build_engine
+from tests.e2e.test_block_sparse import PAGE, prompts
+from tests.e2e.test_hybrid_blocks import DRAFTED, HOT
+from tests.pool import pool
+
+ON_GPU, ON_HOST, NEW = 1, 3, 6
+Tamper = Callable[[Engine], None]
+
+
+@dataclass
+class Rounds:
+    """What came out of each round of the same prompts, one after the other, and the rounds' admissions."""
+
+    tokens: list[list[tuple[int, ...]]] = field(default_factory=list)
+    logits: list[list[Tensor]] = field(default_factory=list)
+    admitted: list[list[Admission]] = field(default_factory=list)
+
+
+def rounds(path: Path, layout: HelixLayout, comm: Communicator, tamper: Tamper, **options: Any) -> Rounds:
+    """One rank's; the rounds are the same prompts, in the same order, so that the oldest snapshot is the next."""
+    engine = build_engine(
+        path, layout, comm, PAGE, page_size=PAGE, adaptive=False, snapshots=ON_GPU,
+        **{"host_snapshots": ON_HOST, **options},
+    )  # fmt: skip
+    tamper(engine)
+    found, admit = Rounds(), engine.runner.admit
+
+    def noted(admission: Admission) -> None:
+        found.admitted[-1].append(admission)
+        admit(admission)
+
+    engine.runner.admit = noted  # type: ignore[method-assign]
+    if engine.runner.graphs is None:
+        engine.runner.observer = lambda slots, positions, rows: found.logits[-1].append(rows.cpu().clone())
+    with closing(engine):
+        for _ in range(3):
+            for drawn in (found.tokens, found.logits, found.admitted):
+                drawn.append([])  # type: ignore[attr-defined]
+            for i, prompt in enumerate(prompts((60, 130, 90, 70))):
+                found.tokens[-1] += [output.output_ids for output in engine.generate([Request(i, prompt, NEW)])][-1:]
+    return found
+
+
+def on_loopback(
+    family: str, layout: HelixLayout, tamper: Tamper = lambda engine: None, device: str = "cpu", **options: Any
+) -> Rounds:
+    def body(world: LoopbackWorld, rank: int) -> Rounds:
+        return rounds(
+            checkpoint(family), layout, world.communicator(rank, layout.kvp_group(rank)), tamper, **options
+        )  # fmt: skip
+
+    return run_ranks(layout.world_size, body, timeout_s=120.0, device=device)[0]
+
+
+def check(found: Rounds, stripe: int, tolerance: float = 0.0) -> None:
+    first, *later = range(len(found.admitted))
+    assert all(admission.state == -1 for admission in found.admitted[first])
+    for i in later:
+        depths = [(admission.length - 1) // stripe * stripe for admission in found.admitted[i]]
+        assert [admission.resumes for admission in found.admitted[i]] == depths
+        places = [admission.state for admission in found.admitted[i]]
+        assert all(place < ON_GPU + ON_HOST for place in places) and sum(place >= ON_GPU for place in places) >= 3
+        assert found.tokens[i] == found.tokens[first]
+        assert len(found.logits[i]) == len(found.logits[first])
+        for again, once in zip(found.logits[i], found.logits[first], strict=True):
+            torch.testing.assert_close(again, once, rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+@pytest.mark.parametrize("mode, kvp, tpa", [("helix", 1, 1), ("helix", 3, 1), ("helix", 2, 2), ("medha", 2, 1)])
+def test_a_hit_in_host_memory_is_what_was_computed(family: str, mode: str, kvp: int, tpa: int) -> None:
+    check(on_loopback(family, HelixLayout.create(mode, kvp, tpa)), PAGE * kvp)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("hot", [None, HOT])
+def test_with_drafts_and_blocks(drafts: int, hot: int | None) -> None:
+    """Keys may lie in host memory as well, and steps may have drafts."""
+    drafter = NgramDrafter(drafts, 1) if drafts else None
+    sparse = Sparse(DRAFTED, hot=hot)
+    found = on_loopback("qwen3.5-tied", HelixLayout.create("helix", 2), drafter=drafter, sparse=sparse)
+    # Behind a hit, keys from host memory are cut into other pieces, whose sums are merged in another order.
+    check(found, PAGE * 2, 0.0 if hot is None else LOGIT_TOLERANCE)
+
+
+def test_what_has_no_room_goes() -> None:
+    """Two of four snapshots are kept: the longest ones, which save most."""
+    found = on_loopback("qwen3.5-tied", HelixLayout.create(), host_snapshots=1)
+    assert found.tokens[0] == found.tokens[1] == found.tokens[2]
+    assert {a.length for a in found.admitted[1] if a.state >= 0} <= {130, 90}
+    assert all(a.state < 2 for a in found.admitted[1])
+
+
+def without_the_move(engine: Engine) -> None:
+    """What moves is not copied: its place in host memory has what was there."""
+    snap = engine.runner.cache._snap
+    engine.runner.cache._snap = lambda slot, place, moves: snap(slot, place, -1)  # type: ignore[method-assign]
+
+
+def a_snapshot_late(engine: Engine) -> None:
+    """The new snapshot is taken before the one in its place has moved."""
+    snap = engine.runner.cache._snap
+
+    def late(slot: int, place: int, moves: int) -> None:
+        snap(slot, place, -1)
+        if moves >= 0:
+            snap(slot, moves, -1)
+
+    engine.runner.cache._snap = late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("mistake", [without_the_move, a_snapshot_late])
+def test_mistakes_are_caught(mistake: Tamper) -> None:
+    found = None
+    with suppress(RuntimeError):  # its logits may be NaN: memory that nobody wrote
+        found = on_loopback("qwen3.5-tied", HelixLayout.create("helix", 2), mistake)
+    assert found is None or found.tokens[1] != found.tokens[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+def test_loopback_ranks_on_one_gpu(family: str) -> None:
+    """Eager steps, over pinned memory."""
+    check(on_loopback(family, HelixLayout.create("helix", 3), device="cuda"), PAGE * 3)
+
+
+def captured_rank(rank: int, world_size: int, path: Path, dtype: torch.dtype) -> Rounds:
+    layout = HelixLayout.create("helix", world_size)
+    comm = TorchDistCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
+    with closing(comm):
+        return rounds(path, layout, comm, lambda engine: None, dtype=dtype)
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_steps(world: int, dtype: torch.dtype) -> None:
+    task = captured_rank, checkpoint("qwen3.5-tied"), dtype
+    check(pool(world, "nccl").run(*task, timeout_s=120.0)[0], PAGE * world)
