@@ -26,6 +26,7 @@ SLOWEST = 20  # tests that a record names
 
 gc.set_threshold(50_000, 20, 20)  # what is imported is millions of objects, each of which a collection looks at
 torch.set_num_threads(1)  # tests are small: threads that wait for each other cost more than they compute
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start, too
 
 settings.register_profile("helix", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("first-failure", settings.get_profile("helix"), phases=[Phase.explicit, Phase.generate])

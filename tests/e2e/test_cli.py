@@ -116,7 +116,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
 def many(tmp_path_factory: Any) -> Path:
     """Prompts whose decoding takes a while."""
     path = tmp_path_factory.mktemp("prompts") / "many.jsonl"
-    return write(path, *({"id": f"r{i}", "prompt_ids": [i + 1, 2, 3], "max_tokens": 10 + 25 * i} for i in range(8)))
+    return write(path, *({"id": f"r{i}", "prompt_ids": [i + 1, 2, 3], "max_tokens": 10 + 20 * i} for i in range(8)))
 
 
 def common(many: Path) -> list[str]:
@@ -231,18 +231,19 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def agents(tmp_path: Path, *overrides: str) -> list[Job]:
+def agents(tmp_path: Path, ranks: int, *overrides: str) -> list[Job]:
+    """Two of them, each with so many ranks."""
     options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=test")
-    return [Job(torchrun(2, *options), *overrides, log=tmp_path / f"agent{i}") for i in range(2)]
+    return [Job(torchrun(ranks, *options), *overrides, log=tmp_path / f"agent{i}") for i in range(2)]
 
 
 def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:
     """With a draft model over the same ranks; the target drafts for itself, so that all is kept."""
-    wanted = oracle(FAMILY, (7, 1, 15, 16, 17, 300), 48)
+    wanted = oracle(FAMILY, (7, 1, 17), 24)
     lines = [{"prompt_ids": c.prompt, "max_tokens": len(c.tokens)} for c in wanted]
     prompts, out = write(tmp_path / "p.jsonl", *lines), tmp_path / "out.jsonl"
     jobs = agents(
-        tmp_path, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", f"decode.output={out}",
+        tmp_path, 2, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", f"decode.output={out}",
         "layout.kvp=2", "layout.tpa=2", "model.dtype=float32", "speculation=model", "speculation.adaptive=false",
         f"speculation.model.path={checkpoint(FAMILY)}", f"record={tmp_path}/record.json",
     )  # fmt: skip
@@ -255,20 +256,20 @@ def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:
 
 def test_a_rank_killed_under_one_agent_ends_both(tmp_path: Path, many: Path) -> None:
     out = tmp_path / "out.jsonl"
-    jobs = agents(tmp_path, *common(many), "layout.tpa=2", f"decode.output={out}")
+    jobs = agents(tmp_path, 1, *common(many), f"decode.output={out}")
     deadline = time.monotonic() + 60
     while not (out.exists() and "r0" in out.read_text()):
         assert time.monotonic() < deadline and all(j.process.poll() is None for j in jobs), jobs[0].log.read_text()
         time.sleep(0.1)
     ranks = {rank: (job, pid) for job in jobs for rank, pid in job.ranks().items()}
-    os.kill(ranks.pop(3)[1], signal.SIGKILL)
+    os.kill(ranks.pop(1)[1], signal.SIGKILL)
     begin = time.monotonic()
     while any(pid in job.members() for job, pid in ranks.values()):
         assert time.monotonic() - begin < 30, [j.log.read_text() for j in jobs]
         time.sleep(0.2)
     ended = [job.wait(60) for job in jobs]  # agents wait for each other a little longer
     assert all(e.code == 1 for e in ended)
-    assert any("rank 3" in e.output or "rank      : 3" in e.output for e in ended), [e.output for e in ended]
+    assert any("rank 1" in e.output or "rank      : 1" in e.output for e in ended), [e.output for e in ended]
 
 
 def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> None:

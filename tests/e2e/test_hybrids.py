@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint, oracle
 from tests.e2e.parity import Continuation, build_engine, check, generate, loopback
 from tests.e2e.test_mixers import Prophet
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
+from tests.pairs import params
 
 LENGTHS, NEW = (21, 58, 40), 12
 FEW, ENOUGH = 28, 120  # pages of 4 tokens, over all ranks
@@ -75,9 +77,7 @@ def tokens_wanted(wanted: list[Continuation]) -> list[tuple[int, ...]]:
     return [tokens for c in wanted for tokens in (c.tokens, c.tokens[-3:])]
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 4])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+@pytest.mark.parametrize("family, layout, drafts", params([*product(HYBRID_FAMILIES, LAYOUTS, [0, 1, 4])]))
 def test_states_follow_hits_preemptions_drafts_and_aborts(family: str, layout: HelixLayout, drafts: int) -> None:
     wanted = oracle(family, LENGTHS, NEW)
     found = served(family, layout, wanted, drafts, lambda e: None)
@@ -85,9 +85,7 @@ def test_states_follow_hits_preemptions_drafts_and_aborts(family: str, layout: H
     assert found.ends["gone"] == "abort"
 
 
-@pytest.mark.parametrize("snapshots", [1, 4])
-@pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout, drafts, snapshots", params([*product(LAYOUTS, [0, 2], [1, 4])]))
 def test_hits_resume_behind_snapshots(layout: HelixLayout, drafts: int, snapshots: int) -> None:
     """Prompts that go on where others ended begin with a state; so do sequences that were preempted."""
     wanted = oracle("qwen3-next", LENGTHS, NEW)

@@ -22,10 +22,17 @@ from helix.speculation import DraftBudget, NgramDrafter
 from kernels import dispatch
 from tests.e2e.checkpoints import DEMO
 from tests.e2e.parity import SelfDrafts, build_engine
+from tests.kernels.quick_interpreter import quick
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
 GATHER, FUSED = "all_gather", "_verify_and_pack_kernel"
 FREE = {"empty", "empty_like", "new_empty", "flatten", "unflatten", "lift_fresh"}  # no launches, as views
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    with quick():
+        yield
 
 
 class Launches(TorchDispatchMode):

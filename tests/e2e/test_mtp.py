@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.e2e.parity import Continuation, LayerDrafts, build_engine, build_mode
 from tests.e2e.recorded import Kept, Recorded, unlike
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_speculation import whimsical
+from tests.pairs import params
 
 FAMILIES = ["deepseek-v3-yarn", "deepseek-v3-halves"]
 INDEXED = ["deepseek-v32", "glm-5-shared"]  # the layer chooses tokens too
@@ -48,22 +50,23 @@ class EachChooses(Kept):
         self.layer.choice = 0
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(
-    "family, kvp, tpa",
-    [
-        *((family, *grid) for family in FAMILIES for grid in GRIDS),
-        *((family, *grid) for family in INDEXED for grid in GRIDS[:2]),
-        *((family, *grid) for family in HEADS for grid in TILES),
-    ],
+    "family, grid, adaptive",
+    params(
+        [
+            (family, grid, adaptive)
+            for families, grids in ((FAMILIES, GRIDS), (INDEXED, GRIDS[:2]), (HEADS, TILES))
+            for family, grid, adaptive in product(families, grids, (False, True))
+        ]
+    ),
 )
 def test_greedy_tokens_and_logits(
-    family: str, kvp: int, tpa: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, grid: tuple[int, int], adaptive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice the same prompts, the second time behind cached prefixes."""
     if adaptive:
         monkeypatch.setattr(DraftPolicy, "pace", whimsical())
-    wanted, layout = plain(family), HelixLayout.create("helix", kvp, tpa)
+    wanted, layout = plain(family), HelixLayout.create("helix", *grid)
 
     def body(world: LoopbackWorld, rank: int) -> Any:
         comm = world.communicator(rank, layout.kvp_group(rank))
@@ -95,9 +98,13 @@ def drafted(kind: type[Recorded], family: str, kvp: int, adaptive: bool = False,
     return drafters[0]
 
 
-@pytest.mark.parametrize("kind", [Recorded, Kept])
-@pytest.mark.parametrize("kvp", [1, 3])
-@pytest.mark.parametrize("family", [*FAMILIES, *INDEXED, *HEADS])
+@pytest.mark.parametrize(
+    "family, kvp, kind",
+    params(
+        [*product([*FAMILIES, *INDEXED, *HEADS], (1, 3), (Recorded, Kept))],
+        lambda family, kvp, kind: f"{family}-{kvp}-{kind.__name__}",
+    ),
+)
 def test_drafts_are_those_of_the_layer(family: str, kvp: int, kind: type[Recorded]) -> None:
     found = drafted(kind, family, kvp)
     assert len(found.drafted) > 20

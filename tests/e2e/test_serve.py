@@ -383,10 +383,10 @@ def test_an_idle_engine_lives_and_its_ranks_hear_from_it(gloo_pool: Callable[[in
     ids=str,
 )
 def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[str, int]) -> None:
-    """2,000 requests with shared beginnings over four ranks; the model is a table of what follows a token."""
+    """1,000 requests with shared beginnings over four ranks; the model is a table of what follows a token."""
     table = torch.randn(257, 257, generator=torch.Generator().manual_seed(3))
     following = table.argmax(1).tolist()
-    count = 2000
+    count = 1000
     rng = random.Random(5)
     heads = [tuple(rng.randrange(257) for _ in range(length)) for length in (8, 40, 100, 130)]
     requests = []
@@ -426,7 +426,7 @@ def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[s
                     inbox.close()
             elif len(tokens[delta.id]) >= aborts.get(int(delta.id), 99):
                 inbox.abort(delta.id)
-        # Some seventy preemptions: how many depends on the host's clock, that there are any must not.
+        # Some preemptions: how many depends on the host's clock, that there are any must not.
         assert rank or (e.timings.preemptions > 0 and e.timings.prefill_tokens < sum(len(r.prompt) for r in requests))
         return tokens, ends, left_behind(e)
 
@@ -439,4 +439,4 @@ def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[s
         found = tokens[request.id]
         assert found == wanted[: len(found)], "tokens are each request's own"
         assert ends[request.id] == "abort" or (ends[request.id] == "length" and found == wanted)
-    assert 300 < sum(end == "abort" for end in ends.values()) < 700
+    assert 150 < sum(end == "abort" for end in ends.values()) < 350

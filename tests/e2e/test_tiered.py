@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ from tests.e2e.test_block_sparse import (
     tokens,
     wanted,
 )
+from tests.pairs import params
 from tests.pool import pool
 
 # Hot places of a KV head: no more than five sequences choose at once on a rank of so many; and for every page there is.
@@ -162,16 +164,20 @@ def test_every_grid_in_few_bits(kvp: int, tpa: int, kv: str) -> None:
     assert tokens("qwen2", layout, in_host_memory(kvp), kv=kv) == on_gpu
 
 
-@FEW_BITS
-@pytest.mark.parametrize("family", ["gpt-oss", pytest.param("qwen3", marks=SLOW)])
-@pytest.mark.parametrize("drafts, ahead", [(0, True), (3, False), (3, True)])
-def test_few_bits(family: str, drafts: int, ahead: bool, kv: str) -> None:
+@pytest.mark.parametrize(
+    "family, guess, kv, chunk",
+    [
+        *params([*product(["gpt-oss"], [(0, True), (3, False), (3, True)], ["fp8", "k16v8"], [24, 64])]),
+        *(pytest.param("qwen3", (3, True), kv, 24, marks=SLOW) for kv in ("fp8", "k16v8")),
+    ],
+)
+def test_few_bits(family: str, guess: tuple[int, bool], kv: str, chunk: int) -> None:
     """With rejected drafts, and guesses; chunks of prompts end within pages."""
+    drafts, ahead = guess
     layout, budget = HelixLayout.create("helix", 2), replace(BUDGET, local_blocks=2) if drafts else SHORT_WINDOW
     on_gpu = tokens(family, layout, Sparse(budget), drafts=drafts, kv=kv)
     few = Sparse(budget, hot=19 if drafts else FEW[2], ahead=ahead)
-    for chunk in (24, 64):
-        assert tokens(family, layout, few, drafts=drafts, kv=kv, prefill_chunk=chunk) == on_gpu
+    assert tokens(family, layout, few, drafts=drafts, kv=kv, prefill_chunk=chunk) == on_gpu
 
 
 @FEW_BITS

@@ -1,6 +1,7 @@
 """Compiles kernels for sm_90 without a GPU; prints registers, programs that fit an SM, and stack, one line a case.
 
-`python -m tests.kernels.compile_sm90 PART PARTS` takes one of so many parts of the cases.
+`python -m tests.kernels.compile_sm90 PART PARTS` takes one of so many parts of the cases; with `last` behind that, of
+the last case of each name.
 
 A program of its own: the tests' process runs kernels under the interpreter, and cannot compile them.
 """
@@ -22,7 +23,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_decode_fp8_sm90 import _flash_decode_fp8_sm90_kernel
 from kernels.attention.flash_decode_many_rows_sm90 import _flash_decode_many_sm90_kernel
@@ -76,15 +76,8 @@ from kernels.peers.mailbox import sum_shape
 from kernels.peers.merge_exchange import _merge_exchange_kernel
 from kernels.peers.reduce_scatter import _reduce_scatter_kernel
 from kernels.sm90 import SHARED
-from kernels.sparse.block_bounds import _fold_blocks_kernel
-from kernels.sparse.keep_best import _keep_best_kernel
-from kernels.sparse.select_blocks import LANES, TILE, _choose_kernel, _select_blocks_kernel
-from kernels.sparse.select_tokens import TILE as TOKENS
-from kernels.sparse.select_tokens import _select_tokens_kernel
-from kernels.tier.copy_blocks import _copy_blocks_kernel, piece_shape
-from kernels.tier.resolve import _resolve_kernel
-from kernels.tier.write_back import _write_back_kernel
 from tests.kernels.compile_recurrent import recurrent_cases
+from tests.kernels.compile_sparse import BLOCKS, sparse_cases, token_cases
 from tests.kernels.compile_tokens import verify_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -150,8 +143,6 @@ TENSORS = {
     "q_logits", "part", "ropes", "to_out", "gates", "z", "conv", "norm", "ring", "gate", "k", "v", "w", "u", "o",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
-# Of a page of 128 tokens of one head of 128: numbers between heads' keys, words, how much farther apart values are.
-BLOCKS = {"fp8": (33792, 8448, 1), "k16v8": (24832, 12416, 2)}
 PLAIN_KEYS = {"V_APART": 1, "SCALE_PAGE": 1, "SCALE_NEXT": 0, "SCALE_HEAD": 0}
 UNSCALED = {"auto": {"k_scales": None, "v_scales": None}, "k16v8": {"k_scales": None}, "fp8": {}}
 DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
@@ -365,6 +356,11 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield from recurrent_cases()
 
 
+def last_cases() -> list[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """The last case of each name, of those in bf16 if there are any: mostly the one of the most registers."""
+    return [*{case[0]: case for case in sorted(cases(), key=lambda case: case[1] == torch.bfloat16)}.values()]
+
+
 def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """Attention over keys and values in e4m3, or values alone: decoded, collected, of chosen tokens, of prompts."""
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -412,73 +408,6 @@ def scaled_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         shared |= {"EARLY": True, "PDL": True, "HOLES": True, **AMONG, "kept": None, "kept_table": None, "COLLECT": ""}
         blocks = {"V_APART": apart, "SCALE_PAGE": 128, "SCALE_NEXT": words, "SCALE_HEAD": 0} | UNSCALED[kv]
         yield f"decode-blocks-{kv}", bf16, _flash_decode_kernel, shared | blocks | tile, options
-
-
-def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """One query and five drafted ones of a group of seven; pages of 16; candidates, and parts of them."""
-    bf16 = torch.bfloat16
-    for dtype, queries, lanes, tiles, score, parts, stretches in (
-        (bf16, 1, LANES, 256, "bounds", 1, 1), (bf16, 5, LANES, 256, "bounds", 1, 1),
-        (bf16, 1, 2048, 2048, "mean", 1, 1), (bf16, 1, LANES, 256, "bounds", 1, 17),
-        (bf16, 5, LANES, 256, "bounds", 1, 17), (bf16, 1, 2048, 128, "bounds", 8, 1),
-    ):  # fmt: skip
-        item = {
-            "T": queries,
-            "HEADS": 4,
-            "GROUP": 7,
-            "D": 128,
-            "LANES": lanes,
-            "STRETCHES": stretches,
-            "PARTS": parts,
-            "SCORE": score,
-            "TILE": TILE,
-        }
-        item |= {"BLOCK_B": 8, "BLOCK_M": max(16, triton.next_power_of_2(7 * queries)), "BLOCK_D": 128}
-        item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
-        yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}
-        if queries > 1:
-            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "STRETCHES", "REPORT", "PDL"
-            yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
-    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128}
-    for mean in (False, True):
-        for unscaled in ({"k_scales": None}, {}):
-            whole = grid | {"MEAN": mean, "SLOTS": 32, "part_bounds": None} | unscaled
-            yield "fold", bf16, _fold_blocks_kernel, whole, {"num_warps": 4}
-    yield (
-        "fold-parts",
-        bf16,
-        _fold_blocks_kernel,
-        grid | {"MEAN": False, "SLOTS": 16, "k_scales": None},
-        {"num_warps": 4},
-    )
-    offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
-    yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
-    yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
-    shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
-    for block, guess, parts, apart in ((1024, False, 1, 1), (64, False, 1, 1), (64, True, 1, 1), (256, False, 8, 16)):
-        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess, "PARTS": parts, "APART": apart}
-        yield "resolve", bf16, _resolve_kernel, found, {"num_warps": 8}
-    block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
-    for words in (16384, *(words for _, words, _ in BLOCKS.values())):
-        copied = {"LISTS": 4, "BLOCK_L": 4, "PDL": True, **piece_shape(words)}
-        yield "copy-blocks", bf16, _copy_blocks_kernel, copied, {"num_warps": 8}
-    yield "write-back", bf16, _write_back_kernel, shard | block, {"num_warps": 8}
-
-
-def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """A guess and four launches, of one plane and of several, alone and with the best of the keys before."""
-    tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK_PARTS": 64, "PDL": True}
-    plain = [(stage, 1, 0) for stage in range(4)]
-    for stage, planes, reach in [*plain, (0, 2, 0), (1, 2, 0), (3, 2, 0), (1, 1, 8), (2, 1, 8), (3, 1, 16)]:
-        one = {"STAGE": stage, "PLANES": planes, "REACH": reach, "TOGETHER": planes > 1}
-        for guess in (False, True)[: 1 + (stage == 2)]:
-            yield (
-                "select-tokens",
-                torch.bfloat16,
-                _select_tokens_kernel,
-                tile | one | {"GUESS": guess},
-                {"num_warps": 4},
-            )
 
 
 def moe_cases(
@@ -636,8 +565,8 @@ def programs_on_an_sm(kernel: Any, registers: int) -> int:
 
 
 if __name__ == "__main__":
-    part, parts = map(int, sys.argv[1:])
-    for name, dtype, *case in list(cases())[part::parts]:
+    part, parts = map(int, sys.argv[1:3])
+    for name, dtype, *case in (last_cases() if sys.argv[3:] == ["last"] else list(cases()))[part::parts]:
         kernel = compiled(dtype, *case)
         # ptxas 12.8 loses what such an addition adds, where it is a constant: 0 stands in the machine code.
         assert "add.s16x2" not in kernel.asm["ptx"], f"{name} adds 16-bit halves"

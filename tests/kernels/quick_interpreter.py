@@ -6,6 +6,7 @@ are undone by the end of the context.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -38,7 +39,11 @@ def quick() -> Iterator[None]:
         numpy_type = cache(interpreter._get_np_dtype)
         pointers = np.dtype(np.uint64)
         patch.setattr(interpreter, "_get_np_dtype", lambda t: pointers if t.scalar.is_ptr() else numpy_type(t.scalar))
+        # Checks that what is called stands in a kernel, and that each result's numbers are of its type's size.
+        patch.setattr(interpreter, "_patch_attr", _call_at_once)
+        patch.setattr(interpreter.TensorHandle, "__post_init__", lambda self: None)
         _share_types(patch)
+        _decide_once(patch)
         _round_to_e4m3(patch)
         yield
 
@@ -53,6 +58,48 @@ def _round_to_e4m3(patch: pytest.MonkeyPatch) -> None:
         return torch.from_numpy(np.ascontiguousarray(x)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     patch.setattr(interpreter, "_convert_float", rounded)
+
+
+def _call_at_once(obj: Any, name: str, member: Any, builder: Any, scope: interpreter._LangPatchScope) -> None:
+    function = inspect.unwrap(member)
+
+    def call(*args: Any, **options: Any) -> Any:
+        options["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **options)
+
+    scope.set_attr(obj, name, call)
+
+
+def _decide_once(patch: pytest.MonkeyPatch) -> None:
+    """Keeps which types the two sides of an operation become, and numbers as such; numpy itself broadcasts data."""
+    decide = tl.semantic.TritonSemantic.binary_op_type_checking_impl
+    decided: dict[Any, list[Any]] = {}
+
+    def kind(side: Any) -> Any:
+        if not isinstance(side, core.tensor):
+            return side, type(side)
+        return id(side.type) if side.type.is_block() else side.type.name  # blocks are shared
+
+    def sides(self: Any, left: Any, right: Any, *options: Any, **more: Any) -> Any:
+        key = kind(left), kind(right), options, *more.items()
+        if (become := decided.get(key)) is None:
+            both = decide(self, left, right, *options, **more)
+            decided[key] = [
+                t.type if isinstance(side, core.tensor) else t for side, t in zip((left, right), both, strict=True)
+            ]
+            return both
+        return [fit(self, side, wanted) for side, wanted in zip((left, right), become, strict=True)]
+
+    def fit(self: Any, side: Any, wanted: Any) -> Any:
+        if isinstance(wanted, core.tensor):
+            return wanted
+        if side.type is wanted:
+            return side
+        if side.dtype.name != wanted.scalar.name:
+            side = self.cast(side, wanted.scalar)
+        return core.tensor(side.handle, wanted)
+
+    patch.setattr(tl.semantic.TritonSemantic, "binary_op_type_checking_impl", sides)
 
 
 def _share_types(patch: pytest.MonkeyPatch) -> None:

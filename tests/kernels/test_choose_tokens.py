@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kernels.indexer import choose
 from kernels.indexer.choose import choose_tokens
 from kernels.reference.choose_tokens import Shard, ordered
 from kernels.reference.choose_tokens import choose_tokens as reference
+from tests.pairs import params
 
 OPS = pytest.mark.parametrize("op", [choose_tokens, reference], ids=["kernel", "reference"])
 
@@ -102,26 +104,30 @@ def wanted(scores: Tensor, length: int, topk: int) -> list[int]:
     return sorted(sorted(range(length), key=lambda j: (-row[j] if row[j] == row[j] else -torch.inf, j))[:topk])
 
 
-@pytest.mark.parametrize("op, few_rows", [(choose_tokens, 32), (choose_tokens, 0), (reference, 0)])
+WAYS = {(choose_tokens, 32): "few", (choose_tokens, 0): "many", (reference, 0): "reference"}  # rows
+
+
 @pytest.mark.parametrize(
-    "kvp, block, page, topk", [(1, 16, 16, 8), (2, 1, 16, 5), (3, 16, 7, 40), (8, 16, 16, 33), (4, 64, 16, 1)]
+    "way, shape, kind",
+    params(
+        [
+            *product(
+                WAYS,
+                [(1, 16, 16, 8), (2, 1, 16, 5), (3, 16, 7, 40), (8, 16, 16, 33), (4, 64, 16, 1)],
+                ["apart", "near", "tied", "zeros"],
+            )
+        ],
+        lambda way, shape, kind: f"{'-'.join(map(str, (kind, *shape)))}-{WAYS[way]}",
+    ),
 )
-@pytest.mark.parametrize("kind", ["apart", "near", "tied", "zeros"])
 def test_the_best_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-    op: Any,
-    few_rows: int,
-    kvp: int,
-    block: int,
-    page: int,
-    topk: int,
-    kind: str,
-    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch, way: tuple[Any, int], shape: tuple[int, ...], kind: str, device: torch.device
 ) -> None:
     """Rows shorter than topk, empty shards, negative scores, and ties over blocks and ranks; few rows and many.
 
     Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long.
     """
+    (op, few_rows), (kvp, block, page, topk) = way, shape
     monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
     monkeypatch.setattr(choose, "LISTED", 32)
     monkeypatch.setattr(choose, "TILE", 64)

@@ -6,15 +6,17 @@ import ast
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from kernels.attention.paged_tiles import ROOMY
-from tests.kernels.compile_sm90 import cases
+from tests.kernels.compile_sm90 import cases, last_cases
 
 ROOT = Path(__file__).parents[2]
-PARTS = 4  # of the kernels: where none is in Triton's cache, each takes half a minute
+PARTS = 4  # of all kernels: where none is in Triton's cache, each takes a minute
+SLOW = pytest.mark.slow
 
 
 def output(program: str, *arguments: str, **more: str) -> str:
@@ -32,11 +34,15 @@ def test_what_is_launched_ahead_is_compiled_at_the_end_and_writes_nothing(tmp_pa
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_sm_90(part: int) -> None:
-    printed = output("compile_sm90", str(part), str(PARTS))
+@pytest.mark.parametrize(
+    "which, part", [*product(["last"], range(2)), *(pytest.param("all", part, marks=SLOW) for part in range(PARTS))]
+)
+def test_sm_90(which: str, part: int) -> None:
+    """The last case of each name; where there is time, all of them."""
+    given, parts = (last_cases(), 2) if which == "last" else (list(cases()), PARTS)
+    printed = output("compile_sm90", str(part), str(parts), which)
     lines = [line.split() for line in printed.splitlines()]
-    wanted = list(cases())[part::PARTS]
+    wanted = given[part::parts]
     assert len(lines) == len(wanted)
     # A spilled accumulator shows as a stack frame of more than a few registers. fp32 is there to be compared with, not
     # to be fast: it only has to compile. MLA's 64 rows take half of all registers for the accumulator (512 bytes a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kernels.attention.flash_decode import decode_tile, flash_decode, score_plan
 from kernels.paged_keys import KeyScores
 from kernels.reference.flash_decode import flash_decode as reference
 from tests.kernels.oracle import Case, check, make_case
+from tests.pairs import params
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": dict(counts=[3, 3, 3], lengths=[40, 3, 17]),
@@ -28,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "first-queries-without-keys": dict(counts=[4, 4, 4], lengths=[2, 1, 40], heads=(6, 2), dim=64),
     "first-tile-without-keys": dict(counts=[12], lengths=[5], heads=(8, 2), dim=64),
 }
-OPS = [pytest.param(flash_decode, id="kernel"), pytest.param(reference, id="reference")]
+OPS = {"kernel": flash_decode, "reference": reference}
 
 
 def planes_for(case: Case, rows: str) -> KeyScores:
@@ -114,14 +116,12 @@ def check_op(op: Any, case: Case, rows: str, **options: Any) -> None:
     check_scores(case, scores)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("rows", ["ends", "any"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scores(shape: str, rows: str, op: Any, device: torch.device) -> None:
+@pytest.mark.parametrize("shape, rows, op", params([*product(SHAPES, ["ends", "any"], OPS)]))
+def test_scores(shape: str, rows: str, op: str, device: torch.device) -> None:
     case = make_case(**SHAPES[shape], device=device)
     if not shape.startswith("first"):
         drop_drafts(case, case.counts[0] // 2 if shape.endswith("two-tiles") else min(2, case.counts[0] - 1))
-    check_op(op, case, rows, **({"sms": 3} if op is flash_decode else {}))
+    check_op(OPS[op], case, rows, **({"sms": 3} if op == "kernel" else {}))
 
 
 HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from kernels.scaled_keys import scales_of
 from kernels.sparse.block_bounds import fold_blocks
 from tests.kernels import test_flash_decode, test_flash_prefill
 from tests.kernels.oracle import Case, check, make_case
+from tests.pairs import params
 
 E4M3 = torch.float8_e4m3fn
 # The interpreter multiplies the bit patterns of bf16.
@@ -86,12 +88,13 @@ def test_prefill(shape: str, op: Any, kv: str, dtype: torch.dtype, device: torch
     check(*op(case.q, keys, cu_q, max(case.counts), max(len(k) for k in case.keys)), case)
 
 
-@pytest.mark.parametrize("kv", ["fp8", "k16v8"])
-@pytest.mark.parametrize("pages", [1, 3])
 @pytest.mark.parametrize(
-    "shape",
-    # The interpreter takes a minute for many pieces of the largest.
-    [pytest.param(s, marks=pytest.mark.slow) if s == "group-7" else s for s in test_flash_prefill.SHAPES],
+    "shape, pages, kv",
+    [
+        # The interpreter takes a minute for many pieces of the largest.
+        *params([*product([s for s in test_flash_prefill.SHAPES if s != "group-7"], (1, 3), ("fp8", "k16v8"))]),
+        *(pytest.param("group-7", *case, marks=pytest.mark.slow) for case in product((1, 3), ("fp8", "k16v8"))),
+    ],
 )
 def test_prefill_in_pieces(
     shape: str, pages: int, kv: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

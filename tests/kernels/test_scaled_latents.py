@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -51,8 +52,16 @@ def test_prefill(shape: str, op: Any, dtype: torch.dtype, device: torch.device) 
     check(*test_mla_prefill.run(op, case), case)
 
 
-@pytest.mark.parametrize("pages", [1, 3])
-@pytest.mark.parametrize("shape", test_mla_prefill.SHAPES)
+MANY_PIECES = "one-head", "128-heads"  # the interpreter takes seconds for pieces of a page
+
+
+@pytest.mark.parametrize(
+    "shape, pages",
+    [
+        pytest.param(shape, pages, marks=[pytest.mark.slow] if pages == 1 and shape in MANY_PIECES else [])
+        for shape, pages in product(test_mla_prefill.SHAPES, (1, 3))
+    ],
+)
 def test_prefill_in_pieces(shape: str, pages: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many pages of each segment at once."""
     case = FewBitsCase.of(make_latent_case(**test_mla_prefill.SHAPES[shape], device=device))
