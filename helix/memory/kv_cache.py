@@ -232,7 +232,7 @@ class KVCache(Follower):
             for kept in group.keeps:
                 tensor = group.tensors[kept.name]
                 if kept.per in SNAPPED and admission.state >= 0:
-                    tensor[:, slot].copy_(self._snapshot(group, kept, admission.state))
+                    tensor[:, slot].copy_(self._snapshot(group, kept, admission.state), non_blocking=True)
                 elif kept.per == "slot":
                     tensor[:, slot].fill_(0)
                 elif kept.reach is not None:
@@ -266,7 +266,7 @@ class KVCache(Follower):
                 if kept.per in SNAPPED:
                     snapshot = self._snapshot(group, kept, place)
                     if moves >= 0:
-                        self._snapshot(group, kept, moves).copy_(snapshot)
+                        self._snapshot(group, kept, moves).copy_(snapshot, non_blocking=True)  # in the stream's order
                     snapshot.copy_(group.tensors[kept.name][:, slot])
 
     def _snapshot(self, group: Group, kept: Keeps, place: int) -> Tensor:
