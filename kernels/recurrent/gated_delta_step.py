@@ -75,6 +75,14 @@ def _and(found, tile):
 
 
 @triton.jit
+def _plus(tile, factors, first: tl.constexpr, tiles, COUNT: tl.constexpr):
+    """Adds the first COUNT tiles, each times a factor, of which the first one has index `first`."""
+    for j in tl.static_range(COUNT):
+        tile += factors[first + j] * tiles[j]
+    return tile
+
+
+@triton.jit
 def _times_state(x, S):
     """Computes S^T x [1, values / VI, 1, VI] of a row's runs x."""
     tile = x[0] * S[0]
@@ -224,7 +232,7 @@ def _gated_delta_step_kernel(
         other = first[:, None] + j8
         then = tl.load(last_decays + other * VALUES, mask=other < ROWS, other=0.0)
         kept_then = tl.exp(tl.minimum(total[:, None] - then, 0.0))
-        tl.store(factors + j8, of_deltas * beta[:, None] * kept_then, mask=new[:, None])
+        tl.store(factors + j8, of_deltas * -beta[:, None] * kept_then, mask=new[:, None])
         tl.store(factors + SYSTEM + j8, of_outs * kept_then, mask=new[:, None])
     for x0 in range(0, ROWS, SYSTEM):
         by_keys, by_queries, in_delta, in_output, wanted, seen, deltas, outputs = (), (), (), (), (), (), (), ()
@@ -246,13 +254,8 @@ def _gated_delta_step_kernel(
                 in_delta = _and(in_delta, tl.load(f + j, mask=there & (j < x), other=0.0))
                 in_output = _and(in_output, tl.load(f + SYSTEM + j, mask=there, other=0.0))
         for x in tl.static_range(together):
-            delta, o = wanted[x], seen[x]
-            for j in tl.static_range(x):
-                delta -= in_delta[x * (x + 1) // 2 + j] * deltas[j]
-            deltas = _and(deltas, delta)
-            for j in tl.static_range(x + 1):
-                o += in_output[x * (x + 1) // 2 + j] * deltas[j]
-            outputs = _and(outputs, o)
+            deltas = _and(deltas, _plus(wanted[x], in_delta, x * (x + 1) // 2, deltas, x))
+            outputs = _and(outputs, _plus(seen[x], in_output, x * (x + 1) // 2, deltas, x + 1))
         for x in tl.static_range(together):
             held = (e4 < DV) & (x0 + x < ROWS)
             store_in_place(last_rows + (x0 + x) * row + DK + e4, deltas[x], held, PDL)
