@@ -14,7 +14,8 @@ time on an H200 and over the link:
 - Where W_UV is applied: after the exchange, by each rank to its own heads, so that R values per head are sent; or
   before, by every rank to all heads, so that only `value` values are sent. For few rows the weights dominate, for many
   the messages.
-- Where queries are computed: each rank computes those of all heads, or its share, followed by an all-gather.
+- Where queries are computed: each rank computes those of all heads, or its share, followed by an all-gather. Prompts
+  gather queries before W_UK is applied, which are shorter.
 """
 
 from __future__ import annotations
@@ -159,6 +160,14 @@ def gathers_queries(spec: MLASpec, ranks: int, item: int, wire_rate: float) -> b
     return others * weights / READ_RATE > CALL_S + others * ROWS * spec.entry / wire_rate
 
 
+def gathers_first(spec: MLASpec, rows: int, wire_rate: float) -> bool:
+    """Returns whether `rows` gathered queries are sent faster without W_UK, which each rank then applies to all heads.
+
+    Messages are shorter by `entry - query` values per head, and `nope * latent` more weights are read.
+    """
+    return rows * (spec.entry - spec.query) / wire_rate > spec.nope * spec.latent / READ_RATE
+
+
 class MLA(ShardedAttention):
     """Latent attention: absorbed queries, partial attention, one exchange, output projection over all ranks.
 
@@ -211,7 +220,8 @@ class MLA(ShardedAttention):
         def local(part: range) -> slice:
             return slice(part.start - attends.start, part.stop - attends.start)
 
-        self.w_uk = of_heads[local(makes), : spec.nope]  # [h, nope, R]
+        self.w_uk = of_heads[:, : spec.nope]  # [Hq_local, nope, R]
+        self.own_w_uk = self.w_uk[local(makes)]
         self.w_uv = of_heads[:, spec.nope :].mT  # [Hq_local, R, value]
         self.own_w_uv = self.w_uv[local(owns)]
         self.output = RowParallel(
@@ -235,15 +245,17 @@ class MLA(ShardedAttention):
                 self.indexer(x, of_q, angles, mine, step)
             q = self.q_up(of_q)
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
+        gather = self.comm.gather_in_group if step.overlapped else self.comm.all_gather
+        gathers, w_uk = bool(self.gathered), self.own_w_uk
+        if gathers and step.cu_q is not None and gathers_first(spec, len(x), self.comm.wire_rate):
+            q, gathers, w_uk = self._gather(q.contiguous(), gather), False, self.w_uk
         kept = mine.kept
         absorbed = mla_append(
-            q, kv, angles.cos, angles.sin, self.kv_gain, spec.norm_eps, self.w_uk, kept["latents"], slots,
+            q, kv, angles.cos, angles.sin, self.kv_gain, spec.norm_eps, w_uk, kept["latents"], slots,
             kept.get("latent_scales"), kept.get("ropes"),
         )  # fmt: skip
         absorbed = angles.scaled(absorbed)
-        if not self.gathered:
-            return absorbed
-        return self._gather(absorbed, self.comm.gather_in_group if step.overlapped else self.comm.all_gather)
+        return self._gather(absorbed, gather) if gathers else absorbed
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
         """Computes this rank's part [N, H] of the output from the queries of `project`."""

@@ -24,7 +24,7 @@ from helix.simulate.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Consta
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
-from kernels.indexer.choose import DIGITS, FEW_PASSES
+from kernels.indexer.choose import COUNTED, DIGITS
 from kernels.scaled_keys import GROUP
 
 SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
@@ -265,11 +265,11 @@ class Layer:
         gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGITS * NUMBER_BYTES * p.kvp)
         lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
         read = self.rows * tokens * SCORE_READS * NUMBER_BYTES
-        kernels = self._timed("choose tokens", read, self.zeros, FEW_PASSES + 3)
+        kernels = self._timed("choose tokens", read, self.zeros, COUNTED.value + 3)
         return [
             self.kernel("index", of.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
             self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, 1, None, hw.latent_flops),
-            kernels.plus(gathers.times(FEW_PASSES)).plus(lists),
+            kernels.plus(gathers.times(COUNTED.value)).plus(lists),
         ]
 
     def index_bytes(self, of: IndexerSpec) -> float:

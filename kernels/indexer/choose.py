@@ -5,10 +5,10 @@ that ties are decided alike on every grid. Each launch counts one digit of eight
 are those of the k-th largest. Ranks gather these counts, and each next launch finds the digit in their sum. Once all
 keys with the digits found are chosen, further launches count nothing.
 
-Two digits leave few keys between chosen ones and others, some hundred of a million. For few rows, the next launch lists
-them, ranks gather the lists, and the last launch finds the k-th largest itself, bit by bit, as each of its programs
-does. Many rows would send too much: there all digits are counted. The last launch writes the chosen tokens in local
-order; the one before has counted those of each part of a row.
+Two digits leave few keys between chosen ones and others, some hundred of a million. The next launch lists them. For few
+rows, ranks gather the lists, and the last launch finds the k-th largest itself, bit by bit, as each of its programs
+does. Many rows would send too much: there the other digits are counted as well, of the lists. The last launch writes
+the chosen tokens in local order; the one that lists has counted those of each part of a row.
 
 With the keys of a rank alone, all of this is the same without the gathers.
 """
@@ -28,7 +28,8 @@ TILE = 1024  # scores of a program per iteration
 PROGRAMS = 4  # per SM
 DIGITS = 256
 SCORE_PASSES = 4
-FEW_PASSES, FEW_ROWS = 2, 32  # digits counted where keys between are listed, of up to so many rows over several ranks
+COUNTED = tl.constexpr(2)  # digits before keys between are listed
+FEW_ROWS = 32  # over several ranks, whose lists are gathered
 LISTED = 1024  # listed keys of all ranks that a program keeps in registers
 
 
@@ -89,7 +90,7 @@ def _count_digits_kernel(
     if part == 0:
         tl.store(least_keys + STAGE * N + n, bound)
         tl.store(lefts + STAGE * N + n, left.to(tl.int32))
-        if STAGE == 0 and listed is not None:
+        if STAGE == 0:
             tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
     length = tl.load(hi + n)
     run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
@@ -151,7 +152,7 @@ def _list_best(
 def _list_between_kernel(
     scored, positions, first_ranks, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
     scored_n, N, topk, parts, cap, own_rank,
-    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
+    PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
@@ -169,31 +170,56 @@ def _list_between_kernel(
     shift: tl.constexpr = 8 * (PASSES - COUNTED)
     listed += n * (1 + cap)
     # Keys from `chosen_from` on are chosen; those between are listed.
-    chosen_from = bound
-    if shift > 0:
-        chosen_from += tl.where(left > 0, 1, 0).to(tl.int64) << shift
+    chosen_from = bound + (tl.where(left > 0, 1, 0).to(tl.int64) << shift)
     count = part * 0
     for at in range(begin, end, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < end
         keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         count += tl.sum((inside & (keys >= chosen_from)).to(tl.int32), 0)
-        if shift > 0:
-            between = (inside & (keys >= bound) & (keys < chosen_from)).to(tl.int32)
-            some = tl.sum(between, 0)
-            if some > 0:
-                first = tl.atomic_add(listed, some.to(tl.int64), sem="relaxed")  # in any order: keys are distinct
-                to = first + tl.cumsum(between, 0)
-                tl.store(listed + to, keys, mask=(between > 0) & (to <= cap))
+        between = (inside & (keys >= bound) & (keys < chosen_from)).to(tl.int32)
+        some = tl.sum(between, 0)
+        if some > 0:
+            first = tl.atomic_add(listed, some.to(tl.int64), sem="relaxed")  # in any order: keys are distinct
+            to = first + tl.cumsum(between, 0)
+            tl.store(listed + to, keys, mask=(between > 0) & (to <= cap))
     tl.store(part_counts + n * parts + part, count)
-    if shift > 0:
-        tl.debug_barrier()  # after the stores of all threads
-        if tl.atomic_add(tickets + n, 1) == parts - 1:  # the last one of the row
-            if tl.load(listed, volatile=True) > cap:
-                _list_best(
-                    scored + n * scored_n, listed, length, bound, turn, cap,
-                    shift, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE,
-                )  # fmt: skip
+    tl.debug_barrier()  # after the stores of all threads
+    if tl.atomic_add(tickets + n, 1) == parts - 1:  # the last one of the row
+        if tl.load(listed, volatile=True) > cap:
+            _list_best(
+                scored + n * scored_n, listed, length, bound, turn, cap,
+                shift, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE,
+            )  # fmt: skip
+    start_successor(PDL)
+
+
+@triton.jit(do_not_specialize=["N", "listed_n"])
+def _count_listed_kernel(
+    positions, gathered, counts, least_keys, lefts, listed, N, topk, listed_n,
+    STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Counts the digit behind `STAGE` others, of the listed keys of a row."""
+    n = tl.program_id(0).to(tl.int64)
+    wait_for_predecessor(PDL)
+    if STAGE == COUNTED:  # what the launch that listed has found
+        bound = tl.load(least_keys + STAGE * N + n)
+        left = tl.load(lefts + STAGE * N + n)
+    else:
+        bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
+        tl.store(least_keys + STAGE * N + n, bound)
+        tl.store(lefts + STAGE * N + n, left.to(tl.int32))
+    if left > 0:
+        shift: tl.constexpr = 8 * (PASSES - 1 - STAGE)
+        row = listed + n * listed_n
+        number = tl.load(row).to(tl.int32)
+        found = tl.zeros([256], tl.int32)
+        for at in range(0, number, TILE):
+            j = at + tl.arange(0, TILE)
+            keys = tl.load(row + 1 + j, mask=j < number, other=-1)
+            counted = (j < number) & (keys >> (shift + 8) == bound >> (shift + 8))
+            found += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=counted)
+        tl.store(counts + n * 256 + tl.arange(0, 256), found)
     start_successor(PDL)
 
 
@@ -212,9 +238,9 @@ def _larger(listed, stride, rank, numbers, first, trial, n, N, RANKS: tl.constex
 
 @triton.jit(do_not_specialize=["N", "parts", "EACH", "width", "own_rank"])
 def _write_chosen_kernel(
-    scored, first_ranks, hi, all_listed, least_keys, lefts, part_counts, block_tables, owners,
-    chosen_slots, chosen_counts, scored_n, tables_b, width, N, parts, EACH, own_rank,
-    COUNTED: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
+    scored, positions, first_ranks, hi, gathered, all_listed, least_keys, lefts, part_counts, block_tables, owners,
+    chosen_slots, chosen_counts, scored_n, tables_b, width, N, topk, parts, EACH, own_rank,
+    SEARCHES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -231,11 +257,11 @@ def _write_chosen_kernel(
     of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
     place = tl.sum(tl.where(q < part, of_parts, 0), 0)
     total = tl.sum(of_parts, 0)
-    shift: tl.constexpr = 8 * (PASSES - COUNTED)
-    if shift > 0:
-        left = tl.load(lefts + COUNTED * N + n)
-        if left > 0:
-            stride = 1 + width.to(tl.int64)
+    left = tl.load(lefts + COUNTED * N + n)
+    if left > 0:
+        stride = 1 + width.to(tl.int64)
+        if SEARCHES:
+            shift: tl.constexpr = 8 * (PASSES - COUNTED)
             rank = tl.arange(0, BLOCK_RANKS)
             numbers = tl.load(all_listed + (rank * N + n) * stride, mask=rank < RANKS, other=0).to(tl.int32)
             i = tl.arange(0, LISTED)
@@ -245,15 +271,19 @@ def _write_chosen_kernel(
                 trial = bound + (tl.full([], 1, tl.int64) << (shift - 1 - step))
                 larger = _larger(all_listed, stride, rank, numbers, first, trial, n, N, RANKS, LISTED)
                 bound = tl.where(larger >= left, trial, bound)
-            own = tl.load(all_listed + (own_rank * N + n) * stride).to(tl.int32)
-            for at in range(0, own, LISTED):
-                i = at + tl.arange(0, LISTED)
-                keys = tl.load(all_listed + (own_rank * N + n) * stride + 1 + i, mask=i < own, other=-1)
-                at_token = (1 << BITS) - 1 - (keys & ((1 << BITS) - 1))
-                local = at_token // (RANKS * BLOCK_TOKENS) * BLOCK_TOKENS + at_token % BLOCK_TOKENS
-                taken = (i < own) & (keys >= bound)
-                total += tl.sum(taken.to(tl.int32), 0)
-                place += tl.sum((taken & (local < begin)).to(tl.int32), 0)
+            listed = all_listed + (own_rank * N + n) * stride
+        else:
+            bound, _ = _found(positions, gathered, least_keys, lefts, n, N, topk, PASSES, PASSES, RANKS)
+            listed = all_listed + n * stride
+        own = tl.load(listed).to(tl.int32)
+        for at in range(0, own, LISTED):
+            i = at + tl.arange(0, LISTED)
+            keys = tl.load(listed + 1 + i, mask=i < own, other=-1)
+            at_token = (1 << BITS) - 1 - (keys & ((1 << BITS) - 1))
+            local = at_token // (RANKS * BLOCK_TOKENS) * BLOCK_TOKENS + at_token % BLOCK_TOKENS
+            taken = (i < own) & (keys >= bound)
+            total += tl.sum(taken.to(tl.int32), 0)
+            place += tl.sum((taken & (local < begin)).to(tl.int32), 0)
     if part == 0:
         # Never more, unless ranks are emulated, whose counts are not those of their tokens.
         tl.store(chosen_counts + n, tl.minimum(total, width))
@@ -321,34 +351,38 @@ def choose_tokens(
     tiles = triton.cdiv(S, TILE)
     parts = max(1, min(tiles, triton.cdiv(PROGRAMS * sm_count(device), N)))
     few = shard.gather is None or N <= FEW_ROWS
-    counted = FEW_PASSES if few else passes
-    numbers = torch.zeros(counted * N * DIGITS + N, dtype=torch.int32, device=device)
-    counts, tickets = numbers[:-N].view(counted, N, DIGITS), numbers[-N:]
-    least_keys = torch.empty(counted + 1, N, dtype=torch.int64, device=device)
-    lefts = torch.empty(counted + 1, N, dtype=torch.int32, device=device)
+    numbers = torch.zeros(COUNTED.value * N * DIGITS + N, dtype=torch.int32, device=device)
+    counts, tickets = numbers[:-N].view(-1, N, DIGITS), numbers[-N:]
+    least_keys = torch.empty(passes, N, dtype=torch.int64, device=device)
+    lefts = torch.empty(passes, N, dtype=torch.int32, device=device)
     part_counts = torch.empty(N, parts, dtype=torch.int32, device=device)
-    listed = torch.empty(N, 1 + width if few else 0, dtype=torch.int64, device=device)
-    options = dict(
-        PASSES=passes, BITS=8 * (passes - SCORE_PASSES), RANKS=shard.kvp,
-        BLOCK_TOKENS=shard.append_block, TILE=TILE, num_warps=4, **overlapped(scores),
-    )  # fmt: skip
+    listed = torch.empty(N, 1 + width, dtype=torch.int64, device=device)
+    common = dict(PASSES=passes, RANKS=shard.kvp, TILE=TILE, num_warps=4, **overlapped(scores))
+    options = dict(BITS=8 * (passes - SCORE_PASSES), BLOCK_TOKENS=shard.append_block, **common)
     gathered = counts
-    for stage in range(counted):
+    for stage in range(COUNTED.value):
         _count_digits_kernel[(parts * N,)](
-            scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed if few else None,
+            scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed,
             scores.stride(0), N, topk, parts, 1 + width, shard.kvp_rank, STAGE=stage, **options,
         )  # fmt: skip
         gathered = counts[stage] if shard.gather is None else shard.gather(counts[stage])
     _list_between_kernel[(parts * N,)](
         scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
-        scores.stride(0), N, topk, parts, width, shard.kvp_rank, COUNTED=counted, **options,
+        scores.stride(0), N, topk, parts, width, shard.kvp_rank, **options,
     )  # fmt: skip
+    for stage in range(COUNTED.value, passes) if not few else ():
+        of_stage = torch.empty(N, DIGITS, dtype=torch.int32, device=device)
+        _count_listed_kernel[(N,)](
+            positions, gathered, of_stage, least_keys, lefts, listed, N, topk, 1 + width, STAGE=stage, **common
+        )
+        assert shard.gather is not None
+        gathered = shard.gather(of_stage)
     ranks = triton.next_power_of_2(shard.kvp)
     _write_chosen_kernel[(parts * N,)](
-        scores, starts, hi, shard.gather(listed) if few and shard.gather is not None else listed,
+        scores, positions, starts, hi, gathered, shard.gather(listed) if few and shard.gather is not None else listed,
         least_keys, lefts, part_counts, tables, rows, slots, taken,
-        scores.stride(0), tables.stride(0), width, N, parts, max(1, N // len(tables)), shard.kvp_rank,
-        COUNTED=counted, PAGE=shard.page_size, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_RANKS=ranks,
+        scores.stride(0), tables.stride(0), width, N, topk, parts, max(1, N // len(tables)), shard.kvp_rank,
+        SEARCHES=few, PAGE=shard.page_size, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_RANKS=ranks,
         LISTED=max(16, LISTED // ranks), **options,
     )  # fmt: skip
     return slots, taken

@@ -29,6 +29,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, values: bool, gathers: bool) -> None
     """Models as small as these would always take the same ways."""
     monkeypatch.setattr(mla, "exchanges_values", lambda *args: values)
     monkeypatch.setattr(mla, "gathers_queries", lambda *args: gathers)
+    monkeypatch.setattr(mla, "gathers_first", lambda *args: values)
 
 
 def matrix() -> list[object]:

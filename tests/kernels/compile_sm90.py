@@ -46,7 +46,12 @@ from kernels.dense.rms_norm import _rms_norm_kernel
 from kernels.dense.rotary import _angles_kernel
 from kernels.indexer.append import _index_append_kernel
 from kernels.indexer.choose import TILE as SCORES
-from kernels.indexer.choose import _count_digits_kernel, _list_between_kernel, _write_chosen_kernel
+from kernels.indexer.choose import (
+    _count_digits_kernel,
+    _count_listed_kernel,
+    _list_between_kernel,
+    _write_chosen_kernel,
+)
 from kernels.indexer.scores import _index_scores_kernel, score_tile
 from kernels.mla.append import _mla_append_kernel
 from kernels.mla.decode import _mla_decode_kernel
@@ -457,15 +462,14 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
         yield f"index-append{few}", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
     yield "index-append-keys", bf16, _index_append_kernel, append | plain | {"HEADS": 0, "BLOCK_H": 1}, {"num_warps": 1}
     choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
-    for stage in (0, 1, 6):
-        more = {"listed": None} if stage == 6 else {}
-        yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage, **more}, {"num_warps": 4}
-    for counted in (2, 7):
-        listing = choice | {"COUNTED": counted}
-        write = listing | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
-        yield "list-between", bf16, _list_between_kernel, listing, {"num_warps": 4}
-        owners = {"owners": None} if counted == 2 else {}
-        yield "write-chosen", bf16, _write_chosen_kernel, write | owners, {"num_warps": 4}
+    for stage in (0, 1):
+        yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
+    for stage in (2, 6):
+        yield f"count-listed-{stage}", bf16, _count_listed_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
+    yield "list-between", bf16, _list_between_kernel, choice, {"num_warps": 4}
+    write = choice | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
+    for searches, owners in ((True, {"owners": None}), (False, {})):
+        yield "write-chosen", bf16, _write_chosen_kernel, write | owners | {"SEARCHES": searches}, {"num_warps": 4}
     for few, plain in ((False, {"scales": None, "ropes": None}), (True, {})):
         tile = latent_tile(64, 512, 64, bf16, few)
         options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}

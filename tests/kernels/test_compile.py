@@ -54,6 +54,8 @@ def test_sm_90(which: str, part: int) -> None:
     most |= {"moe-fp8-8192": 192}
     # Before and behind the loop over 128 rows of x: what was looked up for its sums, which waits in registers.
     most |= {"linear-fp8-sm90-send": 24, "qkv-append-fp8-sm90": 192}
+    # Weights of heads, kept beside the queries of five tokens with 64 heads each.
+    most |= {"index-scores-64-5": 96}
     # Where scores go, kept beside 128 rows of queries; of warps that go apart, what each loads again for an item.
     most |= {"decode-collects-ends": 96, "prefill-sm90": 24, "delta-chunks": 24}
     most |= {"angles": 32}  # large angles are reduced in an array of the library

@@ -88,6 +88,14 @@ def test_queries_are_gathered_where_their_weights_are_many() -> None:
     assert not mla.gathers_queries(r1, 8, 2, HOST_RATE) and mla.exchanges_values(r1, 1, HOST_RATE)
 
 
+def test_prompts_gather_queries_before_they_grow() -> None:
+    """512 x 128 weights a head at 4.2 TB/s against 384 values a row at 0.2 TB/s; never of heads wider than a latent."""
+    r1 = spec_of("deepseek-r1").attention
+    assert isinstance(r1, mla.MLASpec)
+    assert next(rows for rows in range(1, 20) if mla.gathers_first(r1, rows, NVLINK)) == 9
+    assert not mla.gathers_first(replace(r1, nope=600), 10_000, NVLINK)
+
+
 @pytest.mark.parametrize(
     "s, words",
     [
