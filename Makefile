@@ -50,7 +50,7 @@ test-faults: $(VENV)/.installed  ## Plant one mistake after another: a test has 
 	$(BIN)/python -m tests.faults $(ARGS)
 
 test-page: $(VENV)/.installed  ## Use the server's page in Chromium, without a screen.
-	@$(BIN)/python -c "from tests.serving import test_page as t; t.BINARY or exit('error: ' + t.MISSING)"
+	@$(BIN)/python -c "from tests.serving import browser as t; t.BINARY or exit('error: ' + t.MISSING)"
 	$(BIN)/python -m pytest tests/serving/test_page.py -m slow $(ARGS)
 
 test-load: $(VENV)/.installed  ## Hold 10,000 connections to a server beside 32 streams, then leave it alone.

@@ -21,7 +21,7 @@ from helix.models.loading import Checkpoint, read_config, weights_of
 from helix.speculation import NgramDrafter
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint, oracle
 from tests.e2e.parity import Continuation, build_engine, check, generate, loopback
-from tests.e2e.test_mixers import Prophet
+from tests.e2e.test_mixers import Prophet, with_refused, without_replay
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 from tests.pairs import params
 
@@ -123,22 +123,6 @@ def test_keys_in_few_bits_beside_states(kv: str) -> None:
     wanted = oracle("qwen3-next", LENGTHS, NEW)
     first = tokens(LAYOUTS[0], None)
     assert tokens(LAYOUTS[2], None) == first == tokens(LAYOUTS[1], NgramDrafter(2, 2))
-
-
-def without_replay(e: Any) -> None:
-    e.runner.cache.takes = lambda kind: False
-
-
-def with_refused(e: Any) -> None:
-    """Rows of refused drafts count as well."""
-    taken = e.runner.cache.taken
-
-    def all_of_them(step: Any) -> None:
-        taken(step)
-        count = step.span.after - step.span.before
-        e.runner.cache.accepted[: step.kind.rows] = torch.where(count > 0, 1 + step.kind.drafts, 0)
-
-    e.runner.cache.taken = all_of_them
 
 
 def with_what_the_slot_had(e: Any) -> None:

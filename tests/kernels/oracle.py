@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -118,6 +120,20 @@ def make_case(
         torch.cat(los).int().to(device), torch.cat(his).int().to(device), keys, values,
         None if sink is None else sink.to(device),
     )  # fmt: skip
+
+
+def low_precision(kernel: Any, reference: Any) -> pytest.MarkDecorator:
+    """`parametrize` of both ops over bf16 and fp16; on a GPU alone where the interpreter multiplies bits of bf16."""
+    return pytest.mark.parametrize(
+        "op, dtype",
+        [
+            pytest.param(
+                op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (op is kernel and dtype is torch.bfloat16)
+            )
+            for name, op in (("kernel", kernel), ("reference", reference))
+            for dtype in (torch.bfloat16, torch.float16)
+        ],
+    )
 
 
 def check(out: Tensor, lse: Tensor, case: Case, expected: tuple[Tensor, Tensor] | None = None) -> None:

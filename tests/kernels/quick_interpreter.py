@@ -127,8 +127,24 @@ def _share_types(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.tensor, "__init__", tensor)
 
     broadcast = tl.semantic.TritonSemantic.broadcast_impl_value
+    together: dict[Any, list[Any]] = {}  # types that two blocks become
 
-    def together(self: Any, left: Any, right: Any) -> Any:
-        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+    def broadcast_together(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape:
+            return left, right
+        if not (left.type.is_block() and right.type.is_block()):
+            return broadcast(self, left, right)
+        key = id(left.type), id(right.type)
+        if (become := together.get(key)) is None:
+            both = broadcast(self, left, right)
+            together[key] = [t.type for t in both]
+            return both
+        return [spread(side, wanted) for side, wanted in zip((left, right), become, strict=True)]
 
-    patch.setattr(tl.semantic.TritonSemantic, "broadcast_impl_value", together)
+    def spread(side: Any, wanted: Any) -> Any:
+        if side.type is wanted:
+            return side
+        data = np.broadcast_to(side.handle.data, [int(size) for size in wanted.shape])
+        return core.tensor(interpreter.TensorHandle(data, side.handle.dtype.scalar), wanted)
+
+    patch.setattr(tl.semantic.TritonSemantic, "broadcast_impl_value", broadcast_together)

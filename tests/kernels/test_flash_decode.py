@@ -14,7 +14,7 @@ from kernels.attention.flash_decode import decode_parts, flash_decode
 from kernels.attention.split_kv import UnmergedAttention
 from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_decode import flash_decode as reference
-from tests.kernels.oracle import Case, check, make_case
+from tests.kernels.oracle import Case, check, low_precision, make_case
 
 SHAPES = {
     "plain": dict(counts=[1, 1, 1], lengths=[40, 1, 17]),
@@ -78,16 +78,6 @@ def test_more_parts_than_one_go_merges(count: int, length: int, sms: int, device
     check(*run(flash_decode, case, sms=sms), case)
 
 
-# Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
-LOW = [
-    pytest.param(
-        op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (name == "kernel" and dtype is torch.bfloat16)
-    )
-    for name, op in (("kernel", flash_decode), ("reference", reference))
-    for dtype in (torch.bfloat16, torch.float16)
-]
-
-
 MANY = {
     "65": dict(counts=[13, 13], lengths=[301, 5], heads=(5, 1), dim=128),
     "96-pages-of-100": dict(counts=[12], lengths=[333], heads=(8, 1), dim=96, page_size=100),
@@ -108,7 +98,7 @@ def test_many_rows(shape: str, dtype: torch.dtype, device: torch.device) -> None
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("op, dtype", LOW)
+@low_precision(flash_decode, reference)
 def test_low_precision(dtype: torch.dtype, op: Any, sinks: bool, device: torch.device) -> None:
     case = make_case([2, 2], [75, 9], heads=(8, 2), dim=128, dtype=dtype, sinks=sinks, device=device)
     check(*run(op, case), case)

@@ -14,7 +14,7 @@ from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_prefill import split_count
 from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_prefill import flash_prefill as reference
-from tests.kernels.oracle import Case, check, make_case
+from tests.kernels.oracle import Case, check, low_precision, make_case
 
 SHAPES = {
     "whole-prompts": dict(counts=[33, 1, 16], lengths=[33, 1, 16]),
@@ -109,17 +109,7 @@ def test_splits_are_chosen_for_the_tiles_that_run(
     assert [tiles] <= seen <= [tiles + (len(case.counts) - 1) * kv_heads]
 
 
-# Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
-LOW = [
-    pytest.param(
-        op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (name == "kernel" and dtype is torch.bfloat16)
-    )
-    for name, op in (("kernel", flash_prefill), ("reference", reference))
-    for dtype in (torch.bfloat16, torch.float16)
-]
-
-
-@pytest.mark.parametrize("op, dtype", LOW)
+@low_precision(flash_prefill, reference)
 def test_low_precision(dtype: torch.dtype, op: Any, device: torch.device) -> None:
     case = make_case([40, 9], [75, 9], heads=(8, 2), dim=128, dtype=dtype, device=device)
     check(*run(op, case), case)

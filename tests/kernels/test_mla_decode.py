@@ -11,7 +11,8 @@ from kernels.mla import decode_common_sm90
 from kernels.mla.decode import mla_decode
 from kernels.reference.mla_decode import mla_decode as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
-from tests.kernels.oracle import check
+from tests.kernels.oracle import check, low_precision
+from tests.kernels.test_flash_decode import run
 
 SHAPES = {
     "plain": dict(counts=[1, 1, 1], lengths=[40, 1, 17]),
@@ -30,12 +31,6 @@ SHAPES = {
     "verify-32": dict(counts=[32, 32], lengths=[70, 33], heads=3),
     "fewer-keys-than-queries": dict(counts=[4, 4], lengths=[2, 40]),
 }
-
-
-def run(op: Any, case: LatentCase, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    B = len(case.counts)
-    out, lse = op(case.q.unflatten(0, (B, -1)), case.paged(B), **options)
-    return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -63,17 +58,7 @@ def test_more_parts_than_one_go_merges(device: torch.device) -> None:
     check(*run(mla_decode, case, sms=37), case)
 
 
-# Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
-LOW = [
-    pytest.param(
-        op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (name == "kernel" and dtype is torch.bfloat16)
-    )
-    for name, op in (("kernel", mla_decode), ("reference", reference))
-    for dtype in (torch.bfloat16, torch.float16)
-]
-
-
-@pytest.mark.parametrize("op, dtype", LOW)
+@low_precision(mla_decode, reference)
 def test_low_precision(dtype: torch.dtype, op: Any, device: torch.device) -> None:
     case = make_latent_case([2, 2], [75, 9], heads=20, latent=64, rope=16, dtype=dtype, device=device)
     check(*run(op, case), case)

@@ -11,7 +11,7 @@ from kernels.attention import split_prefill
 from kernels.mla.prefill import mla_prefill
 from kernels.reference.mla_prefill import mla_prefill as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
-from tests.kernels.oracle import check
+from tests.kernels.oracle import check, low_precision
 
 SHAPES = {
     "whole-prompts": dict(counts=[33, 1, 16], lengths=[33, 1, 16]),
@@ -51,17 +51,7 @@ def test_split_keys(shape: str, device: torch.device, monkeypatch: pytest.Monkey
     check(*run(mla_prefill, case), case)
 
 
-# Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
-LOW = [
-    pytest.param(
-        op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (name == "kernel" and dtype is torch.bfloat16)
-    )
-    for name, op in (("kernel", mla_prefill), ("reference", reference))
-    for dtype in (torch.bfloat16, torch.float16)
-]
-
-
-@pytest.mark.parametrize("op, dtype", LOW)
+@low_precision(mla_prefill, reference)
 def test_low_precision(dtype: torch.dtype, op: Any, device: torch.device) -> None:
     case = make_latent_case([40, 9], [75, 9], heads=4, latent=128, rope=32, dtype=dtype, device=device)
     check(*run(op, case), case)
