@@ -103,7 +103,17 @@ def expert_grids() -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("family, kvp, tpa, ep, block", params(expert_grids(), "{}-kvp{}-tpa{}-ep{}-block{}".format))
+def experts_params() -> list[object]:
+    """On more than four ranks two families, of weights as they are and of packed ones; where there is time, all."""
+    name = "{}-kvp{}-tpa{}-ep{}-block{}".format
+    wide = [case for case in expert_grids() if case[1] * case[2] > 4 and not str(case[0]).startswith("gpt-oss")]
+    return [
+        *params([case for case in expert_grids() if case not in wide], name),
+        *(pytest.param(*case, id=name(*case), marks=pytest.mark.slow) for case in wide),
+    ]
+
+
+@pytest.mark.parametrize("family, kvp, tpa, ep, block", experts_params())
 def test_experts_on_every_grid(family: str, kvp: int, tpa: int, ep: int, block: int) -> None:
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), HelixLayout.create("helix", kvp, tpa, ep=ep), block, wanted), wanted)
