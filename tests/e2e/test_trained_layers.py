@@ -19,7 +19,7 @@ from helix.config import SpeculationConfig
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
-from helix.models.loading import read_config
+from helix.models.loading import Checkpoint, read_config, weights_of
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import LayerDrafts, build_engine
@@ -141,3 +141,12 @@ def test_a_model_that_is_no_glm_is_refused() -> None:
     config = AutoConfig.from_pretrained(checkpoint("qwen2"))
     with pytest.raises(ValueError, match="form=mtp needs a model of type llama or qwen3"):
         NextToken(config)
+
+
+def test_the_demo_models_layer_for_multi_token_prediction_fits_it() -> None:
+    path = DEMO.parent / "demo-mtp"
+    stored = Checkpoint(path)
+    spec = stored.as_stored(spec_from_config(read_config(path))).with_mtp()
+    stored.check(weights_of(spec, HelixLayout.create(), 0, torch.float32).slices, spec.unused)
+    own = stored.as_stored(spec_from_config(read_config(DEMO)))
+    assert spec.layers == own.layers and spec.tied == own.tied
