@@ -216,8 +216,6 @@ def _gated_delta_step_kernel(
     tl.store(of_row + DK + e[None, :], beta[:, None] * v, mask=inside)
     tl.store(factors + 2 * SYSTEM, kept_since[:, None], mask=new[:, None])
     tl.store(factors + 2 * SYSTEM + 1, (beta * kept_since)[:, None], mask=new[:, None])
-    if ROWS == 1:
-        tl.store(factors + SYSTEM, tl.sum(q * k, 1)[:, None], mask=new[:, None])
     tl.debug_barrier()
     together: tl.constexpr = ROWS if ROWS < SYSTEM else SYSTEM
     if ROWS > 1:
@@ -235,11 +233,14 @@ def _gated_delta_step_kernel(
         tl.store(factors + j8, of_deltas * -beta[:, None] * kept_then, mask=new[:, None])
         tl.store(factors + SYSTEM + j8, of_outs * kept_then, mask=new[:, None])
     for x0 in range(0, ROWS, SYSTEM):
-        by_keys, by_queries, in_delta, in_output, wanted, seen, deltas, outputs = (), (), (), (), (), (), (), ()
+        by_keys, by_queries, wanted, seen, deltas, outputs = (), (), (), (), (), ()
+        in_delta, in_output = (), ()
         for x in tl.static_range(together):
             there = x0 + x < ROWS
             k_x = _run(last_rows + (x0 + x) * row + d4, (d4 < DK) & there, aligned)
             q_x = _run(ours + (x0 + x) * (VALUES * WORK) + d4, (d4 < DK) & there, aligned)
+            if ROWS == 1:
+                in_output = _and(in_output, _times_state(q_x, k_x))
             by_keys = _and(by_keys, _times_state(k_x, (S0, S1, S2, S3)))
             by_queries = _and(by_queries, _times_state(q_x, (S0, S1, S2, S3)))
         if ROWS > 1:
@@ -250,7 +251,7 @@ def _gated_delta_step_kernel(
             f = ours + (x0 + x) * (VALUES * WORK) + DK + 2 * DV
             seen = _and(seen, tl.load(f + 2 * SYSTEM, mask=there, other=0.0) * by_queries[x])
             wanted = _and(wanted, u - tl.load(f + 2 * SYSTEM + 1, mask=there, other=0.0) * by_keys[x])
-            for j in tl.static_range(x + 1):
+            for j in tl.static_range(x + 1 if ROWS > 1 else 0):
                 in_delta = _and(in_delta, tl.load(f + j, mask=there & (j < x), other=0.0))
                 in_output = _and(in_output, tl.load(f + SYSTEM + j, mask=there, other=0.0))
         for x in tl.static_range(together):
