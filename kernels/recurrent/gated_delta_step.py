@@ -26,7 +26,8 @@ TWO_ON_AN_SM = 128  # registers of a thread
 # The state is RUN tiles [keys / RUN / KI, values / VI, KI, VI] in registers, the last dims in the lanes of a warp.
 # Tile i has each key that is i behind a multiple of RUN, so that one load brings a thread RUN numbers of a row.
 RUN, KI, VI = tl.constexpr(4), tl.constexpr(8), tl.constexpr(16)
-SYSTEM = 8  # rows whose deltas are solved for at once
+SYSTEM = 8  # most rows whose deltas are solved for at once
+HALVED_FROM = 7  # rows of a step whose systems are half as large where two programs share an SM's registers
 LINE = tl.constexpr(32)  # numbers of a cache line
 
 
@@ -298,7 +299,8 @@ def gated_delta_step(
     assert x.qkv.stride(1) == x.gates.stride(1) == x.z.stride(1) == 1
     assert all(t.is_contiguous() for t in (kept.state, kept.qkv, kept.rows, kept.decays, p.conv))
     block_r = triton.next_power_of_2(most)
-    system = min(block_r, SYSTEM)
+    crowded = n * values > sm_count(x.z.device)
+    system = min(block_r, SYSTEM // 2 if crowded and rows >= HALVED_FROM else SYSTEM)
     width = key_dim + 2 * value_dim + triton.cdiv(2 * system + 2, RUN.value) * RUN.value  # of a row: runs are aligned
     work = torch.empty(len(x.z), values, width, dtype=torch.float32, device=x.z.device)
     out = torch.empty(len(x.z), values * value_dim, dtype=x.z.dtype, device=x.z.device)
@@ -314,6 +316,6 @@ def gated_delta_step(
         WORK=width,
         BLOCK_K=triton.next_power_of_2(max(key_dim, RUN.value * KI.value)),
         BLOCK_V=triton.next_power_of_2(max(value_dim, VI.value)),
-        num_warps=8, maxnreg=TWO_ON_AN_SM if n * values > sm_count(out.device) else None, **overlapped(out),
+        num_warps=8, maxnreg=TWO_ON_AN_SM if crowded else None, **overlapped(out),
     )  # fmt: skip
     return out
