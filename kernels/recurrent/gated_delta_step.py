@@ -26,7 +26,8 @@ TWO_ON_AN_SM = 128  # registers of a thread
 # The state is RUN tiles [keys / RUN / KI, values / VI, KI, VI] in registers, the last dims in the lanes of a warp.
 # Tile i has each key that is i behind a multiple of RUN, so that one load brings a thread RUN numbers of a row.
 RUN, KI, VI = tl.constexpr(4), tl.constexpr(8), tl.constexpr(16)
-SYSTEM = 8  # rows whose deltas are solved for at once
+SYSTEM = 8  # most rows whose deltas are solved for at once
+HALVED_FROM = 7  # rows of a step whose systems are half as large where two programs share an SM's registers
 LINE = tl.constexpr(32)  # numbers of a cache line
 
 
@@ -216,8 +217,6 @@ def _gated_delta_step_kernel(
     tl.store(of_row + DK + e[None, :], beta[:, None] * v, mask=inside)
     tl.store(factors + 2 * SYSTEM, kept_since[:, None], mask=new[:, None])
     tl.store(factors + 2 * SYSTEM + 1, (beta * kept_since)[:, None], mask=new[:, None])
-    if ROWS == 1:
-        tl.store(factors + SYSTEM, tl.sum(q * k, 1)[:, None], mask=new[:, None])
     tl.debug_barrier()
     together: tl.constexpr = ROWS if ROWS < SYSTEM else SYSTEM
     if ROWS > 1:
@@ -235,11 +234,14 @@ def _gated_delta_step_kernel(
         tl.store(factors + j8, of_deltas * -beta[:, None] * kept_then, mask=new[:, None])
         tl.store(factors + SYSTEM + j8, of_outs * kept_then, mask=new[:, None])
     for x0 in range(0, ROWS, SYSTEM):
-        by_keys, by_queries, in_delta, in_output, wanted, seen, deltas, outputs = (), (), (), (), (), (), (), ()
+        by_keys, by_queries, wanted, seen, deltas, outputs = (), (), (), (), (), ()
+        in_delta, in_output = (), ()
         for x in tl.static_range(together):
             there = x0 + x < ROWS
             k_x = _run(last_rows + (x0 + x) * row + d4, (d4 < DK) & there, aligned)
             q_x = _run(ours + (x0 + x) * (VALUES * WORK) + d4, (d4 < DK) & there, aligned)
+            if ROWS == 1:
+                in_output = _and(in_output, _times_state(q_x, k_x))
             by_keys = _and(by_keys, _times_state(k_x, (S0, S1, S2, S3)))
             by_queries = _and(by_queries, _times_state(q_x, (S0, S1, S2, S3)))
         if ROWS > 1:
@@ -250,7 +252,7 @@ def _gated_delta_step_kernel(
             f = ours + (x0 + x) * (VALUES * WORK) + DK + 2 * DV
             seen = _and(seen, tl.load(f + 2 * SYSTEM, mask=there, other=0.0) * by_queries[x])
             wanted = _and(wanted, u - tl.load(f + 2 * SYSTEM + 1, mask=there, other=0.0) * by_keys[x])
-            for j in tl.static_range(x + 1):
+            for j in tl.static_range(x + 1 if ROWS > 1 else 0):
                 in_delta = _and(in_delta, tl.load(f + j, mask=there & (j < x), other=0.0))
                 in_output = _and(in_output, tl.load(f + SYSTEM + j, mask=there, other=0.0))
         for x in tl.static_range(together):
@@ -297,7 +299,8 @@ def gated_delta_step(
     assert x.qkv.stride(1) == x.gates.stride(1) == x.z.stride(1) == 1
     assert all(t.is_contiguous() for t in (kept.state, kept.qkv, kept.rows, kept.decays, p.conv))
     block_r = triton.next_power_of_2(most)
-    system = min(block_r, SYSTEM)
+    crowded = n * values > sm_count(x.z.device)
+    system = min(block_r, SYSTEM // 2 if crowded and rows >= HALVED_FROM else SYSTEM)
     width = key_dim + 2 * value_dim + triton.cdiv(2 * system + 2, RUN.value) * RUN.value  # of a row: runs are aligned
     work = torch.empty(len(x.z), values, width, dtype=torch.float32, device=x.z.device)
     out = torch.empty(len(x.z), values * value_dim, dtype=x.z.dtype, device=x.z.device)
@@ -313,6 +316,6 @@ def gated_delta_step(
         WORK=width,
         BLOCK_K=triton.next_power_of_2(max(key_dim, RUN.value * KI.value)),
         BLOCK_V=triton.next_power_of_2(max(value_dim, VI.value)),
-        num_warps=8, maxnreg=TWO_ON_AN_SM if n * values > sm_count(out.device) else None, **overlapped(out),
+        num_warps=8, maxnreg=TWO_ON_AN_SM if crowded else None, **overlapped(out),
     )  # fmt: skip
     return out

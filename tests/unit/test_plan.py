@@ -25,7 +25,7 @@ from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.fit import MeasuredSteps
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
-from helix.simulate.points import Options, Points, Sparse
+from helix.simulate.points import Options, Points, Sparse, Tier
 from helix.simulate.step import memory_of, predict
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, workload
@@ -58,6 +58,15 @@ def test_states_are_counted() -> None:
     assert tokens == pytest.approx(16 * 64 * 2 * 4 * 256 * 2)  # a page
     assert long.memory.kv_bytes[0] == pytest.approx(of_states + (M // 8 / 64 + 1) * tokens)
     assert short.memory.weight_bytes[0] == pytest.approx(2 * 26.896e9, rel=2e-3)
+    sparse = replace(BF16, sparse=Sparse())
+    for options in (sparse, replace(sparse, tier=Tier(0.9))):  # of the layers with attention alone
+        few = predict(spec, H200, one, 1 + M // 8, options)
+        assert next(phase for phase in few.phases if phase.name == "states").bytes[0] == 2 * of_states
+    tiered, without = (
+        predict(replace(spec, layers=layers), H200, one, 1 + M // 8, options).memory.kv_bytes[0]
+        for layers in (spec.layers, tuple(layer for layer in spec.layers if layer.mixer.attends))
+    )
+    assert tiered - without == pytest.approx(of_states)
     with pytest.raises(ValueError, match="layers keep states"):
         predict(spec, H200, Points.of("dp", 2, dp=2), 1, BF16)
 
