@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import string
 import subprocess
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -61,7 +62,7 @@ ITEM = {
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 200}  # longer than any answer
 FORMAT = {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHEMA}}
 COLUMNS = "trace batch length arrivals step_ms mean_tpot_ms over_step p50_itl_ms p90_itl_ms p99_itl_ms p50_ttft_ms"
-COLUMNS += " p99_ttft_ms output_throughput hit_rate"
+COLUMNS += " p99_ttft_ms output_throughput hit_rate front_us"
 
 
 @dataclass
@@ -118,9 +119,24 @@ class HTTPClient:
         return seen
 
 
+class Server(NamedTuple):
+    """Attributes:
+    url: where it is.
+    pid: of its front end, which speaks HTTP; the ranks are processes of their own.
+    """
+
+    url: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """Seconds of a core that the front end has taken, by Linux."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def serving(overrides: Sequence[str]) -> Iterator[str]:
-    """A server at a port of its own; its URL.
+def serving(overrides: Sequence[str]) -> Iterator[Server]:
+    """A server at a port of its own.
 
     Raises:
         JobError: it does not start.
@@ -137,7 +153,7 @@ def serving(overrides: Sequence[str]) -> Iterator[str]:
         else:
             raise jobs.JobError(f"the server did not start within {START_S:g} s, or said why above")
         late.cancel()
-        yield line.partition(" is served at ")[2].strip()
+        yield Server(line.partition(" is served at ")[2].strip(), process.pid)
     finally:
         late.cancel()
         process.terminate()
@@ -184,29 +200,32 @@ def row(seen: Sequence[HTTPSeen], seconds: float, step_s: float | None = None) -
     return found
 
 
-async def crowds(client: HTTPClient, small: int) -> list[Row]:
-    """Requests of one size, all at once; first those that a server meets first."""
+async def crowds(client: HTTPClient, server: Server, small: int) -> list[Row]:
+    """Requests of one size, all at once; first those that a server meets first.
+
+    `front_us` is what the front end takes of a core for each new token: 150 are 15% of a core at 1,000 tokens a second.
+    """
     rows = list[Row]()
     for count, length, new in CROWDS:
         if small > 1:
             count, length, new = min(count, 8), max(length // small, 4), min(new, 4)
         prompts = [client.tokens(length) for _ in range(count)]
-        begin = time.perf_counter()
+        begin, cpu_s = time.perf_counter(), server.cpu_s()
         seen = await asyncio.gather(*(client.stream(prompt, new) for prompt in prompts))
-        seconds = time.perf_counter() - begin
-        found = row(seen, seconds) | {"seconds": seconds, "new": new}
+        seconds, cpu_s = time.perf_counter() - begin, server.cpu_s() - cpu_s
+        found = row(seen, seconds) | {"seconds": seconds, "new": new, "front_us": 1e6 * cpu_s / (count * new)}
         rows.append({"trace": "crowd", "batch": count, "length": length, "arrivals": 0, **found})
     return rows
 
 
-async def traces(client: HTTPClient, given: Given, steps: dict[int, float]) -> list[Row]:
+async def traces(client: HTTPClient, server: Server, given: Given, steps: dict[int, float]) -> list[Row]:
     """All of them.
 
     Args:
         steps: seconds of a decode step, by the number of sequences.
     """
     small = 1 if given.gpu else SMALLER
-    new, rows = 512 if given.gpu else 48, await crowds(client, small)
+    new, rows = 512 if given.gpu else 48, await crowds(client, server, small)
 
     async def together(contexts: list[list[int]], arrivals: int = 0, **more: Any) -> Row:
         begin = time.perf_counter()
@@ -249,8 +268,8 @@ def measure(given: Given) -> list[Row]:
         timed = [f"bench.points=[{','.join(f'{b}x{n}' for b, n in points.items())}]", "bench=decode"]
         done = jobs.measure(given.ranks, [*model, *timed, f"bench.steps={32 if given.gpu else 3}"])
         steps = {p["batch"]: p["ttl_p50_us"] / 1e6 for p in done["points"]}
-        with serving(model) as url:
-            rows = asyncio.run(traces(HTTPClient(url, vocab - 1), given, steps))
+        with serving(model) as server:
+            rows = asyncio.run(traces(HTTPClient(server.url, vocab - 1), server, given, steps))
     name = "qwen2.5-7b" if given.gpu else "tiny"
     return [{"model": name, "layout": f"helix kvp={given.ranks}", **one} for one in rows]
 
