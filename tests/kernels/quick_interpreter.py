@@ -109,12 +109,13 @@ def _share_types(patch: pytest.MonkeyPatch) -> None:
 
     def block(cls: Any, element: Any, shape: Any) -> Any:
         key = (str(element), getattr(element, "address_space", 0), *map(core._unwrap_if_constexpr, shape))
-        if key not in blocks:
-            blocks[key] = object.__new__(cls)
-            make(blocks[key], element, shape)
-            sizes = [core.constexpr(size) for size in blocks[key].shape]
-            blocks[key].of_tensors = core.tuple(sizes), core.constexpr(blocks[key].numel)
-        return blocks[key]
+        if (found := blocks.get(key)) is None:
+            made: Any = object.__new__(cls)
+            make(made, element, shape)
+            sizes = [core.constexpr(size) for size in made.shape]
+            made.of_tensors = core.tuple(sizes), core.constexpr(made.numel)
+            found = blocks.setdefault(key, made)  # whole: ranks are threads
+        return found
 
     patch.setattr(core.block_type, "__new__", block)
     patch.setattr(core.block_type, "__init__", lambda self, element, shape: None)
