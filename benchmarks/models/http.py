@@ -119,7 +119,7 @@ class HTTPClient:
         return seen
 
 
-class Server(NamedTuple):
+class ServerProcess(NamedTuple):
     """Attributes:
     url: where it is.
     pid: of its front end, which speaks HTTP; the ranks are processes of their own.
@@ -135,7 +135,7 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def serving(overrides: Sequence[str]) -> Iterator[Server]:
+def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
     """A server at a port of its own.
 
     Raises:
@@ -153,7 +153,7 @@ def serving(overrides: Sequence[str]) -> Iterator[Server]:
         else:
             raise jobs.JobError(f"the server did not start within {START_S:g} s, or said why above")
         late.cancel()
-        yield Server(line.partition(" is served at ")[2].strip(), process.pid)
+        yield ServerProcess(line.partition(" is served at ")[2].strip(), process.pid)
     finally:
         late.cancel()
         process.terminate()
@@ -200,7 +200,7 @@ def row(seen: Sequence[HTTPSeen], seconds: float, step_s: float | None = None) -
     return found
 
 
-async def crowds(client: HTTPClient, server: Server, small: int) -> list[Row]:
+async def crowds(client: HTTPClient, server: ServerProcess, small: int) -> list[Row]:
     """Requests of one size, all at once; first those that a server meets first.
 
     `front_us` is what the front end takes of a core for each new token: 150 are 15% of a core at 1,000 tokens a second.
@@ -218,7 +218,7 @@ async def crowds(client: HTTPClient, server: Server, small: int) -> list[Row]:
     return rows
 
 
-async def traces(client: HTTPClient, server: Server, given: Given, steps: dict[int, float]) -> list[Row]:
+async def traces(client: HTTPClient, server: ServerProcess, given: Given, steps: dict[int, float]) -> list[Row]:
     """All of them.
 
     Args:
