@@ -99,7 +99,7 @@ def _check(values: dict[str, Any], options: dict[str, list[Any]]) -> None:
 
 
 def _layer(policies: list[str], path: Path | None) -> SpeculationConfig | None:
-    """What names the layer of the policy that has one; None where none does.
+    """Returns the settings that name the layer of the policy that has one; None where none does.
 
     Raises:
         ValueError: another policy cannot be beside it, or its layer is not named.

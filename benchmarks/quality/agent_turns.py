@@ -1,4 +1,4 @@
-"""Turns of agents that repeat themselves from one conversation to the next, as they were recorded."""
+"""Turns of agents that repeat themselves from one conversation to the next, as they were made up here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafts gain: times of an iteration by one record, tokens of an iteration by another, of a trained model."""
+"""Gains of drafts: times of an iteration by one record, its tokens by another, of a trained model."""
 
 from __future__ import annotations
 

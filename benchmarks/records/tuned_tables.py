@@ -1,4 +1,4 @@
-"""What tuning finds beside the best of a whole grid, and the map of the grid, from records of `helix tune`."""
+"""Table of the drafts that tuning finds beside the best of a whole grid, and a map of the grid, from records."""
 
 from __future__ import annotations
 

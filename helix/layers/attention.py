@@ -299,7 +299,7 @@ class Attention(ShardedAttention):
 
     @property
     def adds_squares(self) -> bool:
-        """Whether `project` sums over ranks."""
+        """True if `project` sums over ranks."""
         return self._squares is not None and self._squares.spread
 
     def sent_width(self, rows: int) -> int:

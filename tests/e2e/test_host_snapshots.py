@@ -33,7 +33,7 @@ Tamper = Callable[[Engine], None]
 
 @dataclass
 class Rounds:
-    """What came out of each round of the same prompts, one after the other, and the rounds' admissions."""
+    """Outputs of each round of the same prompts, one after the other, and the rounds' admissions."""
 
     tokens: list[list[tuple[int, ...]]] = field(default_factory=list)
     logits: list[list[Tensor]] = field(default_factory=list)
@@ -116,7 +116,7 @@ def test_what_has_no_room_goes() -> None:
 
 
 def without_the_move(engine: Engine) -> None:
-    """What moves is not copied: its place in host memory has what was there."""
+    """Moves a snapshot without copying it: its place in host memory has what was there."""
     snap = engine.runner.cache._snap
     engine.runner.cache._snap = lambda slot, place, moves: snap(slot, place, -1)  # type: ignore[method-assign]
 

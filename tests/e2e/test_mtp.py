@@ -123,7 +123,7 @@ def test_rows_that_are_not_written_anew_are_found() -> None:
 
 
 def test_drafts_that_choose_anew_are_found() -> None:
-    """Where the model was trained to choose for the first one alone."""
+    """The model was trained to choose for the first draft alone."""
     assert unlike(drafted(EachChooses, "glm-5-shared", 1), mtp.oracle("glm-5-shared").drafts) != []
 
 

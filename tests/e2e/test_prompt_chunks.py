@@ -46,7 +46,7 @@ def test_sizes() -> None:
 
 
 def test_depths_of_choices() -> None:
-    """Whether tokens are chosen depends on the host's number, which must not be more than a replayed chunk has."""
+    """The host's number decides whether tokens are chosen: it must not be more than a replayed chunk has."""
     depths = choosing_depths(2048, 3, 9000)
     assert [padded([9], keys, depths).keys for keys in (1, 682, 683, 9000)] == [682, 682, 9000, 9000]
     assert 3 * 682 <= 2048 < 3 * 683 and choosing_depths(2, 3, 50) == choosing_depths(2, 8, 50)

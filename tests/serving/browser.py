@@ -41,7 +41,7 @@ class Teller(FakeJob):
             self.ready = replace(READY, model=str(model), vocab=4100, eos=(0, self.end))
 
     async def _tell(self, job: FakeJob, submit: Submit) -> None:
-        """What the test says goes to the last request."""
+        """Sends to the last request what the test says."""
 
     async def write(self, text: str, finish: str | None = None) -> None:
         """Says a text, a token at a time."""

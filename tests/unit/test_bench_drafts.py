@@ -1,4 +1,4 @@
-"""Recorded turns of agents, and what the benchmarks of drafts by lookup and of a layer compute and tabulate."""
+"""Made-up turns of agents, and what the benchmarks of drafts by lookup and of a layer compute and tabulate."""
 
 from __future__ import annotations
 
