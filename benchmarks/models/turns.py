@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from benchmarks import jobs
 from benchmarks.models.speculate import MEASURED
 from benchmarks.models.workloads import named
@@ -44,7 +46,7 @@ WAYS = {
 def prompts(text: str) -> list[dict[str, object]]:
     """Returns the lines of a prompt file, of turns, copies or random text."""
     if text == "turns":
-        return turn_prompts(TURN)
+        return turn_prompts(AutoTokenizer.from_pretrained(SMALL), TURN)
     if text == "copies":
         return copy_prompts(EDIT)[: 2 * BATCH]
     draw = random.Random(0)

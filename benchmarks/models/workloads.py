@@ -12,6 +12,7 @@ import torch
 from benchmarks.timer import READ_CEILING
 from helix.layers.moe import MoESpec
 from helix.layout import HelixLayout
+from helix.memory.keeps import Keeps
 from helix.models import DecoderSpec
 from helix.models.decoder import LayerSpec
 from helix.simulate.hardware import BYTES
@@ -85,9 +86,10 @@ BF16 = Items()
 
 
 def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items = BF16) -> float:
-    """Seconds that reading takes: a layer's matrices and the head, and the KV of all sequences, each once.
+    """Seconds that reading takes: a layer's matrices and the head, and what it keeps of all sequences, each once.
 
-    Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window.
+    Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window; of
+    latents behind an indexer, those that it chooses. A state is read and written.
     """
     touched = 0.0
     if (moe := spec.experts) is not None:
@@ -95,12 +97,22 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items
     weights = sum(_layer_bytes(spec, layer, touched, items) for layer in spec.layers)
     weights += spec.vocab * spec.hidden * items.other
     whole, rank = HelixLayout.create(), 0
-    kv = batch * sum(
-        min(kept.reach or length, length) * math.prod(kept.entry)
-        for layer in spec.keeps(whole, rank, torch.bfloat16)
-        for kept in layer
-    )
-    return (weights + kv * items.other) / ranks / READ_CEILING
+    kept = spec.keeps(whole, rank, torch.bfloat16)
+    read = sum(_read_bytes(layer, kept, length, items) for layer, kept in zip(spec.layers, kept, strict=True))
+    return (weights + batch * read) / ranks / READ_CEILING
+
+
+def _read_bytes(layer: LayerSpec, kept: Sequence[Keeps], length: int, items: Items) -> float:
+    """Bytes that a step reads of what a layer keeps of a sequence, and writes of its state."""
+    topk = getattr(layer.mixer, "topk", None)
+    found = 0.0
+    for each in kept:
+        if each.per == "slot":
+            found += 2 * each.bytes
+        elif each.per == "token":
+            reach = topk if topk and not each.name.startswith("index") else each.reach
+            found += min(reach or length, length) * math.prod(each.entry) * items.other
+    return found
 
 
 def _layer_bytes(spec: DecoderSpec, layer: LayerSpec, experts: float, items: Items) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from launch.inputs.compose import ROOT
 
@@ -30,6 +31,8 @@ def turns(trace: Path = TRACE) -> list[tuple[Messages, str]]:
     return found
 
 
-def turn_prompts(new_tokens: int) -> list[dict[str, object]]:
-    """Returns lines of a prompt file, one for each answer."""
-    return [{"id": i, "messages": before, "max_tokens": new_tokens} for i, (before, _) in enumerate(turns())]
+def turn_prompts(tokenizer: Any, new_tokens: int) -> list[dict[str, object]]:
+    """Returns lines of a prompt file, one for each answer: what was said before, in the model's chat format."""
+    said = (tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False) for before, _ in turns())
+    ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in said)
+    return [{"id": i, "prompt_ids": one, "max_tokens": new_tokens} for i, one in enumerate(ids)]
