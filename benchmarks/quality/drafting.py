@@ -339,7 +339,7 @@ def _decode(
             most, zero = max(len(chunk.tokens) for chunk in begun), torch.zeros_like(slots)
             read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], most)
             if not isinstance(drafter, StartedLayer):  # which has followed the prompts
-                drafter.prefilled(Prefilled(begun, read, (), torch.empty(0, device=device)))
+                drafter.prefilled(Prefilled(begun, read, ()))
         if measured is not None:
             measured.verified(torch.tensor([len(x) > 0 for x in told], device=device))
         count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)

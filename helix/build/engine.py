@@ -218,6 +218,9 @@ def build_engine(
     # Captured chunks have memory of their own.
     buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
     room = min(int(free * kv.memory_fraction), free - buffered * buffers)
+    layer = model.next_token if config.speculation.drafter == "mtp" else draft
+    if comm.capturable and layer is not None and not isinstance(layer, DraftModel):
+        room -= min(chunk, SIZES[-1]) * layer.read * dtype.itemsize  # states that a captured chunk leaves to it
     if config.speculation.drafter == "suffix":
         room -= config.speculation.remembered * 8
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk, kv.snapshots * kv.prefix_cache), wanted, room)

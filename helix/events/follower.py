@@ -42,13 +42,13 @@ class Prefilled:
         prompts: the chunk of each sequence.
         span: the tokens added to their pages.
         parts: locations of their tokens in layers that keep a window.
-        states: [N, W], states of all their tokens that drafters read, see `Decoder.states`.
+        states: [N, W], states of all their tokens, see `Decoder.states`; None unless the drafter reads them.
     """
 
     prompts: Sequence[PromptChunk]
     span: Span
     parts: tuple[ChunkPart, ...]
-    states: Tensor
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Begun:
 
     Attributes:
         slots, tokens, lengths: slots, first tokens, and tokens in the cache [n] int64.
-        states: those of the prompts' last tokens, as in `Prefilled` [n, W].
+        states: those of the prompts' last tokens [n, W], see `Decoder.states`.
     """
 
     slots: Tensor
@@ -74,7 +74,7 @@ class Taken:
         span: the tokens added in slots 0, 1, ..; `most` includes refused drafts.
         live: whether each sequence continues [n] bool.
         tokens: the committed tokens of each sequence, then PAST [n, 1 + drafts] int64.
-        states: those of all verified tokens, as in `Prefilled` [n * (1 + drafts), W].
+        states: those of all verified tokens [n * (1 + drafts), W], see `Decoder.states`.
     """
 
     kind: StepKind

@@ -26,7 +26,7 @@ from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
 from helix.memory.transfers import to_device, to_host
 from helix.models import Decoder
-from helix.placement import Placement, PromptChunk
+from helix.placement import ChunkPart, Placement, PromptChunk
 from helix.run.clock import Moment
 from helix.run.graphs import StepGraphs
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
@@ -91,8 +91,8 @@ class ModelRunner:
         hopb_chunks: HOP-B chunks by rows of a step, and tokens per row from which on they pay, as chosen by
             `helix.run.autotune`.
         shaper: changes logits as requested; None until the first sequence requests it.
-        pads: whether chunks of prompts are padded to few sizes, most of which are captured: where neither the chunk's
-            parts nor its hidden states matter to anybody but the next token.
+        pads: whether chunks of prompts are padded to few sizes, most of which are captured: where layers keep neither
+            windows nor states. Who follows prompts does so behind a captured chunk.
         depths: depths of captured chunks.
         mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
             with None; for benchmarks.
@@ -135,14 +135,17 @@ class ModelRunner:
         self.hopb_chunks: dict[int, tuple[int, int]] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs() if comm.capturable else None
-        follows = type(self.drafter).prefilled is not Follower.prefilled or cache.score is not None
-        plain = layout.dp == 1 and not cache.rings and not cache.has_states and not follows
+        plain = not cache.rings and not cache.has_states
+        drafter_follows = type(self.drafter).prefilled is not Follower.prefilled
+        self._followed = not plain or cache.score is not None or drafter_follows  # whether anybody follows prompts
         # Keys in e4m3 are unpacked up to the number that the host knows.
-        self.pads = plain and comm.capturable and all(t.element_size() > 1 for t in cache.tensors)
+        unpacked = all(t.element_size() > 1 for t in cache.tensors)
+        self.pads = plain and layout.dp == 1 and comm.capturable and unpacked
         attention = model.spec.attention
         topk = attention.topk if isinstance(attention, MLASpec) else None
         self.depths = DEPTHS if topk is None else choosing_depths(topk, layout.kvp, max_pages * placement.page_size)
         self._packed: dict[ChunkSize, Tensor] = {}
+        self._chunk_states = torch.empty(0)  # of the last captured chunk
         self.shaper: Shaper | None = None
         self._held: HeldStep | None = None
         self._drafting = True  # whether the last steps had drafts
@@ -289,22 +292,25 @@ class ModelRunner:
             counts: see `Step.counts`.
         """
         state = self.state
+        parts: tuple[ChunkPart, ...] = ()
         if self.pads:
             size = padded([len(p.tokens) for p in prompts], state.most_keys(prompts), self.depths)
             packed = state.packed(prompts, size)
-            if not size.captured or self.graphs is None:
-                return self._last_states(state.packed_step(packed, size))
-            self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
-            of_ends: tuple[Tensor, Tensor] = self.graphs.run(self._chunk, size, captures=False)
-            return of_ends
-        step = state.prefill_step(prompts, counts)
-        hidden, states = self.model.states(self.cache, step, self.policy)
-        span = state.prompts_span(step, prompts)
-        for follower in self.followers:
-            follower.prefilled(Prefilled(prompts, span, step.parts, states))
-        assert step.cu_q is not None
-        ends = step.cu_q[1:] - 1
-        return hidden[ends], states[ends]
+            if size.captured and self.graphs is not None:
+                self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
+                last, states = self.graphs.run(self._chunk, size, captures=False)
+            else:
+                last, states = self._computed(state.packed_step(packed, size))
+        else:
+            step = state.prefill_step(prompts, counts)
+            last, states = self._computed(step)
+            parts = step.parts
+        if self._followed:
+            real = None if states is None else states[: sum(len(p.tokens) for p in prompts)]
+            chunk = Prefilled(prompts, state.prompts_span(prompts), parts, real)
+            for follower in self.followers:
+                follower.prefilled(chunk)
+        return last
 
     @property
     def eager_size(self) -> ChunkSize | None:
@@ -324,13 +330,21 @@ class ModelRunner:
         while not self.graphs.has(self._chunk, size):
             self.graphs.run(self._chunk, size)
 
-    def _chunk(self, size: ChunkSize) -> tuple[Tensor, Tensor]:
-        return self._last_states(self.state.packed_step(self._packed[size], size))
+    def _chunk(self, size: ChunkSize) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        last, states = self._computed(self.state.packed_step(self._packed[size], size))
+        if states is None:
+            return last, None
+        # One buffer for all sizes; what it replaces is kept by the captured chunks that write there.
+        if len(self._chunk_states) < size.tokens:
+            self._chunk_states = torch.empty_like(states)
+        return last, self._chunk_states[: size.tokens].copy_(states)
 
-    def _last_states(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _computed(self, step: Step) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """Runs a chunk of prompts; returns its last tokens' states as `_states`, and those that the drafter reads."""
         assert step.cu_q is not None
-        hidden = self.model.hidden(self.cache, step, self.policy)[step.cu_q[1:] - 1]
-        return hidden, hidden  # nobody else reads states of padded chunks
+        hidden, states = self.model.states(self.cache, step, self.policy)
+        ends = step.cu_q[1:] - 1
+        return (hidden[ends], states[ends]), states if self.drafter.reads_states else None
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
         """Returns first tokens [n, 1] and their slots; in mode dp those of all ranks, in the order of all slots."""

@@ -47,12 +47,14 @@ class Drafter(Follower):
     Attributes:
         verification: attention policy of steps with drafts, instead of the target's dense one; None: the target's.
         lags: whether its cache may lack drawn tokens, so that their pages cannot be shared.
+        reads_states: whether it reads the states of all tokens of prompts.
         own_pages: whether it has as many pages as the cache, which are not shared between sequences.
         lacking: like `KVCache.lacking`, for its own cache.
     """
 
     verification: AttentionPolicy | None = None
     lags = False
+    reads_states = False
     own_pages = False
     lacking = 0.0
 

@@ -40,6 +40,7 @@ class LayerDrafter(Drafter):
 
     # The last row of a hit belongs to the token after it: it is written again.
     lacking = 1.0
+    reads_states = True
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class LayerDrafter(Drafter):
         self.sequences.write(table)
 
     def prefilled(self, chunk: Prefilled) -> None:
+        assert chunk.states is not None
         counts = [len(p.tokens) for p in chunk.prompts]
         prompts, states = [], []
         for p, of_tokens in zip(chunk.prompts, chunk.states.split(counts), strict=True):

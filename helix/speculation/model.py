@@ -128,10 +128,10 @@ class ModelDrafter(Drafter):
 
     def _read(self, prompts: Sequence[PromptChunk]) -> None:
         step = self.sequences.prefill_step(prompts)
-        hidden = self.model.hidden(self.cache, step, self.policy)
+        self.model.hidden(self.cache, step, self.policy)
         for prompt in prompts:
             self.sequences.lengths[prompt.slot].fill_(prompt.written[1])
-        self.cache.prefilled(Prefilled(prompts, self.sequences.prompts_span(step, prompts), step.parts, hidden))
+        self.cache.prefilled(Prefilled(prompts, self.sequences.prompts_span(prompts), step.parts))
 
     def catch_up(self, state: DecodeState) -> None:
         active, lengths, known = (t.tolist() for t in (state.active, state.lengths, self.sequences.lengths))

@@ -259,12 +259,14 @@ class DecodeState(Follower):
         """Returns the span of the first `rows` rows from `before` to `after` tokens [rows], at most `most` each."""
         return Span(self.block_tables[:rows], self.starts[:rows], before, after, most)
 
-    def prompts_span(self, step: Step, prompts: Sequence[PromptChunk]) -> Span:
-        """Returns the span of the tokens that a prefill step added to pages."""
-        before, after = (
-            to_device(torch.tensor(x), self.lengths.device) for x in zip(*(p.written for p in prompts), strict=True)
+    def prompts_span(self, prompts: Sequence[PromptChunk]) -> Span:
+        """Returns the span of the tokens that a prefill step of these chunks added to pages."""
+        slots, before, after = (
+            to_device(torch.tensor(x), self.lengths.device)
+            for x in zip(*((p.slot, *p.written) for p in prompts), strict=True)
         )
-        return Span(step.block_tables, self.starts[step.slots], before, after, step.max_q)
+        most = max(len(p.tokens) for p in prompts)
+        return Span(self.block_tables[slots], self.starts[slots], before, after, most)
 
     def leaving(self, row: int) -> Retired:
         """Returns the event of a sequence that leaves its row."""

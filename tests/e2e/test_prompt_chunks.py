@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -21,12 +22,16 @@ from helix.layers import indexer
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.run.graphs import StepGraphs
-from helix.speculation import NgramDrafter
+from helix.speculation import DraftBudget, NgramDrafter, sparse
 from helix.steps import chunk_size
 from helix.steps.chunk_size import DEEP, DEPTHS, SIZES, ChunkSize, captured_first, choosing_depths, padded
 from kernels import dispatch
+from tests.e2e import test_layer_drafts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.parity import build_engine, check, generate, loopback
+from tests.e2e.parity import ModelDrafts, SelfDrafts, Sparse, build_engine, check, generate, loopback
+from tests.e2e.recorded import Recorded
+from tests.e2e.test_block_sparse import BUDGET, prompts
+from tests.e2e.test_layer_drafts import KINDS
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
 KEYS = [depth.keys for depth in DEPTHS]
@@ -234,25 +239,78 @@ def test_sizes_that_came_are_captured_in_a_pause(small_sizes: None) -> None:
     }
 
 
+def path_of(kind: str) -> Path:
+    """A target of drafts of this kind, or the checkpoint of a family."""
+    return test_layer_drafts.target(kind) if kind in KINDS else checkpoint(kind)
+
+
+def followed(kind: str, pads: bool) -> list[Any]:
+    """Tokens, acceptance and drafts of prompts, and of others behind these, with somebody who follows them."""
+    layout = HelixLayout.create("helix", 2)
+    path = path_of(kind if kind in KINDS else "qwen2")
+
+    def body(world: LoopbackWorld, rank: int) -> list[Any]:
+        comm = world.communicator(rank, (0, 1))
+        drafts = {
+            **{of: test_layer_drafts.drafts(of, kind=Recorded) for of in KINDS},
+            "block_sparse": None,
+            "model": ModelDrafts(checkpoint("qwen2"), layout, comm, 3),
+            "any": SelfDrafts(3, DraftBudget("any", 0.1)),
+            "quest": SelfDrafts(3, DraftBudget("quest", 0.1)),
+        }
+        e = build_engine(
+            path, layout, comm, 4, drafter=drafts[kind], adaptive=False,  # type: ignore[arg-type]
+            sparse=Sparse(BUDGET) if kind == "block_sparse" else None,
+        )  # fmt: skip
+        e.runner.pads, e.runner.graphs = pads, (graphs := Graphs()) if pads else None
+        found: list[Any] = []
+        for behind in ((), (9,)):
+            requests = [Request(i, (*p, *behind), 18) for i, p in enumerate(prompts())]
+            tokens = {o.id: o.output_ids for o in e.generate(requests)}
+            found.append((tokens, e.timings.acceptance.tried, e.timings.acceptance.kept))
+        found.append(sorted(e.runner.drafter.drafted) if isinstance(e.runner.drafter, Recorded) else [])
+        if pads:
+            assert sum(isinstance(key[0], ChunkSize) for key in graphs.warm) > 2
+        return found
+
+    return run_ranks(2, body, timeout_s=120.0)[0]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "block_sparse", "any", "quest", "model"])
+def test_who_follows_prompts_reads_what_is_no_padding(
+    kind: str, small_sizes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, and drafts, are those of chunks as they come."""
+    monkeypatch.setattr(sparse, "LEAST_KEYS", 16)
+    assert followed(kind, True) == followed(kind, False)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("family, tokens", [*(("demo", n) for n in (128, 1536, 8192)), ("glm-5", 128)])
+@pytest.mark.parametrize(
+    "family, tokens", [*(("demo", n) for n in (128, 1536, 8192)), ("glm-5", 128), *((of, 128) for of in KINDS)]
+)
 def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int) -> None:
     """Bitwise: the same kernels run, over whatever was packed last."""
     comm, demo = SoloCommunicator(torch.device("cuda", 0)), family == "demo"
+    drafts = test_layer_drafts.drafts(family, kind=Recorded) if family in KINDS else None
     e = build_engine(
-        DEMO if demo else checkpoint(family), HelixLayout.create(), comm, 16, page_size=64,
+        DEMO if demo else path_of(family), HelixLayout.create(), comm, 16, page_size=64, drafter=drafts, adaptive=False,
         max_length=9000 if demo else 500, max_batch=3, prefill_chunk=8192 if demo else 256,
         dtype=torch.bfloat16 if demo else torch.float32,
     )  # fmt: skip
     assert e.runner.pads
+    if drafts is not None:
+        e.runner.observer = lambda *of_draw: None  # steps that are not captured can be recorded
     e.warm_up([], chunks=True)
     vocab = 4000 if demo else 250
     prompts = [tuple((7 * i + seed) % vocab + 1 for i in range(n)) for seed, n in enumerate((tokens, tokens - 9, 40))]
     requests = [Request(i, prompt, 5) for i, prompt in enumerate(prompts)]
     graphs, found = e.runner.graphs, []
     for e.runner.graphs in (graphs, None):
-        e.tables = e._empty_tables()
-        found.append({o.id: o.output_ids for o in e.generate(requests) if o.finish_reason})
+        e.tables, drafted = e._empty_tables(), []
+        if isinstance(e.runner.drafter, Recorded):
+            e.runner.drafter.drafted = drafted
+        found.append(({o.id: o.output_ids for o in e.generate(requests) if o.finish_reason}, drafted))
     e.runner.graphs = graphs
-    assert found[0] == found[1] and len(found[0]) == 3
+    assert found[0] == found[1] and len(found[0][0]) == 3
     e.close()
