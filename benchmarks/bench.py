@@ -16,6 +16,7 @@ import torch
 from benchmarks import jobs
 from benchmarks.kernels import accept, attention, comm, delta, indexer, linear, mla, moe, sampling, sparse, tier
 from benchmarks.models import (
+    crowds,
     drafters,
     fronts,
     hopb,
@@ -78,6 +79,7 @@ BENCHMARKS = {
     "prefill": prefill.BENCHMARK,
     "prefill-kernels": prefill.KERNELS_ALONE,
     "serve": serve.BENCHMARK,
+    "crowds": crowds.BENCHMARK,
     "serve-http": http.BENCHMARK,
     "start": start.BENCHMARK,
     "hopb": hopb.BENCHMARK,

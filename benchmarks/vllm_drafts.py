@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
+
+from benchmarks import jobs
+from benchmarks.quality.copy_prompts import copy_prompts
 
 PROMPTS, NEW = 8, 256
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -21,10 +27,6 @@ LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 def prompt_ids(model: Path) -> list[list[int]]:
     """Returns the tokens of the prompts."""
-    from transformers import AutoTokenizer
-
-    from benchmarks.quality.copy_prompts import copy_prompts
-
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [tokenizer(str(p["prompt"]), add_special_tokens=False)["input_ids"] for p in copy_prompts(NEW)[:PROMPTS]]
 
@@ -52,10 +54,6 @@ def by_vllm(model: Path, prompts: list[list[int]], drafts: int) -> dict[str, Any
 
 def by_helix(model: Path, prompts: list[list[int]], drafts: int) -> dict[str, Any]:
     """Returns tokens per second behind the first token."""
-    import tempfile
-
-    from benchmarks import jobs
-
     drafting = ["speculation=ngram", f"speculation.gamma={drafts}"] if drafts else ["speculation=none"]
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         for i, ids in enumerate(prompts):

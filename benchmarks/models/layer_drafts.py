@@ -32,7 +32,7 @@ from helix.memory.keeps import token_bytes
 from helix.models import DecoderSpec
 from launch.inputs.shapes import spec_of
 
-MODELS = ("qwen2.5-7b", "glm-4.6", "deepseek-r1")
+MODELS = ("qwen2.5-7b", "qwen3.5-27b", "glm-4.6", "deepseek-r1")
 DRAFTERS = {"qwen2.5-7b": "eagle3"}  # of the others: mtp
 OPTIONS = {"glm-4.6": ["model.weights=fp8"]}  # as published
 POINTS = {1: [(1, 128 * K), (4, 96 * K)], 8: [(1, 128 * K), (8, 128 * K), (1, M)]}
@@ -40,10 +40,11 @@ GAMMAS = [0, 1, 2, 3, 4, 5, 7]
 KEPT, STEPS = 0.8, 16
 HEAD = 32_000  # tokens of an EAGLE-3 layer's vocabulary
 # Tokens an iteration by number of drafts, SPEED-Bench coding: DeepSeek-V4-Pro's and GLM-5.2's MTP, and MiniMax-M3's
-# EAGLE-3 with grouped heads (SemiAnalysisAI/InferenceX, golden_al_distribution, 2026-08).
+# EAGLE-3 with grouped heads (SemiAnalysisAI/InferenceX, golden_al_distribution, 2026-08); and Qwen3.5-397B's MTP.
 PUBLISHED = {
     "deepseek-r1": {1: 1.79, 2: 2.27, 3: 2.49, 4: 2.54, 5: 2.55, 7: 2.54},
     "glm-4.6": {1: 1.84, 2: 2.50, 3: 2.99, 4: 3.33, 5: 3.61, 7: 3.91},
+    "qwen3.5-27b": {3: 3.39},
     "qwen2.5-7b": {1: 1.79, 2: 2.39, 3: 2.78, 4: 3.02, 5: 3.21, 7: 3.52},
 }
 
@@ -87,10 +88,10 @@ def fitting(model: str, layout: HelixLayout, tokens: int) -> tuple[int, list[str
 
 
 def cases(given: Given) -> list[tuple[str]]:
-    """A job for each model; of one GPU the smallest alone, and on a CPU the tiniest."""
+    """A job for each model; of one GPU the smallest two, and on a CPU the tiniest."""
     if not given.gpu:
         return [("demo",)]
-    return [(model,) for model in given.models or (MODELS if given.ranks > 1 else MODELS[:1])]
+    return [(model,) for model in given.models or (MODELS if given.ranks > 1 else MODELS[:2])]
 
 
 def measure(given: Given, model: str) -> Iterator[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.records.columns import POINT, Columns, Show, at, lines, ms, of
+from benchmarks.records.columns import POINT, Columns, Show, at, lines, ms, of, page
 from benchmarks.records.rows import results
 
 KEY = ("model", "layout", "drafter", "batch", "length", "gamma")
@@ -62,8 +62,20 @@ def turns() -> list[str]:
     return lines(columns, results("turns", "text", "model", "layout", "drafting"))
 
 
+def beside_vllm() -> list[str]:
+    """Tabulates drafts looked up in the text by both engines, on copies of files."""
+    found = {(r["engine"].split()[0], r["drafts"]): r for r in results("vllm-drafts", "engine", "model", "drafts")}
+    table = [("engine", "without drafts", "with up to 5 drafts", "gain")]
+    for engine in ("helix", "vllm"):
+        plain, drafted = (found[engine, drafts]["tokens_per_s"] for drafts in (0, 5))
+        name = {"helix": "Helix", "vllm": found["vllm", 0]["engine"].replace("vllm", "vLLM")}[engine]
+        table.append((name, f"{plain:,.0f} tokens/s", f"{drafted:,.0f} tokens/s", f"{drafted / plain:.2f} x"))
+    return page(table)
+
+
 PAGE: dict[str, Callable[[], list[str]]] = {
     **{name: partial(layers, name) for name in ("layer-drafts", "layer-drafts.emulated-8")},
     "trained-drafters": trained,
     "turns": turns,
+    "vllm-drafts": beside_vllm,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.records.columns import Columns, at, kilo, lines, ms, of, share
+from benchmarks.records.columns import Columns, at, lines, ms, of, share
 from benchmarks.records.rows import Row, kv, results, tokens
 
 
@@ -65,9 +65,9 @@ def finding_places() -> list[str]:
 def long_prompts() -> list[str]:
     """Prompts over a cache in host memory, beside one on the GPU."""
     columns: Columns = {
-        "prompt": kilo("length"),
+        "prompt": lambda r: tokens(r["length"]) if r["length"] % 1024 == 0 else f"{r['length']:,} tokens",
         "cache": lambda r: "host memory" if r["tier"] == "host" else "GPU",
-        "of the GPU": of("gpu_bytes", "GB", 0, 1e9),
+        "of the GPU": of("gpu_bytes", "GB", 1, 1e9),
         "limit": of("limit_bytes", "GB", 0, 1e9),
         "in use": of("used_gb", "GB"),
         "chunks of": of("prefill_chunk", "", 0),

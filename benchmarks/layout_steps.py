@@ -1,0 +1,66 @@
+"""Times decode steps of one model in one layout, and appends rows to a record: `python -m benchmarks.layout_steps`.
+
+  python -m benchmarks.layout_steps step model=qwen2.5-7b layout.kvp=2 layout.tpa=4 points=1x128K,1x1M
+  python -m benchmarks.layout_steps fp8-steps model=deepseek-r1 layout=tp layout.tpa=8 points=1x128K keep=weights:fp8
+
+The first word names the record, `$ROWS/NAME.jsonl`, or that in benchmarks/results/. All other keys are those of a run;
+one or two GPUs emulate a layout of more ranks.
+
+  points    SEQUENCESxTOKENS, several with commas
+  keep      what else a row says of itself, KEY:VALUE, several with commas
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import jobs
+from benchmarks.models.steps import measure, measure_sparse
+from benchmarks.models.workloads import WORKLOADS, Workload
+from benchmarks.runner import Given, record
+from benchmarks.schema import BenchConfig, bench_points, composed
+from helix.build.parts import make_layout
+from launch.inputs.arguments import helped
+from launch.inputs.auto_layout import budget
+from launch.inputs.compose import ROOT
+from launch.inputs.shapes import spec_of
+
+OWN = ("points", "keep", "model")
+KNOWN = {(work.model, work.batch, work.length): work for work in WORKLOADS}
+LAYOUT = ("layout=", "layout.")
+
+
+def main() -> None:
+    """Runs a job, and appends a JSON line for each of its points."""
+    arguments = sys.argv[1:]
+    if helped(arguments, __doc__ or ""):
+        return
+    name, *rest = arguments
+    own = {key: text for key, _, text in (word.partition("=") for word in rest) if key in OWN}
+    overrides = [word for word in rest if word.partition("=")[0] not in OWN]
+    try:
+        gpus = torch.cuda.device_count()
+        config = composed([f"model={own['model']}", *overrides])
+        layout = make_layout(config.layout)
+        given = Given(torch.device("cuda" if gpus else "cpu"), layout.world_size, [own["model"]])
+        points = bench_points(replace(BenchConfig(), points=own["points"].split(",")))
+        works = [KNOWN.get((own["model"], *point), Workload(own["model"], *point)) for point in points]
+        overrides = [word for word in overrides if not word.startswith(LAYOUT)]
+        spec = spec_of(own["model"], *(word for word in overrides if word.startswith("model.")))
+        rows = (measure if budget(config) is None else measure_sparse)(given, works, spec, layout, overrides)
+        kept = dict(word.split(":") for word in own.get("keep", "").split(",") if word)
+        to = Path(os.environ.get("ROWS", ROOT / "benchmarks" / "results")) / f"{name}.jsonl"
+        record(name, (row | kept for row in rows), given, to)
+    except KeyError as error:
+        sys.exit(f"error: {error.args[0]}=... is missing")
+    except (ValueError, jobs.JobError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

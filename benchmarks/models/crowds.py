@@ -1,0 +1,40 @@
+"""Serves requests that come all at once, with `schedule.goal` balance and throughput: `helix bench crowds`.
+
+Shapes with random weights over all GPUs, in the layout that `layout=auto` chooses. A crowd is so many requests of one
+length (benchmarks/ranks/crowds.py); its seconds are those of all of them. vLLM's seconds for the same crowds come from
+`python -m benchmarks.vllm_crowds`, and stand in the same record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks import jobs
+from benchmarks.models.workloads import named
+from benchmarks.runner import Benchmark, Given, Part, Row
+
+MODELS = ("qwen2.5-7b", "llama-3.1-8b")
+GOALS = ("balance", "throughput")
+COLUMNS = "model gpus goal requests length new seconds tokens_per_s first_p99_ms gap_p99_ms prefill_s decode_s"
+
+
+def cases(given: Given) -> list[tuple[str, str]]:
+    """A job for each model and goal; on a CPU of the demo model."""
+    models = (given.models or MODELS) if given.gpu else ["demo"]
+    return [(model, goal) for model in models for goal in (GOALS if given.gpu else GOALS[:1])]
+
+
+def measure(given: Given, model: str, goal: str) -> Iterator[Row]:
+    """A row for each crowd."""
+    layout = ["layout=auto"] if given.gpu else [f"layout.kvp={given.ranks}"]
+    for row in jobs.rows([*named(model), *layout, f"schedule.goal={goal}", "bench=serve", "bench.traces=[crowds]"]):
+        kept = {key: value for key, value in row.items() if key != "trace"}
+        yield {"model": model, "engine": "helix", "gpus": given.ranks, **kept}
+
+
+BENCHMARK = Benchmark(
+    "requests that come all at once, for gaps and for throughput",
+    __doc__,
+    (Part(cases, measure, COLUMNS),),
+    models=MODELS,
+)
