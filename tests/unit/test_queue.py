@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import queue
 from benchmarks.bench import BENCHMARKS, given
-from benchmarks.queue import QueuedJob, Queue, read
+from benchmarks.queue import Queue, QueuedJob, read
 from benchmarks.schema import bench_points, check, composed
 from helix.build.parts import make_layout
 from launch.inputs.compose import ROOT
