@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.ranks.points import at_each, engine_at, limit, used
+from benchmarks.ranks.traces import trace
 from helix.control.engine import Engine
 from helix.events.request import Request
 from helix.placement import PromptChunk
@@ -24,7 +25,8 @@ SHORT = 256  # of a chunk that keeps others waiting for a moment only
 def run(task: Task) -> Done:
     """Seconds from a prompt to its first token at each of `bench.points`, on rank 0, and its last tokens alone.
 
-    Of these: a turn of a conversation, a short chunk, the longest one, and the short one's rate beside the longest's.
+    Of these: a turn of a conversation, a short chunk, the longest one and its kernels, and the short one's rate beside
+    the longest's.
 
     Raises:
         ConfigError: the only point is beyond the model's context, or its cache does not fit.
@@ -49,18 +51,18 @@ def run(task: Task) -> Done:
         found: dict[str, Any] = {"batch": batch, "length": length, "prefill_s": seconds}
         found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.prefill_chunk}
         turn, few, many = (min(n, length) for n in (TURN, SHORT, engine.prefill_chunk))
-        turn_s, few_s, many_s = (_last(engine, length, n) for n in (turn, few, many))
+        (turn_s, _), (few_s, _), (many_s, traced) = (_last(engine, length, n) for n in (turn, few, many))
         found["used_bytes_per_gpu"] = comm.all_gather_object(used(comm.device))
         found |= {"turn_ms": 1e3 * turn_s, "short_ms": 1e3 * few_s, "long_ms": 1e3 * many_s}
         engine.close()
-        return [found | {"short_of_long": few / few_s / (many / many_s)}]
+        return [found | {"short_of_long": few / few_s / (many / many_s)} | traced]
 
     return {"points": at_each(plan, comm, measure)}, 0
 
 
 @torch.inference_mode()
-def _last(engine: Engine, length: int, tokens: int) -> float:
-    """Seconds of the last tokens of a sequence through the model, on the slowest rank."""
+def _last(engine: Engine, length: int, tokens: int) -> tuple[float, dict[str, Any]]:
+    """Seconds of the last tokens of a sequence through the model, on the slowest rank, and what they consist of."""
     runner = engine.runner
     fill(runner, 1, length)
     step = runner.state.prefill_step([PromptChunk(0, length - tokens, torch.zeros(tokens, dtype=torch.int64))])
@@ -75,8 +77,9 @@ def _last(engine: Engine, length: int, tokens: int) -> float:
         if seconds < LONG_S:
             engine.comm.barrier()
             seconds = max(engine.comm.all_gather_object(median(seconds_of_each(run, times, runner.device))))
+    traced = trace(run, len(runner.model.spec.layers), engine.comm)
     fill(runner, 0, 0)
-    return seconds
+    return seconds, traced
 
 
 def _serve(engine: Engine, requests: list[Request]) -> None:

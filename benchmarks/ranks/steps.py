@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ranks.kept import keep_blocks
 from benchmarks.ranks.phases import STEPS as PHASED
 from benchmarks.ranks.phases import phase_us
 from benchmarks.ranks.points import at_each, engine_at, gammas, limit, used
 from benchmarks.ranks.seats import Seats
+from benchmarks.ranks.traces import trace
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig, lab
 from benchmarks.timer import in_a_row, slowest
@@ -39,8 +37,6 @@ from launch.job.task import Done, Task
 
 WARM_UP = 4
 UNTIMED = WARM_UP + 1 + PHASED  # the one that is traced, and those whose phases are timed
-NAME = 100  # characters of a kernel's name that are kept
-LONGEST = 4  # kernels whose times on all ranks are kept
 
 
 def run(task: Task) -> Done:
@@ -152,7 +148,7 @@ def _time_drafts(
     read = blocks_read(runner, comm) if kind.sparse else {}
     if isinstance(runner.cache, TieredCache):
         read |= blocks_fetched(runner.cache, comm, steps)
-    traced = read | _trace(partial(runner.decode, kind), len(runner.model.spec.layers), comm)
+    traced = read | trace(partial(runner.decode, kind), len(runner.model.spec.layers), comm)
     if gamma:
         traced["phase_us"] = phase_us(runner, comm, StepKind(rows, gamma))
     comm.check()
@@ -218,34 +214,3 @@ def rewind(runner: ModelRunner, batch: int, length: int) -> None:
     runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
     if runner.drafter.takes(StepKind(batch, runner.drafts)):
         runner.drafter.catch_up(runner.state)
-
-
-def _trace(step: Callable[[], Any], layers: int, comm: Communicator) -> dict[str, Any]:
-    """What a step consists of on this rank's GPU: launches a layer, the share of time without a kernel, kernels.
-
-    Kernels start while others run out, and wait as running ones: each counts from the end of those before it. Of the
-    longest, the times of all ranks tell who is waited for.
-    """
-    if comm.device.type != "cuda":
-        step()
-        return {}
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        comm.barrier()  # profilers take their time to start, and peers would wait inside the first kernels
-        step()
-        torch.cuda.synchronize()
-    kernels = [e for e in trace.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
-    until, microseconds = float("-inf"), Counter[str]()
-    for start, end, name in spans:
-        microseconds[name[:NAME]] += max(0.0, end - max(start, until))
-        until = max(until, end)
-    total = until - spans[0][0] if spans else 0.0
-    ranks = comm.all_gather_object(dict(microseconds))
-    return {
-        "launches_per_layer": len(spans) / layers,
-        "idle_share": 1 - microseconds.total() / total if total else None,
-        "kernel_us": {name: round(us, 1) for name, us in microseconds.most_common()},
-        "kernel_us_by_rank": {
-            name: [round(of.get(name, 0.0), 1) for of in ranks] for name, _ in microseconds.most_common(LONGEST)
-        },
-    }
