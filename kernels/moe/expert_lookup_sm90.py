@@ -33,10 +33,9 @@ def touched_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr)
     places = ()
     for w in gl.static_range((EXPERTS + 31) // 32):
         word = gl.reduce_or(gl.where(word_of == w, bit, 0), 0)
-        words = gl.full_like(lane, 0) | word
-        place = count + _popcount(words & below)
-        places = places + (gl.where(((words >> lane) & 1) != 0, place, -1),)  # type: ignore[assignment]  # noqa: RUF005
-        count += gl.max(_popcount(words), 0)
+        place = count + _popcount(word & below)
+        places = places + (gl.where(((word >> lane) & 1) != 0, place, -1),)  # type: ignore[assignment]  # noqa: RUF005
+        count += _popcount(word)
     return places, count
 
 

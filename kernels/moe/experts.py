@@ -347,7 +347,7 @@ class RoutedExperts:
 
     Attributes:
         x: [N, H], last dim contiguous.
-        ids: [N, k] int32, contiguous; ids outside [first, first + E_local) are skipped.
+        ids: [N, k] int32, contiguous; ids outside [first, first + E_local) are skipped, others differ within a token.
         weights: [N, k] fp32, contiguous.
         gate_up: [E_local, 2 F, H] in x's dtype, contiguous; the gate's F rows before the others. Or, for x in bf16 or
             fp32, a scaled matrix of contiguous numbers and scales.

@@ -3,7 +3,9 @@
 As in `kernels.moe.experts_sm90`, a fixed grid divides the steps of all tiles equally, and programs that share a tile
 add up in a tree. But the columns of a product are pairs of one expert. Each program finds in ids how many blocks of
 pairs each local expert has, and lists the pairs of its own blocks in memory; an expert with more than one block is read
-again, from the L2. Outputs of down are a pair's own, and another launch sums them.
+again, from the L2. With no more tokens than columns no expert has two; latency dominates, so columns are tokens, and a
+program finds the one or two experts of its steps in registers. Outputs of down are a pair's own, and another launch
+sums them.
 
 Converting binds, so a thread reads what it converts in words of 16 bytes and puts nothing elsewhere: it multiplies 32
 neighbouring columns, which as positions of a product are pairs 8 apart. Rows of x are copied to shared memory in that
@@ -24,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
 from kernels.dense.tree_sum_sm90 import workspace
+from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts
 from kernels.moe.experts_sm90 import meet_sharers, share_of
 from kernels.overlap import sm_count
 from kernels.reference.experts import ALPHA
@@ -118,14 +121,22 @@ def _list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.cons
 
 
 @gluon.jit
-def _locate(at, lists, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
-            COLUMNS: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """Locates a step: its tile of the expert's rows, the list of its pairs, its expert and first column."""
+def locate(at, first_block, GATE: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BEGIN: gl.constexpr,
+            PARTS: gl.constexpr):  # fmt: skip
+    """Locates a step: its tile of the expert's rows, its block among those of the program, and its first column."""
     STEPS: gl.constexpr = (BEGIN + (H if GATE else F) + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     TILES: gl.constexpr = (F + HALF - 1) // HALF if GATE else (H + ROWS - 1) // ROWS
     tile = at // STEPS
-    row = lists + (tile // TILES - first_block) * (COLUMNS + 8)
-    return tile % TILES, row, gl.load(row + COLUMNS), at % STEPS * (PARTS * BLOCK_K) - BEGIN
+    return tile % TILES, tile // TILES - first_block, at % STEPS * (PARTS * BLOCK_K) - BEGIN
+
+
+@gluon.jit
+def of_block(block, of, FEW: gl.constexpr, COLUMNS: gl.constexpr):
+    """Returns what belongs to one of the program's blocks: of few pairs one of two values, else from its list."""
+    if FEW:
+        return gl.where(block > 0, of[1], of[0])
+    else:
+        return gl.load(of + block * (COLUMNS + 8))
 
 
 @gluon.jit
@@ -148,13 +159,11 @@ def _load_weights(tile, e, column, w, slots, slot, ready, GATE: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rows(row, column, x, x_n, to, GATE: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr):
-    """Copies a step's columns of the pairs' rows, in the order of `_words`; zeros beyond the last pair."""
-    n = gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, COPIED))
+def _copy_rows(pair, column, x, x_n, to, GATE: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr):
+    """Copies a step's columns of the pairs' rows, in the order of `_words`; zeros where there is no pair."""
     p = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, COPIED))
     even = column + (p // BLOCK_K * BLOCK_K + p % 8 // 2 * 32 + p % BLOCK_K // 8 * 2)
     k = gl.max_contiguous(gl.multiple_of(even + p % 2, 2), 2)
-    pair = gl.load(row + n)
     rows = x + (pair // TOP_K if GATE else pair) * (x_n * 8)  # so that it is known to be a multiple of 8
     inside = (pair >= 0)[:, None] & gl.max_constancy((even >= 0) & (even < K), 2)[None, :]
     async_copy.async_copy_global_to_shared(to, rows[:, None] + k[None, :], mask=inside)
@@ -230,6 +239,7 @@ def _moe_scaled_sm90_kernel(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
     STAGES: gl.constexpr, LISTS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, CLAMPED: gl.constexpr,
 ):  # fmt: skip
+    FEW: gl.constexpr = LISTS == 0
     PACKED: gl.constexpr = scales.dtype.element_ty == gl.uint8
     WORDS: gl.constexpr = BLOCK_K // (8 if PACKED else 4)
     SPAN: gl.constexpr = 32 if PACKED else BLOCK_K  # columns of a scale in shared memory
@@ -254,27 +264,41 @@ def _moe_scaled_sm90_kernel(
     tl.debug_barrier()
     if GATE:
         gdc_wait()  # for ids
-    local, ends = _pairs_of(ids, P, first, EXPERTS, BLOCK_P, COLUMNS)
-    tiles = gl.max(ends, 0) * TILES
-    begin, end, active, total = share_of(tiles, STEPS, gl.program_id(0), gl.num_programs(0))
+    if FEW:
+        places, blocks = touched_experts(ids, P, first, EXPERTS, BLOCK_P)
+    else:
+        local, ends = _pairs_of(ids, P, first, EXPERTS, BLOCK_P, COLUMNS)
+        blocks = gl.max(ends, 0)
+    begin, end, active, total = share_of(blocks * TILES, STEPS, gl.program_id(0), gl.num_programs(0))
     steps = end - begin
-    lists += gl.program_id(0) * (LISTS * (COLUMNS + 8))
     first_block = begin // (STEPS * TILES)
-    if steps > 0:
-        for block in range(first_block, (end - 1) // (STEPS * TILES) + 1):
-            _list_pairs(lists + (block - first_block) * (COLUMNS + 8), block, local, ends, BLOCK_P, COLUMNS)
-    tl.debug_barrier()
+    if FEW:
+        experts = nth_expert(places, first_block, EXPERTS), nth_expert(places, first_block + 1, EXPERTS)
+    else:
+        lists += gl.program_id(0) * (LISTS * (COLUMNS + 8))
+        if steps > 0:
+            for block in range(first_block, (end - 1) // (STEPS * TILES) + 1):
+                _list_pairs(lists + (block - first_block) * (COLUMNS + 8), block, local, ends, BLOCK_P, COLUMNS)
+        tl.debug_barrier()
+        experts = lists + COLUMNS
     for s in range(gl.minimum(steps, STAGES - 1)):
-        tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
-        _load_weights(tile, e, column, w, w_shared, s, ready, GATE)
+        tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS)
+        _load_weights(tile, of_block(block, experts, FEW, COLUMNS), column, w, w_shared, s, ready, GATE)
+    place = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
+    if FEW:
+        of = slots(ids, place, P // TOP_K, TOP_K)
+        pairs = pairs_with(of, place, experts[0] + first, TOP_K), pairs_with(of, place, experts[1] + first, TOP_K)
+    else:
+        pairs = lists + place
     if not GATE:
         gdc_wait()
     if steps < STAGES:
         gdc_launch_dependents()
     for s in range(STAGES - 1):
         if s < steps:
-            tile, row, e, column = _locate(begin + s, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
-            _copy_rows(row, column, x, x_n, x_shared.index(s), GATE, TOP_K, K)
+            tile, block, column = locate(begin + s, first_block, GATE, H, F, BEGIN, PARTS)
+            pair, e = of_block(block, pairs, FEW, COLUMNS), of_block(block, experts, FEW, COLUMNS)
+            _copy_rows(pair, column, x, x_n, x_shared.index(s), GATE, TOP_K, K)
             _copy_scales(tile, e, column + BEGIN, scales, scales_shared.index(s), GATE, H, F, GROUP, GROUPS, SPAN)
         async_copy.commit_group()
     at, step = begin, 0
@@ -283,9 +307,8 @@ def _moe_scaled_sm90_kernel(
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
         for _ in range(at, stop):
             slot, ahead = step % STAGES, step - 1 + STAGES
-            tile, row, e, column = _locate(
-                gl.minimum(begin + ahead, end - 1), lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS
-            )
+            tile, block, column = locate(gl.minimum(begin + ahead, end - 1), first_block, GATE, H, F, BEGIN, PARTS)
+            pair, e = of_block(block, pairs, FEW, COLUMNS), of_block(block, experts, FEW, COLUMNS)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(ready[part].index(slot), step // STAGES % 2)
             async_copy.wait_group(STAGES - 2)
@@ -302,7 +325,7 @@ def _moe_scaled_sm90_kernel(
             if ahead < steps:
                 into = ahead % STAGES
                 _load_weights(tile, e, column, w, w_shared, into, ready, GATE)
-                _copy_rows(row, column, x, x_n, x_shared.index(into), GATE, TOP_K, K)
+                _copy_rows(pair, column, x, x_n, x_shared.index(into), GATE, TOP_K, K)
                 _copy_scales(
                     tile, e, column + BEGIN, scales, scales_shared.index(into), GATE, H, F, GROUP, GROUPS, SPAN
                 )
@@ -320,7 +343,8 @@ def _moe_scaled_sm90_kernel(
         if PACKED:
             acc *= LIFT
         whole = at // STEPS
-        tile, row, e, _ = _locate(at, lists, first_block, GATE, H, F, BEGIN, COLUMNS, PARTS)
+        tile, block, _ = locate(at, first_block, GATE, H, F, BEGIN, PARTS)
+        pair, e = of_block(block, pairs, FEW, COLUMNS), of_block(block, experts, FEW, COLUMNS)
         if GATE:
             y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
             y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
@@ -331,7 +355,7 @@ def _moe_scaled_sm90_kernel(
         n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
         i = gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, LAYOUT))
         r = tile * y.shape[0] + i
-        pair = gl.load(row + n)
+        pair = gl.convert_layout(pair, gl.SliceLayout(0, LAYOUT))
         live = (pair >= 0)[None, :] & (r < (F if GATE else H))[:, None]
         if GATE or BIAS:
             weight = gl.load(weights + pair, mask=pair >= 0, other=0.0)
@@ -374,6 +398,11 @@ def stages_of(columns: int, packed: bool) -> int:
     """Computes how many steps a program has in shared memory."""
     part = BLOCK_K.value * (ROWS.value // (2 if packed else 1) + 2 * columns) + 256
     return min(8, SHARED_KB[programs_of(columns, packed)] * 1024 // (parts_of(columns, packed) * part))
+
+
+def are_few(tokens: int, pairs: int, columns: int, programs: int) -> bool:
+    """Returns whether no expert has more than one block of pairs, and no program steps of more than two blocks."""
+    return tokens <= columns and pairs <= programs
 
 
 def fits(
@@ -427,8 +456,9 @@ def launch(
         [1, ROWS.value, words], words_shared(words, 3),
     )  # fmt: skip
     programs = programs_of(columns, a_word == 8) * sm_count(x.device)
-    block_p = max(128, triton.next_power_of_2(P))
-    most = triton.cdiv(min(block_p, E + block_p // columns), programs) + 2  # blocks that a program has
+    few = are_few(N, P, columns, programs)
+    block_p = max(32 if few else 128, triton.next_power_of_2(P))
+    most = 0 if few else triton.cdiv(min(block_p, E + block_p // columns), programs) + 2  # blocks that a program lists
     lists = torch.empty(2, programs, most, columns + 8, dtype=torch.int32, device=x.device)
     sums = workspace(x.device, programs * HALF.value * columns)
     both = (

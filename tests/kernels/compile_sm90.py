@@ -332,17 +332,20 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         (128, 2048, 768, 8, 40, 8, False, 128, 0),  # of Qwen3-30B-A3B, DeepSeek-R1; of gpt-oss-20b
         (32, 7168, 2048, 8, 128, 16, False, 128, 0),
         (8, 2880, 1440, 4, 128, 32, True, 128, 96),
+        (257, 6144, 256, 9, 4, 8, False, 128, 0),  # of GLM-5.2, whose tokens are few
         (32, 2880, 2880, 4, 5, 8, True, 32, 0),
         (32, 2880, 2880, 4, 40, 16, True, 32, 0),
         (32, 2880, 2880, 4, 128, 32, True, 32, 0),
     ):
-        shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(128, triton.next_power_of_2(tokens * k))}
-        shape |= {"COLUMNS": columns, "STAGES": stages_of(columns, group == 32), "LISTS": 3, "CLAMPED": clamped}
+        least, lists = (32, 0) if tokens <= columns else (128, 3)
+        shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(least, triton.next_power_of_2(tokens * k))}
+        shape |= {"COLUMNS": columns, "STAGES": stages_of(columns, group == 32), "LISTS": lists, "CLAMPED": clamped}
         shape["PARTS"] = parts_of(columns, group == 32)
         for gate in (True, False):
             groups = triton.cdiv(begin * (not gate) + (H if gate else F), group)
             extra = {"GATE": gate, "BIAS": clamped, "GROUP": group, "GROUPS": groups, "BEGIN": begin * (not gate)}
-            yield "moe-scaled-sm90", bf16, _moe_scaled_sm90_kernel, shape | extra, {"num_warps": 4}
+            name = "moe-scaled-sm90" + "-few" * (lists == 0)
+            yield name, bf16, _moe_scaled_sm90_kernel, shape | extra, {"num_warps": 4}
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}

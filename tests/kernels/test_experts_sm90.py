@@ -149,6 +149,31 @@ def test_hopper_of_a_few_bits(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("N", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "k, experts, E, H, F, packed",
+    [
+        (9, 257, 257, 6144, 256, False), (8, 256, 32, 7168, 2048, False), (1, 64, 16, 2048, 384, False),
+        (4, 32, 32, 2880, 2880, True), (1, 128, 16, 2880, 2880, True),
+    ],
+)  # fmt: skip
+def test_few_are_found_as_many_are(
+    N: int, k: int, experts: int, E: int, H: int, F: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pairs looked up in registers, or listed in memory, bits are the same: programs have the same shares."""
+    case = scaled_case(wide_case(k, experts, E, H, F, packed, N), packed)
+    poison(monkeypatch)
+    crowded, empty = case.ids[:1].repeat(N, 1), torch.full_like(case.ids, -1)
+    for ids in (case.ids, crowded, torch.cat([empty[:1], crowded[1:]]), empty):
+        one = replace(case, ids=ids)
+        check_hopper(one)
+        with monkeypatch.context() as patch:
+            patch.setattr(experts_scaled_sm90, "are_few", lambda *sizes: False)
+            listed = one.result()
+        assert torch.equal(one.result(), listed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 2, 3, 8])
 @pytest.mark.parametrize("clamped", [False, True])
 def test_hopper_crowded_and_empty(N: int, clamped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens on one expert, once or with all their slots; all on all; one token alone here; no pair here."""
