@@ -35,7 +35,7 @@ from kernels.sm90 import SHARED
 
 MOST_TOKENS, MOST_PAIRS = 128, 2048
 MOST_COLUMNS = 32  # pairs of a block
-MIN_WIDTH = 192  # columns of an expert
+MIN_WIDTH = 128  # columns of an expert: a group's
 WARPS, ROWS, HALF = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
 BLOCK_K = gl.constexpr(128)  # columns of a product
 SHARED_KB = {2: 104, 3: 68}  # of a program's stages, by programs of an SM

@@ -332,7 +332,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         (128, 2048, 768, 8, 40, 8, False, 128, 0),  # of Qwen3-30B-A3B, DeepSeek-R1; of gpt-oss-20b
         (32, 7168, 2048, 8, 128, 16, False, 128, 0),
         (8, 2880, 1440, 4, 128, 32, True, 128, 96),
-        (257, 6144, 256, 9, 4, 8, False, 128, 0),  # of GLM-5.2, whose tokens are few
+        (512, 4096, 128, 10, 1, 8, False, 128, 0),  # of Qwen3.5-397B and GLM-5.2, whose tokens are few
+        (257, 6144, 256, 9, 4, 8, False, 128, 0),
         (32, 2880, 2880, 4, 5, 8, True, 32, 0),
         (32, 2880, 2880, 4, 40, 16, True, 32, 0),
         (32, 2880, 2880, 4, 128, 32, True, 32, 0),
