@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,12 +200,11 @@ def row(seen: Sequence[HTTPSeen], seconds: float, step_s: float | None = None) -
     return found
 
 
-async def crowds(client: HTTPClient, server: ServerProcess, small: int) -> list[Row]:
-    """Requests of one size, all at once; first those that a server meets first.
+async def crowds(client: HTTPClient, server: ServerProcess, small: int) -> AsyncIterator[Row]:
+    """Rows of requests of one size, all at once; first those that a server meets first.
 
     `front_us` is what the front end takes of a core for each new token: 150 are 15% of a core at 1,000 tokens a second.
     """
-    rows = list[Row]()
     for count, length, new in CROWDS:
         if small > 1:
             count, length, new = min(count, 8), max(length // small, 4), min(new, 4)
@@ -214,18 +213,21 @@ async def crowds(client: HTTPClient, server: ServerProcess, small: int) -> list[
         seen = await asyncio.gather(*(client.stream(prompt, new) for prompt in prompts))
         seconds, cpu_s = time.perf_counter() - begin, server.cpu_s() - cpu_s
         found = row(seen, seconds) | {"seconds": seconds, "new": new, "front_us": 1e6 * cpu_s / (count * new)}
-        rows.append({"trace": "crowd", "batch": count, "length": length, "arrivals": 0, **found})
-    return rows
+        yield {"trace": "crowd", "batch": count, "length": length, "arrivals": 0, **found}
 
 
-async def traces(client: HTTPClient, server: ServerProcess, given: Given, steps: dict[int, float]) -> list[Row]:
-    """All of them.
+async def traces(
+    client: HTTPClient, server: ServerProcess, given: Given, steps: dict[int, float]
+) -> AsyncIterator[Row]:
+    """Rows of all of them, as they come.
 
     Args:
         steps: seconds of a decode step, by the number of sequences.
     """
     small = 1 if given.gpu else SMALLER
-    new, rows = 512 if given.gpu else 48, await crowds(client, server, small)
+    new = 512 if given.gpu else 48
+    async for one in crowds(client, server, small):
+        yield one
 
     async def together(contexts: list[list[int]], arrivals: int = 0, **more: Any) -> Row:
         begin = time.perf_counter()
@@ -244,18 +246,17 @@ async def traces(client: HTTPClient, server: ServerProcess, given: Given, steps:
         kinds += [("grammars", 0, {"response_format": FORMAT})] * (batch > 1)
         for trace, arrivals, more in kinds:
             found = await together(contexts, arrivals, **more)
-            rows.append({"trace": trace, "batch": batch, "length": length, "arrivals": arrivals, **found})
+            yield {"trace": trace, "batch": batch, "length": length, "arrivals": arrivals, **found}
     for context in [long, *[client.tokens(M // small)] * (given.ranks > 1)]:
         await client.stream(context, 1)
         begin = time.perf_counter()
         turns = [await client.stream(context + client.tokens(100), 4) for _ in range(7)][1:]
         found = row(turns, time.perf_counter() - begin)
-        rows.append({"trace": "next turn", "batch": 1, "length": len(context), "arrivals": 0, **found})
-    return rows
+        yield {"trace": "next turn", "batch": 1, "length": len(context), "arrivals": 0, **found}
 
 
-def measure(given: Given) -> list[Row]:
-    """The time of a step in a job of its own, and then all traces."""
+def measure(given: Given) -> Iterator[Row]:
+    """The time of a step in a job of its own, and then rows of all traces."""
     small = 1 if given.gpu else SMALLER
     points = {1: 128 * K // small, 8: 32 * K // small}
     config = composed(["model=qwen2.5-7b"]).model.config if given.gpu else TINY
@@ -268,10 +269,15 @@ def measure(given: Given) -> list[Row]:
         timed = [f"bench.points=[{','.join(f'{b}x{n}' for b, n in points.items())}]", "bench=decode"]
         done = jobs.measure(given.ranks, [*model, *timed, f"bench.steps={32 if given.gpu else 3}"])
         steps = {p["batch"]: p["ttl_p50_us"] / 1e6 for p in done["points"]}
-        with serving(model) as server:
-            rows = asyncio.run(traces(HTTPClient(server.url, vocab - 1), server, given, steps))
-    name = "qwen2.5-7b" if given.gpu else "tiny"
-    return [{"model": name, "layout": f"helix kvp={given.ranks}", **one} for one in rows]
+        about = {"model": "qwen2.5-7b" if given.gpu else "tiny", "layout": f"helix kvp={given.ranks}"}
+        with serving(model) as server, asyncio.Runner() as loop:
+            rows = traces(HTTPClient(server.url, vocab - 1), server, given, steps)
+
+            async def following() -> Row | None:
+                return await anext(rows, None)
+
+            while (one := loop.run(following())) is not None:
+                yield about | one
 
 
 BENCHMARK = Benchmark(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,23 @@ def test_the_log_has_a_line_for_each_request(tmp_path: Path, capsys: pytest.Capt
     assert len(lines) == len(expected), lines
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} " + pattern, line), (line, pattern)
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader is gone."""
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_log_that_nobody_reads_ends_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(front: Front) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", Closed())
+            answer = await front.post("/v1/completions", {"prompt": [1]})
+        assert answer.status_code == 200
+
+    run(check, tmp_path, FakeJob(cached))
 
 
 def test_a_client_that_left_is_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
