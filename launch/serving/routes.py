@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -135,7 +134,7 @@ class Api:
         routes = [Route(path, self._answered(handler), methods=[method]) for path, method, handler, _ in self._routes]
         handlers = {HTTPException: _no_such_route, ApiError: _refused, Exception: _failed}
         app = with_cors(Starlette(routes=routes, exception_handlers=handlers), self._serve.cors)
-        return Logged(app, _say)
+        return Logged(app, lambda line: print(line, flush=True))
 
     # ---- generation
 
@@ -331,12 +330,6 @@ class Api:
 def _header(name: str) -> str:
     """Escapes a field's name for a header."""
     return name.encode("ascii", errors="backslashreplace").decode().replace("\n", " ").replace("\r", " ")[:80]
-
-
-def _say(line: str) -> None:
-    """Prints a line of the access log; a reader that is gone, as of `helix serve | head`, ends no request."""
-    with suppress(BrokenPipeError):
-        print(line, flush=True)
 
 
 def _refused(request: Request, error: Exception) -> Response:
