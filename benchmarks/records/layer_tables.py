@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
+from benchmarks.models.layer_drafts import OPTIONS
+from benchmarks.models.workloads import named
 from benchmarks.records.columns import POINT, Columns, Show, at, lines, ms, of, page
-from benchmarks.records.rows import results
+from benchmarks.records.rows import Row, grouped, kv, results
+from helix.build.parts import make_spec
+from helix.simulate.points import Points, Speculation
+from helix.simulate.step import predict
+from launch.inputs.auto_layout import layer_drafts, planned
+from launch.inputs.compose import composed
+from launch.inputs.hardware import hardware_of
+from launch.inputs.shapes import spec_of
 
 KEY = ("model", "layout", "drafter", "batch", "length", "gamma")
 
@@ -73,9 +84,37 @@ def beside_vllm() -> list[str]:
     return page(table)
 
 
+def predicted() -> list[str]:
+    """Tabulates how far the planner's iterations with a layer for multi-token prediction are from recorded ones."""
+    gammas = (0, 1, 2, 3, 4, 5, 7)
+    table: list[tuple[str, ...]] = [(*POINT, "layout", *(f"{n} drafts" if n else "none" for n in gammas))]
+    for name in ("layer-drafts", "layer-drafts.emulated-8"):
+        for (model, layout, batch, length), rows in grouped(results(name, *KEY), *KEY[:2], *KEY[3:5]).items():
+            timed = {r["gamma"]: r for r in rows if r["drafter"] == "mtp" and "failed" not in r}
+            if timed and rows[0]["layers"] == len(spec_of(model).layers):
+                off = (_error(timed[n], layout) if n in timed else "-" for n in gammas)
+                table.append((model, kv({"batch": batch, "length": length}), layout.split()[1], *off))
+    return page(table)
+
+
+def _error(row: Row, layout: str) -> str:
+    """Predicted over recorded time of an iteration, less one."""
+    own = ["speculation=mtp", "speculation.gamma=7"]
+    config = composed([*named(row["model"]), *OPTIONS.get(row["model"], []), *own])
+    spec = make_spec(config)
+    plain, layer = replace(spec, layers=spec.stack, draft=None), layer_drafts(config.speculation, spec)
+    drafts = Speculation(row["gamma"], 1.0, layer=layer) if row["gamma"] else None
+    options = replace(planned(config, plain), hopb=False, speculation=drafts)
+    widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", layout)}
+    points = Points.of(layout.split()[0], row["batch"], **widths)
+    step = predict(plain, hardware_of(row["device"]), points, row["length"], options)
+    return f"{1e6 * float(step.step_s[0]) / row['ttl_p50_us'] - 1:+.1%}"
+
+
 PAGE: dict[str, Callable[[], list[str]]] = {
     **{name: partial(layers, name) for name in ("layer-drafts", "layer-drafts.emulated-8")},
     "trained-drafters": trained,
     "turns": turns,
     "vllm-drafts": beside_vllm,
+    "layer-drafts-predicted": predicted,
 }
