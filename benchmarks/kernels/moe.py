@@ -49,6 +49,8 @@ FEW_BITS: list[tuple[Experts, Stored]] = [
     (MODELS[2], "fp8"),
     (Experts("Qwen3-235B-A22B", 128, 8, 4096, 1536), "fp8"),
     (MODELS[0], "fp8"),
+    (Experts("GLM-5.2", 256, 8, 6144, 2048, "sigmoid", shared_count=1), "fp8"),
+    (Experts("Qwen3.5-397B-A17B", 512, 10, 4096, 1024), "fp8"),
     (Experts("gpt-oss-120b", 128, 4, 2880, 2880, "top_softmax", clamped=True), "mxfp4"),
 ]
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]

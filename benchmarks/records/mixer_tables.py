@@ -94,7 +94,7 @@ def dsa_steps() -> list[str]:
         "shape": at("model"),
         "KV": kv,
         "latents": lambda r: kept[r.get("kv", "auto")],
-        "queries read": at("reads"),
+        "queries read": lambda r: r["reads"].replace("_", " "),
         "a step": ms("ttl_p50_us"),
         "bytes alone": lambda r: ms("floor_us")(r) if r["reads"].startswith("chosen") else "-",
         "launches a layer": of("launches_per_layer"),
