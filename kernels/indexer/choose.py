@@ -6,9 +6,9 @@ are those of the k-th largest. Ranks gather these counts, and each next launch f
 keys with the digits found are chosen, further launches count nothing.
 
 Two digits leave few keys between chosen ones and others, some hundred of a million. The next launch lists them. For few
-rows, ranks gather the lists, and the last launch finds the k-th largest itself, bit by bit, as each of its programs
-does. Many rows would send too much: there the other digits are counted as well, of the lists. The last launch writes
-the chosen tokens in local order; the one that lists has counted those of each part of a row.
+rows, ranks gather the lists, and each program of the last launch finds what tells chosen keys from the others. Many
+rows would send too much: there the other digits are counted as well, of the lists. The last launch writes the chosen
+tokens in local order; the one that lists has counted those of each part of a row.
 
 With the keys of a rank alone, all of this is the same without the gathers.
 """
@@ -49,6 +49,21 @@ def _keys(
 
 
 @triton.jit
+def _digit(counts, left, VALUES: tl.constexpr):
+    """Finds the digit of the `left`-th largest key, of which `counts` have each value.
+
+    Returns it, how many keys with it are chosen, and whether these are all with it.
+    """
+    value = tl.arange(0, VALUES)
+    reach = tl.cumsum(counts, 0, reverse=True)
+    above = reach - counts
+    # All there is to know of the digit, in one number: one reduction.
+    known = tl.where((above < left) & (reach >= left), above * (2 * VALUES) + value * 2 + (reach == left), 0)
+    known = tl.max(known, 0)
+    return (known // 2 % VALUES).to(tl.int64), left - known // (2 * VALUES), known % 2 == 1
+
+
+@triton.jit
 def _found(
     positions, gathered, least_keys, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
 ):
@@ -67,12 +82,9 @@ def _found(
             counts = tl.zeros([256], tl.int32)
             for rank in tl.static_range(RANKS):
                 counts += tl.load(gathered + (rank * N + n) * 256 + digit)
-            reach = tl.cumsum(counts, 0, reverse=True)
-            found = tl.sum((reach >= left).to(tl.int32), 0) - 1
-            above = tl.max(tl.where(reach < left, reach, 0), 0)
-            equal = tl.min(tl.where(reach >= left, reach, 0x7FFFFFFF), 0) - above
-            bound += found.to(tl.int64) << (8 * (PASSES - STAGE))
-            left = tl.where(left - above == equal, 0, left - above)
+            found, left, all_chosen = _digit(counts, left, 256)
+            bound += found << (8 * (PASSES - STAGE))
+            left = tl.where(all_chosen, 0, left)
     return bound, left
 
 
@@ -224,16 +236,39 @@ def _count_listed_kernel(
 
 
 @triton.jit
-def _larger(listed, stride, rank, numbers, first, trial, n, N, RANKS: tl.constexpr, EACH: tl.constexpr):
-    """Counts listed keys of all ranks from `trial` on; `first` [ranks, EACH] are the first ones of each."""
-    count = tl.sum((first >= trial).to(tl.int32))
+def _listed_keys(of_rank, numbers, begin, EACH: tl.constexpr):
+    """Loads EACH listed keys of each rank from `begin` on, in any order; -1 behind the last."""
+    i = begin + tl.arange(0, EACH)
+    keys = tl.load(of_rank[:, None] + 1 + i[None, :], mask=i[None, :] < numbers[:, None], other=-1)
+    return tl.ravel(keys, can_reorder=True)
+
+
+@triton.jit
+def _count_sixteen(keys, bound, shift):
+    """Counts the values of the four bits from `shift` on, of keys whose bits above are those of `bound`."""
+    counted = keys >> (shift + 4) == bound >> (shift + 4)
+    return tl.histogram(((keys >> shift) & 15).to(tl.int32), 16, mask=counted)
+
+
+@triton.jit
+def _search(of_rank, numbers, cap, bound, left, SHIFT: tl.constexpr, EACH: tl.constexpr):
+    """Finds the last SHIFT bits of a bound that `left` listed keys of all ranks reach.
+
+    Four bits at a time, until the keys that reach it are told from the others, mostly after two or three steps. A full
+    list may lack keys of the same digits: there the bound is the least key to the last bit.
+    """
     most = tl.max(numbers, 0)
-    for at in range(EACH, most, EACH):
-        i = at + tl.arange(0, EACH)
-        inside = i[None, :] < numbers[:, None]
-        keys = tl.load(listed + ((rank * N + n) * stride)[:, None] + 1 + i[None, :], mask=inside, other=-1)
-        count += tl.sum((inside & (keys >= trial)).to(tl.int32))
-    return count
+    first = _listed_keys(of_rank, numbers, 0, EACH)
+    shift = tl.full([], SHIFT, tl.int32)
+    while shift > 0:
+        shift -= 4
+        counts = _count_sixteen(first, bound, shift)
+        for at in range(EACH, most, EACH):
+            counts += _count_sixteen(_listed_keys(of_rank, numbers, at, EACH), bound, shift)
+        found, left, all_chosen = _digit(counts, left, 16)
+        bound += found << shift
+        shift = tl.where(all_chosen & (most < cap), 0, shift)
+    return bound
 
 
 @triton.jit(do_not_specialize=["N", "parts", "EACH", "width", "own_rank"])
@@ -261,16 +296,10 @@ def _write_chosen_kernel(
     if left > 0:
         stride = 1 + width.to(tl.int64)
         if SEARCHES:
-            shift: tl.constexpr = 8 * (PASSES - COUNTED)
             rank = tl.arange(0, BLOCK_RANKS)
-            numbers = tl.load(all_listed + (rank * N + n) * stride, mask=rank < RANKS, other=0).to(tl.int32)
-            i = tl.arange(0, LISTED)
-            inside = i[None, :] < numbers[:, None]
-            first = tl.load(all_listed + ((rank * N + n) * stride)[:, None] + 1 + i[None, :], mask=inside, other=-1)
-            for step in range(shift):
-                trial = bound + (tl.full([], 1, tl.int64) << (shift - 1 - step))
-                larger = _larger(all_listed, stride, rank, numbers, first, trial, n, N, RANKS, LISTED)
-                bound = tl.where(larger >= left, trial, bound)
+            of_rank = all_listed + (rank * N + n) * stride
+            numbers = tl.load(of_rank, mask=rank < RANKS, other=0).to(tl.int32)
+            bound = _search(of_rank, numbers, width, bound, left, 8 * (PASSES - COUNTED), LISTED)
             listed = all_listed + (own_rank * N + n) * stride
         else:
             bound, _ = _found(positions, gathered, least_keys, lefts, n, N, topk, PASSES, PASSES, RANKS)
@@ -341,7 +370,7 @@ def choose_tokens(
     N, S = scores.shape
     assert scores.dtype == torch.float32 and scores.stride(1) == tables.stride(1) == 1 and shard.kvp * most > 0
     assert positions.is_contiguous() and starts.is_contiguous() and hi.is_contiguous()
-    assert (shard.gather is None) == (shard.kvp == 1)
+    assert (shard.gather is None) == (shard.kvp == 1) and topk < 1 << 22  # which `_digit` packs
     device, passes = scores.device, SCORE_PASSES + triton.cdiv(max(most, 2).bit_length(), 8)
     width = min(topk, S)
     slots = torch.empty(N, width, dtype=torch.int32, device=device)

@@ -114,7 +114,7 @@ WAYS = {(choose_tokens, 32): "few", (choose_tokens, 0): "many", (reference, 0): 
             *product(
                 WAYS,
                 [(1, 16, 16, 8), (2, 1, 16, 5), (3, 16, 7, 40), (8, 16, 16, 33), (4, 64, 16, 1)],
-                ["apart", "near", "tied", "zeros"],
+                ["apart", "near", "steps", "tied", "zeros"],
             )
         ],
         lambda way, shape, kind: f"{'-'.join(map(str, (kind, *shape)))}-{WAYS[way]}",
@@ -125,7 +125,8 @@ def test_the_best_of_all_ranks(
 ) -> None:
     """Rows shorter than topk, empty shards, negative scores, and ties over blocks and ranks; few rows and many.
 
-    Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long.
+    Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long. Steps of the
+    last bits are both.
     """
     (op, few_rows), (kvp, block, page, topk) = way, shape
     monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
@@ -137,6 +138,8 @@ def test_the_best_of_all_ranks(
     scores = torch.randn(5, 300, generator=gen) * 10
     if kind == "near":
         scores = 1 + scores / 1e5
+    elif kind == "steps":
+        scores = 1 + scores.round() * 2**-23
     elif kind == "tied":
         scores = scores.round() / 4
     elif kind == "zeros":
