@@ -26,7 +26,7 @@ from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
 from helix.steps.step import CHOSEN, Step
 from kernels.indexer.append import index_append
-from kernels.indexer.choose import choose_tokens
+from kernels.indexer.choose import choose_tokens, no_numbers
 from kernels.indexer.scores import index_scores
 from kernels.reference.choose_tokens import Shard
 
@@ -150,9 +150,12 @@ class Indexer:
             else:
                 cu_q, of = step.cu_q.clamp(begin, begin + most) - begin, owners[part]
             scores = torch.empty(len(q[part]), columns, dtype=torch.float32, device=q.device)
-            index_scores(q[part], weights[part], keys, pages, hi[part], cu_q, min(step.max_q, most), scores, scales)
+            numbers = no_numbers(len(scores), q.device) if step.max_q == 1 else None
+            of_keys = keys, pages, hi[part], cu_q, min(step.max_q, most)
+            index_scores(q[part], weights[part], *of_keys, scores, scales, numbers)
             of_rows = step.positions[part], step.starts[part], hi[part], pages, of
-            parts.append(choose_tokens(scores, *of_rows, self.topk, step.placement.most_tokens(tables), shard))
+            longest = step.placement.most_tokens(tables)
+            parts.append(choose_tokens(scores, *of_rows, self.topk, longest, shard, numbers))
         slots, counts = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))
         return slots, lo, counts  # lo is 0: there is no window
 

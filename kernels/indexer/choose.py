@@ -34,16 +34,21 @@ LISTED = 1024  # listed keys of all ranks that a program keeps in registers
 
 
 @triton.jit
+def score_codes(x):
+    """Maps scores to 32 bits, as int64, of the same order; -0 equals 0, and NaN is the highest."""
+    x = tl.where(x == 0.0, 0.0, x)
+    bits = x.to(tl.int32, bitcast=True)
+    code = (bits ^ ((bits >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
+    return tl.where(x == x, code, 0xFFFFFFFF)
+
+
+@triton.jit
 def _keys(
     scored, j, inside, turn,
     CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Computes the keys of local tokens `j`, int64: 32 bits of the score, BITS of the position."""
-    x = tl.load(scored + j, mask=inside, other=0.0)
-    x = tl.where(x == 0.0, 0.0, x)  # -0 equals 0
-    bits = x.to(tl.int32, bitcast=True)
-    code = (bits ^ ((bits >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
-    code = tl.where(x == x, code, 0xFFFFFFFF)
+    code = score_codes(tl.load(scored + j, mask=inside, other=0.0))
     at = j // BLOCK_TOKENS * CYCLE + turn * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
     return (code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))
 
@@ -71,12 +76,13 @@ def _found(
 
     `STAGE` digits are counted.
     """
-    if STAGE == 0:
+    if STAGE <= 1:
         bound = n * 0
         left = tl.where(tl.load(positions + n) + 1 > topk, topk, 0)
     else:
         bound = tl.load(least_keys + (STAGE - 1) * N + n)
         left = tl.load(lefts + (STAGE - 1) * N + n)
+    if STAGE > 0:
         if left > 0:
             digit = tl.arange(0, 256)
             counts = tl.zeros([256], tl.int32)
@@ -99,11 +105,10 @@ def _count_digits_kernel(
     n = (tl.program_id(0) // parts).to(tl.int64)
     wait_for_predecessor(PDL)
     bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
-    if part == 0:
+    if STAGE > 0 and part == 0:
         tl.store(least_keys + STAGE * N + n, bound)
         tl.store(lefts + STAGE * N + n, left.to(tl.int32))
-        if STAGE == 0:
-            tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
+        tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
     length = tl.load(hi + n)
     run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
     begin = part * run
@@ -197,7 +202,7 @@ def _list_between_kernel(
             tl.store(listed + to, keys, mask=(between > 0) & (to <= cap))
     tl.store(part_counts + n * parts + part, count)
     tl.debug_barrier()  # after the stores of all threads
-    if tl.atomic_add(tickets + n, 1) == parts - 1:  # the last one of the row
+    if tl.atomic_add(tickets + n * 256, 1) == parts - 1:  # the last one of the row
         if tl.load(listed, volatile=True) > cap:
             _list_best(
                 scored + n * scored_n, listed, length, bound, turn, cap,
@@ -332,6 +337,11 @@ def _write_chosen_kernel(
     start_successor(PDL)
 
 
+def no_numbers(rows: int, device: torch.device) -> torch.Tensor:
+    """Returns zeros for launches to add to, [3, rows, 256]: two digits' counts of each row, and a ticket."""
+    return torch.zeros(COUNTED.value + 1, rows, DIGITS, dtype=torch.int32, device=device)
+
+
 def choose_tokens(
     scores: torch.Tensor,
     positions: torch.Tensor,
@@ -342,6 +352,7 @@ def choose_tokens(
     topk: int,
     most: int,
     shard: Shard,
+    numbers: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses the `topk` best-scored tokens of a sequence for each query, or all of fewer; ties to the lower position.
 
@@ -357,6 +368,7 @@ def choose_tokens(
         topk: tokens of a query, over all ranks.
         most: an upper bound of positions.
         shard: this rank's part of the tokens; with other ranks, this is a collective.
+        numbers: what `no_numbers` gives, where `index_scores` has counted the first digit, in the first; overwritten.
 
     Returns:
         Cache slots [N, min(topk, S)] int32 of the tokens chosen here, in local order, and how many they are [N] int32;
@@ -380,8 +392,8 @@ def choose_tokens(
     tiles = triton.cdiv(S, TILE)
     parts = max(1, min(tiles, triton.cdiv(PROGRAMS * sm_count(device), N)))
     few = shard.gather is None or N <= FEW_ROWS
-    numbers = torch.zeros(COUNTED.value * N * DIGITS + N, dtype=torch.int32, device=device)
-    counts, tickets = numbers[:-N].view(-1, N, DIGITS), numbers[-N:]
+    counted = 0 if numbers is None else 1
+    counts = no_numbers(N, device) if numbers is None else numbers
     least_keys = torch.empty(passes, N, dtype=torch.int64, device=device)
     lefts = torch.empty(passes, N, dtype=torch.int32, device=device)
     part_counts = torch.empty(N, parts, dtype=torch.int32, device=device)
@@ -390,13 +402,14 @@ def choose_tokens(
     options = dict(BITS=8 * (passes - SCORE_PASSES), BLOCK_TOKENS=shard.append_block, **common)
     gathered = counts
     for stage in range(COUNTED.value):
-        _count_digits_kernel[(parts * N,)](
-            scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed,
-            scores.stride(0), N, topk, parts, 1 + width, shard.kvp_rank, STAGE=stage, **options,
-        )  # fmt: skip
+        if stage >= counted:
+            _count_digits_kernel[(parts * N,)](
+                scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed,
+                scores.stride(0), N, topk, parts, 1 + width, shard.kvp_rank, STAGE=stage, **options,
+            )  # fmt: skip
         gathered = counts[stage] if shard.gather is None else shard.gather(counts[stage])
     _list_between_kernel[(parts * N,)](
-        scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
+        scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, counts[COUNTED.value],
         scores.stride(0), N, topk, parts, width, shard.kvp_rank, **options,
     )  # fmt: skip
     for stage in range(COUNTED.value, passes) if not few else ():

@@ -134,7 +134,7 @@ SPECIAL = {
     "positions": ("*i64", True),
     **dict.fromkeys(("scored", "raw"), ("*fp32", True)),
     **dict.fromkeys(("first_ranks", "least_keys", "owners", "listed", "all_listed"), ("*i64", True)),
-    **dict.fromkeys(("gathered", "lefts", "chosen_slots", "chosen_counts", "tickets"), ("*i32", True)),
+    **dict.fromkeys(("gathered", "lefts", "chosen_slots", "chosen_counts", "tickets", "digit_counts"), ("*i32", True)),
     **dict.fromkeys(("parts", "EACH", "listed_n", "cap"), ("i32", False)),
     **dict.fromkeys(("miss_counts", "his", "listed_from", "listed_to", "block_counts"), ("*i32", True)),
     **dict.fromkeys(("copied_from", "copied_to", "placed", "kept_on_host"), ("*i32", True)),
@@ -459,7 +459,8 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
             tile = score_tile(rows, heads, bf16, not plain, rows <= 5)
             options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
             scan = shape | {"HEADS": heads, "OFFSETS": rows > 5, "BLOCK_D": 128, **tile, **plain}
-            yield f"index-scores-{heads}-{rows}{few}", bf16, _index_scores_kernel, scan, options
+            counts = {"digit_counts": None} if rows > 1 else {}
+            yield f"index-scores-{heads}-{rows}{few}", bf16, _index_scores_kernel, scan | counts, options
     append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32}
     for few, plain in (("", {"scales": None}), ("-fp8", {})):
         yield f"index-append{few}", bf16, _index_append_kernel, append | plain, {"num_warps": 1}

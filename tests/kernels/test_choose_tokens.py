@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helix.layout import HelixLayout
 from kernels.indexer import choose
-from kernels.indexer.choose import choose_tokens
+from kernels.indexer.choose import choose_tokens, no_numbers
 from kernels.reference.choose_tokens import Shard, ordered
 from kernels.reference.choose_tokens import choose_tokens as reference
 from tests.pairs import params
@@ -59,6 +59,7 @@ def chosen(
     page: int,
     device: torch.device,
     each: int = 1,
+    counted: bool = False,
 ) -> list[list[int]]:
     """Global positions that all ranks choose for each row of global scores [N, S]; checks the order of each rank's."""
     N, S = scores.shape
@@ -81,8 +82,13 @@ def chosen(
         positions = torch.tensor(lengths) - 1
         tensors = (x.to(device) for x in (local, positions, torch.tensor(starts), hi))
         rows = None if each > 1 else torch.arange(N, device=device)
+        numbers = []
+        if counted:
+            numbers.append(no_numbers(N, device))
+            for n in range(N):
+                numbers[0][0, n] = (ordered(local[n, : hi[n]]) >> 24).bincount(minlength=256)
         with meeting.turn:
-            results[rank] = mine, op(*tensors, tables, rows, topk, (columns * page + block) * kvp, shard)
+            results[rank] = mine, op(*tensors, tables, rows, topk, (columns * page + block) * kvp, shard, *numbers)
 
     threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(kvp)]
     for thread in threads:
@@ -126,7 +132,7 @@ def test_the_best_of_all_ranks(
     """Rows shorter than topk, empty shards, negative scores, and ties over blocks and ranks; few rows and many.
 
     Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long. Steps of the
-    last bits are both.
+    last bits are both. The first digit may have been counted.
     """
     (op, few_rows), (kvp, block, page, topk) = way, shape
     monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
@@ -145,8 +151,9 @@ def test_the_best_of_all_ranks(
     elif kind == "zeros":
         scores = torch.where(scores > 14, scores, scores * 0)  # of either sign
     layout = HelixLayout.create("helix", kvp)
-    found = chosen(op, scores, lengths, starts, topk, layout, block, page, device)
-    assert found == [wanted(scores[n], lengths[n], topk) for n in range(5)]
+    for counted in (False, op is choose_tokens):
+        found = chosen(op, scores, lengths, starts, topk, layout, block, page, device, counted=counted)
+        assert found == [wanted(scores[n], lengths[n], topk) for n in range(5)]
 
 
 @OPS
