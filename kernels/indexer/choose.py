@@ -43,14 +43,28 @@ def score_codes(x):
 
 
 @triton.jit
-def _keys(
-    scored, j, inside, turn,
-    CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Computes the keys of local tokens `j`, int64: 32 bits of the score, BITS of the position."""
-    code = score_codes(tl.load(scored + j, mask=inside, other=0.0))
+def _keys(x, j, turn, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr):
+    """Computes the keys of local tokens `j` with scores `x`, int64: 32 bits of the score, BITS of the position."""
+    code = score_codes(x)
     at = j // BLOCK_TOKENS * CYCLE + turn * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
     return (code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))
+
+
+@triton.jit
+def _part(hi, first_ranks, n, part, parts, own_rank, RANKS: tl.constexpr, TILE: tl.constexpr):
+    """Returns a row's tokens on this rank, begin and end of a part of them, and the rank's turn in a cycle."""
+    length = tl.load(hi + n)
+    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
+    begin = part * run
+    turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+    return length, begin, tl.minimum(begin + run, length), turn
+
+
+@triton.jit
+def _tile(scored, begin, end, TILE: tl.constexpr):
+    """Loads the scores of a tile."""
+    j = begin + tl.arange(0, TILE)
+    return tl.load(scored + j, mask=j < end, other=0.0)
 
 
 @triton.jit
@@ -99,28 +113,30 @@ def _count_digits_kernel(
     scored, positions, first_ranks, hi, gathered, counts, least_keys, lefts, listed,
     scored_n, N, topk, parts, listed_n, own_rank,
     STAGE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, SEVERAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
+    scored += n * scored_n
+    _, begin, end, turn = _part(hi, first_ranks, n, part, parts, own_rank, RANKS, TILE)
+    if STAGE == 0 or RANKS == 1:
+        wait_for_predecessor(PDL)  # which may have written the scores
+    x = _tile(scored, begin, end, TILE)
     wait_for_predecessor(PDL)
     bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
     if STAGE > 0 and part == 0:
         tl.store(least_keys + STAGE * N + n, bound)
         tl.store(lefts + STAGE * N + n, left.to(tl.int32))
         tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
-    length = tl.load(hi + n)
-    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
-    begin = part * run
-    end = tl.minimum(begin + run, length)
     if (left > 0) & (begin < end):
         shift: tl.constexpr = 8 * (PASSES - 1 - STAGE)
-        turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
         found = tl.zeros([256], tl.int32)
         for at in range(begin, end, TILE):
             j = at + tl.arange(0, TILE)
             inside = j < end
-            keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+            if SEVERAL:
+                x = _tile(scored, at, end, TILE)
+            keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
             counted = inside & (keys >> (shift + 8) == bound >> (shift + 8))
             # From the third digit on, hardly any tile has keys that count.
             if tl.max(counted.to(tl.int32), 0) > 0:
@@ -147,7 +163,8 @@ def _list_best(
         for at in range(0, length, TILE):
             j = at + tl.arange(0, TILE)
             inside = j < length
-            keys = _keys(scored, j, inside, turn, CYCLE, BLOCK_TOKENS, BITS)
+            x = tl.load(scored + j, mask=inside, other=0.0)
+            keys = _keys(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
             counted = inside & (keys >> (at_bit + 8) == low >> (at_bit + 8))
             counts += tl.histogram(((keys >> at_bit) & 255).to(tl.int32), 256, mask=counted)
         reach = tl.cumsum(counts, 0, reverse=True)
@@ -158,7 +175,8 @@ def _list_best(
     for at in range(0, length, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < length
-        keys = _keys(scored, j, inside, turn, CYCLE, BLOCK_TOKENS, BITS)
+        x = tl.load(scored + j, mask=inside, other=0.0)
+        keys = _keys(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
         taken = (inside & (keys >= low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
         tl.store(listed + done + tl.cumsum(taken, 0), keys, mask=taken > 0)  # behind their number
         done += tl.sum(taken, 0)
@@ -170,20 +188,18 @@ def _list_between_kernel(
     scored, positions, first_ranks, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
     scored_n, N, topk, parts, cap, own_rank,
     PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, SEVERAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
+    scored += n * scored_n
+    length, begin, end, turn = _part(hi, first_ranks, n, part, parts, own_rank, RANKS, TILE)
+    x = _tile(scored, begin, end, TILE)
     wait_for_predecessor(PDL)
     bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, COUNTED, PASSES, RANKS)
     if part == 0:
         tl.store(least_keys + COUNTED * N + n, bound)
         tl.store(lefts + COUNTED * N + n, left.to(tl.int32))
-    length = tl.load(hi + n)
-    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
-    begin = part * run
-    end = tl.minimum(begin + run, length)
-    turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
     shift: tl.constexpr = 8 * (PASSES - COUNTED)
     listed += n * (1 + cap)
     # Keys from `chosen_from` on are chosen; those between are listed.
@@ -192,7 +208,9 @@ def _list_between_kernel(
     for at in range(begin, end, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < end
-        keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        if SEVERAL:
+            x = _tile(scored, at, end, TILE)
+        keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         count += tl.sum((inside & (keys >= chosen_from)).to(tl.int32), 0)
         between = (inside & (keys >= bound) & (keys < chosen_from)).to(tl.int32)
         some = tl.sum(between, 0)
@@ -205,7 +223,7 @@ def _list_between_kernel(
     if tl.atomic_add(tickets + n * 256, 1) == parts - 1:  # the last one of the row
         if tl.load(listed, volatile=True) > cap:
             _list_best(
-                scored + n * scored_n, listed, length, bound, turn, cap,
+                scored, listed, length, bound, turn, cap,
                 shift, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE,
             )  # fmt: skip
     start_successor(PDL)
@@ -281,23 +299,24 @@ def _write_chosen_kernel(
     scored, positions, first_ranks, hi, gathered, all_listed, least_keys, lefts, part_counts, block_tables, owners,
     chosen_slots, chosen_counts, scored_n, tables_b, width, N, topk, parts, EACH, own_rank,
     SEARCHES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SEVERAL: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
+    scored += n * scored_n
+    _, begin, end, turn = _part(hi, first_ranks, n, part, parts, own_rank, RANKS, TILE)
+    row = n // EACH
+    if owners is not None:
+        row = tl.load(owners + n)
+    x = _tile(scored, begin, end, TILE)
     wait_for_predecessor(PDL)
-    length = tl.load(hi + n)
-    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
-    begin = part * run
-    end = tl.minimum(begin + run, length)
-    turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
     bound = tl.load(least_keys + COUNTED * N + n)
+    left = tl.load(lefts + COUNTED * N + n)
     q = tl.arange(0, BLOCK_PARTS)
     of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
     place = tl.sum(tl.where(q < part, of_parts, 0), 0)
     total = tl.sum(of_parts, 0)
-    left = tl.load(lefts + COUNTED * N + n)
     if left > 0:
         stride = 1 + width.to(tl.int64)
         if SEARCHES:
@@ -321,14 +340,13 @@ def _write_chosen_kernel(
     if part == 0:
         # Never more, unless ranks are emulated, whose counts are not those of their tokens.
         tl.store(chosen_counts + n, tl.minimum(total, width))
-    row = n // EACH
-    if owners is not None:
-        row = tl.load(owners + n)
     pages = block_tables + row * tables_b
     for at in range(begin, end, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < end
-        keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        if SEVERAL:
+            x = _tile(scored, at, end, TILE)
+        keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         chosen = (inside & (keys >= bound)).to(tl.int32)
         page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
         to = place + tl.cumsum(chosen, 0) - 1
@@ -399,7 +417,7 @@ def choose_tokens(
     part_counts = torch.empty(N, parts, dtype=torch.int32, device=device)
     listed = torch.empty(N, 1 + width, dtype=torch.int64, device=device)
     common = dict(PASSES=passes, RANKS=shard.kvp, TILE=TILE, num_warps=4, **overlapped(scores))
-    options = dict(BITS=8 * (passes - SCORE_PASSES), BLOCK_TOKENS=shard.append_block, **common)
+    options = dict(BITS=8 * (passes - SCORE_PASSES), BLOCK_TOKENS=shard.append_block, SEVERAL=tiles > parts, **common)
     gathered = counts
     for stage in range(COUNTED.value):
         if stage >= counted:

@@ -466,14 +466,16 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
         yield f"index-append{few}", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
     yield "index-append-keys", bf16, _index_append_kernel, append | plain | {"HEADS": 0, "BLOCK_H": 1}, {"num_warps": 1}
     choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
-    for stage in (0, 1):
-        yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
     for stage in (2, 6):
         yield f"count-listed-{stage}", bf16, _count_listed_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
-    yield "list-between", bf16, _list_between_kernel, choice, {"num_warps": 4}
-    write = choice | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
-    for searches, owners in ((True, {"owners": None}), (False, {})):
-        yield "write-chosen", bf16, _write_chosen_kernel, write | owners | {"SEARCHES": searches}, {"num_warps": 4}
+    for several in (False, True):
+        choice["SEVERAL"] = several
+        for stage in (0, 1):
+            yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
+        yield "list-between", bf16, _list_between_kernel, dict(choice), {"num_warps": 4}
+        write = choice | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
+        for searches, owners in ((True, {"owners": None}), (False, {})):
+            yield "write-chosen", bf16, _write_chosen_kernel, write | owners | {"SEARCHES": searches}, {"num_warps": 4}
     for few, plain in ((False, {"scales": None, "ropes": None}), (True, {})):
         tile = latent_tile(64, 512, 64, bf16, few)
         options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
