@@ -62,7 +62,7 @@ def _part(hi, first_ranks, n, part, parts, own_rank, RANKS: tl.constexpr, TILE: 
 
 @triton.jit
 def _tile(scored, begin, end, TILE: tl.constexpr):
-    """Loads the scores of a tile."""
+    """Loads the scores of a tile, before waiting where an older launch than the predecessor has written them."""
     j = begin + tl.arange(0, TILE)
     return tl.load(scored + j, mask=j < end, other=0.0)
 
@@ -104,7 +104,8 @@ def _found(
                 counts += tl.load(gathered + (rank * N + n) * 256 + digit)
             found, left, all_chosen = _digit(counts, left, 256)
             bound += found << (8 * (PASSES - STAGE))
-            left = tl.where(all_chosen, 0, left)
+            if STAGE <= COUNTED:  # a full list may lack keys of the same digits: those of listed ones are all found
+                left = tl.where(all_chosen, 0, left)
     return bound, left
 
 

@@ -156,6 +156,19 @@ def test_the_best_of_all_ranks(
         assert found == [wanted(scores[n], lengths[n], topk) for n in range(5)]
 
 
+@pytest.mark.parametrize("few_rows", [32, 0])
+def test_a_full_list_lacks_keys_of_the_same_digits(
+    monkeypatch: pytest.MonkeyPatch, few_rows: int, device: torch.device
+) -> None:
+    """One rank has all tokens, more than its list takes with the same first digits."""
+    monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
+    gen = torch.Generator().manual_seed(0)
+    steps = (torch.randn(4, 40, generator=gen) * 10).round() * torch.tensor([[1.0], [2.0], [16.0], [300.0]])
+    scores = 1 + steps * 2**-23
+    found = chosen(choose_tokens, scores, [40] * 4, [0, 3, 1, 2], 2, HelixLayout.create("helix", 4), 64, 16, device)
+    assert found == [wanted(row, 40, 2) for row in scores]
+
+
 @OPS
 def test_rows_of_a_verified_group(op: Any, device: torch.device) -> None:
     """Each row has tokens of its own; NaN and infinity are scores as well."""
