@@ -30,6 +30,7 @@ DIGITS = 256
 SCORE_PASSES = 4
 COUNTED = tl.constexpr(2)  # digits before keys between are listed
 FEW_ROWS = 32  # over several ranks, whose lists are gathered
+PLANES = COUNTED.value + 1  # of numbers of a row that launches add to: counts of its digits, and a ticket
 LISTED = 1024  # listed keys of all ranks that a program keeps in registers
 
 
@@ -356,11 +357,6 @@ def _write_chosen_kernel(
     start_successor(PDL)
 
 
-def no_numbers(rows: int, device: torch.device) -> torch.Tensor:
-    """Returns zeros for launches to add to, [3, rows, 256]: two digits' counts of each row, and a ticket."""
-    return torch.zeros(COUNTED.value + 1, rows, DIGITS, dtype=torch.int32, device=device)
-
-
 def choose_tokens(
     scores: torch.Tensor,
     positions: torch.Tensor,
@@ -387,7 +383,8 @@ def choose_tokens(
         topk: tokens of a query, over all ranks.
         most: an upper bound of positions.
         shard: this rank's part of the tokens; with other ranks, this is a collective.
-        numbers: what `no_numbers` gives, where `index_scores` has counted the first digit, in the first; overwritten.
+        numbers: [PLANES, N, 256] int32, rows contiguous, overwritten: zeros, but for the first digit's counts, which
+            `index_scores` added to the first plane. None: nothing is counted.
 
     Returns:
         Cache slots [N, min(topk, S)] int32 of the tokens chosen here, in local order, and how many they are [N] int32;
@@ -412,7 +409,8 @@ def choose_tokens(
     parts = max(1, min(tiles, triton.cdiv(PROGRAMS * sm_count(device), N)))
     few = shard.gather is None or N <= FEW_ROWS
     counted = 0 if numbers is None else 1
-    counts = no_numbers(N, device) if numbers is None else numbers
+    counts = torch.zeros(PLANES, N, DIGITS, dtype=torch.int32, device=device) if numbers is None else numbers
+    assert counts.shape == (PLANES, N, DIGITS) and counts.stride()[1:] == (DIGITS, 1)
     least_keys = torch.empty(passes, N, dtype=torch.int64, device=device)
     lefts = torch.empty(passes, N, dtype=torch.int32, device=device)
     part_counts = torch.empty(N, parts, dtype=torch.int32, device=device)
@@ -428,7 +426,7 @@ def choose_tokens(
             )  # fmt: skip
         gathered = counts[stage] if shard.gather is None else shard.gather(counts[stage])
     _list_between_kernel[(parts * N,)](
-        scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, counts[COUNTED.value],
+        scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, counts[-1],
         scores.stride(0), N, topk, parts, width, shard.kvp_rank, **options,
     )  # fmt: skip
     for stage in range(COUNTED.value, passes) if not few else ():

@@ -178,8 +178,8 @@ def index_scores(
         max_q: most queries of a sequence.
         scores: [N, S] fp32, last dim contiguous, written: the first `hi` of a row; the others stay.
         scales: of keys in e4m3, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
-        numbers: where no sequence has several queries, what `kernels.indexer.choose.no_numbers` gives: each score is
-            counted by its first digit.
+        numbers: where no sequence has several queries, see `kernels.indexer.choose`: the first plane counts each
+            score by its first digit.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, equation 1.
@@ -194,7 +194,7 @@ def index_scores(
     assert scales is None or scales.is_contiguous()
     assert weights.dtype == scores.dtype == torch.float32 and weights.stride(1) == scores.stride(1) == 1
     assert hi.is_contiguous() and tables.stride(1) == 1
-    assert numbers is None or (max_q == 1 and numbers.shape[1:] == (N, DIGITS) and numbers.is_contiguous())
+    assert numbers is None or (max_q == 1 and numbers[0].shape == (N, DIGITS) and numbers[0].is_contiguous())
     if N == 0:
         return
     tile = score_tile(max_q, heads, q.dtype, scales is not None, cu_q is None)

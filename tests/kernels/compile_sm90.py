@@ -461,10 +461,11 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
             scan = shape | {"HEADS": heads, "OFFSETS": rows > 5, "BLOCK_D": 128, **tile, **plain}
             counts = {"digit_counts": None} if rows > 1 else {}
             yield f"index-scores-{heads}-{rows}{few}", bf16, _index_scores_kernel, scan | counts, options
-    append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32}
+    append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32, "PLANES": 3}
     for few, plain in (("", {"scales": None}), ("-fp8", {})):
         yield f"index-append{few}", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
-    yield "index-append-keys", bf16, _index_append_kernel, append | plain | {"HEADS": 0, "BLOCK_H": 1}, {"num_warps": 1}
+    plain = plain | {"HEADS": 0, "BLOCK_H": 1, "PLANES": 0, "digit_counts": None}
+    yield "index-append-keys", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
     choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
     for stage in (2, 6):
         yield f"count-listed-{stage}", bf16, _count_listed_kernel, choice | {"STAGE": stage}, {"num_warps": 4}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helix.layout import HelixLayout
 from kernels.indexer import choose
-from kernels.indexer.choose import choose_tokens, no_numbers
+from kernels.indexer.choose import PLANES, choose_tokens
 from kernels.reference.choose_tokens import Shard, ordered
 from kernels.reference.choose_tokens import choose_tokens as reference
 from tests.pairs import params
@@ -84,7 +84,7 @@ def chosen(
         rows = None if each > 1 else torch.arange(N, device=device)
         numbers = []
         if counted:
-            numbers.append(no_numbers(N, device))
+            numbers.append(torch.zeros(PLANES, N, 256, dtype=torch.int32, device=device))
             for n in range(N):
                 numbers[0][0, n] = (ordered(local[n, : hi[n]]) >> 24).bincount(minlength=256)
         with meeting.turn:
