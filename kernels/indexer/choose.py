@@ -2,8 +2,8 @@
 
 A token's key is a number of its score, then of its position, an earlier one above a later one: keys are distinct, so
 that ties are decided alike on every grid. Each launch counts one digit of eight bits, of the keys whose digits before
-are those of the k-th largest. Ranks gather these counts, and each next launch finds the digit in their sum. Once all
-keys with the digits found are chosen, further launches count nothing.
+are those of the k-th largest; `index_scores` may have counted the first. Ranks gather these counts, and the next launch
+finds the digit in their sum. Once all keys with the digits found are chosen, further launches count nothing.
 
 Two digits leave few keys between chosen ones and others, some hundred of a million. The next launch lists them. For few
 rows, ranks gather the lists, and each program of the last launch finds what tells chosen keys from the others. Many
