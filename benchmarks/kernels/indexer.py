@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import PAGE, ROTATED, K, seconds
 from helix.attention.dense import attend_chosen
-from kernels.indexer.choose import choose_tokens
+from kernels.indexer.choose import DIGITS, PLANES, choose_tokens
 from kernels.indexer.scores import index_scores
 from kernels.paged_keys import PagedKeys
 from kernels.reference.choose_tokens import Shard, ordered
@@ -39,6 +39,10 @@ def bf16(*shape: int, device: torch.device) -> Tensor:
     return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
 
+def no_counts(rows: int, device: torch.device) -> Tensor:
+    return torch.zeros(PLANES, rows, DIGITS, dtype=torch.int32, device=device)
+
+
 def measure_scan(given: Given, heads: int, batch: int, queries: int, tokens: int) -> list[Row]:
     """One row: the scores of all tokens, with index keys in bf16 and in e4m3."""
     device, pages, rows = given.device, batch * tokens // PAGE, batch * queries
@@ -48,13 +52,16 @@ def measure_scan(given: Given, heads: int, batch: int, queries: int, tokens: int
     q, weights = bf16(rows, heads, WIDTH, device=device), torch.randn(rows, heads, device=device)
     hi = torch.full((rows,), tokens, dtype=torch.int32, device=device)
     scores = torch.empty(rows, tokens, device=device)
+    counts = no_counts(rows, device) if queries == 1 else None
     row: Row = {"kind": "scan", "heads": heads, "batch": batch, "queries": queries, "tokens": tokens}
     plain: list[tuple[Tensor, ...]] = [(cache,) for cache in caches]
     few: list[tuple[Tensor, ...]] = [rounded(cache) for cache in caches * 2]
     for name, kept in (("us", plain), ("fp8_us", few)):
 
         def run(copy: int, kept: list[tuple[Tensor, ...]] = kept) -> None:
-            index_scores(q, weights, kept[copy][0], table, hi, None, queries, scores, *kept[copy][1:])
+            cache, *scales = kept[copy]
+            of_keys = scales[0] if scales else None
+            index_scores(q, weights, cache, table, hi, None, queries, scores, of_keys, counts)
 
         run(0)
         numbers, *scales = (plane.float()[table[-1].long()].flatten(0, 1)[:4096].double() for plane in kept[0])
@@ -70,13 +77,16 @@ def measure_scan(given: Given, heads: int, batch: int, queries: int, tokens: int
 
 
 def measure_choice(given: Given, rows: int, ranks: int, tokens: int) -> list[Row]:
-    """One row: the choice, with copies for the gathers of counts."""
+    """One row: the choice, with copies for the gathers of counts; scores of a single query come with their counts."""
     device = given.device
     scores = [torch.randn(rows, tokens, device=device) for _ in range(2)]
     total, pages = tokens * ranks, tokens // PAGE
     positions = torch.full((rows,), total - 1, device=device)
     starts, hi = torch.zeros_like(positions), torch.full((rows,), tokens, dtype=torch.int32, device=device)
     table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    counted = [no_counts(rows, device) for _ in scores]
+    for numbers, scored in zip(counted, scores, strict=True):
+        numbers[0, 0] = (ordered(scored[0]) >> 24).bincount(minlength=DIGITS)
 
     def gather(x: Tensor) -> Tensor:
         return x.expand(ranks, *x.shape).contiguous()
@@ -84,7 +94,8 @@ def measure_choice(given: Given, rows: int, ranks: int, tokens: int) -> list[Row
     shard = Shard(ranks, 0, 16, PAGE, gather if ranks > 1 else None)
 
     def run(copy: int) -> tuple[Tensor, Tensor]:
-        return choose_tokens(scores[copy], positions, starts, hi, table, None, TOPK, total, shard)
+        numbers = counted[copy].clone() if rows == 1 else None
+        return choose_tokens(scores[copy], positions, starts, hi, table, None, TOPK, total, shard, numbers)
 
     slots, counts = run(0)
     share = TOPK // ranks

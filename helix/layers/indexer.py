@@ -26,7 +26,7 @@ from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
 from helix.steps.step import CHOSEN, Step
 from kernels.indexer.append import index_append
-from kernels.indexer.choose import choose_tokens
+from kernels.indexer.choose import DIGITS, PLANES, choose_tokens
 from kernels.indexer.scores import index_scores
 from kernels.reference.choose_tokens import Shard
 
@@ -126,12 +126,14 @@ class Indexer:
         q = self.queries(latents) if chooses else latents[:, :0]
         q = q.view(len(q), spec.heads if chooses else 0, spec.width)
         slots = step.new_slots(None)
-        index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys[0], slots, keys[1])
+        alone = chooses and step.max_q == 1  # scores of single queries are counted as they are computed
+        numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device) if alone else None
+        index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys[0], slots, keys[1], numbers)
         if chooses:
-            step.shared[CHOSEN] = self._choose(q, weights, *keys, step)
+            step.shared[CHOSEN] = self._choose(q, weights, *keys, numbers, step)
 
     def _choose(
-        self, q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, step: Step
+        self, q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, numbers: Tensor | None, step: Step
     ) -> tuple[Tensor, ...]:
         """Chooses for queries [N, H_I, D_I], some rows at a time; returns what `Step.chosen` says."""
         tables, (lo, hi), owners = step.block_tables, step.bounds(None), step.owners()
@@ -150,11 +152,14 @@ class Indexer:
             else:
                 cu_q, of = step.cu_q.clamp(begin, begin + most) - begin, owners[part]
             scores = torch.empty(len(q[part]), columns, dtype=torch.float32, device=q.device)
-            index_scores(q[part], weights[part], keys, pages, hi[part], cu_q, min(step.max_q, most), scores, scales)
+            counts = None if numbers is None else numbers[:, part]
+            of_keys = keys, pages, hi[part], cu_q, min(step.max_q, most)
+            index_scores(q[part], weights[part], *of_keys, scores, scales, counts)
             of_rows = step.positions[part], step.starts[part], hi[part], pages, of
-            parts.append(choose_tokens(scores, *of_rows, self.topk, step.placement.most_tokens(tables), shard))
-        slots, counts = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))
-        return slots, lo, counts  # lo is 0: there is no window
+            longest = step.placement.most_tokens(tables)
+            parts.append(choose_tokens(scores, *of_rows, self.topk, longest, shard, counts))
+        slots, taken = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))
+        return slots, lo, taken  # lo is 0: there is no window
 
     def _shard(self, step: Step) -> Shard:
         placement = step.placement

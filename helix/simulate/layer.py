@@ -30,7 +30,7 @@ from kernels.scaled_keys import GROUP
 SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
-SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch
+SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch of a choice
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class Layer:
         p, s, each = points, options.speculation, 1 if drafting else options.step_tokens
         self.self_drafts = s if s is not None and s.sparsity is not None else None
         self.drafting = drafting
+        self.single = each == 1
         self.sequences = _up(p.batch, p.dp)
         self.rows = self.sequences * each  # rows per data-parallel group
         self.all_rows = p.batch * each  # rows per pipeline stage
@@ -264,8 +265,9 @@ class Layer:
         scanned = self.sequences * tokens * self.index_bytes(of)
         gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGITS * NUMBER_BYTES * p.kvp)
         lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
-        read = self.rows * tokens * SCORE_READS * NUMBER_BYTES
-        kernels = self._timed("choose tokens", read, self.zeros, COUNTED.value + 3)
+        # Of single queries, the launch that computes scores counts their first digit, and the one before zeroes counts.
+        reads, launches = (SCORE_READS - 1, COUNTED.value + 1) if self.single else (SCORE_READS, COUNTED.value + 3)
+        kernels = self._timed("choose tokens", self.rows * tokens * reads * NUMBER_BYTES, self.zeros, launches)
         return [
             self.kernel("index", of.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
             self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, 1, None, hw.latent_flops),

@@ -14,9 +14,9 @@ from kernels.scaled_keys import reciprocal, scale_bits
 
 @triton.jit
 def _index_append_kernel(
-    q, raw, cos, sin, gain, bias, cache, scales, slots, q_n, raw_n, page_stride, eps,
+    q, raw, cos, sin, gain, bias, cache, scales, slots, digit_counts, q_n, raw_n, page_stride, eps,
     HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -29,6 +29,10 @@ def _index_append_kernel(
     c = tl.load(cos + token * half + r, mask=turned, other=0.0).to(tl.float32)
     s = tl.load(sin + token * half + r, mask=turned, other=0.0).to(tl.float32)
     if part == 0:
+        if digit_counts is not None:
+            for plane in tl.static_range(PLANES):
+                zeroed = digit_counts + (plane * tl.num_programs(0) + token) * 256
+                tl.store(zeroed + tl.arange(0, 256), tl.zeros([256], tl.int32))
         slot = tl.load(slots + token)
         if slot >= 0:
             row = raw + token * raw_n
@@ -79,6 +83,7 @@ def index_append(
     cache: torch.Tensor,
     slots: torch.Tensor,
     scales: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
 ) -> None:
     """Writes this rank's index keys, normalised and rotated, to their cache slots; rotates index queries in place.
 
@@ -94,23 +99,26 @@ def index_append(
         cache: [pages, page_size, D], contiguous within a page; pages may be strided. With scales: e4m3.
         slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
         scales: of keys in e4m3, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
+        numbers: [P, N, 256] int32, contiguous, zeroed, for launches behind this one to add to.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, with the RoPE and the norm of its inference code.
     """
     if not dispatch.on_gpu(q):
-        reference(q, k, cos, sin, gain, bias, eps, cache, slots, scales)
+        reference(q, k, cos, sin, gain, bias, eps, cache, slots, scales, numbers)
         return
     N, heads, D = q.shape
     rope = 2 * cos.shape[1]
     assert q.stride()[1:] == (D, 1) and k.stride(1) == 1 and cache.stride()[1:] == (D, 1) and rope <= D
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous() and gain.shape == bias.shape == (D,)
     assert (scales is None) == (cache.dtype != torch.float8_e4m3fn) and (scales is None or scales.is_contiguous())
+    assert numbers is None or (numbers.is_contiguous() and numbers.shape[1:] == (N, 256))
     if N == 0:
         return
     block_h = min(16, triton.next_power_of_2(max(heads, 1)))
     _index_append_kernel[N, 1 + triton.cdiv(heads, block_h)](
-        q, k, cos, sin, gain, bias, cache, scales, slots, q.stride(0), k.stride(0), cache.stride(0), eps,
+        q, k, cos, sin, gain, bias, cache, scales, slots, numbers, q.stride(0), k.stride(0), cache.stride(0), eps,
         HEADS=heads, D=D, ROPE=rope, PAGE=cache.shape[1], BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(D),
-        BLOCK=triton.next_power_of_2(rope // 2), num_warps=1, **overlapped(q),
+        BLOCK=triton.next_power_of_2(rope // 2), PLANES=0 if numbers is None else len(numbers), num_warps=1,
+        **overlapped(q),
     )  # fmt: skip

@@ -2,13 +2,13 @@
 
 A token's key is a number of its score, then of its position, an earlier one above a later one: keys are distinct, so
 that ties are decided alike on every grid. Each launch counts one digit of eight bits, of the keys whose digits before
-are those of the k-th largest. Ranks gather these counts, and each next launch finds the digit in their sum. Once all
-keys with the digits found are chosen, further launches count nothing.
+are those of the k-th largest; `index_scores` may have counted the first. Ranks gather these counts, and the next launch
+finds the digit in their sum. Once all keys with the digits found are chosen, further launches count nothing.
 
 Two digits leave few keys between chosen ones and others, some hundred of a million. The next launch lists them. For few
-rows, ranks gather the lists, and the last launch finds the k-th largest itself, bit by bit, as each of its programs
-does. Many rows would send too much: there the other digits are counted as well, of the lists. The last launch writes
-the chosen tokens in local order; the one that lists has counted those of each part of a row.
+rows, ranks gather the lists, and each program of the last launch finds what tells chosen keys from the others. Many
+rows would send too much: there the other digits are counted as well, of the lists. The last launch writes the chosen
+tokens in local order; the one that lists has counted those of each part of a row.
 
 With the keys of a rank alone, all of this is the same without the gathers.
 """
@@ -30,22 +30,57 @@ DIGITS = 256
 SCORE_PASSES = 4
 COUNTED = tl.constexpr(2)  # digits before keys between are listed
 FEW_ROWS = 32  # over several ranks, whose lists are gathered
+PLANES = COUNTED.value + 1  # of numbers of a row that launches add to: counts of its digits, and a ticket
 LISTED = 1024  # listed keys of all ranks that a program keeps in registers
 
 
 @triton.jit
-def _keys(
-    scored, j, inside, turn,
-    CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Computes the keys of local tokens `j`, int64: 32 bits of the score, BITS of the position."""
-    x = tl.load(scored + j, mask=inside, other=0.0)
-    x = tl.where(x == 0.0, 0.0, x)  # -0 equals 0
+def score_codes(x):
+    """Maps scores to 32 bits, as int64, of the same order; -0 equals 0, and NaN is the highest."""
+    x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
     code = (bits ^ ((bits >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
-    code = tl.where(x == x, code, 0xFFFFFFFF)
+    return tl.where(x == x, code, 0xFFFFFFFF)
+
+
+@triton.jit
+def _keys(x, j, turn, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr):
+    """Computes the keys of local tokens `j` with scores `x`, int64: 32 bits of the score, BITS of the position."""
+    code = score_codes(x)
     at = j // BLOCK_TOKENS * CYCLE + turn * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
     return (code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))
+
+
+@triton.jit
+def _part(hi, first_ranks, n, part, parts, own_rank, RANKS: tl.constexpr, TILE: tl.constexpr):
+    """Returns a row's tokens on this rank, begin and end of a part of them, and the rank's turn in a cycle."""
+    length = tl.load(hi + n)
+    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
+    begin = part * run
+    turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
+    return length, begin, tl.minimum(begin + run, length), turn
+
+
+@triton.jit
+def _tile(scored, begin, end, TILE: tl.constexpr):
+    """Loads the scores of a tile, before waiting where an older launch than the predecessor has written them."""
+    j = begin + tl.arange(0, TILE)
+    return tl.load(scored + j, mask=j < end, other=0.0)
+
+
+@triton.jit
+def _digit(counts, left, VALUES: tl.constexpr):
+    """Finds the digit of the `left`-th largest key, of which `counts` have each value.
+
+    Returns it, how many keys with it are chosen, and whether these are all with it.
+    """
+    value = tl.arange(0, VALUES)
+    reach = tl.cumsum(counts, 0, reverse=True)
+    above = reach - counts
+    # All there is to know of the digit, in one number: one reduction.
+    known = tl.where((above < left) & (reach >= left), above * (2 * VALUES) + value * 2 + (reach == left), 0)
+    known = tl.max(known, 0)
+    return (known // 2 % VALUES).to(tl.int64), left - known // (2 * VALUES), known % 2 == 1
 
 
 @triton.jit
@@ -56,23 +91,22 @@ def _found(
 
     `STAGE` digits are counted.
     """
-    if STAGE == 0:
+    if STAGE <= 1:
         bound = n * 0
         left = tl.where(tl.load(positions + n) + 1 > topk, topk, 0)
     else:
         bound = tl.load(least_keys + (STAGE - 1) * N + n)
         left = tl.load(lefts + (STAGE - 1) * N + n)
+    if STAGE > 0:
         if left > 0:
             digit = tl.arange(0, 256)
             counts = tl.zeros([256], tl.int32)
             for rank in tl.static_range(RANKS):
                 counts += tl.load(gathered + (rank * N + n) * 256 + digit)
-            reach = tl.cumsum(counts, 0, reverse=True)
-            found = tl.sum((reach >= left).to(tl.int32), 0) - 1
-            above = tl.max(tl.where(reach < left, reach, 0), 0)
-            equal = tl.min(tl.where(reach >= left, reach, 0x7FFFFFFF), 0) - above
-            bound += found.to(tl.int64) << (8 * (PASSES - STAGE))
-            left = tl.where(left - above == equal, 0, left - above)
+            found, left, all_chosen = _digit(counts, left, 256)
+            bound += found << (8 * (PASSES - STAGE))
+            if STAGE <= COUNTED:  # a full list may lack keys of the same digits: those of listed ones are all found
+                left = tl.where(all_chosen, 0, left)
     return bound, left
 
 
@@ -81,29 +115,30 @@ def _count_digits_kernel(
     scored, positions, first_ranks, hi, gathered, counts, least_keys, lefts, listed,
     scored_n, N, topk, parts, listed_n, own_rank,
     STAGE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, SEVERAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
+    scored += n * scored_n
+    _, begin, end, turn = _part(hi, first_ranks, n, part, parts, own_rank, RANKS, TILE)
+    if STAGE == 0 or RANKS == 1:
+        wait_for_predecessor(PDL)  # which may have written the scores
+    x = _tile(scored, begin, end, TILE)
     wait_for_predecessor(PDL)
     bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
-    if part == 0:
+    if STAGE > 0 and part == 0:
         tl.store(least_keys + STAGE * N + n, bound)
         tl.store(lefts + STAGE * N + n, left.to(tl.int32))
-        if STAGE == 0:
-            tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
-    length = tl.load(hi + n)
-    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
-    begin = part * run
-    end = tl.minimum(begin + run, length)
+        tl.store(listed + n * listed_n, tl.zeros([], tl.int64))  # none yet
     if (left > 0) & (begin < end):
         shift: tl.constexpr = 8 * (PASSES - 1 - STAGE)
-        turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
         found = tl.zeros([256], tl.int32)
         for at in range(begin, end, TILE):
             j = at + tl.arange(0, TILE)
             inside = j < end
-            keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+            if SEVERAL:
+                x = _tile(scored, at, end, TILE)
+            keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
             counted = inside & (keys >> (shift + 8) == bound >> (shift + 8))
             # From the third digit on, hardly any tile has keys that count.
             if tl.max(counted.to(tl.int32), 0) > 0:
@@ -130,7 +165,8 @@ def _list_best(
         for at in range(0, length, TILE):
             j = at + tl.arange(0, TILE)
             inside = j < length
-            keys = _keys(scored, j, inside, turn, CYCLE, BLOCK_TOKENS, BITS)
+            x = tl.load(scored + j, mask=inside, other=0.0)
+            keys = _keys(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
             counted = inside & (keys >> (at_bit + 8) == low >> (at_bit + 8))
             counts += tl.histogram(((keys >> at_bit) & 255).to(tl.int32), 256, mask=counted)
         reach = tl.cumsum(counts, 0, reverse=True)
@@ -141,7 +177,8 @@ def _list_best(
     for at in range(0, length, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < length
-        keys = _keys(scored, j, inside, turn, CYCLE, BLOCK_TOKENS, BITS)
+        x = tl.load(scored + j, mask=inside, other=0.0)
+        keys = _keys(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
         taken = (inside & (keys >= low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
         tl.store(listed + done + tl.cumsum(taken, 0), keys, mask=taken > 0)  # behind their number
         done += tl.sum(taken, 0)
@@ -153,20 +190,18 @@ def _list_between_kernel(
     scored, positions, first_ranks, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
     scored_n, N, topk, parts, cap, own_rank,
     PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, SEVERAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
+    scored += n * scored_n
+    length, begin, end, turn = _part(hi, first_ranks, n, part, parts, own_rank, RANKS, TILE)
+    x = _tile(scored, begin, end, TILE)
     wait_for_predecessor(PDL)
     bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, COUNTED, PASSES, RANKS)
     if part == 0:
         tl.store(least_keys + COUNTED * N + n, bound)
         tl.store(lefts + COUNTED * N + n, left.to(tl.int32))
-    length = tl.load(hi + n)
-    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
-    begin = part * run
-    end = tl.minimum(begin + run, length)
-    turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
     shift: tl.constexpr = 8 * (PASSES - COUNTED)
     listed += n * (1 + cap)
     # Keys from `chosen_from` on are chosen; those between are listed.
@@ -175,7 +210,9 @@ def _list_between_kernel(
     for at in range(begin, end, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < end
-        keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        if SEVERAL:
+            x = _tile(scored, at, end, TILE)
+        keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         count += tl.sum((inside & (keys >= chosen_from)).to(tl.int32), 0)
         between = (inside & (keys >= bound) & (keys < chosen_from)).to(tl.int32)
         some = tl.sum(between, 0)
@@ -185,10 +222,10 @@ def _list_between_kernel(
             tl.store(listed + to, keys, mask=(between > 0) & (to <= cap))
     tl.store(part_counts + n * parts + part, count)
     tl.debug_barrier()  # after the stores of all threads
-    if tl.atomic_add(tickets + n, 1) == parts - 1:  # the last one of the row
+    if tl.atomic_add(tickets + n * 256, 1) == parts - 1:  # the last one of the row
         if tl.load(listed, volatile=True) > cap:
             _list_best(
-                scored + n * scored_n, listed, length, bound, turn, cap,
+                scored, listed, length, bound, turn, cap,
                 shift, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE,
             )  # fmt: skip
     start_successor(PDL)
@@ -224,16 +261,39 @@ def _count_listed_kernel(
 
 
 @triton.jit
-def _larger(listed, stride, rank, numbers, first, trial, n, N, RANKS: tl.constexpr, EACH: tl.constexpr):
-    """Counts listed keys of all ranks from `trial` on; `first` [ranks, EACH] are the first ones of each."""
-    count = tl.sum((first >= trial).to(tl.int32))
+def _listed_keys(of_rank, numbers, begin, EACH: tl.constexpr):
+    """Loads EACH listed keys of each rank from `begin` on, in any order; -1 behind the last."""
+    i = begin + tl.arange(0, EACH)
+    keys = tl.load(of_rank[:, None] + 1 + i[None, :], mask=i[None, :] < numbers[:, None], other=-1)
+    return tl.ravel(keys, can_reorder=True)
+
+
+@triton.jit
+def _count_sixteen(keys, bound, shift):
+    """Counts the values of the four bits from `shift` on, of keys whose bits above are those of `bound`."""
+    counted = keys >> (shift + 4) == bound >> (shift + 4)
+    return tl.histogram(((keys >> shift) & 15).to(tl.int32), 16, mask=counted)
+
+
+@triton.jit
+def _search(of_rank, numbers, cap, bound, left, SHIFT: tl.constexpr, EACH: tl.constexpr):
+    """Finds the last SHIFT bits of a bound that `left` listed keys of all ranks reach.
+
+    Four bits at a time, until the keys that reach it are told from the others, mostly after two or three steps. A full
+    list may lack keys of the same digits: there the bound is the least key to the last bit.
+    """
     most = tl.max(numbers, 0)
-    for at in range(EACH, most, EACH):
-        i = at + tl.arange(0, EACH)
-        inside = i[None, :] < numbers[:, None]
-        keys = tl.load(listed + ((rank * N + n) * stride)[:, None] + 1 + i[None, :], mask=inside, other=-1)
-        count += tl.sum((inside & (keys >= trial)).to(tl.int32))
-    return count
+    first = _listed_keys(of_rank, numbers, 0, EACH)
+    shift = tl.full([], SHIFT, tl.int32)
+    while shift > 0:
+        shift -= 4
+        counts = _count_sixteen(first, bound, shift)
+        for at in range(EACH, most, EACH):
+            counts += _count_sixteen(_listed_keys(of_rank, numbers, at, EACH), bound, shift)
+        found, left, all_chosen = _digit(counts, left, 16)
+        bound += found << shift
+        shift = tl.where(all_chosen & (most < cap), 0, shift)
+    return bound
 
 
 @triton.jit(do_not_specialize=["N", "parts", "EACH", "width", "own_rank"])
@@ -241,36 +301,31 @@ def _write_chosen_kernel(
     scored, positions, first_ranks, hi, gathered, all_listed, least_keys, lefts, part_counts, block_tables, owners,
     chosen_slots, chosen_counts, scored_n, tables_b, width, N, topk, parts, EACH, own_rank,
     SEARCHES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SEVERAL: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
+    scored += n * scored_n
+    _, begin, end, turn = _part(hi, first_ranks, n, part, parts, own_rank, RANKS, TILE)
+    row = n // EACH
+    if owners is not None:
+        row = tl.load(owners + n)
+    x = _tile(scored, begin, end, TILE)
     wait_for_predecessor(PDL)
-    length = tl.load(hi + n)
-    run = tl.cdiv(tl.cdiv(length, TILE), parts) * TILE
-    begin = part * run
-    end = tl.minimum(begin + run, length)
-    turn = (own_rank - tl.load(first_ranks + n) + RANKS).to(tl.int32) % RANKS
     bound = tl.load(least_keys + COUNTED * N + n)
+    left = tl.load(lefts + COUNTED * N + n)
     q = tl.arange(0, BLOCK_PARTS)
     of_parts = tl.load(part_counts + n * parts + q, mask=q < parts, other=0)
     place = tl.sum(tl.where(q < part, of_parts, 0), 0)
     total = tl.sum(of_parts, 0)
-    left = tl.load(lefts + COUNTED * N + n)
     if left > 0:
         stride = 1 + width.to(tl.int64)
         if SEARCHES:
-            shift: tl.constexpr = 8 * (PASSES - COUNTED)
             rank = tl.arange(0, BLOCK_RANKS)
-            numbers = tl.load(all_listed + (rank * N + n) * stride, mask=rank < RANKS, other=0).to(tl.int32)
-            i = tl.arange(0, LISTED)
-            inside = i[None, :] < numbers[:, None]
-            first = tl.load(all_listed + ((rank * N + n) * stride)[:, None] + 1 + i[None, :], mask=inside, other=-1)
-            for step in range(shift):
-                trial = bound + (tl.full([], 1, tl.int64) << (shift - 1 - step))
-                larger = _larger(all_listed, stride, rank, numbers, first, trial, n, N, RANKS, LISTED)
-                bound = tl.where(larger >= left, trial, bound)
+            of_rank = all_listed + (rank * N + n) * stride
+            numbers = tl.load(of_rank, mask=rank < RANKS, other=0).to(tl.int32)
+            bound = _search(of_rank, numbers, width, bound, left, 8 * (PASSES - COUNTED), LISTED)
             listed = all_listed + (own_rank * N + n) * stride
         else:
             bound, _ = _found(positions, gathered, least_keys, lefts, n, N, topk, PASSES, PASSES, RANKS)
@@ -287,14 +342,13 @@ def _write_chosen_kernel(
     if part == 0:
         # Never more, unless ranks are emulated, whose counts are not those of their tokens.
         tl.store(chosen_counts + n, tl.minimum(total, width))
-    row = n // EACH
-    if owners is not None:
-        row = tl.load(owners + n)
     pages = block_tables + row * tables_b
     for at in range(begin, end, TILE):
         j = at + tl.arange(0, TILE)
         inside = j < end
-        keys = _keys(scored + n * scored_n, j, inside, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        if SEVERAL:
+            x = _tile(scored, at, end, TILE)
+        keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         chosen = (inside & (keys >= bound)).to(tl.int32)
         page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
         to = place + tl.cumsum(chosen, 0) - 1
@@ -313,6 +367,7 @@ def choose_tokens(
     topk: int,
     most: int,
     shard: Shard,
+    numbers: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses the `topk` best-scored tokens of a sequence for each query, or all of fewer; ties to the lower position.
 
@@ -328,6 +383,8 @@ def choose_tokens(
         topk: tokens of a query, over all ranks.
         most: an upper bound of positions.
         shard: this rank's part of the tokens; with other ranks, this is a collective.
+        numbers: [PLANES, N, 256] int32, rows contiguous, overwritten: zeros, but for the first digit's counts, which
+            `index_scores` added to the first plane. None: nothing is counted.
 
     Returns:
         Cache slots [N, min(topk, S)] int32 of the tokens chosen here, in local order, and how many they are [N] int32;
@@ -341,7 +398,7 @@ def choose_tokens(
     N, S = scores.shape
     assert scores.dtype == torch.float32 and scores.stride(1) == tables.stride(1) == 1 and shard.kvp * most > 0
     assert positions.is_contiguous() and starts.is_contiguous() and hi.is_contiguous()
-    assert (shard.gather is None) == (shard.kvp == 1)
+    assert (shard.gather is None) == (shard.kvp == 1) and topk < 1 << 22  # which `_digit` packs
     device, passes = scores.device, SCORE_PASSES + triton.cdiv(max(most, 2).bit_length(), 8)
     width = min(topk, S)
     slots = torch.empty(N, width, dtype=torch.int32, device=device)
@@ -351,23 +408,25 @@ def choose_tokens(
     tiles = triton.cdiv(S, TILE)
     parts = max(1, min(tiles, triton.cdiv(PROGRAMS * sm_count(device), N)))
     few = shard.gather is None or N <= FEW_ROWS
-    numbers = torch.zeros(COUNTED.value * N * DIGITS + N, dtype=torch.int32, device=device)
-    counts, tickets = numbers[:-N].view(-1, N, DIGITS), numbers[-N:]
+    counted = 0 if numbers is None else 1
+    counts = torch.zeros(PLANES, N, DIGITS, dtype=torch.int32, device=device) if numbers is None else numbers
+    assert counts.shape == (PLANES, N, DIGITS) and counts.stride()[1:] == (DIGITS, 1)
     least_keys = torch.empty(passes, N, dtype=torch.int64, device=device)
     lefts = torch.empty(passes, N, dtype=torch.int32, device=device)
     part_counts = torch.empty(N, parts, dtype=torch.int32, device=device)
     listed = torch.empty(N, 1 + width, dtype=torch.int64, device=device)
     common = dict(PASSES=passes, RANKS=shard.kvp, TILE=TILE, num_warps=4, **overlapped(scores))
-    options = dict(BITS=8 * (passes - SCORE_PASSES), BLOCK_TOKENS=shard.append_block, **common)
+    options = dict(BITS=8 * (passes - SCORE_PASSES), BLOCK_TOKENS=shard.append_block, SEVERAL=tiles > parts, **common)
     gathered = counts
     for stage in range(COUNTED.value):
-        _count_digits_kernel[(parts * N,)](
-            scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed,
-            scores.stride(0), N, topk, parts, 1 + width, shard.kvp_rank, STAGE=stage, **options,
-        )  # fmt: skip
+        if stage >= counted:
+            _count_digits_kernel[(parts * N,)](
+                scores, positions, starts, hi, gathered, counts[stage], least_keys, lefts, listed,
+                scores.stride(0), N, topk, parts, 1 + width, shard.kvp_rank, STAGE=stage, **options,
+            )  # fmt: skip
         gathered = counts[stage] if shard.gather is None else shard.gather(counts[stage])
     _list_between_kernel[(parts * N,)](
-        scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, tickets,
+        scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, counts[-1],
         scores.stride(0), N, topk, parts, width, shard.kvp_rank, **options,
     )  # fmt: skip
     for stage in range(COUNTED.value, passes) if not few else ():

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.indexer.choose import DIGITS, score_codes
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.index_scores import index_scores as reference
 
@@ -66,7 +67,7 @@ def _store_scores(
     scored, scored_n, keys, scales, queries, factors, begin, lengths, key, at_scale, longest,
     ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stores the scores of a tile of keys for ROWS tokens from `begin` on."""
+    """Stores the scores of a tile of keys for ROWS tokens from `begin` on, and returns them [BLOCK_N, ROWS]."""
     products = tl.dot(keys, tl.trans(queries), input_precision="ieee")  # [BLOCK_N, ROWS * BLOCK_H]
     found = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * factors[None, :]
     found = tl.sum(tl.reshape(found, [BLOCK_N, ROWS, BLOCK_H]), 2)
@@ -75,11 +76,12 @@ def _store_scores(
         found *= tl.load(scales + at_scale, mask=key < longest, other=0.0)[:, None]
     to = scored + (begin + tl.arange(0, ROWS))[None, :] * scored_n + key[:, None]
     tl.store(to, found, mask=key[:, None] < lengths[None, :])
+    return found
 
 
 @triton.jit(do_not_specialize=["EACH"])
 def _index_scores_kernel(
-    q, weights, cache, scales, tables, hi, cu_q, scored,
+    q, weights, cache, scales, tables, hi, cu_q, scored, digit_counts,
     q_n, weights_n, page_stride, tables_b, scored_n, EACH,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, MORE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -117,6 +119,8 @@ def _index_scores_kernel(
         ahead = tl.program_id(2) * BLOCK_N + step
         # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of the tiles.
         next_page = tl.load(pages + ahead // PAGE, mask=ahead < longest, other=0)
+        if digit_counts is not None:
+            counts = tl.zeros([256], tl.int32)
         for tile in range(tl.program_id(2), tiles, tl.num_programs(2)):
             page = next_page.to(tl.int64)
             ahead = (tile + tl.num_programs(2)) * BLOCK_N + step
@@ -129,15 +133,21 @@ def _index_scores_kernel(
             )
             keys = keys.to(queries.dtype)
             at_scale = page * PAGE + key % PAGE
-            _store_scores(
+            found = _store_scores(
                 scored, scored_n, keys, scales, queries, factors, begin, lengths, key, at_scale, longest,
                 ROWS, BLOCK_H, BLOCK_N,
             )  # fmt: skip
+            if digit_counts is not None:  # of the one row that has a length
+                digits = tl.ravel((score_codes(found) >> 24).to(tl.int32))
+                counts += tl.histogram(digits, 256, mask=tl.ravel(key[:, None] < lengths[None, :]))
             if MORE > 0:
                 _store_scores(
                     scored, scored_n, keys, scales, queries_more, factors_more, beyond, lengths_more, key, at_scale,
                     longest, MORE, BLOCK_H, BLOCK_N,
                 )  # fmt: skip
+        if digit_counts is not None:
+            to = digit_counts + begin * 256 + tl.arange(0, 256)
+            tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
     # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
     start_successor(PDL)
 
@@ -152,6 +162,7 @@ def index_scores(
     max_q: int,
     scores: torch.Tensor,
     scales: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
 ) -> None:
     """Computes scores of this rank's keys for each query: the weighted sum over heads of relu(q.k), in fp32.
 
@@ -167,12 +178,14 @@ def index_scores(
         max_q: most queries of a sequence.
         scores: [N, S] fp32, last dim contiguous, written: the first `hi` of a row; the others stay.
         scales: of keys in e4m3, [pages, page_size] fp32, contiguous; see `kernels.scaled_keys`.
+        numbers: where no sequence has several queries, see `kernels.indexer.choose`: the first plane counts each
+            score by its first digit.
 
     Source:
         DeepSeek-V3.2 (arXiv:2512.02556), section 2.1, equation 1.
     """
     if not dispatch.on_gpu(q):
-        reference(q, weights, cache, tables, hi, cu_q, max_q, scores, scales)
+        reference(q, weights, cache, tables, hi, cu_q, max_q, scores, scales, numbers)
         return
     N, heads, D = q.shape
     page_size, columns = cache.shape[1], scores.shape[1]
@@ -181,6 +194,7 @@ def index_scores(
     assert scales is None or scales.is_contiguous()
     assert weights.dtype == scores.dtype == torch.float32 and weights.stride(1) == scores.stride(1) == 1
     assert hi.is_contiguous() and tables.stride(1) == 1
+    assert numbers is None or (max_q == 1 and numbers[0].shape == (N, DIGITS) and numbers[0].is_contiguous())
     if N == 0:
         return
     tile = score_tile(max_q, heads, q.dtype, scales is not None, cu_q is None)
@@ -189,7 +203,7 @@ def index_scores(
     least = triton.cdiv(2 * sm_count(q.device), groups[0] * groups[1])  # fills the GPU
     programs = max(1, min(tiles, max(least, triton.cdiv(tiles, 64))))
     _index_scores_kernel[(*groups, programs)](
-        q, weights, cache, scales, tables, hi, cu_q, scores,
+        q, weights, cache, scales, tables, hi, cu_q, scores, numbers,
         q.stride(0), weights.stride(0), cache.stride(0), tables.stride(0), scores.stride(0), max_q,
         HEADS=heads, D=D, PAGE=page_size, OFFSETS=cu_q is not None, BLOCK_D=max(16, triton.next_power_of_2(D)),
         **tile, **overlapped(q),

@@ -23,6 +23,12 @@ def _ordered(score):
 
 
 @triton.jit
+def _score(key):
+    """Maps keys of `_ordered` back to scores."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _route_kernel(
     logits, choice_bias, ids, weights, logits_n, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
@@ -53,12 +59,13 @@ def _route_kernel(
         choice += bias
     keys = tl.where(real, _ordered(choice), never)
     if GROUPS > 1:
-        choice = tl.where(choice == choice, choice, float("inf"))  # a NaN is chosen, and so is its group
-        choice = tl.where(real, choice, float("-inf"))
-        best = tl.max(choice, 1)
+        infinite: tl.constexpr = 0x7F800000
+        numbers = tl.minimum(keys, infinite)  # a NaN is chosen, and so is its group
+        best_key = tl.max(numbers, 1)
+        best = _score(best_key)
         if GROUP_SCORE == 2:
-            place = tl.min(tl.where(choice == best[:, None], member[None, :], nowhere), 1)
-            best += tl.max(tl.where(member[None, :] == place[:, None], float("-inf"), choice), 1)
+            place = tl.min(tl.where(numbers == best_key[:, None], member[None, :], nowhere), 1)
+            best += _score(tl.max(tl.where(member[None, :] == place[:, None], never, numbers), 1))
         group_keys = tl.where(group < GROUPS, _ordered(best), never)
         kept = group < 0
         for _ in tl.static_range(TOP_GROUPS):
@@ -68,17 +75,15 @@ def _route_kernel(
         keys = tl.where(kept[:, None], keys, never)
 
     keys = tl.ravel(keys)
-    scores = tl.ravel(scores)
-    expert = tl.ravel(expert)
+    lane = tl.arange(0, BLOCK_G * BLOCK_E)
     slot = tl.arange(0, BLOCK_K)
-    chosen = tl.zeros([BLOCK_K], tl.int32)
-    weight = tl.full([BLOCK_K], float("-inf"), tl.float32)
+    lanes = tl.zeros([BLOCK_K], tl.int32)  # of the chosen experts
     for s in tl.static_range(TOP_K):
-        place = tl.min(tl.where(keys == tl.max(keys, 0), expert, nowhere), 0)
-        hit = expert == place
-        chosen = tl.where(slot == s, place, chosen)
-        weight = tl.where(slot == s, tl.sum(tl.where(hit, scores, 0.0), 0), weight)
-        keys = tl.where(hit, never, keys)
+        place = tl.min(tl.where(keys == tl.max(keys, 0), lane, nowhere), 0)
+        lanes = tl.where(slot == s, place, lanes)
+        keys = tl.where(lane == place, never, keys)
+    chosen = lanes // BLOCK_E * size + lanes % BLOCK_E
+    weight = tl.where(slot < TOP_K, tl.gather(tl.ravel(scores), lanes, 0), float("-inf"))
     if SCORING == "top_softmax":
         weight = tl.exp(weight - tl.max(weight, 0))
         weight /= tl.sum(weight, 0)

@@ -20,8 +20,11 @@ def index_append(
     cache: torch.Tensor,
     slots: torch.Tensor,
     scales: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
 ) -> None:
     """Normalises, rotates and appends keys, rotates queries; shapes as in `kernels.indexer.append.index_append`."""
+    if numbers is not None:
+        numbers.zero_()
     rope = 2 * cos.shape[1]
     normed = F.layer_norm(k.float(), gain.shape, gain.float(), bias.float(), eps)
     keys = torch.cat((rotate(normed[:, None, :rope], cos, sin)[:, 0], normed[:, rope:]), -1)

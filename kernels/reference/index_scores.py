@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.reference.choose_tokens import ordered
+
 
 def index_scores(
     q: torch.Tensor,
@@ -15,6 +17,7 @@ def index_scores(
     max_q: int,
     scores: torch.Tensor,
     scales: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
 ) -> None:
     """Writes scores of keys; shapes as in `kernels.indexer.scores.index_scores`. Sums are the same on every grid."""
     page_size = cache.shape[1]
@@ -28,3 +31,5 @@ def index_scores(
                 keys *= scales[slots][:, None]
             products = (keys @ q[n].double().T).relu()
             scores[n, : len(at)] = (products @ weights[n].double()).float()
+            if numbers is not None:
+                numbers[0, n] += (ordered(scores[n, : len(at)]) >> 24).bincount(minlength=256)

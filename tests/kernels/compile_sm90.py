@@ -134,7 +134,7 @@ SPECIAL = {
     "positions": ("*i64", True),
     **dict.fromkeys(("scored", "raw"), ("*fp32", True)),
     **dict.fromkeys(("first_ranks", "least_keys", "owners", "listed", "all_listed"), ("*i64", True)),
-    **dict.fromkeys(("gathered", "lefts", "chosen_slots", "chosen_counts", "tickets"), ("*i32", True)),
+    **dict.fromkeys(("gathered", "lefts", "chosen_slots", "chosen_counts", "tickets", "digit_counts"), ("*i32", True)),
     **dict.fromkeys(("parts", "EACH", "listed_n", "cap"), ("i32", False)),
     **dict.fromkeys(("miss_counts", "his", "listed_from", "listed_to", "block_counts"), ("*i32", True)),
     **dict.fromkeys(("copied_from", "copied_to", "placed", "kept_on_host"), ("*i32", True)),
@@ -460,20 +460,24 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
             tile = score_tile(rows, heads, bf16, not plain, rows <= 5)
             options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
             scan = shape | {"HEADS": heads, "OFFSETS": rows > 5, "BLOCK_D": 128, **tile, **plain}
-            yield f"index-scores-{heads}-{rows}{few}", bf16, _index_scores_kernel, scan, options
-    append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32}
+            counts = {"digit_counts": None} if rows > 1 else {}
+            yield f"index-scores-{heads}-{rows}{few}", bf16, _index_scores_kernel, scan | counts, options
+    append = shape | {"HEADS": 32, "ROPE": 64, "BLOCK_H": 16, "BLOCK_D": 128, "BLOCK": 32, "PLANES": 3}
     for few, plain in (("", {"scales": None}), ("-fp8", {})):
         yield f"index-append{few}", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
-    yield "index-append-keys", bf16, _index_append_kernel, append | plain | {"HEADS": 0, "BLOCK_H": 1}, {"num_warps": 1}
+    plain = plain | {"HEADS": 0, "BLOCK_H": 1, "PLANES": 0, "digit_counts": None}
+    yield "index-append-keys", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
     choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
-    for stage in (0, 1):
-        yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
     for stage in (2, 6):
         yield f"count-listed-{stage}", bf16, _count_listed_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
-    yield "list-between", bf16, _list_between_kernel, choice, {"num_warps": 4}
-    write = choice | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
-    for searches, owners in ((True, {"owners": None}), (False, {})):
-        yield "write-chosen", bf16, _write_chosen_kernel, write | owners | {"SEARCHES": searches}, {"num_warps": 4}
+    for several in (False, True):
+        choice["SEVERAL"] = several
+        for stage in (0, 1):
+            yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
+        yield "list-between", bf16, _list_between_kernel, dict(choice), {"num_warps": 4}
+        write = choice | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
+        for searches, owners in ((True, {"owners": None}), (False, {})):
+            yield "write-chosen", bf16, _write_chosen_kernel, write | owners | {"SEARCHES": searches}, {"num_warps": 4}
     for few, plain in ((False, {"scales": None, "ropes": None}), (True, {})):
         tile = latent_tile(64, 512, 64, bf16, few)
         options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helix.layout import HelixLayout
 from kernels.indexer import choose
-from kernels.indexer.choose import choose_tokens
+from kernels.indexer.choose import PLANES, choose_tokens
 from kernels.reference.choose_tokens import Shard, ordered
 from kernels.reference.choose_tokens import choose_tokens as reference
 from tests.pairs import params
@@ -59,6 +59,7 @@ def chosen(
     page: int,
     device: torch.device,
     each: int = 1,
+    counted: bool = False,
 ) -> list[list[int]]:
     """Global positions that all ranks choose for each row of global scores [N, S]; checks the order of each rank's."""
     N, S = scores.shape
@@ -81,8 +82,13 @@ def chosen(
         positions = torch.tensor(lengths) - 1
         tensors = (x.to(device) for x in (local, positions, torch.tensor(starts), hi))
         rows = None if each > 1 else torch.arange(N, device=device)
+        numbers = []
+        if counted:
+            numbers.append(torch.zeros(PLANES, N, 256, dtype=torch.int32, device=device))
+            for n in range(N):
+                numbers[0][0, n] = (ordered(local[n, : hi[n]]) >> 24).bincount(minlength=256)
         with meeting.turn:
-            results[rank] = mine, op(*tensors, tables, rows, topk, (columns * page + block) * kvp, shard)
+            results[rank] = mine, op(*tensors, tables, rows, topk, (columns * page + block) * kvp, shard, *numbers)
 
     threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(kvp)]
     for thread in threads:
@@ -114,7 +120,7 @@ WAYS = {(choose_tokens, 32): "few", (choose_tokens, 0): "many", (reference, 0): 
             *product(
                 WAYS,
                 [(1, 16, 16, 8), (2, 1, 16, 5), (3, 16, 7, 40), (8, 16, 16, 33), (4, 64, 16, 1)],
-                ["apart", "near", "tied", "zeros"],
+                ["apart", "near", "steps", "tied", "zeros"],
             )
         ],
         lambda way, shape, kind: f"{'-'.join(map(str, (kind, *shape)))}-{WAYS[way]}",
@@ -125,7 +131,8 @@ def test_the_best_of_all_ranks(
 ) -> None:
     """Rows shorter than topk, empty shards, negative scores, and ties over blocks and ranks; few rows and many.
 
-    Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long.
+    Near scores have the same first digits, so that lists of keys between are long; of tied ones, too long. Steps of the
+    last bits are both. The first digit may have been counted.
     """
     (op, few_rows), (kvp, block, page, topk) = way, shape
     monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
@@ -137,13 +144,29 @@ def test_the_best_of_all_ranks(
     scores = torch.randn(5, 300, generator=gen) * 10
     if kind == "near":
         scores = 1 + scores / 1e5
+    elif kind == "steps":
+        scores = 1 + scores.round() * 2**-23
     elif kind == "tied":
         scores = scores.round() / 4
     elif kind == "zeros":
         scores = torch.where(scores > 14, scores, scores * 0)  # of either sign
     layout = HelixLayout.create("helix", kvp)
-    found = chosen(op, scores, lengths, starts, topk, layout, block, page, device)
-    assert found == [wanted(scores[n], lengths[n], topk) for n in range(5)]
+    for counted in (False, op is choose_tokens):
+        found = chosen(op, scores, lengths, starts, topk, layout, block, page, device, counted=counted)
+        assert found == [wanted(scores[n], lengths[n], topk) for n in range(5)]
+
+
+@pytest.mark.parametrize("few_rows", [32, 0])
+def test_a_full_list_lacks_keys_of_the_same_digits(
+    monkeypatch: pytest.MonkeyPatch, few_rows: int, device: torch.device
+) -> None:
+    """One rank has all tokens, more than its list takes with the same first digits."""
+    monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
+    gen = torch.Generator().manual_seed(0)
+    steps = (torch.randn(4, 40, generator=gen) * 10).round() * torch.tensor([[1.0], [2.0], [16.0], [300.0]])
+    scores = 1 + steps * 2**-23
+    found = chosen(choose_tokens, scores, [40] * 4, [0, 3, 1, 2], 2, HelixLayout.create("helix", 4), 64, 16, device)
+    assert found == [wanted(row, 40, 2) for row in scores]
 
 
 @OPS

@@ -40,7 +40,9 @@ def test_normalises_rotates_and_writes_slots_and_nothing_else(
     wide = wide * gain.double().cpu() + bias.double().cpu()
     want = torch.cat((expected(wide[:, None, :rope], cos, sin, None, 0)[:, 0], wide[:, rope:]), -1)
     want_q = torch.cat((expected(q[..., :rope], cos, sin, None, 0), q[..., rope:].double().cpu()), -1)
-    op(q, k, cos, sin, gain, bias, 1e-6, cache, slots.to(device))
+    numbers = torch.full((3, rows, 256), 7, dtype=torch.int32, device=device)
+    op(q, k, cos, sin, gain, bias, 1e-6, cache, slots.to(device), None, numbers)
+    assert not numbers.any()
 
     # fp32: a few roundings of 2^-24 of values up to 30. fp16: one of 2^-11 of values up to 30, and of queries up to 8.
     tolerance = 3e-5 if dtype == torch.float32 else 30 * 2**-11

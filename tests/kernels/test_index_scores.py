@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.indexer.choose import PLANES
 from kernels.indexer.scores import index_scores
+from kernels.reference.choose_tokens import ordered
 from kernels.reference.index_scores import index_scores as reference
 from kernels.scaled_keys import rounded
 
@@ -103,6 +105,24 @@ def test_keys_in_e4m3(
     got = torch.full((len(q), 170), torch.nan, device=device)
     op(q.to(dtype), weights, cache, tables, hi, None, each, got, scales)
     check([each] * 3, q.to(dtype), weights, few.float() * scales[..., None], tables, hi, got / 4, 4)
+
+
+@OPS
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("heads, page_size", [(1, 7), (6, 16), (32, 128), (64, 1)])
+def test_single_queries_count_first_digits(op: Any, heads: int, page_size: int, scaled: bool, device: Any) -> None:
+    """Counts are of the very scores that are written, NaN and zeros of either sign too, and are added."""
+    lengths = [300, 0, 7, 130]
+    q, weights, cache, tables, hi = make([1] * 4, lengths, heads, 16, page_size, torch.float32, device)
+    cache[tables[3, 0]], q[2] = -0.0, torch.nan
+    cache, *scales = rounded(cache) if scaled else (cache,)
+    got = torch.full((4, 320), torch.nan, device=device)
+    for cu_q in (None, torch.arange(5, device=device).int()):
+        numbers = torch.full((PLANES, 6, 256), 5, dtype=torch.int32, device=device)[:, 1:5]  # of some rows
+        op(q, weights, cache, tables, hi, cu_q, 1, got, *(scales or [None]), numbers)
+        codes = [ordered(got[n, :length]) >> 24 for n, length in enumerate(lengths)]
+        assert torch.equal(numbers[0] - 5, torch.stack([code.bincount(minlength=256).int() for code in codes]))
+        assert numbers[0, 1].eq(5).all() and numbers[0, 2, 255] == 12 and (numbers[1:] == 5).all()
 
 
 @OPS

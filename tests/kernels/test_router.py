@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kernels.moe.router import route
+from kernels.reference.router import route as reference
 
 DEEPSEEK = dict(topk_method="group_limited_greedy", routed_scaling_factor=2.5)
 # Router, config and what `route` has to be told.
@@ -88,6 +89,27 @@ def test_best_first_and_ties_by_the_lowest_id(device: torch.device) -> None:
         assert ids.tolist() == [[1, 2, 4, 5, 0], [0, 1, 2, 3, 4]]
     ids, weights = route(torch.zeros(1, 8, device=device), 2, groups=4, top_groups=2, group_score=2)
     assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.125, 0.125]]
+
+
+@pytest.mark.parametrize("group_score", [1, 2])
+@pytest.mark.parametrize("experts, groups, top_groups, top_k", [(60, 6, 3, 5), (20, 4, 1, 5), (21, 1, 1, 8)])
+def test_ties_zeros_of_either_sign_and_infinities(
+    experts: int, groups: int, top_groups: int, top_k: int, group_score: int, device: torch.device
+) -> None:
+    """Groups of a size that is no power of two, among them equal ones."""
+    gen = torch.Generator().manual_seed(experts)
+    logits = torch.randn(8, experts, generator=gen).round()
+    logits[1], logits[2, 3], logits[3, ::2], logits[4, 1:] = 0.0, torch.inf, -torch.inf, -torch.inf
+    logits[5] = torch.where(logits[5] < 0, 0.0, -0.0)
+    bias = torch.randn(experts, generator=gen).round()
+    options: dict[str, Any] = dict(scoring="sigmoid", groups=groups, top_groups=top_groups, group_score=group_score)
+    for added in (None, bias):
+        wanted, scores = reference(logits, top_k, "sigmoid", added, groups, top_groups, group_score, False, 1.0, 0)
+        on_device = None if added is None else added.to(device)
+        ids, weights = route(logits.to(device), top_k, bias=on_device, **options)
+        assert torch.equal(ids.cpu(), wanted)
+        # Sigmoids up to 1, of exponentials that differ by a few units of 2^-24.
+        torch.testing.assert_close(weights.cpu(), scores, atol=5e-7, rtol=0)
 
 
 def test_experts_that_every_token_goes_to(device: torch.device) -> None:
