@@ -45,7 +45,7 @@ class Copy:
     def __init__(self, log: Path, laboratory: bool, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         if Copy._parent is None:
             Copy._parent = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("started.py"))], cwd=ROOT, stdin=subprocess.PIPE,
+                [sys.executable, "-P", str(Path(__file__).with_name("started.py"))], cwd=ROOT, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, text=True, env=environment,
             )  # fmt: skip
             at_exit(Copy._parent.communicate)  # the end of its input is its end
