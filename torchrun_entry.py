@@ -6,6 +6,7 @@ Without torchrun, `helix run KEY=VALUE ...` starts the ranks that the layout ask
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ for package in (comm, kernels, launch):
 from launch.job import lifeline  # noqa: E402
 
 lifeline.begin()
+gc.disable()  # until all is imported, which stays: to look through it would take as long as to import it
 
 from launch.run import entry  # noqa: E402
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ from launch.job.task import Done, Task
 def entry(arguments: Sequence[str], program: Program = RUNTIME) -> int:
     """Runs `main` as the whole of a process."""
     import_transformers()
+    gc.freeze()  # what is imported stays: nobody looks through it, not even at the end
+    gc.enable()
     return main(arguments, program)
 
 

@@ -168,9 +168,12 @@ class Link:
         self._send(Failed(reason), self._prefix)
 
     def close(self) -> None:
-        """Closes and removes the socket."""
+        """Closes and removes the socket, and ends the front end's connection: this process may live on."""
         self._closed = True
         self._listener.close()
+        with self._lock, suppress(OSError):
+            if self._peer is not None:
+                self._peer.shutdown(socket.SHUT_RDWR)
         with suppress(OSError):
             self._path.unlink()
 

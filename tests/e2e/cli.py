@@ -1,17 +1,25 @@
-"""Runs the command line as users do, and sees to it that nothing stays behind."""
+"""Runs the command line as users do, and sees to it that nothing stays behind.
+
+`ENTRY` and `LABORATORY` begin with their imports done (`tests.e2e.started`); behind another word, such as `env`, they
+are new processes.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.ending import at_exit
 
 ROOT = Path(__file__).parents[2]
 ENTRY = [sys.executable, "torchrun_entry.py"]
@@ -29,6 +37,38 @@ class Ended:
     seconds: float
 
 
+class Copy:
+    """A job of the process that has the imports, with methods like `subprocess.Popen`."""
+
+    _parent: subprocess.Popen[str] | None = None
+
+    def __init__(self, log: Path, laboratory: bool, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        if Copy._parent is None:
+            Copy._parent = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("started.py"))], cwd=ROOT, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True, env=environment,
+            )  # fmt: skip
+            at_exit(Copy._parent.communicate)  # the end of its input is its end
+        assert Copy._parent.stdin is not None and Copy._parent.stdout is not None
+        self._said = Copy._parent.stdout
+        Copy._parent.stdin.write(json.dumps([str(log), laboratory, *arguments]) + "\n")
+        Copy._parent.stdin.flush()
+        self.pid = int(self._said.readline())
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float) -> int:
+        if self.returncode is None:
+            if not select.select([self._said], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired([], timeout)
+            self.returncode = int(self._said.readline())
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+
 class Job:
     """A command whose processes can be found, wherever they went, and, in the end, are gone."""
 
@@ -36,13 +76,17 @@ class Job:
         self.log = log
         environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
         environment |= {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
-        environment["HELIX_TEST_JOB"] = uuid.uuid4().hex
-        self._mark = f"HELIX_TEST_JOB={environment['HELIX_TEST_JOB']}".encode()
+        mark = {"HELIX_TEST_JOB": uuid.uuid4().hex}
+        self._mark = f"HELIX_TEST_JOB={mark['HELIX_TEST_JOB']}".encode()
+        self.process: subprocess.Popen[bytes] | Copy
         with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, *overrides], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env=environment,
-            )  # fmt: skip
+            if command in (ENTRY, LABORATORY) and not gpus:
+                self.process = Copy(log, command == LABORATORY, overrides, environment)
+            else:
+                self.process = subprocess.Popen(
+                    [*command, *overrides], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                    env=environment | mark,
+                )  # fmt: skip
 
     def wait(self, timeout_s: float = 90.0) -> Ended:
         """Waits for the end; kills what is left of a job that has none and fails."""
@@ -69,12 +113,13 @@ class Job:
         self.send(signal.SIGKILL)
 
     def members(self) -> list[int]:
-        """Living processes of the job: those that inherited its mark, whatever became of their parents and sessions."""
+        """Living processes of the job: of its session, or with its mark, whatever became of their parents."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    if self._mark in (entry / "environ").read_bytes().split(b"\0"):  # a zombie has none
+                    marks = (entry / "environ").read_bytes()  # a zombie has none
+                    if marks and (self._mark in marks.split(b"\0") or os.getsid(int(entry.name)) == self.process.pid):
                         found.append(int(entry.name))
                 except OSError:
                     continue

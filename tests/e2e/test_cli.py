@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from benchmarks.bench import main as bench_main
+from benchmarks.jobs import COMMAND
 from benchmarks.models import speculate
 from benchmarks.ranks.steps import UNTIMED
 from benchmarks.runner import Given
@@ -23,9 +25,10 @@ from benchmarks.runner import run as run_benchmark
 from comm.loopback import LoopbackWorld
 from helix.events.request import Request
 from helix.layout import HelixLayout
-from launch import demo
+from launch import demo, sweep
 from launch.demo import verdict
 from launch.inputs.files import claim
+from launch.job import spawn
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ENTRY, LABORATORY, Ended, Job, torchrun
 from tests.e2e.parity import build_engine
@@ -156,17 +159,6 @@ def test_control_c_ends_the_job_in_a_line_and_what_was_done_is_kept_and_resumed(
     assert "weight slices" not in ended.output and again == resumed
 
 
-def test_control_c_ends_a_start_at_once(tmp_path: Path, many: Path) -> None:
-    """Ranks that begin, or wait for others, leave no trace and need nobody to kill them."""
-    job = Job(ENTRY, *common(many), log=tmp_path / "log")
-    job.rank(1)
-    time.sleep(1.0)
-    job.send(signal.SIGINT)
-    ended = job.wait()
-    assert ended.code in (130, -signal.SIGINT) and ended.seconds < 20, ended
-    assert "Traceback" not in ended.output, ended.output
-
-
 def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
     """Files of 2,000 bytes at most stand in for it."""
     out = tmp_path / "out.jsonl"
@@ -186,12 +178,11 @@ def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) 
 
 
 def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
-    """Found once the weights are in, on all ranks alike: in a run, and at the only point of a benchmark."""
-    bench = ["bench=decode", "bench.points=[65536x300]", "bench.steps=1", "layout.kvp=1"]
-    for overrides, command in ((["kv.tokens=1000000000000"], ENTRY), (bench, LABORATORY)):
-        ended = run(tmp_path, *common(many), *overrides, command=command)
-        assert ended.code == 1 and ended.output.count("error: kv.tokens=") == 1, ended.output
-        assert "rank 0 failed" not in ended.output and "of the free memory holds" in ended.output, ended.output
+    """Found once the weights are in, on all ranks alike, at the only point of a benchmark; in a run: by the sweep."""
+    bench = ["bench=decode", "bench.points=[65536x300]", "bench.steps=1", "kv.tokens=1000000000000"]
+    ended = run(tmp_path, *common(many), *bench, command=LABORATORY)
+    assert ended.code == 1 and ended.output.count("error: kv.tokens=") == 1, ended.output
+    assert "rank 0 failed" not in ended.output and "of the free memory holds" in ended.output, ended.output
 
 
 def test_too_large_a_model_ends_every_rank_with_one_line(tmp_path: Path) -> None:
@@ -238,20 +229,23 @@ def agents(tmp_path: Path, ranks: int, *overrides: str) -> list[Job]:
 
 
 def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:
-    """With a draft model over the same ranks; the target drafts for itself, so that all is kept."""
+    """In the layout that the ranks allow, with a draft model over them: the target itself, so that all is kept."""
     wanted = oracle(FAMILY, (7, 1, 17), 24)
     lines = [{"prompt_ids": c.prompt, "max_tokens": len(c.tokens)} for c in wanted]
     prompts, out = write(tmp_path / "p.jsonl", *lines), tmp_path / "out.jsonl"
     jobs = agents(
-        tmp_path, 2, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", f"decode.output={out}",
-        "layout.kvp=2", "layout.tpa=2", "model.dtype=float32", "speculation=model", "speculation.adaptive=false",
+        tmp_path, 1, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", f"decode.output={out}",
+        "layout=auto", "model.dtype=float32", "speculation=model", "speculation.adaptive=false",
         f"speculation.model.path={checkpoint(FAMILY)}", f"record={tmp_path}/record.json",
     )  # fmt: skip
     ended = [job.wait() for job in jobs]
     assert [e.code for e in ended] == [0, 0], [e.output for e in ended]
+    assert "layout=auto takes helix kvp=1 tpa=2" in " ".join(word for e in ended for word in e.output.split())
     assert [tuple(line["output_ids"]) for line in jsonl(out)] == [c.tokens for c in wanted]
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert record["speculation"]["acceptance_by_place"] == [1.0] * 4
+    found = json.loads((tmp_path / "record.json").read_text())
+    assert found["speculation"]["acceptance_by_place"] == [1.0] * 4
+    assert (found["layout"]["kvp"], found["layout"]["tpa"]) == (1, 2) and found["config"]["layout"]["mode"] == "auto"
+    assert "6 KV heads" in found["layout_reason"]
 
 
 def test_a_rank_killed_under_one_agent_ends_both(tmp_path: Path, many: Path) -> None:
@@ -306,43 +300,6 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     assert points[0]["kv_tokens_per_rank"] == held
 
 
-def test_layout_auto(tmp_path: Path) -> None:
-    """On CPUs: tpa as wide as the 6 KV heads and 2 ranks allow; tokens are those of any layout."""
-    wanted = oracle(FAMILY, (7, 16), 48)
-    prompts = write(tmp_path / "p.jsonl", *({"prompt_ids": c.prompt, "max_tokens": len(c.tokens)} for c in wanted))
-    record = tmp_path / "record.json"
-    given = [f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout=auto", "model.dtype=float32"]
-    ended, lines = decode(tmp_path, *given, f"record={record}", command=torchrun(2))
-    assert ended.code == 0 and "layout=auto takes helix kvp=1 tpa=2" in " ".join(ended.output.split()), ended.output
-    assert [tuple(line["output_ids"]) for line in lines] == [c.tokens for c in wanted]
-    found = json.loads(record.read_text())
-    assert (found["layout"]["kvp"], found["layout"]["tpa"]) == (1, 2) and found["config"]["layout"]["mode"] == "auto"
-    assert "6 KV heads" in found["layout_reason"]
-
-
-def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
-    prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2, 3], "max_tokens": 4})
-    sweep = tmp_path / "sweep"
-    ended = run(
-        tmp_path, "-m", f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}",
-        "layout.tpa=1,4", "kv.tokens=16,0,1000000000000", f"hydra.sweep.dir={sweep}",
-        command=[sys.executable, "-m", "launch.sweep"],
-    )  # fmt: skip
-    with (sweep / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == ["ok", "failed", "failed", "skipped", "skipped", "skipped"]
-    assert ended.code == 1, "some points failed"
-    assert rows[0]["kvp"] == "1" and float(rows[0]["ttl_p50_us"]) > 0
-    assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
-    early, late = rows[1]["reason"], rows[2]["reason"]  # found before any point ran, and by a job
-    assert early == "kv.tokens=0 must be from 1 to 1125899906842624" and late.startswith(
-        "kv.tokens=1000000000000 needs"
-    )
-    assert f"point 1 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
-    assert (sweep / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert len(jsonl(sweep / "0.jsonl")[0]["output_ids"]) == 4
-
-
 @pytest.fixture
 def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a job, for what starts jobs from this process."""
@@ -351,8 +308,50 @@ def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture
+def with_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of benchmarks that begin with their imports done."""
+
+    def run_copy(command: Sequence[str]) -> int:
+        assert tuple(command[:2]) == COMMAND
+        ended = run(tmp_path, *command[2:], command=LABORATORY)
+        print(ended.output, file=sys.stderr)
+        return ended.code
+
+    monkeypatch.setattr(spawn, "run", run_copy)
+
+
+def test_a_sweep_skips_survives_and_reports(
+    tmp_path: Path, as_users_have_it: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its last point fails once the weights are in, on both ranks alike, which say so in one line."""
+    prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2, 3], "max_tokens": 4})
+    directory = tmp_path / "sweep"
+    code = sweep.main(
+        [
+            f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2", "layout.tpa=1,4",
+            "kv.tokens=16,0,1000000000000", f"hydra.sweep.dir={directory}",
+        ]
+    )  # fmt: skip
+    said = capfd.readouterr()
+    with (directory / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["ok", "failed", "failed", "skipped", "skipped", "skipped"]
+    assert code == 1, "some points failed"
+    assert rows[0]["kvp"] == "2" and float(rows[0]["ttl_p50_us"]) > 0
+    assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
+    early, late = rows[1]["reason"], rows[2]["reason"]  # found before any point ran, and by a job
+    assert early == "kv.tokens=0 must be from 1 to 1125899906842624" and late.startswith(
+        "kv.tokens=1000000000000 needs"
+    )
+    assert said.err.count("error: kv.tokens=") == 1 and "rank 0 failed" not in said.err, said.err
+    assert f"point 1 failed: {early}" in said.out and "layout.tpa=4 does not fit" in said.out
+    assert (directory / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(jsonl(directory / "0.jsonl")[0]["output_ids"]) == 4
+
+
 def test_benchmarks_run_without_a_gpu(
-    tmp_path: Path, as_users_have_it: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, with_imports: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "bench.jsonl"
     for what in ("kernels", "baselines"):
@@ -369,7 +368,7 @@ def test_benchmarks_run_without_a_gpu(
     assert all(row["ttl_p50_us"] > row["floor_us"] > 0 for row in baselines)
 
 
-def test_speculation_is_timed_without_a_gpu(as_users_have_it: None) -> None:
+def test_speculation_is_timed_without_a_gpu(with_imports: None) -> None:
     plain, drafted, *copies = run_benchmark(speculate.BENCHMARK, Given(torch.device("cpu"), 1))
     assert (plain["gamma"], plain["gain"], plain["tokens_per_step"]) == (0, 1, 1) and drafted["gamma"] == 2
     assert drafted["gain"] > 0 and 1 <= drafted["tokens_per_step"] <= 3
@@ -377,13 +376,6 @@ def test_speculation_is_timed_without_a_gpu(as_users_have_it: None) -> None:
     assert [row["drafting"] for row in copies] == ["none", "4"]
     assert all(row["as_plain"] == row["prompts"] for row in copies), "fp32: drafts change no token"
     assert copies[1]["tokens_per_step"] > 1.2 > copies[0]["tokens_per_step"] == 1
-
-
-def test_the_example_of_the_python_interface(tmp_path: Path) -> None:
-    ended = run(tmp_path, command=[*torchrun(2)[:-1], "-m", "examples.batch"])
-    said = [line for line in ended.output.splitlines() if line.startswith("length: ")]
-    assert ended.code == 0 and len(said) == 2, ended.output  # rank 0 alone has outputs
-    assert '"""Read a JSON file from a JSON file.' in said[0]
 
 
 def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ROOT, Job
+from tests.e2e.cli import ROOT, Job, torchrun
 
 SAYS = {
     "batch": r"length: 'def read_json.*\nlength: 'import os",
@@ -20,10 +20,17 @@ SAYS = {
     "block_sparse": r"all keys: ' 99346\..*\nattention=block_sparse .*: ' 99346\.",
     "json_schema": r"\{'name': '(read|write)', 'binary': (True|False)\}",
 }
-FAST = "json_schema"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FAST else pytest.mark.slow) for n in SAYS])
+def test_ranks_of_torchrun_are_those_of_an_example(tmp_path: Path) -> None:
+    ended = Job([*torchrun(2)[:-1], "-m", "examples.batch"], log=tmp_path / "log").wait()
+    said = [line for line in ended.output.splitlines() if line.startswith("length: ")]
+    assert ended.code == 0 and len(said) == 2, ended.output  # rank 0 alone has outputs
+    assert '"""Read a JSON file from a JSON file.' in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAYS)
 def test_an_example_shows_what_it_is_for(name: str, tmp_path: Path) -> None:
     ended = Job([sys.executable, "-m", f"examples.{name}", str(DEMO)], log=tmp_path / "log").wait(240)
     assert ended.code == 0 and re.search(SAYS[name], ended.output, re.S if name == "chat" else re.M), ended.output

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,9 +28,22 @@ def test_the_exchange_between_two_agents_is_timed_and_predicted() -> None:
     assert row["error"] == pytest.approx(row["predicted_us"] / row["exchange_us"] - 1)
 
 
-def test_an_agent_that_fails_ends_both_and_says_why() -> None:
-    with pytest.raises(JobError, match=r"bench\.steps=0 must be from 1"):
-        hosts.over_agents(["model=demo", "bench=hosts", "layout.kvp=2", "bench.steps=0", "comm.backend=gloo"], False)
+FAILING = """#!/bin/sh
+mkdir "$0.first" 2> /dev/null || exec sleep 60
+echo "error: no room" >&2
+exit 1
+"""
+
+
+def test_an_agent_that_fails_ends_both_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script stands in for Python: the first agent fails at once, and the other would go on."""
+    (agent := tmp_path / "agent").write_text(FAILING)
+    agent.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(agent))
+    begin = time.monotonic()
+    with pytest.raises(JobError, match=r"^no room$"):
+        hosts.over_agents([], False)
+    assert time.monotonic() - begin < 30
 
 
 def test_one_gpu_has_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:

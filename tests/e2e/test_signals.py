@@ -1,4 +1,4 @@
-"""Signals to the launcher or a rank, whatever the job is doing: everybody is gone in time, and one line says why."""
+"""Signals to the launcher, a rank or all, whatever the job is doing: everybody is gone in time; one line says why."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ GONE_S = 30.0
 PHASES = ("start", "meeting", "loading", "prefill", "decode")
 
 
-def start(tmp_path: Path, command: list[str]) -> Job:
-    """A job of three ranks, whose phases last long enough to be met: a short request, then a long prompt."""
+def start(tmp_path: Path, command: list[str], ranks: int = 3) -> Job:
+    """A job whose phases last long enough to be met: a short request, then a long prompt."""
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"id": "short", "prompt_ids": [1, 2]}, {"id": "long", "prompt_ids": [1, 2, 3] * 700}]
     lines += [{"id": "endless", "prompt_ids": [5], "max_tokens": 5000}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Job(
-        command, f"model.path={checkpoint('qwen3')}", "model.config.max_position_embeddings=9000", "layout.kvp=3",
-        f"decode.prompts={prompts}", f"decode.output={tmp_path}/out.jsonl", "decode.max_new_tokens=4",
-        "decode.max_batch=1", "decode.prefill_chunk=16", log=tmp_path / "log",
+        command, f"model.path={checkpoint('qwen3')}", "model.config.max_position_embeddings=9000",
+        f"layout.kvp={ranks}", f"decode.prompts={prompts}", f"decode.output={tmp_path}/out.jsonl",
+        "decode.max_new_tokens=4", "decode.max_batch=1", "decode.prefill_chunk=16", log=tmp_path / "log",
     )  # fmt: skip
 
 
@@ -76,11 +76,16 @@ def ended(job: Job) -> Ended:
     return Ended(job.process.wait(5), job.log.read_text(), time.monotonic() - begin)
 
 
-def check(phase: str, number: signal.Signals, target: str, tmp_path: Path, command: list[str] = ENTRY) -> Ended:
-    job = start(tmp_path, command)
+def check(
+    phase: str, number: signal.Signals, target: str, tmp_path: Path, command: list[str] = ENTRY, ranks: int = 3
+) -> Ended:
+    job = start(tmp_path, command, ranks)
     try:
         reach(job, phase, tmp_path / "out.jsonl")
-        os.kill(job.process.pid if target == "launcher" else job.rank(1), number)
+        if target == "terminal":
+            job.send(number)
+        else:
+            os.kill(job.process.pid if target == "launcher" else job.rank(1), number)
         end = ended(job)
     finally:
         job.kill()
@@ -102,7 +107,7 @@ def judge(end: Ended, number: signal.Signals, target: str) -> None:
 @pytest.mark.parametrize(
     "phase, number, target",
     [
-        ("meeting", INT, "launcher"),
+        ("meeting", INT, "terminal"),
         ("loading", STOP, "launcher"),
         ("prefill", KILL, "rank"),
     ],
@@ -113,7 +118,7 @@ def test_signals_end_everybody(phase: str, number: signal.Signals, target: str, 
 
 def test_no_rank_outlives_the_agent_that_started_it(tmp_path: Path) -> None:
     """Once ranks have tied themselves to its life, which takes their first moments."""
-    assert check("meeting", KILL, "launcher", tmp_path, torchrun(3)).code == -KILL
+    assert check("meeting", KILL, "launcher", tmp_path, torchrun(2), 2).code == -KILL
 
 
 @pytest.mark.slow

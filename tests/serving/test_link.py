@@ -112,7 +112,7 @@ def test_what_is_wrong_with_one_request_is_its_own(
     front.close()
 
 
-def test_a_request_is_said_to_be_read_and_then_to_be_admitted(link: tuple[Link, Inbox, Path]) -> None:
+def test_a_request_is_said_to_be_read_then_admitted_then_that_all_has_ended(link: tuple[Link, Inbox, Path]) -> None:
     made, inbox, path = link
     front = Front(path)
     front.send(Submit(1, 4, ids=IDS))
@@ -122,7 +122,9 @@ def test_a_request_is_said_to_be_read_and_then_to_be_admitted(link: tuple[Link, 
     admitted = front.next()
     assert isinstance(admitted, Progress) and (admitted.done, admitted.total, admitted.cached) == (1, 2, 1)
     made.fail("RuntimeError: planted")
+    made.close()
     assert isinstance(failed := front.next(), Failed) and failed.reason == "RuntimeError: planted"
+    assert front.next() is None, "the front end need not wait for the end of a process"
     front.close()
 
 
