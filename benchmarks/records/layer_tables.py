@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from benchmarks.models.layer_drafts import OPTIONS
 from benchmarks.models.workloads import named
 from benchmarks.records.columns import POINT, Columns, Show, at, lines, ms, of, page
 from benchmarks.records.rows import Row, grouped, kv, results
 from helix.build.parts import make_spec
-from helix.simulate.points import Points, Speculation
+from helix.models import DecoderSpec
+from helix.simulate.points import LayerDrafts, Options, Points, Speculation
 from helix.simulate.step import predict
 from launch.inputs.auto_layout import layer_drafts, planned
 from launch.inputs.compose import composed
 from launch.inputs.hardware import hardware_of
-from launch.inputs.shapes import spec_of
+from launch.inputs.shapes import load_spec
 
 KEY = ("model", "layout", "drafter", "batch", "length", "gamma")
 
@@ -91,7 +92,7 @@ def predicted() -> list[str]:
     for name in ("layer-drafts", "layer-drafts.emulated-8"):
         for (model, layout, batch, length), rows in grouped(results(name, *KEY), *KEY[:2], *KEY[3:5]).items():
             timed = {r["gamma"]: r for r in rows if r["drafter"] == "mtp" and "failed" not in r}
-            if timed and rows[0]["layers"] == len(spec_of(model).layers):
+            if timed and rows[0]["layers"] == len(load_spec(model).layers):
                 off = (_error(timed[n], layout) if n in timed else "-" for n in gammas)
                 table.append((model, kv({"batch": batch, "length": length}), layout.split()[1], *off))
     return page(table)
@@ -99,16 +100,24 @@ def predicted() -> list[str]:
 
 def _error(row: Row, layout: str) -> str:
     """Predicted over recorded time of an iteration, less one."""
-    own = ["speculation=mtp", "speculation.gamma=7"]
-    config = composed([*named(row["model"]), *OPTIONS.get(row["model"], []), *own])
-    spec = make_spec(config)
-    plain, layer = replace(spec, layers=spec.stack, draft=None), layer_drafts(config.speculation, spec)
+    plain, layer, options = _planned(row["model"])
     drafts = Speculation(row["gamma"], 1.0, layer=layer) if row["gamma"] else None
-    options = replace(planned(config, plain), hopb=False, speculation=drafts)
     widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", layout)}
     points = Points.of(layout.split()[0], row["batch"], **widths)
-    step = predict(plain, hardware_of(row["device"]), points, row["length"], options)
+    step = predict(plain, _hardware(row["device"]), points, row["length"], replace(options, speculation=drafts))
     return f"{1e6 * float(step.step_s[0]) / row['ttl_p50_us'] - 1:+.1%}"
+
+
+_hardware = cache(hardware_of)  # its files are read once
+
+
+@cache
+def _planned(model: str) -> tuple[DecoderSpec, LayerDrafts | None, Options]:
+    """A model without the layer that drafts, that layer, and what else the planner is told."""
+    config = composed([*named(model), *OPTIONS.get(model, []), "speculation=mtp", "speculation.gamma=7"])
+    spec = make_spec(config)
+    plain = replace(spec, layers=spec.stack, draft=None)
+    return plain, layer_drafts(config.speculation, spec), replace(planned(config, plain), hopb=False)
 
 
 PAGE: dict[str, Callable[[], list[str]]] = {
