@@ -20,9 +20,15 @@ WAITS_S = 1800.0
 
 
 def wait_for(gate: Path) -> None:
-    """Waits, with all imports done, until a file says that the GPUs are this job's (`benchmarks.queue`)."""
+    """Waits, with all imports done, until a file says that the GPUs are this job's (`benchmarks.queue`).
+
+    Raises:
+        SystemExit: it never did.
+    """
     end = time.monotonic() + WAITS_S
-    while not gate.exists() and time.monotonic() < end:
+    while not gate.exists():
+        if time.monotonic() > end:
+            sys.exit(f"error: START_AFTER={gate} has not come in {WAITS_S:.0f} s: the GPUs are still another job's")
         time.sleep(0.05)
 
 

@@ -38,7 +38,7 @@ LAYOUT = ("layout=", "layout.")
 def main() -> None:
     """Runs a job, and appends a JSON line for each of its points."""
     arguments = sys.argv[1:]
-    if helped(arguments, __doc__ or ""):
+    if helped(arguments or ["--help"], __doc__ or ""):
         return
     name, *rest = arguments
     own = {key: text for key, _, text in (word.partition("=") for word in rest) if key in OWN}

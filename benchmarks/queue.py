@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,12 @@ class RunningJob:
     since: float | None
 
     def end(self) -> None:
-        """Ends it and its children."""
+        """Ends it and its children, some of which may outlive the shell that started them."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if self.process.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-                until = time.monotonic() + ENDING_S
-                while self.process.poll() is None and time.monotonic() < until:
-                    time.sleep(LOOK_S)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(ENDING_S)
 
 
 def read(text: str) -> list[QueuedJob]:
@@ -165,7 +165,7 @@ class Queue:
 
 def main() -> None:
     """Runs the jobs of a list."""
-    if helped(sys.argv[1:], __doc__ or ""):
+    if helped(sys.argv[1:] or ["--help"], __doc__ or ""):
         return
     try:
         values = parse(sys.argv[2:], KEYS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from importlib import import_module
@@ -33,7 +34,10 @@ def prompt_ids(model: Path) -> list[list[int]]:
 
 def by_vllm(model: Path, prompts: list[list[int]], drafts: int) -> dict[str, Any]:
     """Returns tokens per second behind the first token; a start of vLLM for each way to draft."""
-    vllm: Any = import_module("vllm")
+    try:
+        vllm: Any = import_module("vllm")
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: install vLLM, or time Helix, `python -m benchmarks.vllm_drafts helix ...`")
     drafting = {"method": "ngram", "num_speculative_tokens": drafts, **LOOKUP} if drafts else None
     engine = vllm.LLM(
         str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=8192, enable_prefix_caching=False,

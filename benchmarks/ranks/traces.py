@@ -1,4 +1,4 @@
-"""What a step or a chunk of a prompt consists of: its kernels, by a profile."""
+"""Profiles of decode steps and of chunks of prompts: the kernels that they consist of."""
 
 from __future__ import annotations
 
