@@ -27,10 +27,21 @@ def test_turns_are_what_was_said_before_each_answer(tmp_path: Path) -> None:
         agent_turns.turns(trace)
 
 
-def test_the_recorded_turns_are_prompts(tmp_path: Path) -> None:
+class Tokenizer:
+    """A tokenizer whose chat format is a message a line, and whose tokens are bytes."""
+
+    def apply_chat_template(self, messages: agent_turns.Messages, **options: bool) -> str:
+        assert options == {"add_generation_prompt": True, "tokenize": False}
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [*text.encode()]}
+
+
+def test_the_turns_are_prompts(tmp_path: Path) -> None:
     """And most of what is said in a conversation of each kind is said in another, too."""
     written = tmp_path / "prompts.jsonl"
-    lines = turns.prompts("turns")
+    lines = agent_turns.turn_prompts(Tokenizer(), turns.TURN)
     written.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = read_prompts(written)
     assert len(found) == len(lines) == len(agent_turns.turns()) > 80
