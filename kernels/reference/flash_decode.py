@@ -20,13 +20,11 @@ def flash_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends a few queries per sequence to paged keys; shapes as in `kernels.attention.flash_decode`."""
     keys = keys.unpacked()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
-    for b in range(q.shape[0]):
-        row_out, row_lse = attend(q[b], keys, keys.table[b], keys.lo[b], keys.hi[b])
-        out[b].copy_(row_out)
-        lse[b].copy_(row_lse)
-        if scores is not None:
+    of_rows, of_lse = attend(q, keys, keys.table, keys.lo, keys.hi)
+    out = of_rows.to(q.dtype) if out is None else out.copy_(of_rows)
+    lse = of_lse if lse is None else lse.copy_(of_lse)
+    if scores is not None:
+        for b in range(len(q)):
             _collect(q[b], keys, b, scores)
     return out, lse
 

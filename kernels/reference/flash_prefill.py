@@ -26,10 +26,12 @@ def flash_prefill(
     keys = keys.unpacked()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
-    for pages, (first, last) in zip(keys.table, pairwise(cu_q.tolist()), strict=True):
+    if len(q) == len(keys.table) and max_q == 1:  # pages of its own for each query, such as chosen tokens
+        own_out, own_lse = attend(q[:, None], keys, keys.table, keys.lo[:, None], keys.hi[:, None])
+        return out.copy_(own_out[:, 0]), lse.copy_(own_lse[:, 0])
+    for i, (first, last) in enumerate(pairwise(cu_q.tolist())):
         for begin in range(first, last, QUERIES):
-            block = slice(begin, min(begin + QUERIES, last))
-            block_out, block_lse = attend(q[block], keys, pages, keys.lo[block], keys.hi[block])
-            out[block].copy_(block_out)
-            lse[block].copy_(block_lse)
+            part = slice(begin, min(begin + QUERIES, last))
+            of_part = attend(q[None, part], keys, keys.table[i : i + 1], keys.lo[None, part], keys.hi[None, part])
+            out[part], lse[part] = of_part[0][0], of_part[1][0]
     return out, lse

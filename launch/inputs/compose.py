@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, is_dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from textwrap import fill
@@ -13,6 +14,7 @@ from types import NoneType
 from typing import Any, cast, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -184,15 +186,24 @@ def as_config(config: DictConfig, settings: Settings = RUN) -> Config:
         raise ValueError(f"{error.full_key or 'the config'}: {_line(error)}") from error
 
 
-def _compose(overrides: list[str], settings: Settings) -> DictConfig:
-    ConfigStore.instance().store(name="schema", node=settings.schema)
-    first, *others = map(str, settings.directories)
+def _compose(overrides: Sequence[str], settings: Settings) -> DictConfig:
+    of_groups = tuple(text for text in overrides if text.partition("=")[0] in settings.groups)
     try:
-        with initialize_config_dir(first, version_base="1.3"):
-            places = ",".join(QuotedString(f"file://{place}", Quote.single).with_quotes() for place in others)
-            return compose(settings.begin, [*overrides, f"hydra.searchpath=[{places}]"])
+        config = deepcopy(_composed_groups(of_groups, settings))
+        ConfigLoaderImpl._apply_overrides_to_config([_parsed(t) for t in overrides if t not in of_groups], config)
+        return config
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"the settings do not go together: {_line(error)}") from error
+
+
+@lru_cache(maxsize=256)
+def _composed_groups(of_groups: tuple[str, ...], settings: Settings) -> DictConfig:
+    """Composes the chosen options of groups: 0.1 s, of which a plan or a sweep with many points needs few."""
+    ConfigStore.instance().store(name="schema", node=settings.schema)
+    first, *others = map(str, settings.directories)
+    with initialize_config_dir(first, version_base="1.3"):
+        places = ",".join(QuotedString(f"file://{place}", Quote.single).with_quotes() for place in others)
+        return compose(settings.begin, [*of_groups, f"hydra.searchpath=[{places}]"])
 
 
 def _line(error: Exception) -> str:
