@@ -3,16 +3,17 @@
 Collectives meet in a shared table. Each of them checks that all ranks called the same operation with the same shape
 and dtype; a rank that fails, returns early or waits for something that cannot happen any more ends the run at once.
 
-The ranks take turns: one runs until it has to wait in a collective. Threads that compete for the interpreter at every
-tensor operation are several times slower than one after the other.
+The ranks take turns: one runs until it has to wait in a collective, and wakes the next one. Threads that compete for
+the interpreter at every tensor operation are several times slower than one after the other.
 """
 
 from __future__ import annotations
 
 import pickle
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ class _Meeting:
 
     calls: dict[int, str] = field(default_factory=dict)
     payloads: dict[int, Any] = field(default_factory=dict)
+    result: Any = None
     readers: int = 0
 
 
@@ -47,38 +49,53 @@ class LoopbackWorld:
         self.timeout_s = timeout_s
         self.device = torch.device(device)
         self.failure: tuple[int | None, BaseException] | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of everything below
         self._ended = threading.Event()
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self._calls_made: Counter[tuple[tuple[int, ...], int]] = Counter()
         self._waiting: dict[int, str] = {}
         self._finished: set[int] = set()
+        self._running: int | None = None
+        self._ready = deque(range(world_size))  # who can go on
+        self._turns = [threading.Lock() for _ in range(world_size)]  # released where a rank may go on
+        for turn in self._turns:
+            turn.acquire()
 
     def communicator(self, rank: int, kvp_group: Sequence[int]) -> LoopbackCommunicator:
         return LoopbackCommunicator(self, rank, kvp_group)
 
-    def turn(self) -> threading.Condition:
-        """Returns the lock under which a rank runs alone; a collective releases it while the rank waits."""
-        return self._changed
+    def start(self) -> None:
+        """Lets the first rank run."""
+        with self._lock:
+            self._next()
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Runs a rank alone, from its first turn on; a collective passes the turn on while the rank waits."""
+        self._turns[rank].acquire()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._running == rank:
+                    self._next()
 
     def abort(self, rank: int | None, error: BaseException) -> None:
         """Wakes every waiting rank with an error; the first call names the failed rank (None: no particular rank)."""
-        with self._changed:
+        with self._lock:
             self._fail(rank, error)
 
     def finish(self, rank: int) -> None:
         """Marks a rank as done, so that ranks which wait for it fail at once."""
-        with self._changed:
+        with self._lock:
             self._finished.add(rank)
             if len(self._finished) == self.world_size:
                 self._ended.set()
             self._check_progress()
-            self._changed.notify_all()
 
     def wait(self) -> None:
         """Waits until all ranks have finished; raises the first failure, or RuntimeError at the deadline."""
         if not self._ended.wait(self.timeout_s):
-            # Without the lock: a rank that is stuck in its own code may hold it.
             missing = sorted(set(range(self.world_size)) - self._finished)
             self.failure = self.failure or (
                 None,
@@ -87,52 +104,73 @@ class LoopbackWorld:
         if self.failure is not None:
             raise self.failure[1]
 
-    def meet(self, ranks: tuple[int, ...], rank: int, call: str, payload: Any) -> list[Any]:
-        """Returns the payloads of all `ranks`, in their order, once each has arrived with the same `call`.
+    def meet(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        call: str,
+        payload: Any,
+        joined: Callable[[list[Any]], Any] = list,
+    ) -> Any:
+        """Returns what `joined` makes of the payloads of all `ranks`, in their order, once all made the same `call`.
 
-        A payload must not change after this call: the caller passes a copy.
+        A payload must not change after this call: the caller passes a copy. The result is one for all.
 
         Raises:
             RuntimeError: the calls differ, a rank failed or cannot come, or the deadline passed.
         """
-        with self._changed:
+        with self._lock:
             key = (ranks, self._calls_made[ranks, rank])
             self._calls_made[ranks, rank] += 1
             meeting = self._meetings.setdefault(key, _Meeting())
             meeting.calls[rank] = call
             meeting.payloads[rank] = payload
-            if len(meeting.calls) < len(ranks):
+            if waits := len(meeting.calls) < len(ranks) and self.failure is None:
                 self._waiting[rank] = f"{call} of ranks {ranks}"
                 self._check_progress()
-                arrived = self._changed.wait_for(
-                    lambda: len(meeting.calls) == len(ranks) or self.failure is not None, self.timeout_s
-                )
-                if not arrived:
+                if self._running == rank:
+                    self._next()
+            elif len(meeting.calls) == len(ranks):
+                self._ready.extend(member for member in ranks if self._waiting.pop(member, None))
+        if waits and not self._turns[rank].acquire(timeout=self.timeout_s):
+            with self._lock:
+                if is_late := rank in self._waiting:
                     missing = [r for r in ranks if r not in meeting.calls]
                     error = f"rank {rank} waited {self.timeout_s} s in {call} for ranks {missing}"
                     self._fail(None, RuntimeError(error))
-            else:
-                for member in ranks:
-                    self._waiting.pop(member, None)
-                self._changed.notify_all()
-            if len(meeting.calls) < len(ranks):
-                assert self.failure is not None
-                culprit, cause = self.failure
-                who = "" if culprit is None else f"rank {culprit} failed: {type(cause).__name__}: "
-                raise RuntimeError(f"{who}{cause}")
-            if len(set(meeting.calls.values())) > 1:
-                table = "; ".join(f"rank {r} called {meeting.calls[r]}" for r in ranks)
-                raise RuntimeError(f"ranks disagree on their collective: {table}")
+                    if rank in self._ready:
+                        self._ready.remove(rank)  # it goes on beside the one that runs
+            if not is_late:
+                self._turns[rank].acquire()
+        if len(meeting.calls) < len(ranks):
+            assert self.failure is not None
+            culprit, cause = self.failure
+            who = "" if culprit is None else f"rank {culprit} failed: {type(cause).__name__}: "
+            raise RuntimeError(f"{who}{cause}")
+        if len(set(meeting.calls.values())) > 1:
+            table = "; ".join(f"rank {r} called {meeting.calls[r]}" for r in ranks)
+            raise RuntimeError(f"ranks disagree on their collective: {table}")
+        with self._lock:
+            if not meeting.readers:
+                meeting.result = joined([meeting.payloads[r] for r in ranks])
             meeting.readers += 1
             if meeting.readers == len(ranks):
                 del self._meetings[key]
-            return [meeting.payloads[r] for r in ranks]
+            return meeting.result
+
+    def _next(self) -> None:
+        self._running = self._ready.popleft() if self._ready else None
+        if self._running is not None:
+            self._turns[self._running].release()
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         if self.failure is None:
             self.failure = (rank, error)
             self._ended.set()
-        self._changed.notify_all()
+        self._ready.extend(self._waiting)
+        self._waiting.clear()
+        if self._running is None:
+            self._next()
 
     def _check_progress(self) -> None:
         if self._waiting and len(self._waiting) + len(self._finished) == self.world_size:
@@ -151,7 +189,7 @@ class LoopbackCommunicator(Communicator):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(), f"all_reduce of a non-contiguous tensor {list(x.shape)}"
-        return x.copy_(sum_in_rank_order(torch.stack(self._meet_tensors(self._world, "all_reduce", x))))
+        return x.copy_(self._meet_tensors(self._world, "all_reduce", x, lambda xs: sum_in_rank_order(torch.stack(xs))))
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._meet_tensors(self._world, "all_gather", x))
@@ -178,9 +216,11 @@ class LoopbackCommunicator(Communicator):
     def close(self) -> None:
         pass
 
-    def _meet_tensors(self, ranks: tuple[int, ...], op: str, x: Tensor) -> list[Tensor]:
+    def _meet_tensors(
+        self, ranks: tuple[int, ...], op: str, x: Tensor, joined: Callable[[list[Any]], Any] = list
+    ) -> Any:
         call = f"{op}({str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
-        return self._shared.meet(ranks, self.rank, call, x.clone())
+        return self._shared.meet(ranks, self.rank, call, x.clone(), joined)
 
     def _meet_objects(self, op: str, obj: Any) -> list[Any]:
         # Pickled, as between processes: no rank may see another's object change.
@@ -203,17 +243,18 @@ def run_ranks(
     results: dict[int, R] = {}
 
     def body(rank: int) -> None:
-        try:
-            with world.turn():
+        with world.turn(rank):
+            try:
                 results[rank] = fn(world, rank)
                 world.finish(rank)
-        except BaseException as error:
-            error.add_note(f"raised by rank {rank} of {world_size}")
-            world.abort(rank, error)
+            except BaseException as error:
+                error.add_note(f"raised by rank {rank} of {world_size}")
+                world.abort(rank, error)
 
     threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
     for thread in threads:
         thread.start()
+    world.start()
     try:
         world.wait()
     finally:
