@@ -23,6 +23,7 @@ from benchmarks.models import (
     hosts,
     http,
     layer_drafts,
+    lookup,
     modes,
     prefill,
     self_drafts,
@@ -75,6 +76,7 @@ BENCHMARKS = {
     "self-drafts": self_drafts.BENCHMARK,
     "layer-drafts": layer_drafts.BENCHMARK,
     "turns": turns.BENCHMARK,
+    "lookup": lookup.BENCHMARK,
     "drafters": drafters.BENCHMARK,
     "prefill": prefill.BENCHMARK,
     "prefill-kernels": prefill.KERNELS_ALONE,
@@ -140,10 +142,10 @@ def main() -> None:
         if what not in BENCHMARKS:
             raise ValueError(unknown(what, BENCHMARKS))
         settings, output = given(what, arguments, gpus)
-        if not gpus:
+        if not gpus and not BENCHMARKS[what].counted:
             print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
         name = f"{what}.emulated-{settings.ranks}" if settings.emulated else what
-        if output is None and gpus:
+        if output is None and (gpus or BENCHMARKS[what].counted):
             output = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
         record(name, run(BENCHMARKS[what], settings), settings, output)
     except jobs.JobError as error:

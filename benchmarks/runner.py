@@ -67,6 +67,7 @@ class Benchmark:
         text: what `--help` says beside it.
         models: the ones among which `models=` chooses.
         emulated: whether it runs over more ranks than there are GPUs.
+        counted: whether it times nothing: its figures are the same without a GPU.
         summary: a last row, from all others.
     """
 
@@ -75,6 +76,7 @@ class Benchmark:
     parts: tuple[Part, ...]
     models: tuple[str, ...] = ()
     emulated: bool = False
+    counted: bool = False
     summary: Callable[[list[Row]], Row] | None = None
 
 

@@ -1,6 +1,6 @@
 """Times drafts by lookup on turns of agents, and where little repeats: `helix bench turns`.
 
-SmolLM2, greedy, answers turns of made-up conversations (`assets/agent-turns.jsonl`), four at a time, and goes on with
+SmolLM2, greedy, answers the recorded turns of an agent (`assets/agent-turns.jsonl`), four at a time, and goes on with
 copies of files; a shape with random weights says random text. Each without drafts, with `ngram`, which looks in the
 sequence itself, and with `suffix`, which looks in earlier answers as well: four drafts in each step, or as many as
 rank 0 chooses. `over_ngram` is the tokens per second of suffix drafts over those of `ngram` drafts as many as these.

@@ -1,4 +1,4 @@
-"""Turns of agents that repeat themselves from one conversation to the next, as they were made up here."""
+"""Turns that were recorded while an agent worked on this repository, with three tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up turns of agents, and what the benchmarks of drafts by lookup and of a layer compute and tabulate."""
+"""Recorded turns of agents, and what the benchmarks of drafts by lookup and of a layer compute and tabulate."""
 
 from __future__ import annotations
 
@@ -39,15 +39,12 @@ class Tokenizer:
 
 
 def test_the_turns_are_prompts(tmp_path: Path) -> None:
-    """And most of what is said in a conversation of each kind is said in another, too."""
     written = tmp_path / "prompts.jsonl"
     lines = agent_turns.turn_prompts(Tokenizer(), turns.TURN)
     written.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = read_prompts(written)
     assert len(found) == len(lines) == len(agent_turns.turns()) > 80
     assert all(prompt.options["max_tokens"] == turns.TURN for prompt in found)
-    answers = [answer for _, answer in agent_turns.turns()]
-    assert len({*answers}) < 0.9 * len(answers)
 
 
 def test_random_text_repeats_nothing() -> None:

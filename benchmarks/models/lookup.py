@@ -1,0 +1,102 @@
+"""Counts steps with drafts by lookup on recorded turns of agents, without a model: `helix bench lookup`.
+
+The answers of `assets/agent-turns.jsonl` are said again, word by word, each behind what was said before it. A step
+accepts the drafts that agree with the recorded answer, and one word more. `ngram` looks in the sequence itself,
+`suffix` in the answers before as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.quality import agent_turns
+from benchmarks.runner import Benchmark, Given, Part, Row
+from helix.events.decision import Admission, StepKind
+from helix.events.sampling_params import SamplingParams
+from helix.placement import NO_PAGES
+from helix.speculation import Drafter, NgramDrafter, SuffixDrafter
+
+DRAFTS = 6
+REMEMBERED = 1 << 15  # tokens of answers before: all of them
+LONGEST = {"ngram": (3, 8), "suffix": (3, 8)}  # the most final words that are compared
+Turn = tuple[np.ndarray, np.ndarray]
+
+
+def worded() -> list[Turn]:
+    """What was said before each recorded answer, and the answer, int32: a number for each word, space and sign."""
+    ids: dict[str, int] = {}
+
+    def words(*messages: str) -> np.ndarray:
+        found = [ids.setdefault(word, len(ids)) for text in messages for word in re.findall(r"\w+|\W", text + "\n")]
+        return np.array(found, dtype=np.int32)
+
+    return [(words(*(m["content"] for m in before)), words(answer)) for before, answer in agent_turns.turns()]
+
+
+class Replay:
+    """A drafter in one slot, whose drafts are compared with what an agent said.
+
+    Args:
+        most: words of the longest prompt and its answer together.
+    """
+
+    def __init__(self, drafter: Drafter, most: int = 1 << 13) -> None:
+        self.drafter = drafter
+        self.history = torch.full((1, most), -1, dtype=torch.int32)
+
+    def steps(self, prompt: np.ndarray, answer: np.ndarray, salt: int = 0) -> int:
+        """Counts the steps in which an answer is decoded, behind a prompt, both int32."""
+        text = np.concatenate((prompt, answer))
+        limit = len(text) - 1
+        sampling = SamplingParams()
+        begun: Any = SimpleNamespace(slots=torch.tensor([0]))
+        self.drafter.admit(Admission("", 0, len(prompt), prompt, 0, NO_PAGES, limit, limit, sampling, salt=salt))
+        self.drafter.begun(begun)
+        self.history[0, : len(text)] = torch.from_numpy(text)
+        at, steps = len(prompt), 0
+        while at < limit:
+            state: Any = SimpleNamespace(history=self.history, lengths=torch.tensor([at]))
+            drafts = self.drafter.propose(state, StepKind(1, DRAFTS)).tokens[0].tolist()
+            kept = 0
+            while kept < DRAFTS and at + 1 + kept <= limit and drafts[kept] == text[at + 1 + kept]:
+                kept += 1
+            at, steps = at + 1 + kept, steps + 1
+        gone: Any = SimpleNamespace(slot=0, history=self.history[0], length=torch.tensor([min(at, limit)]))
+        self.drafter.retire(gone)
+        return steps
+
+
+def made(name: str, longest: int) -> Drafter:
+    if name == "ngram":
+        return NgramDrafter(DRAFTS, longest)
+    return SuffixDrafter(DRAFTS, longest, REMEMBERED, 1, torch.device("cpu"))
+
+
+def measure(given: Given, name: str, longest: int) -> Iterator[Row]:
+    """The steps of all answers, one after the other."""
+    replay, turns = Replay(made(name, longest)), worded()
+    steps, words = sum(replay.steps(*turn) for turn in turns), sum(len(answer) for _, answer in turns)
+    yield {
+        "kind": "lookup", "drafter": name, "longest": longest, "drafts": DRAFTS, "answers": len(turns),
+        "words": words, "steps": steps, "words_per_step": words / steps,
+    }  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    "steps of drafts by lookup on recorded turns of agents, counted without a model",
+    __doc__,
+    (
+        Part(
+            lambda given: [(name, longest) for name, lengths in LONGEST.items() for longest in lengths],
+            measure,
+            "drafter longest drafts answers words steps words_per_step",
+        ),
+    ),
+    counted=True,
+)
