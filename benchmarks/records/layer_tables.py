@@ -74,6 +74,17 @@ def turns() -> list[str]:
     return lines(columns, results("turns", "text", "model", "layout", "drafting"))
 
 
+def lookup() -> list[str]:
+    """Tabulates the steps that drafts by lookup save on recorded turns of agents."""
+    columns: Columns = {
+        "drafts": at("drafter"),
+        "compares up to": lambda r: f"{r['longest']} words",
+        "steps": lambda r: f"{r['steps']:,}",
+        "words a step": of("words_per_step", "", 2),
+    }
+    return lines(columns, results("lookup", "drafter", "longest"))
+
+
 def beside_vllm() -> list[str]:
     """Tabulates drafts looked up in the text by both engines, on copies of files."""
     found = {(r["engine"].split()[0], r["drafts"]): r for r in results("vllm-drafts", "engine", "model", "drafts")}
@@ -124,6 +135,7 @@ PAGE: dict[str, Callable[[], list[str]]] = {
     **{name: partial(layers, name) for name in ("layer-drafts", "layer-drafts.emulated-8")},
     "trained-drafters": trained,
     "turns": turns,
+    "lookup": lookup,
     "vllm-drafts": beside_vllm,
     "layer-drafts-predicted": predicted,
 }

@@ -29,8 +29,7 @@ FIRST, SOME = 8, 60  # answers of the first conversation, and of those that are 
 
 
 def test_turns_of_agents_take_fewer_steps_than_with_ngram() -> None:
-    """Of some; `helix bench lookup` counts them all."""
-    some = worded()[:SOME]
+    some = worded()[:SOME]  # `helix bench lookup` counts them all
     of_ngram, of_suffix = Replay(NgramDrafter(DRAFTS, 3)), Replay(SuffixDrafter(DRAFTS, 3, 4096, 1, CPU))
     found = [(of_ngram.steps(*turn), of_suffix.steps(*turn)) for turn in some]
     ngram, suffix = map(sum, zip(*found, strict=True))
