@@ -130,7 +130,7 @@ def prefilled(
             if chunks := [chunk for chunk in chunks if len(chunk.tokens)]:
                 step = runner.state.prefill_step(chunks)
                 _, states = model.states(cache, step, runner.dense)
-                read = Prefilled(chunks, runner.state.prompts_span(chunks), step.parts, states)
+                read = Prefilled(chunks, runner.state.prompts_span(chunks), runner.state.parts(chunks), states)
                 cache.prefilled(read)
                 drafter.prefilled(read)
     return runner

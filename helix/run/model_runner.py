@@ -26,7 +26,7 @@ from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
 from helix.memory.transfers import to_device, to_host
 from helix.models import Decoder
-from helix.placement import ChunkPart, Placement, PromptChunk
+from helix.placement import Placement, PromptChunk
 from helix.run.clock import Moment
 from helix.run.graphs import StepGraphs
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
@@ -91,8 +91,8 @@ class ModelRunner:
         hopb_chunks: HOP-B chunks by rows of a step, and tokens per row from which on they pay, as chosen by
             `helix.run.autotune`.
         shaper: changes logits as requested; None until the first sequence requests it.
-        pads: whether chunks of prompts are padded to few sizes, most of which are captured: where layers keep neither
-            windows nor states. Who follows prompts does so behind a captured chunk.
+        pads: whether chunks of prompts are padded to few sizes, most of which are captured: unless pages are in host
+            memory or in e4m3, or in mode dp. Who follows prompts does so behind a captured chunk.
         depths: depths of captured chunks.
         mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
             with None; for benchmarks.
@@ -135,12 +135,11 @@ class ModelRunner:
         self.hopb_chunks: dict[int, tuple[int, int]] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs() if comm.capturable else None
-        plain = not cache.rings and not cache.has_states
-        drafter_follows = type(self.drafter).prefilled is not Follower.prefilled
-        self._followed = not plain or cache.score is not None or drafter_follows  # whether anybody follows prompts
+        cache_follows = bool(cache.rings) or cache.has_states or cache.score is not None
+        self._followed = cache_follows or type(self.drafter).prefilled is not Follower.prefilled  # prompts
         # Keys in e4m3 are unpacked up to the number that the host knows.
         unpacked = all(t.element_size() > 1 for t in cache.tensors)
-        self.pads = plain and layout.dp == 1 and comm.capturable and unpacked
+        self.pads = None not in cache.rings and layout.dp == 1 and comm.capturable and unpacked
         attention = model.spec.attention
         topk = attention.topk if isinstance(attention, MLASpec) else None
         self.depths = DEPTHS if topk is None else choosing_depths(topk, layout.kvp, max_pages * placement.page_size)
@@ -292,7 +291,6 @@ class ModelRunner:
             counts: see `Step.counts`.
         """
         state = self.state
-        parts: tuple[ChunkPart, ...] = ()
         if self.pads:
             size = padded([len(p.tokens) for p in prompts], state.most_keys(prompts), self.depths)
             packed = state.packed(prompts, size)
@@ -302,12 +300,10 @@ class ModelRunner:
             else:
                 last, states = self._computed(state.packed_step(packed, size))
         else:
-            step = state.prefill_step(prompts, counts)
-            last, states = self._computed(step)
-            parts = step.parts
+            last, states = self._computed(state.prefill_step(prompts, counts))
         if self._followed:
             real = None if states is None else states[: sum(len(p.tokens) for p in prompts)]
-            chunk = Prefilled(prompts, state.prompts_span(prompts), parts, real)
+            chunk = Prefilled(prompts, state.prompts_span(prompts), state.parts(prompts), real)
             for follower in self.followers:
                 follower.prefilled(chunk)
         return last

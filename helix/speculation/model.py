@@ -131,7 +131,7 @@ class ModelDrafter(Drafter):
         self.model.hidden(self.cache, step, self.policy)
         for prompt in prompts:
             self.sequences.lengths[prompt.slot].fill_(prompt.written[1])
-        self.cache.prefilled(Prefilled(prompts, self.sequences.prompts_span(prompts), step.parts))
+        self.cache.prefilled(Prefilled(prompts, self.sequences.prompts_span(prompts), self.sequences.parts(prompts)))
 
     def catch_up(self, state: DecodeState) -> None:
         active, lengths, known = (t.tolist() for t in (state.active, state.lengths, self.sequences.lengths))

@@ -62,7 +62,6 @@ class Step:
         overlapped: whether the other half of a prefill step computes while this half communicates.
         shared: tensors [N] that all layers read, by key.
         staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
-        parts: locations of a prefill step's tokens, if layers have windows.
         chooses: whether indexers choose tokens; else they add keys alone, or nothing where `reading` gave a choice.
         counts: in mode dp, tokens of each rank's prefill step; empty: as many on all ranks.
     """
@@ -83,7 +82,6 @@ class Step:
     overlapped: bool = False
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
     staged: StagedChunk | None = None
-    parts: tuple[ChunkPart, ...] = ()
     chooses: bool = True
     counts: tuple[int, ...] = ()
 
@@ -219,6 +217,7 @@ class DecodeState(Follower):
         self.active = torch.zeros(max_batch, dtype=torch.bool, device=device)
         self.block_tables = torch.zeros(max_batch, max(max_pages, 1), dtype=torch.int32, device=device)
         self.rings = dict(rings or {})
+        self._windows = [window for window in self.rings if window is not None]
         self._slots = torch.arange(max_batch, device=device)
         columns = torch.arange(self.block_tables.shape[1], device=device)
         self.append_tables: dict[int | None, Tensor] = {None: self.block_tables}
@@ -385,26 +384,21 @@ class DecodeState(Follower):
         counts = [len(chunk.tokens) for chunk in chunks]
         size = ChunkSize(sum(counts), len(counts), max(counts), self.most_keys(chunks))
         step = replace(self.packed_step(self.packed(chunks, size), size), counts=of_ranks)
-        if not self.rings:
+        if None not in self.rings:
             return step
         assert step.cu_q is not None
         sequence = torch.repeat_interleave(step.cu_q.diff(), output_size=size.tokens)
-        tables, append_slots = dict(step.tables), dict(step.append_slots)
-        first = [self._starts[chunk.slot] for chunk in chunks]
-        staged = None
-        if None in self.rings:
-            staged = self._stage(self.placement.parts(chunks, first, whole=False))
-            known = to_device(torch.cat([torch.arange(c.begin, c.end) < c.known for c in chunks]), self.tokens.device)
-            append_slots[None] = self.placement.cache_slots(
-                step.positions, step.starts, ~known, staged.tables, sequence
-            )
-        whole = self.placement.parts(chunks, first, whole=True) if self.rings.keys() - {None} else ()
-        for window in self.rings.keys() - {None}:
-            tables[window] = self._ring_tables(window, step.slots, whole)
-            append_slots[window] = self.placement.cache_slots(
-                step.positions, step.starts, step.live, tables[window], sequence
-            )
-        return replace(step, tables=tables, append_slots=append_slots, staged=staged, parts=whole)
+        staged = self._stage(self.placement.parts(chunks, self._firsts(chunks), whole=False))
+        known = to_device(torch.cat([torch.arange(c.begin, c.end) < c.known for c in chunks]), self.tokens.device)
+        slots = self.placement.cache_slots(step.positions, step.starts, ~known, staged.tables, sequence)
+        return replace(step, append_slots=step.append_slots | {None: slots}, staged=staged)
+
+    def parts(self, chunks: Sequence[PromptChunk]) -> tuple[ChunkPart, ...]:
+        """Locates the tokens of a prefill step in the pages of layers with windows; empty if there are none."""
+        return self.placement.parts(chunks, self._firsts(chunks), whole=True) if self._windows else ()
+
+    def _firsts(self, chunks: Sequence[PromptChunk]) -> list[int]:
+        return [self._starts[chunk.slot] for chunk in chunks]
 
     def most_keys(self, chunks: Sequence[PromptChunk]) -> int:
         """Computes an upper bound of the keys that a sequence of a prefill step reads on this rank."""
@@ -417,7 +411,7 @@ class DecodeState(Follower):
         total, n = sum(counts), len(chunks)
         assert total == size.tokens or (total < size.tokens and n < size.sequences), "padding is another sequence's"
         packed = torch.zeros(_packed_words(size), dtype=torch.int64)
-        tokens, positions, owner, state, slots, ends = _unpacked(packed, size)
+        tokens, positions, owner, state, slots, columns, pages, ends = _unpacked(packed, size)
         torch.cat([chunk.tokens for chunk in chunks], out=tokens[:total])
         torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks], out=positions[:total])
         owner[:total] = torch.repeat_interleave(torch.arange(n), torch.tensor(counts))
@@ -425,23 +419,32 @@ class DecodeState(Follower):
         known = torch.tensor([chunk.known for chunk in chunks])
         state[:total] = torch.where(positions[:total] < known[owner[:total]], KNOWN, NEW)
         slots[:n] = torch.tensor([chunk.slot for chunk in chunks])
+        slots[n:] = -1
+        for i, part in enumerate(self.parts(chunks)):
+            columns[i], pages[i] = part.columns.start, part.page
         ends[1 : n + 1] = torch.tensor(counts).cumsum(0)
         ends[n + 1 :] = size.tokens
         return to_device(packed, self.tokens.device)
 
     def packed_step(self, packed: Tensor, size: ChunkSize) -> Step:
         """Creates a prefill step from what `packed` returned; the same launches for every content of it."""
-        tokens, positions, owner, state, slots, ends = _unpacked(packed, size)
-        starts, table = self.starts[slots][owner], self.block_tables[slots]
+        tokens, positions, owner, state, slots, columns, pages, ends = _unpacked(packed, size)
+        starts, table, live = self.starts[slots][owner], self.block_tables[slots], state > 0
+        tables: dict[int | None, Tensor] = {None: table}
+        new = self.placement.cache_slots(positions, starts, state == NEW, table, owner)
+        append_slots: dict[int | None, Tensor] = {None: new}
+        for window in self._windows:
+            tables[window] = self._ring_tables(window, slots, columns, pages)
+            append_slots[window] = self.placement.cache_slots(positions, starts, live, tables[window], owner)
         return Step(
             self.placement,
             tokens=tokens,
             positions=positions,
             starts=starts,
-            live=state > 0,
+            live=live,
             slots=slots,
-            tables={None: table},
-            append_slots={None: self.placement.cache_slots(positions, starts, state == NEW, table, owner)},
+            tables=tables,
+            append_slots=append_slots,
             cu_q=ends.int(),
             max_q=size.most,
             max_k=size.keys,
@@ -465,15 +468,16 @@ class DecodeState(Follower):
             counts=of_ranks,
         )
 
-    def _ring_tables(self, window: int | None, slots: Tensor, parts: Sequence[ChunkPart]) -> Tensor:
-        """Returns the pages [n, P] int32 of a prefill step for a window: pages of the ring, then pages of the chunk."""
+    def _ring_tables(self, window: int | None, slots: Tensor, first: Tensor, page: Tensor) -> Tensor:
+        """Returns the pages [n, P] int32 of a prefill step for a window: pages of the ring, then pages of the chunk.
+
+        Args:
+            first: column [n] in which each sequence's part begins, which is the ring's.
+            page: the part's first page [n], as those of all chunks are counted.
+        """
         columns = torch.arange(self.block_tables.shape[1], device=slots.device)
-        first, page = (
-            to_device(torch.tensor(x)[:, None], slots.device)
-            for x in zip(*((part.columns.start, part.page) for part in parts), strict=True)
-        )
-        behind = len(self.active) * self.rings[window] + page + columns - first
-        return torch.where(columns > first, behind, self.append_tables[window][slots]).int()
+        behind = len(self.active) * self.rings[window] + page[:, None] + columns - first[:, None]
+        return torch.where(columns > first[:, None], behind, self.append_tables[window][slots]).int()
 
     def _stage(self, parts: tuple[ChunkPart, ...]) -> StagedChunk:
         """Assigns GPU pages to the new tokens of a chunk, while the cache is in host memory."""
@@ -486,7 +490,7 @@ class DecodeState(Follower):
 
 
 def _packed_words(size: ChunkSize) -> int:
-    return 4 * _stride(size) + 2 * size.sequences + 1
+    return 4 * _stride(size) + 4 * size.sequences + 1
 
 
 def _stride(size: ChunkSize) -> int:
@@ -494,7 +498,11 @@ def _stride(size: ChunkSize) -> int:
 
 
 def _unpacked(packed: Tensor, size: ChunkSize) -> tuple[Tensor, ...]:
-    """Returns views: tokens, positions, index of the sequence, KNOWN or NEW [N]; slots [n]; offsets [n + 1]."""
-    rows, rest = packed.split([4 * _stride(size), 2 * size.sequences + 1])
+    """Returns views: tokens, positions, sequence, KNOWN or NEW [N]; slots, columns, pages [n]; offsets [n + 1].
+
+    Padding's sequences have slot -1.
+    """
+    n = size.sequences
+    rows, rest = packed.split([4 * _stride(size), 4 * n + 1])
     of_tokens = rows.view(4, -1)[:, : size.tokens]
-    return *of_tokens, *rest.split([size.sequences, size.sequences + 1])
+    return *of_tokens, *rest.split([n, n, n, n + 1])

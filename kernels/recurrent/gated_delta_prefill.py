@@ -152,7 +152,7 @@ def _chunks_kernel(
     slot = tl.load(slots + sequence).to(tl.int64)
     first, end = tl.load(cu_q + sequence).to(tl.int64), tl.load(cu_q + sequence + 1).to(tl.int64)
     d, e, r = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, CHUNK)
-    whole = (d < DK)[:, None] & (e < DV)[None, :]
+    whole = (d < DK)[:, None] & (e < DV)[None, :] & (slot >= 0)
     states = state + (slot * VALUES + head) * (DK * DV) + d[:, None] * DV + e[None, :]
     S = tl.load(states, mask=whole, other=0.0)
     for begin in range(first, end, CHUNK):
@@ -181,8 +181,8 @@ def _chunks_kernel(
 
     # The last rows, which the next convolution reads; the first kernel has read what was in their places.
     t = end - (W - 1) + tl.arange(0, BLOCK_W)
-    there = (t >= first) & (t < end)
-    place = (tl.load(positions + first) + t - first + RING * W) % RING  # of a positive number
+    there = (t >= first) & (t < end) & (slot >= 0)
+    place = (tl.load(positions + first, mask=first < end) + t - first + RING * W) % RING  # of a positive number
     mine = ring + slot * (RING * width) + place[:, None] * width
     rows = qkv + t[:, None] * qkv_n
     at_v, mask = 2 * KEYS * DK + head * DV + e[None, :], there[:, None] & (e < DV)[None, :]
@@ -215,7 +215,7 @@ def gated_delta_prefill(
     """Computes the outputs of prompt chunks, hands their states on, and keeps each chunk's last W - 1 rows.
 
     Args:
-        slots: of the n sequences [n] int64; none has accepted rows.
+        slots: of the n sequences [n] int64; none has accepted rows. -1: padding, of which nothing is kept.
         positions: of the rows [N] int64.
         cu_q: offsets of each sequence's rows [n + 1] int32.
 

@@ -46,6 +46,8 @@ def gated_delta_prefill(
     """Runs a prefill step; shapes as in `kernels.recurrent.gated_delta_prefill.gated_delta_prefill`."""
     out, before, ends = torch.zeros_like(x.z), p.conv.shape[0] - 1, cu_q.tolist()
     for slot, begin, end in zip(slots.tolist(), ends, ends[1:], strict=False):
+        if slot < 0:
+            continue
         mine, position = slice(begin, end), int(positions[begin])
         inputs = convolve(torch.cat((recent(kept, slot, position - before, position), x.qkv[mine])), p)
         seen, kept.state[slot] = chunked(kept.state[slot], *heads(inputs, x.gates[mine], p))

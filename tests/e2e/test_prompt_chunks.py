@@ -35,6 +35,7 @@ from tests.e2e.test_layer_drafts import KINDS
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
 KEYS = [depth.keys for depth in DEPTHS]
+WAITS = {"_local_scalar_dense", "nonzero", "item", "equal", "masked_select"}  # for the device, as no graph may
 
 
 def test_sizes() -> None:
@@ -84,6 +85,11 @@ def pads(engine: Engine) -> None:
         ("deepseek-v32", HelixLayout.create("helix", 2)),
         ("glm-5-shared", HelixLayout.create("helix", 3)),
         ("glm-5-all", HelixLayout.create("tp", 1, 2)),
+        ("mistral-windowed", HelixLayout.create("helix", 3)),
+        ("gemma3", HelixLayout.create("helix", 2)),
+        ("gpt-oss", HelixLayout.create("helix", 2, 1, 1, 2)),
+        ("qwen3-next", HelixLayout.create("helix", 2)),
+        ("qwen3.5-moe", HelixLayout.create("tp", 1, 2)),
     ],
     ids=str,
 )
@@ -162,7 +168,13 @@ class Replays(StepGraphs):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
-@pytest.mark.parametrize("family, scores", [("demo", 1 << 26), ("glm-5-shared", 1 << 26), ("glm-5-shared", 1 << 14)])
+@pytest.mark.parametrize(
+    "family, scores",
+    [
+        ("demo", 1 << 26), ("glm-5-shared", 1 << 26), ("glm-5-shared", 1 << 14),
+        *((family, 1 << 26) for family in ("gpt-oss", "gemma3", "qwen3-next", "qwen3.5-moe")),
+    ],
+)  # fmt: skip
 def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(
     monkeypatch: pytest.MonkeyPatch, family: str, scores: int
 ) -> None:
@@ -187,10 +199,12 @@ def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(
         for prompts in contents:
             recorder.launches.clear()
             e.runner._states(prompts, ())
-            assert [name for name, *_ in recorder.launches][-1] == "graph"
+            assert [name for name, *_ in recorder.launches].count("graph") == 1
             assert sum(name.endswith("_kernel") for name, *_ in recorder.launches) == 0
-    assert {key[0].sequences for key in e.runner.graphs.of} == {2, 20}  # type: ignore[attr-defined]
-    assert min(len(launches) for launches in e.runner.graphs.of.values()) > 20  # type: ignore[attr-defined]
+    captured: dict[Any, list[Any]] = e.runner.graphs.of  # type: ignore[attr-defined]
+    assert {key[0].sequences for key in captured} == {2, 20}
+    assert min(len(launches) for launches in captured.values()) > 20
+    assert not WAITS & {name for launches in captured.values() for name, *_ in launches}
 
 
 class Graphs(Replays):
@@ -270,7 +284,7 @@ def followed(kind: str, pads: bool) -> list[Any]:
             found.append((tokens, e.timings.acceptance.tried, e.timings.acceptance.kept))
         found.append(sorted(e.runner.drafter.drafted) if isinstance(e.runner.drafter, Recorded) else [])
         if pads:
-            assert sum(isinstance(key[0], ChunkSize) for key in graphs.warm) > 2
+            assert any(isinstance(key[0], ChunkSize) for key in graphs.warm)
         return found
 
     return run_ranks(2, body, timeout_s=120.0)[0]
@@ -287,7 +301,11 @@ def test_who_follows_prompts_reads_what_is_no_padding(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "family, tokens", [*(("demo", n) for n in (128, 1536, 8192)), ("glm-5", 128), *((of, 128) for of in KINDS)]
+    "family, tokens",
+    [
+        *(("demo", n) for n in (128, 1536, 8192)),
+        *((of, 128) for of in ("glm-5", "gpt-oss", "gemma3", "qwen3-next", "qwen3.5-moe", *KINDS)),
+    ],
 )
 def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int) -> None:
     """Bitwise: the same kernels run, over whatever was packed last."""

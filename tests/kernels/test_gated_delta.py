@@ -219,6 +219,25 @@ def test_prefill(h: Heads, conv: int, dtype: torch.dtype, device: torch.device) 
     torch.testing.assert_close(kept.qkv, wanted_kept.qkv, atol=0, rtol=0, equal_nan=True)
 
 
+def test_nothing_is_kept_of_padding(device: torch.device) -> None:
+    """A sequence without a slot behind another, and an empty one: the other's numbers stay as they are."""
+    h = HEADS[1]
+    p = parameters(h, 4, torch.float32, device)
+    kept, slots = begun(h, p, [70], [0], 1, torch.float32, device)
+    alone, x = copy_of(kept), inputs(h, 128, torch.float32, device, 9)
+    at = torch.cat((torch.arange(70, 140), torch.zeros(58, dtype=torch.int64))).to(device)
+    padded, cu_q = torch.tensor([int(slots), -1, -1]).to(device), torch.tensor([0, 70, 128, 128]).int().to(device)
+    for run, bitwise in ((reference.gated_delta_prefill, False), (gated_delta_prefill, True)):
+        mine, others = copy_of(kept), copy_of(alone)
+        found = run(x, p, mine, padded, at, cu_q)
+        assert found.isfinite().all()
+        first = DeltaInput(x.qkv[:70], x.gates[:70], x.z[:70])
+        wanted = run(first, p, others, slots, at, cu_q[:2])
+        for ours, theirs in ((found[:70], wanted), (mine.state, others.state), (mine.qkv, others.qkv)):
+            tolerance = 0.0 if bitwise else 1e-5  # sums of fp32 over 70 rows, in another order where there are others
+            torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
 def test_hard_systems(device: torch.device) -> None:
     """Keys that are nearly the same, gates near 1 and no decay: the powers of such a system's matrix are huge."""
     h = Heads(1, 0, 1, 32, 32)

@@ -187,6 +187,11 @@ FAULTS = [
         "tensor[:, slot].fill_(0)", "pass", STATES,
     ),
     Fault(
+        "padding of a chunk goes on in a sequence's state", "helix/steps/step.py", "slots[n:] = -1", "slots[n:] = 0",
+        ("tests/e2e/test_prompt_chunks.py::test_tokens_are_those_of_transformers"
+         "[qwen3-next-helix kvp=2 tpa=1 -> tpf=2 ep=1]",),
+    ),
+    Fault(
         "refused rows are part of a state", "helix/memory/kv_cache.py",
         "self.accepted[: step.kind.rows] = step.span.after - step.span.before",
         "self.accepted[: step.kind.rows] = 1 + step.kind.drafts", STATES,
