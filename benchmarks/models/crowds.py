@@ -13,7 +13,7 @@ from benchmarks import jobs
 from benchmarks.models.workloads import named
 from benchmarks.runner import Benchmark, Given, Part, Row
 
-MODELS = ("qwen2.5-7b", "llama-3.1-8b")
+MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")
 GOALS = ("balance", "throughput")
 COLUMNS = "model gpus goal requests length new seconds tokens_per_s first_p99_ms gap_p99_ms prefill_s decode_s"
 
