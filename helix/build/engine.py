@@ -210,12 +210,11 @@ def build_engine(
     # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys, or hold scores of tokens.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
     apart = model.weights.largest * dtype.itemsize + (SCORES * torch.float32.itemsize if spec.indexers else 0)
-    apart *= 2 if comm.capturable else 1  # captured chunks do so apart
-    free = free_bytes(comm.device) - 2 * (apart + piece)
+    halves = 4 if comm.capturable else 2  # captured chunks have memory of their own
+    free = free_bytes(comm.device) - halves * (apart + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
-    # Captured chunks have memory of their own.
     buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
     room = min(int(free * kv.memory_fraction), free - buffered * buffers)
     layer = model.next_token if config.speculation.drafter == "mtp" else draft

@@ -30,7 +30,7 @@ from helix.placement import Placement, PromptChunk
 from helix.run.clock import Moment
 from helix.run.graphs import StepGraphs
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
-from helix.steps.chunk_size import DEPTHS, ChunkSize, choosing_depths, padded
+from helix.steps.chunk_size import DEPTHS, UNPACKED_DEPTHS, ChunkSize, Depth, choosing_depths, padded
 from helix.steps.sampling import SamplingState, sampled_candidates
 from helix.steps.shaping import Shaper
 from helix.steps.step import PAST, DecodeState, Step
@@ -92,7 +92,7 @@ class ModelRunner:
             `helix.run.autotune`.
         shaper: changes logits as requested; None until the first sequence requests it.
         pads: whether chunks of prompts are padded to few sizes, most of which are captured: unless pages are in host
-            memory or in e4m3, or in mode dp. Who follows prompts does so behind a captured chunk.
+            memory, or in mode dp. Who follows prompts does so behind a captured chunk.
         depths: depths of captured chunks.
         mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
             with None; for benchmarks.
@@ -137,12 +137,14 @@ class ModelRunner:
         self.graphs = StepGraphs() if comm.capturable else None
         cache_follows = bool(cache.rings) or cache.has_states or cache.score is not None
         self._followed = cache_follows or type(self.drafter).prefilled is not Follower.prefilled  # prompts
-        # Keys in e4m3 are unpacked up to the number that the host knows.
-        unpacked = all(t.element_size() > 1 for t in cache.tensors)
-        self.pads = None not in cache.rings and layout.dp == 1 and comm.capturable and unpacked
+        self.pads = None not in cache.rings and layout.dp == 1 and comm.capturable
         attention = model.spec.attention
         topk = attention.topk if isinstance(attention, MLASpec) else None
-        self.depths = DEPTHS if topk is None else choosing_depths(topk, layout.kvp, max_pages * placement.page_size)
+        self.depths: Sequence[Depth] = DEPTHS
+        if topk is not None:
+            self.depths = choosing_depths(topk, layout.kvp, max_pages * placement.page_size)
+        elif any(t.element_size() == 1 for t in cache.tensors):
+            self.depths = UNPACKED_DEPTHS
         self._packed: dict[ChunkSize, Tensor] = {}
         self._chunk_states = torch.empty(0)  # of the last captured chunk
         self.shaper: Shaper | None = None

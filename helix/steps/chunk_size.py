@@ -24,6 +24,7 @@ class Depth(NamedTuple):
 
 
 DEPTHS = Depth(DEEP, 8 << 10), Depth(math.inf, 128 << 10)
+UNPACKED_DEPTHS = (Depth(DEEP, DEEP),)  # of keys in e4m3, unpacked up to the number that a chunk is launched with
 
 
 def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
@@ -66,10 +67,11 @@ def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> Ch
         keys: most keys of a sequence on a rank.
     """
     tokens, sequences = sum(counts), len(counts) + 1
-    depth = next(depth for depth in depths if keys < depth.below)
-    size = next((size for size in SIZES if tokens <= size <= depth.most), None)
+    depth = next((depth for depth in depths if keys < depth.below), None)
+    size = next((size for size in SIZES if depth is not None and tokens <= size <= depth.most), None)
     of_graph = next((n for n in SEQUENCES if n >= sequences), None)
-    if size is not None and of_graph is not None and (tokens <= LAUNCHED or PADDING * (size - tokens) <= tokens):
+    close = size is not None and (tokens <= LAUNCHED or PADDING * (size - tokens) <= tokens)
+    if depth is not None and size is not None and of_graph is not None and close:
         return ChunkSize(size, of_graph, size, depth.keys, True)
     return ChunkSize(-(-tokens // ALIGNED) * ALIGNED, sequences, max(counts), keys)
 

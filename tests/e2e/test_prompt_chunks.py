@@ -24,7 +24,16 @@ from helix.placement import PromptChunk
 from helix.run.graphs import StepGraphs
 from helix.speculation import DraftBudget, NgramDrafter, sparse
 from helix.steps import chunk_size
-from helix.steps.chunk_size import DEEP, DEPTHS, SIZES, ChunkSize, captured_first, choosing_depths, padded
+from helix.steps.chunk_size import (
+    DEEP,
+    DEPTHS,
+    SIZES,
+    UNPACKED_DEPTHS,
+    ChunkSize,
+    captured_first,
+    choosing_depths,
+    padded,
+)
 from kernels import dispatch
 from tests.e2e import test_layer_drafts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
@@ -49,6 +58,13 @@ def test_sizes() -> None:
     sizes = captured_first(1024, 1 << 20)
     assert sizes == sorted({*sizes}, reverse=True) and len(sizes) == 2 * 7 + 1 and all(size.captured for size in sizes)
     assert all(padded([tokens], 1).captured for tokens in SIZES)
+
+
+def test_depths_of_unpacked_keys() -> None:
+    """A chunk is launched with as many keys as there may be, or as it comes."""
+    assert padded([9], DEEP - 1, UNPACKED_DEPTHS) == ChunkSize(128, 2, 128, DEEP, True)
+    assert padded([9], DEEP, UNPACKED_DEPTHS) == ChunkSize(16, 2, 9, DEEP)
+    assert {size.keys for size in captured_first(8192, 1 << 20, UNPACKED_DEPTHS)} == {DEEP}
 
 
 def test_depths_of_choices() -> None:
@@ -97,6 +113,23 @@ def test_tokens_are_those_of_transformers(family: str, layout: HelixLayout, smal
     """Padding computes rows of its own and nothing else; memory that nobody wrote is NaN."""
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), layout, 4, wanted, pads), wanted)
+
+
+@pytest.mark.parametrize("family, kv", [("qwen3", "fp8"), ("deepseek-v3-yarn", "fp8"), ("gpt-oss", "k16v8")])
+def test_keys_in_few_bits_are_those_of_chunks_as_they_come(family: str, kv: str, small_sizes: None) -> None:
+    wanted, layout = oracle(family, MOE_LENGTHS, MOE_TOKENS), HelixLayout.create("helix", 2)
+
+    def body(world: LoopbackWorld, rank: int) -> list[Any]:
+        found = []
+        for padded_chunks in (True, False):
+            comm = world.communicator(rank, (0, 1))
+            e = build_engine(checkpoint(family), layout, comm, 4, kv=kv)
+            e.runner.pads = padded_chunks
+            found.append(generate(e, wanted).tokens)
+        return found
+
+    of_padded, others = run_ranks(2, body, timeout_s=120.0)[0]
+    assert of_padded == others and len(others) == len(wanted)
 
 
 def test_drafts_and_known_prefixes_go_on(small_sizes: None) -> None:
@@ -169,21 +202,22 @@ class Replays(StepGraphs):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
 @pytest.mark.parametrize(
-    "family, scores",
+    "family, scores, kv",
     [
-        ("demo", 1 << 26), ("glm-5-shared", 1 << 26), ("glm-5-shared", 1 << 14),
-        *((family, 1 << 26) for family in ("gpt-oss", "gemma3", "qwen3-next", "qwen3.5-moe")),
+        ("demo", 1 << 26, "auto"), ("glm-5-shared", 1 << 26, "auto"), ("glm-5-shared", 1 << 14, "auto"),
+        *((family, 1 << 26, "auto") for family in ("gpt-oss", "gemma3", "qwen3-next", "qwen3.5-moe")),
+        *((family, 1 << 26, "fp8") for family in ("demo", "deepseek-v3-yarn", "gpt-oss", "glm-5-shared")),
     ],
 )  # fmt: skip
 def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(
-    monkeypatch: pytest.MonkeyPatch, family: str, scores: int
+    monkeypatch: pytest.MonkeyPatch, family: str, scores: int, kv: str
 ) -> None:
     """One prompt at the beginning and deep, several, known prefixes: two keys, and few launches beside the graph."""
     comm = LoopbackWorld(1).communicator(0, (0,))
     path = DEMO if family == "demo" else checkpoint(family)
     monkeypatch.setattr(indexer, "SCORES", scores)  # few: some rows of a chunk choose after others
     e = build_engine(
-        path, HelixLayout.create(), comm, 16, page_size=64, max_length=1000, max_batch=4, prefill_chunk=256
+        path, HelixLayout.create(), comm, 16, page_size=64, max_length=1000, max_batch=4, prefill_chunk=256, kv=kv
     )
     recorder = Recorder()
     e.runner.pads, e.runner.graphs = True, Replays(recorder)
@@ -301,20 +335,21 @@ def test_who_follows_prompts_reads_what_is_no_padding(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "family, tokens",
+    "family, tokens, kv",
     [
-        *(("demo", n) for n in (128, 1536, 8192)),
-        *((of, 128) for of in ("glm-5", "gpt-oss", "gemma3", "qwen3-next", "qwen3.5-moe", *KINDS)),
+        *(("demo", n, "auto") for n in (128, 1536, 8192)),
+        *((of, 128, "auto") for of in ("glm-5", "gpt-oss", "gemma3", "qwen3-next", "qwen3.5-moe", *KINDS)),
+        ("demo", 1536, "fp8"),
     ],
 )
-def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int) -> None:
+def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int, kv: str) -> None:
     """Bitwise: the same kernels run, over whatever was packed last."""
     comm, demo = SoloCommunicator(torch.device("cuda", 0)), family == "demo"
     drafts = test_layer_drafts.drafts(family, kind=Recorded) if family in KINDS else None
     e = build_engine(
         DEMO if demo else path_of(family), HelixLayout.create(), comm, 16, page_size=64, drafter=drafts, adaptive=False,
         max_length=9000 if demo else 500, max_batch=3, prefill_chunk=8192 if demo else 256,
-        dtype=torch.bfloat16 if demo else torch.float32,
+        dtype=torch.bfloat16 if demo else torch.float32, kv=kv,
     )  # fmt: skip
     assert e.runner.pads
     if drafts is not None:
