@@ -62,16 +62,20 @@ def run(task: Task) -> Done:
 
 @torch.inference_mode()
 def _last(engine: Engine, length: int, tokens: int) -> tuple[float, dict[str, Any]]:
-    """Seconds of the last tokens of a sequence through the model, on the slowest rank, and what they consist of."""
+    """Seconds of the last tokens of a sequence through the model, on the slowest rank, and what they consist of.
+
+    They are captured where a server's are.
+    """
     runner = engine.runner
     fill(runner, 1, length)
-    step = runner.state.prefill_step([PromptChunk(0, length - tokens, torch.zeros(tokens, dtype=torch.int64))])
+    last = [PromptChunk(0, length - tokens, torch.zeros(tokens, dtype=torch.int64))]
 
     def run() -> None:
-        step.shared.clear()  # as a step that comes for the first time
-        runner.model.hidden(runner.cache, step, runner.policy)
+        runner.prompt_states(last)
 
     run()  # compiles, where no chunk of this length has been yet
+    while (size := runner.eager_size) is not None:
+        runner.capture_chunk(size, known=1)
     seconds = 0.0
     for times in (1, 3):
         if seconds < LONG_S:

@@ -264,7 +264,7 @@ class ModelRunner:
         prompts = [
             PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known, s.saves, s.moves) for s in segments
         ]
-        hidden, states = self._states(prompts, decision.counts)
+        hidden, states = self.prompt_states(prompts, decision.counts)
         last = [i for i, s in enumerate(segments) if s.last]
         of_all = to_device(torch.tensor([[p.slot, p.written[1]] for p in prompts]), self.device)
         slots, ends = of_all.unbind(1)
@@ -286,7 +286,7 @@ class ModelRunner:
             follower.begun(Begun(slots[:n], tokens[:n], lengths[:n], states[of_last[:n]]))
         return tokens[:n, None], [segments[i].slot for i in last]
 
-    def _states(self, prompts: list[PromptChunk], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def prompt_states(self, prompts: list[PromptChunk], counts: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
         """Runs a chunk of prompts, captured if it can be; returns the last tokens' states, see `Decoder.states`.
 
         Args:
@@ -338,7 +338,7 @@ class ModelRunner:
         return last, self._chunk_states[: size.tokens].copy_(states)
 
     def _computed(self, step: Step) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-        """Runs a chunk of prompts; returns its last tokens' states as `_states`, and those that the drafter reads."""
+        """Runs a chunk of prompts; returns states as `prompt_states`, and those that the drafter reads."""
         assert step.cu_q is not None
         hidden, states = self.model.states(self.cache, step, self.policy)
         ends = step.cu_q[1:] - 1

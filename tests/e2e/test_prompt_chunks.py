@@ -232,7 +232,7 @@ def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(
     with recorder, torch.inference_mode():
         for prompts in contents:
             recorder.launches.clear()
-            e.runner._states(prompts, ())
+            e.runner.prompt_states(prompts)
             assert [name for name, *_ in recorder.launches].count("graph") == 1
             assert sum(name.endswith("_kernel") for name, *_ in recorder.launches) == 0
     captured: dict[Any, list[Any]] = e.runner.graphs.of  # type: ignore[attr-defined]
