@@ -6,6 +6,7 @@ new processes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -19,17 +20,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
+import pytest
+
+from tests.e2e.started import has_ranks, start_copy_async
 from tests.ending import at_exit
 
 ROOT = Path(__file__).parents[2]
 ENTRY = [sys.executable, "torchrun_entry.py"]
 LABORATORY = [sys.executable, "-m", "benchmarks.entry"]
+PROCESS = subprocess.Popen
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options, "torchrun_entry.py"]
+
+
+def environment(gpus: bool = False) -> dict[str, str]:
+    """That of a job, as users have it."""
+    found = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
+    return found | {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 @dataclass
@@ -45,16 +56,21 @@ class Copy:
     _parent: subprocess.Popen[bytes] | None = None
     _channel: socket.socket
 
-    def __init__(self, arguments: Sequence[str], log: IO[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, stdout: int | None = None,
+        stderr: int | None = None, **_: object,
+    ) -> None:  # fmt: skip
         if Copy._parent is None:
             Copy._channel, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             program = [sys.executable, "-P", str(Path(__file__).with_name("started.py"))]
             with end:
-                Copy._parent = subprocess.Popen(program, cwd=ROOT, stdin=end, env=environment)
+                Copy._parent = PROCESS(program, cwd=ROOT, stdin=end, env=environment())
             at_exit(Copy._end)
         read, write = os.pipe()
-        request = json.dumps({"arguments": arguments, "environment": dict(environment)}).encode()
-        socket.send_fds(Copy._channel, [request], [log.fileno(), write])
+        request = json.dumps({"arguments": [*map(str, command[1:])], "environment": dict(env or os.environ)}).encode()
+        with open(os.devnull, "w") as nowhere:
+            outputs = [nowhere.fileno() if fd == subprocess.DEVNULL else fd for fd in (stdout or 1, stderr or 2)]
+            socket.send_fds(Copy._channel, [request], [*outputs, write])
         os.close(write)
         self._told = open(read)  # noqa: SIM115
         self.pid = int(self._told.readline())
@@ -84,8 +100,27 @@ class Copy:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Copy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+
+def as_copies(patch: pytest.MonkeyPatch) -> None:
+    """Lets ranks begin with their imports done that this process starts, by way of the runtime."""
+
+    def start(command: Sequence[str], **options: Any) -> Copy | subprocess.Popen[Any]:
+        return Copy(command, **options) if has_ranks(command) else PROCESS(command, **options)
+
+    patch.setattr(subprocess, "Popen", start)
+    patch.setattr(asyncio, "create_subprocess_exec", start_copy_async)
 
 
 class Job:
@@ -93,18 +128,16 @@ class Job:
 
     def __init__(self, command: Sequence[str], *overrides: str, log: Path, gpus: bool = False) -> None:
         self.log, self._log = log, str(log.resolve())
-        environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
-        environment |= {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
         mark = {"HELIX_TEST_JOB": uuid.uuid4().hex}
         self._mark = f"HELIX_TEST_JOB={mark['HELIX_TEST_JOB']}".encode()
         self.process: subprocess.Popen[bytes] | Copy
         with log.open("w") as output:
             if command[0] == sys.executable and not gpus:
-                self.process = Copy([*command[1:], *overrides], output, environment)
+                self.process = Copy([*command, *overrides], environment(), output.fileno(), output.fileno())
             else:
                 self.process = subprocess.Popen(
                     [*command, *overrides], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                    env=environment | mark,
+                    env=environment(gpus) | mark,
                 )  # fmt: skip
 
     def wait(self, timeout_s: float = 90.0) -> Ended:

@@ -1,8 +1,8 @@
 """Starts programs of Python in copies of a process that has imported what takes three seconds; a process of its own.
 
-Of each message of the socket that is its stdin, a program's command line and environment in JSON with the ends of two
-files, a copy's copy runs the program with its output to the first, and the second gets the program's process id, then
-its exit code. What these programs start of the runtime's own, begins in a copy, too.
+Of each message of the socket that is its stdin, a program's command line and environment in JSON with three files, a
+copy's copy runs the program with the first two as its stdout and stderr, and the last is told the program's process id,
+then its exit code. What these programs start of the runtime's own begins in a copy, too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from helix.library import import_transformers
+from launch.job.lifeline import LAUNCHER
 
-RANKS = "torchrun_entry", "benchmarks.entry", "examples.batch"  # programs of ranks and their launchers
+RANKS = "torchrun_entry", "benchmarks.entry", "benchmarks.agent", "examples.batch"  # programs of ranks and launchers
 PIPES = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
 start, start_async = subprocess.Popen._execute_child, asyncio.create_subprocess_exec  # type: ignore[attr-defined]
 
@@ -38,7 +39,7 @@ def has_ranks(command: Sequence[str]) -> bool:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Does what Python does with a command line, whose options are -u and -m; returns the exit code."""
+    """Does what Python does with a command line, whose options are -u, -c and -m; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,6 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         if program == "-m":
             sys.modules.pop(sys.argv[0], None)  # as if nobody had imported the program itself
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        elif program == "-c":
+            exec(compile(sys.argv[0], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv.insert(0, program)
             runpy.run_path(program, run_name="__main__")
@@ -84,7 +87,7 @@ def start_copy(self: subprocess.Popen[Any], *given: Any) -> None:
 
 
 class Process:
-    """A process that was started in a copy, as asyncio has it."""
+    """A process, as asyncio has it."""
 
     def __init__(self, started: subprocess.Popen[Any]) -> None:
         self._started, self.pid = started, started.pid
@@ -103,17 +106,19 @@ async def start_copy_async(*command: str, **options: Any) -> Any:
     return await start_async(*command, **options)
 
 
-def keep(request: dict[str, Any], log: int, told: int) -> None:
+def keep(request: dict[str, Any], stdout: int, stderr: int, told: int) -> None:
     """Runs a program as a child, and tells what becomes of it."""
     if (pid := os.fork()) == 0:
         os.close(told)
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.closerange(3, told)
         os.environ.clear()
         os.environ.update(request["environment"])
+        if LAUNCHER in os.environ:
+            os.environ[LAUNCHER] = str(os.getppid())
         sys.exit(run(request["arguments"]))
     os.write(told, b"%d\n" % pid)
     os.write(told, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -121,7 +126,7 @@ def keep(request: dict[str, Any], log: int, told: int) -> None:
 
 
 if __name__ == "__main__":
-    for program in (*RANKS, "launch.serve", "launch.sweep", "torch.distributed.run"):
+    for program in (*RANKS, "launch.serve", "torch.distributed.run"):
         import_module(program)
     import_transformers()
     gc.freeze()
@@ -130,7 +135,7 @@ if __name__ == "__main__":
     asyncio.create_subprocess_exec = start_copy_async  # type: ignore[assignment]
     channel = socket.socket(fileno=0)
     while True:
-        request, files, *_ = socket.recv_fds(channel, 1 << 20, 2)
+        request, files, *_ = socket.recv_fds(channel, 1 << 20, 3)
         if not request:  # the end of its input is its end
             break
         if os.fork() == 0:
