@@ -1,15 +1,17 @@
 """Runs the command line as users do, and sees to it that nothing stays behind.
 
-`ENTRY` and `LABORATORY` begin with their imports done (`tests.e2e.started`); behind another word, such as `env`, they
-are new processes.
+Programs of Python begin with their imports done (`tests.e2e.started`); behind another word, such as `env`, they are
+new processes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,16 +20,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.e2e.started import has_ranks, start_copy_async
 from tests.ending import at_exit
 
 ROOT = Path(__file__).parents[2]
 ENTRY = [sys.executable, "torchrun_entry.py"]
 LABORATORY = [sys.executable, "-m", "benchmarks.entry"]
+PROCESS = subprocess.Popen
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options, "torchrun_entry.py"]
+
+
+def environment(gpus: bool = False) -> dict[str, str]:
+    """That of a job, as users have it."""
+    found = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
+    return found | {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 @dataclass
@@ -38,29 +51,44 @@ class Ended:
 
 
 class Copy:
-    """A job of the process that has the imports, with methods like `subprocess.Popen`."""
+    """A program in a copy of the process that has the imports, with methods like `subprocess.Popen`."""
 
-    _parent: subprocess.Popen[str] | None = None
+    _parent: subprocess.Popen[bytes] | None = None
+    _channel: socket.socket
 
-    def __init__(self, log: Path, laboratory: bool, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, stdout: int | None = None,
+        stderr: int | None = None, **_: object,
+    ) -> None:  # fmt: skip
         if Copy._parent is None:
-            Copy._parent = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("started.py"))], cwd=ROOT, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, text=True, env=environment,
-            )  # fmt: skip
-            at_exit(Copy._parent.communicate)  # the end of its input is its end
-        assert Copy._parent.stdin is not None and Copy._parent.stdout is not None
-        self._said = Copy._parent.stdout
-        Copy._parent.stdin.write(json.dumps([str(log), laboratory, *arguments]) + "\n")
-        Copy._parent.stdin.flush()
-        self.pid = int(self._said.readline())
+            Copy._channel, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            program = [sys.executable, "-P", str(Path(__file__).with_name("started.py"))]
+            with end:
+                Copy._parent = PROCESS(program, cwd=ROOT, stdin=end, env=environment())
+            at_exit(Copy._end)
+        read, write = os.pipe()
+        request = json.dumps({"arguments": [*map(str, command[1:])], "environment": dict(env or os.environ)}).encode()
+        with open(os.devnull, "w") as nowhere:
+            outputs = [nowhere.fileno() if fd == subprocess.DEVNULL else fd for fd in (stdout or 1, stderr or 2)]
+            socket.send_fds(Copy._channel, [request], [*outputs, write])
+        os.close(write)
+        self._told = open(read)  # noqa: SIM115
+        self.pid = int(self._told.readline())
         self.returncode: int | None = None
 
-    def wait(self, timeout: float) -> int:
+    @staticmethod
+    def _end() -> None:
+        """Ends the process that has the imports: the end of its input is its end."""
+        Copy._channel.close()
+        if Copy._parent is not None:
+            Copy._parent.wait()
+
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._said], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired([], timeout)
-            self.returncode = int(self._said.readline())
+            if not select.select([self._told], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired([], timeout or 0.0)
+            self.returncode = int(self._told.readline())
+            self._told.close()
         return self.returncode
 
     def poll(self) -> int | None:
@@ -68,24 +96,48 @@ class Copy:
             self.wait(0.0)
         return self.returncode
 
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Copy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+
+def as_copies(patch: pytest.MonkeyPatch) -> None:
+    """Lets ranks begin with their imports done that this process starts, by way of the runtime."""
+
+    def start(command: Sequence[str], **options: Any) -> Copy | subprocess.Popen[Any]:
+        return Copy(command, **options) if has_ranks(command) else PROCESS(command, **options)
+
+    patch.setattr(subprocess, "Popen", start)
+    patch.setattr(asyncio, "create_subprocess_exec", start_copy_async)
+
 
 class Job:
     """A command whose processes can be found, wherever they went, and, in the end, are gone."""
 
     def __init__(self, command: Sequence[str], *overrides: str, log: Path, gpus: bool = False) -> None:
-        self.log = log
-        environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
-        environment |= {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        self.log, self._log = log, str(log.resolve())
         mark = {"HELIX_TEST_JOB": uuid.uuid4().hex}
         self._mark = f"HELIX_TEST_JOB={mark['HELIX_TEST_JOB']}".encode()
         self.process: subprocess.Popen[bytes] | Copy
         with log.open("w") as output:
-            if command in (ENTRY, LABORATORY) and not gpus:
-                self.process = Copy(log, command == LABORATORY, overrides, environment)
+            if command[0] == sys.executable and not gpus:
+                self.process = Copy([*command, *overrides], environment(), output.fileno(), output.fileno())
             else:
                 self.process = subprocess.Popen(
                     [*command, *overrides], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                    env=environment | mark,
+                    env=environment(gpus) | mark,
                 )  # fmt: skip
 
     def wait(self, timeout_s: float = 90.0) -> Ended:
@@ -113,16 +165,14 @@ class Job:
         self.send(signal.SIGKILL)
 
     def members(self) -> list[int]:
-        """Living processes of the job: of its session, or with its mark, whatever became of their parents."""
+        """Living processes of the job: with its mark, or its log as their output, whatever became of their parents."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                try:
-                    marks = (entry / "environ").read_bytes()  # a zombie has none
-                    if marks and (self._mark in marks.split(b"\0") or os.getsid(int(entry.name)) == self.process.pid):
+                with suppress(OSError):
+                    marked = self._mark in (entry / "environ").read_bytes().split(b"\0")  # copies have their parent's
+                    if marked or self._log in {os.readlink(entry / "fd" / "1"), os.readlink(entry / "fd" / "2")}:
                         found.append(int(entry.name))
-                except OSError:
-                    continue
         return found
 
     def ranks(self) -> dict[int, int]:

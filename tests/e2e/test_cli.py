@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -25,7 +26,7 @@ from benchmarks.runner import run as run_benchmark
 from comm.loopback import LoopbackWorld
 from helix.events.request import Request
 from helix.layout import HelixLayout
-from launch import demo, sweep
+from launch import demo
 from launch.demo import verdict
 from launch.inputs.files import claim
 from launch.job import spawn
@@ -163,7 +164,9 @@ def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -
     """Files of 2,000 bytes at most stand in for it."""
     out = tmp_path / "out.jsonl"
     given = [*common(many), f"decode.output={out}", "decode.stream=false"]
-    ended = run(tmp_path, *given, command=["prlimit", "--fsize=2000", *ENTRY])
+    job = Job(ENTRY, *given, log=tmp_path / "log")
+    resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (2000, 2000))  # long before it starts its ranks
+    ended = job.wait()
     done = out.read_bytes().count(b"\n")
     assert ended.code == 1 and 1 <= done < 8 and out.stat().st_size == 2000, ended.output
     said = f"error: decode.output={out} cannot be written: File too large; {done} of 8 results are safe in it"
@@ -173,7 +176,7 @@ def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -
 
 
 def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) -> None:
-    ended = run(tmp_path, *common(many), "layout.kvp=3", command=torchrun(2))
+    ended = run(tmp_path, *common(many), "layout.kvp=3", command=["env", *torchrun(2)])
     assert ended.code == 1 and ended.output.count("3 ranks, but 2 were started") == 1, ended.output
 
 
@@ -301,14 +304,6 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a job, for what starts jobs from this process."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture
 def with_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs of benchmarks that begin with their imports done."""
 
@@ -321,31 +316,26 @@ def with_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "run", run_copy)
 
 
-def test_a_sweep_skips_survives_and_reports(
-    tmp_path: Path, as_users_have_it: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     """Its last point fails once the weights are in, on both ranks alike, which say so in one line."""
     prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2, 3], "max_tokens": 4})
     directory = tmp_path / "sweep"
-    code = sweep.main(
-        [
-            f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2", "layout.tpa=1,4",
-            "kv.tokens=16,0,1000000000000", f"hydra.sweep.dir={directory}",
-        ]
+    ended = run(
+        tmp_path, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2", "layout.tpa=1,4",
+        "kv.tokens=16,0,1000000000000", f"hydra.sweep.dir={directory}", command=[sys.executable, "-m", "launch.sweep"],
     )  # fmt: skip
-    said = capfd.readouterr()
     with (directory / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == ["ok", "failed", "failed", "skipped", "skipped", "skipped"]
-    assert code == 1, "some points failed"
+    assert ended.code == 1, "some points failed"
     assert rows[0]["kvp"] == "2" and float(rows[0]["ttl_p50_us"]) > 0
     assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
     early, late = rows[1]["reason"], rows[2]["reason"]  # found before any point ran, and by a job
     assert early == "kv.tokens=0 must be from 1 to 1125899906842624" and late.startswith(
         "kv.tokens=1000000000000 needs"
     )
-    assert said.err.count("error: kv.tokens=") == 1 and "rank 0 failed" not in said.err, said.err
-    assert f"point 1 failed: {early}" in said.out and "layout.tpa=4 does not fit" in said.out
+    assert ended.output.count("error: kv.tokens=") == 1 and "rank 0 failed" not in ended.output, ended.output
+    assert f"point 1 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
     assert (directory / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert len(jsonl(directory / "0.jsonl")[0]["output_ids"]) == 4
 

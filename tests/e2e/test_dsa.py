@@ -43,13 +43,16 @@ CHOOSING = [family for family in DSA_FAMILIES if family != "glm-5-all"]
 
 
 def matrix() -> list[object]:
-    """Each family on every world, with blocks, expert grids and the makers of queries in turn."""
+    """Each family on every world, with blocks, expert grids and the makers of queries in turn; wide ones of one."""
     blocks, gathers = cycle(BLOCKS), cycle((False, True))
     cases = []
     for family in DSA_FAMILIES:
         for world in WORLDS:
             layout = HelixLayout.create("helix", world, ep=2 if world % 2 == 0 else 1)
-            cases.append(pytest.param(family, layout, next(blocks), next(gathers), id=f"{family}-kvp{world}"))
+            slow = [pytest.mark.slow] if world > 4 and family != "glm-5-shared" else []
+            cases.append(
+                pytest.param(family, layout, next(blocks), next(gathers), id=f"{family}-kvp{world}", marks=slow)
+            )
     return cases
 
 

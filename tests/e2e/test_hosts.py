@@ -12,12 +12,14 @@ import torch
 from benchmarks.jobs import JobError
 from benchmarks.models import hosts
 from benchmarks.runner import Given
+from tests.e2e.cli import as_copies
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_the_exchange_between_two_agents_is_timed_and_predicted() -> None:
+def test_the_exchange_between_two_agents_is_timed_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of shared cores mean little; bytes do."""
+    as_copies(monkeypatch)
     device = torch.device("cpu")
     ((model,),) = hosts.cases(Given(device, 2))
     (row,) = hosts.measure(Given(device, 2), model)

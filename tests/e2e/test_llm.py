@@ -20,7 +20,7 @@ import helix
 from launch.cli import COMMANDS
 from launch.llm import LLM, as_prompts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ROOT, Job, torchrun
+from tests.e2e.cli import ROOT, Job, as_copies, torchrun
 
 LENGTHS = (7, 17)
 PYTHON = "def read_json(path):"
@@ -33,13 +33,22 @@ def ranks() -> dict[int, int]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rank = (entry / "comm").read_text().strip().rpartition(" ")
-            launcher = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            above = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
+            above = int(entry.name)
+            while name == "helix rank" and above not in (os.getpid(), 0):
+                above = int(Path(f"/proc/{above}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
         if name == "helix rank" and above == os.getpid():
             found[int(rank)] = int(entry.name)
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def copies() -> Iterator[None]:
+    """Ranks that this process starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        as_copies(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

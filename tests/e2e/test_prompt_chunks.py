@@ -313,7 +313,7 @@ def followed(kind: str, pads: bool) -> list[Any]:
         e.runner.pads, e.runner.graphs = pads, (graphs := Graphs()) if pads else None
         found: list[Any] = []
         for behind in ((), (9,)):
-            requests = [Request(i, (*p, *behind), 18) for i, p in enumerate(prompts())]
+            requests = [Request(i, (*p, *behind), 12) for i, p in enumerate(prompts())]
             tokens = {o.id: o.output_ids for o in e.generate(requests)}
             found.append((tokens, e.timings.acceptance.tried, e.timings.acceptance.kept))
         found.append(sorted(e.runner.drafter.drafted) if isinstance(e.runner.drafter, Recorded) else [])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -155,8 +155,14 @@ def test_every_grid(kvp: int, tpa: int) -> None:
 FEW_BITS = pytest.mark.parametrize("kv", ["fp8", "k16v8"])
 
 
-@FEW_BITS
-@pytest.mark.parametrize("kvp, tpa", GRIDS)
+@pytest.mark.parametrize(
+    "kvp, tpa, kv",
+    [
+        pytest.param(*grid.values, kv, marks=[*grid.marks, *([SLOW] if kv != once else [])])
+        for grid, once in zip(GRIDS, cycle(("fp8", "k16v8")), strict=False)
+        for kv in ("fp8", "k16v8")
+    ],
+)
 def test_every_grid_in_few_bits(kvp: int, tpa: int, kv: str) -> None:
     """Tokens are those over a cache on the GPU that keeps as few."""
     layout = HelixLayout.create("helix", kvp, tpa)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.e2e.cli import ROOT, Job
+
 SECTION = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("## From the command to the token\n")[2]
 SECTION = SECTION.partition("\n## ")[0]
 # Prints the files whose functions and objects are used, imports apart.
@@ -65,11 +64,8 @@ def test_the_files_are_there_and_counted() -> None:
 def test_every_file_of_a_run_is_listed(tmp_path: Path) -> None:
     (prompts := tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Hello there", "max_tokens": 8}))
     given = [f"decode.prompts={prompts}", f"decode.output={tmp_path / 'out.jsonl'}", "kv.tokens=512"]
-    ended = subprocess.run(
-        [sys.executable, "-c", TRACER, tmp_path / "log", "torchrun_entry.py", "model.path=assets/demo-model", *given],
-        cwd=ROOT, env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+    program = [sys.executable, "-c", TRACER, str(tmp_path / "log"), "torchrun_entry.py", "model.path=assets/demo-model"]
+    ended = Job(program, *given, log=tmp_path / "said").wait()
+    assert ended.code == 0, ended.output
     traced = {file for file in (tmp_path / "log").read_text().split() if not file.startswith("kernels/reference/")}
     assert len(traced) > 60 and sorted(traced - {*listed(SECTION)}) == []

@@ -24,6 +24,7 @@ from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
 from launch.inputs.hardware import load_hardware, read_hardware
 from launch.inputs.shapes import load_spec
+from tests.e2e.cli import as_copies
 
 H200 = load_hardware("h200")
 CPU = torch.device("cpu")
@@ -192,7 +193,10 @@ def test_descriptions_survive_writing() -> None:
 
 
 @pytest.mark.timeout(180)
-def test_calibration_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_runs_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_copies(monkeypatch)
     path = tmp_path / "mine.yaml"
     main([f"output={path}"])
     said = capsys.readouterr()
