@@ -19,6 +19,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -143,5 +144,6 @@ if __name__ == "__main__":
             keep(json.loads(request), *files)
         for file in files:
             os.close(file)
-        while os.waitpid(-1, os.WNOHANG)[0]:  # the keepers of programs that have ended; this one has begun
-            pass
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # the keepers of programs that have ended
+                pass
