@@ -38,7 +38,7 @@ def torchrun(ranks: int, *options: str) -> list[str]:
 
 
 def environment(gpus: bool = False) -> dict[str, str]:
-    """That of a job, as users have it."""
+    """The environment of a job, as users have it."""
     found = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
     return found | {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
 

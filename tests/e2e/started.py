@@ -8,6 +8,7 @@ then its exit code. What these programs start of the runtime's own begins in a c
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import inspect
 import json
@@ -27,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from helix.library import import_transformers
-from launch.job.lifeline import LAUNCHER
+from launch.job import lifeline
 
 RANKS = "torchrun_entry", "benchmarks.entry", "benchmarks.agent", "examples.batch"  # programs of ranks and launchers
 PIPES = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
@@ -107,9 +108,15 @@ async def start_copy_async(*command: str, **options: Any) -> Any:
     return await start_async(*command, **options)
 
 
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(lifeline.SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def keep(request: dict[str, Any], stdout: int, stderr: int, told: int) -> None:
-    """Runs a program as a child, and tells what becomes of it."""
+    """Runs a program as a child, and tells what becomes of it; nobody outlives the process that has the imports."""
+    end_with_parent()
     if (pid := os.fork()) == 0:
+        end_with_parent()
         os.close(told)
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -118,8 +125,8 @@ def keep(request: dict[str, Any], stdout: int, stderr: int, told: int) -> None:
         os.closerange(3, told)
         os.environ.clear()
         os.environ.update(request["environment"])
-        if LAUNCHER in os.environ:
-            os.environ[LAUNCHER] = str(os.getppid())
+        if lifeline.LAUNCHER in os.environ:
+            os.environ[lifeline.LAUNCHER] = str(os.getppid())
         sys.exit(run(request["arguments"]))
     os.write(told, b"%d\n" % pid)
     os.write(told, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
