@@ -22,14 +22,14 @@ from helix.events.sampling_params import SamplingParams
 from helix.placement import NO_PAGES
 from helix.speculation import Drafter, NgramDrafter, SuffixDrafter
 
-DRAFTS = 6
+DRAFTS = 6  # most of a step
 REMEMBERED = 1 << 15  # tokens of answers before: all of them
 LONGEST = {"ngram": (3, 8), "suffix": (3, 8)}  # the most final words that are compared
 Turn = tuple[np.ndarray, np.ndarray]
 
 
 def worded() -> list[Turn]:
-    """What was said before each recorded answer, and the answer, int32: a number for each word, space and sign."""
+    """Numbers words, spaces and signs of the turns: what was said before each answer, and the answer, int32."""
     ids: dict[str, int] = {}
 
     def words(*messages: str) -> np.ndarray:
@@ -79,7 +79,7 @@ def made(name: str, longest: int) -> Drafter:
 
 
 def measure(given: Given, name: str, longest: int) -> Iterator[Row]:
-    """The steps of all answers, one after the other."""
+    """Counts the steps of all answers, said one after the other."""
     replay, turns = Replay(made(name, longest)), worded()
     steps, words = sum(replay.steps(*turn) for turn in turns), sum(len(answer) for _, answer in turns)
     yield {

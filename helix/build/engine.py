@@ -210,7 +210,7 @@ def build_engine(
     # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys, or hold scores of tokens.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
     apart = model.weights.largest * dtype.itemsize + (SCORES * torch.float32.itemsize if spec.indexers else 0)
-    halves = 4 if comm.capturable else 2  # captured chunks have memory of their own
+    halves = 4 if comm.capturable else 2  # those of captured chunks have memory of their own
     free = free_bytes(comm.device) - halves * (apart + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)

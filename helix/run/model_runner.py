@@ -136,7 +136,8 @@ class ModelRunner:
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs() if comm.capturable else None
         cache_follows = bool(cache.rings) or cache.has_states or cache.score is not None
-        self._followed = cache_follows or type(self.drafter).prefilled is not Follower.prefilled  # prompts
+        drafter_follows = type(self.drafter).prefilled is not Follower.prefilled
+        self._followed = cache_follows or drafter_follows  # whether anybody follows prompts
         self.pads = None not in cache.rings and layout.dp == 1 and comm.capturable
         attention = model.spec.attention
         topk = attention.topk if isinstance(attention, MLASpec) else None

@@ -39,7 +39,7 @@ def read_hardware(path: Path) -> dict[str, Any]:
 
 @cache
 def _parsed(text: str) -> Any:
-    """Parses a description: 20 to 40 ms, which what looks for a device would spend on each of them every time."""
+    """Parses a description, each text once: it takes 20 to 40 ms, and who looks for a device reads them all."""
     return OmegaConf.to_container(OmegaConf.load(StringIO(text)))
 
 
