@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.base import Communicator, T
+from comm.base import T
 from comm.symm_mem import SLICE, SOURCE, SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 
@@ -79,11 +79,6 @@ class EmulatedTransport(TorchDistCommunicator):
     def _connect(self, kvp_groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         self._peer = rank_of(self._other, self._processes, self.world_size)
         self._peer_in_group = next(list(group).index(self._peer) for group in kvp_groups if self._peer in group)
-        ranks, mine, theirs = len(self.kvp_group), self.kvp_rank, self._peer_in_group
-        # In the other process's order of sources.
-        for_other = [theirs if source == mine else source for source in range(ranks) if source != theirs]
-        self._for_other = torch.tensor(for_other, device=self.device)
-        self._from_other = torch.tensor([source for source in range(ranks) if source != mine], device=self.device)
         return None
 
     def _swap(self, x: Tensor, received: Tensor | None = None) -> Tensor:
@@ -101,40 +96,35 @@ class EmulatedTransport(TorchDistCommunicator):
         return x.add_(other, alpha=W - 1)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        others = self._swap(x.expand(self.world_size - 1, *x.shape).contiguous())
-        return torch.cat((others[: self.rank], x[None], others[self.rank :]))
+        return self._gathered(x, self.world_size, self.rank)
+
+    def gather_in_group(self, x: Tensor) -> Tensor:
+        return self._gathered(x, len(self.kvp_group), self.kvp_rank)
+
+    def _gathered(self, x: Tensor, ranks: int, mine: int) -> Tensor:
+        """Gathers `x` as row `mine`, and the other's as all other rows."""
+        out = x.new_empty(ranks, *x.shape)
+        if ranks > 1:
+            self._swap(x.expand(ranks - 1, *x.shape).contiguous(), out[1:])
+            out[0].copy_(out[1])
+        out[mine].copy_(x)
+        return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        others = self._swap(torch.cat((x[: self.rank], x[self.rank + 1 :])))
-        return x[self.rank] + others.sum(0)
+        return self.all_to_all(x).sum(0)
 
     def all_to_all(self, send: Tensor) -> Tensor:
-        if len(send) == 1:
-            return send
-        received = torch.empty_like(send)
-        received[self.kvp_rank] = send[self.kvp_rank]
-        return received.index_copy_(0, self._from_other, self._swap(send[self._for_other]))
-
-    gather_in_group = Communicator.gather_in_group  # by messages, as there is no group
-
-    def all_gather_object(self, obj: T) -> list[T]:
-        gathered = super().all_gather_object(obj)
-        half = self.world_size // self._processes
-        return [gathered[min(rank // half, self._processes - 1)] for rank in range(self.world_size)]
-
-
-class EmulatedLink(EmulatedTransport):
-    """`EmulatedTransport` of GPUs that do not reach each other's memory: a message of all ranks' parts each way.
-
-    Nothing is copied to put parts in the order of their sources, since W GPUs would not do so either.
-    """
-
-    def all_to_all(self, send: Tensor) -> Tensor:
+        """Keeps the first part, and swaps the others as they lie: W GPUs would not sort them either."""
         received = torch.empty_like(send)
         received[:1] = send[:1]
         if len(send) > 1:
             self._swap(send[1:], received[1:])
         return received
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        gathered = super().all_gather_object(obj)
+        half = self.world_size // self._processes
+        return [gathered[min(rank // half, self._processes - 1)] for rank in range(self.world_size)]
 
 
 class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comm.emulated import EmulatedCommunicator, EmulatedLink, emulating_processes
+from comm.emulated import EmulatedCommunicator, EmulatedTransport, emulating_processes
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import are_apart
 from helix.config import Config
@@ -20,7 +20,7 @@ EMULATED_LINK = "emulated over nccl"
 KINDS = {  # others: TorchDistCommunicator
     "symm_mem": SymmMemCommunicator,
     "emulated": EmulatedCommunicator,
-    EMULATED_LINK: EmulatedLink,
+    EMULATED_LINK: EmulatedTransport,
 }
 
 

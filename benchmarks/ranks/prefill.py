@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.ranks.points import at_each, engine_at, limit, used
 from benchmarks.ranks.traces import trace
@@ -15,6 +16,7 @@ from helix.events.request import Request
 from helix.placement import PromptChunk
 from helix.run.autotune import fill
 from helix.run.clock import seconds_of_each
+from helix.steps.chunk_size import padded
 from launch.job.task import Done, Task
 
 TURN = 100  # tokens of a message in a conversation
@@ -41,6 +43,7 @@ def run(task: Task) -> Done:
         ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)
         short = [Request("warm-up", tuple(ids[0, : min(length, 2 * engine.prefill_chunk)].tolist()), 1)]
         _serve(engine, short)  # compiles kernels, opens connections
+        _capture(engine, ids[0])
         requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
         with task.console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
             engine.on_prefill = lambda done, _: advance(done)
@@ -51,7 +54,7 @@ def run(task: Task) -> Done:
         found: dict[str, Any] = {"batch": batch, "length": length, "prefill_s": seconds}
         found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.prefill_chunk}
         turn, few, many = (min(n, length) for n in (TURN, SHORT, engine.prefill_chunk))
-        (turn_s, _), (few_s, _), (many_s, traced) = (_last(engine, length, n) for n in (turn, few, many))
+        (turn_s, _), (few_s, _), (many_s, traced) = (_last(engine, ids[0], n) for n in (turn, few, many))
         found["used_bytes_per_gpu"] = comm.all_gather_object(used(comm.device))
         found |= {"turn_ms": 1e3 * turn_s, "short_ms": 1e3 * few_s, "long_ms": 1e3 * many_s}
         engine.close()
@@ -61,14 +64,28 @@ def run(task: Task) -> Done:
 
 
 @torch.inference_mode()
-def _last(engine: Engine, length: int, tokens: int) -> tuple[float, dict[str, Any]]:
-    """Seconds of the last tokens of a sequence through the model, on the slowest rank, and what they consist of.
+def _capture(engine: Engine, ids: Tensor) -> None:
+    """Captures the sizes of a prompt's chunks, as a server has them before its first request."""
+    runner, each = engine.runner, engine.prefill_chunk
+    if not runner.pads or runner.graphs is None:
+        return
+    chunks = [PromptChunk(0, begin, ids[begin : begin + each]) for begin in range(0, len(ids), each)]
+    fill(runner, 1, len(ids))
+    for size in {padded([len(c.tokens)], runner.state.most_keys([c]), runner.depths): None for c in chunks}:
+        if size.captured:
+            runner.capture_chunk(size, known=1)
+    fill(runner, 0, 0)
+
+
+@torch.inference_mode()
+def _last(engine: Engine, ids: Tensor, tokens: int) -> tuple[float, dict[str, Any]]:
+    """Seconds of the last tokens of a prompt through the model, on the slowest rank, and what they consist of.
 
     They are captured where a server's are.
     """
-    runner = engine.runner
+    runner, length = engine.runner, len(ids)
     fill(runner, 1, length)
-    last = [PromptChunk(0, length - tokens, torch.zeros(tokens, dtype=torch.int64))]
+    last = [PromptChunk(0, length - tokens, ids[length - tokens :])]
 
     def run() -> None:
         runner.prompt_states(last)

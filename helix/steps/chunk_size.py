@@ -16,11 +16,11 @@ ALIGNED = 16  # tokens: kernels are compiled for numbers that this divides
 
 
 class Depth(NamedTuple):
-    """Captured chunks of up to `most` tokens, of sequences with fewer than `below` keys: launched as if of `keys`."""
+    """Captured chunks from `least` tokens on, of sequences with fewer than `below` keys: launched as if of `keys`."""
 
     below: float
     keys: int
-    most: int = SIZES[-1]
+    least: int = 0
 
 
 DEPTHS = Depth(DEEP, 8 << 10), Depth(math.inf, 128 << 10)
@@ -30,14 +30,16 @@ UNPACKED_DEPTHS = (Depth(DEEP, DEEP),)  # of keys in e4m3, unpacked up to the nu
 def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
     """Returns the depths where queries choose `topk` tokens over `kvp` ranks: of sequences that read all, and others.
 
-    Of these, long chunks choose in as few parts as their keys allow, which a captured chunk does not know.
+    Long chunks choose for some rows after the others: for the fewer at once, the more keys they are launched with. So
+    these have a depth between.
 
     Args:
         most: most keys of a sequence on a rank.
     """
     few = topk // kvp
-    others = Depth(math.inf, most, LAUNCHED)
-    return (Depth(few + 1, few), others) if few else (others,)
+    whole = [Depth(few + 1, few)] if few else []
+    between = [Depth(DEEP, DEEP, LAUNCHED + 1)] if few < DEEP < most else []
+    return (*whole, *between, Depth(math.inf, most))
 
 
 @dataclass(frozen=True, order=True)
@@ -67,8 +69,8 @@ def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> Ch
         keys: most keys of a sequence on a rank.
     """
     tokens, sequences = sum(counts), len(counts) + 1
-    depth = next((depth for depth in depths if keys < depth.below), None)
-    size = next((size for size in SIZES if depth is not None and tokens <= size <= depth.most), None)
+    size = next((size for size in SIZES if tokens <= size), None)
+    depth = next((depth for depth in depths if keys < depth.below and depth.least <= (size or 0)), None)
     of_graph = next((n for n in SEQUENCES if n >= sequences), None)
     close = size is not None and (tokens <= LAUNCHED or PADDING * (size - tokens) <= tokens)
     if depth is not None and size is not None and of_graph is not None and close:
@@ -86,11 +88,8 @@ def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> li
     sizes = [size for size in reversed(SIZES) if size <= most]
     met = [depth for i, depth in enumerate(depths) if not i or room >= depths[i - 1].below]
     one = [
-        ChunkSize(size, SEQUENCES[0], size, depth.keys, True) for depth in met for size in sizes if size <= depth.most
+        ChunkSize(size, SEQUENCES[0], size, depth.keys, True) for depth in met for size in sizes if depth.least <= size
     ]
-    several = [
-        ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True)
-        for size in sizes
-        if LAUNCHED <= size <= depths[0].most
-    ]
+    least = max(LAUNCHED, depths[0].least)
+    several = [ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True) for size in sizes if least <= size]
     return sorted([*one, *several], reverse=True)

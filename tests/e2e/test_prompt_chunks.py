@@ -19,6 +19,7 @@ from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layers import indexer
+from helix.layers import indexer
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.run.graphs import StepGraphs
@@ -74,8 +75,14 @@ def test_depths_of_choices() -> None:
     assert 3 * 682 <= 2048 < 3 * 683 and choosing_depths(2, 3, 50) == choosing_depths(2, 8, 50)
     assert {size.keys for size in captured_first(128, 682, depths)} == {682}
     assert {size.keys for size in captured_first(128, 683, depths)} == {682, 9000}
-    assert padded([1536], 682, depths).captured and padded([1536], 683, depths) == ChunkSize(1536, 2, 1536, 683)
-    assert max(size.tokens for size in captured_first(8192, 9000, depths) if size.keys == 9000) == 1024
+    assert [padded([1536], keys, depths).keys for keys in (682, 683)] == [682, 9000]
+    deep = choosing_depths(2048, 3, 2 * DEEP)
+    assert [padded([1536], keys, deep).keys for keys in (682, 683, DEEP)] == [682, DEEP, 2 * DEEP]
+    assert padded([9], 683, deep).keys == 2 * DEEP, "a short chunk chooses for all its rows at once"
+    of_depth = {
+        keys: [s.tokens for s in captured_first(2048, 1 << 20, deep) if s.keys == keys] for keys in (DEEP, 2 * DEEP)
+    }
+    assert of_depth == {DEEP: [2048, 1536], 2 * DEEP: [2048, 1536, *reversed(SIZES[:7])]}
 
 
 @pytest.fixture
@@ -342,8 +349,9 @@ def test_who_follows_prompts_reads_what_is_no_padding(
         ("demo", 1536, "fp8"),
     ],
 )
-def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int, kv: str) -> None:
-    """Bitwise: the same kernels run, over whatever was packed last."""
+def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise: the same kernels run, over whatever was packed last. Tokens are chosen for 32 rows at a time."""
+    monkeypatch.setattr(indexer, "SCORES", 32 * 512)
     comm, demo = SoloCommunicator(torch.device("cuda", 0)), family == "demo"
     drafts = test_layer_drafts.drafts(family, kind=Recorded) if family in KINDS else None
     e = build_engine(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm.emulated import EmulatedLink
+from comm.emulated import EmulatedTransport
 from helix.place import EMULATED_LINK, KINDS, Place, choose_backend, gpu_facts
 from launch import agent
 from launch.inputs.compose import ROOT
@@ -59,7 +59,7 @@ def test_gpus_apart_emulate_over_their_link() -> None:
     assert choose_backend("emulated", Place(0, 1, 0, 1), [{"gpus": 1, "peers": True}]) == "emulated"
     apart = [{"gpus": 2, "peers": False}] * 2
     assert choose_backend("emulated", Place(0, 2, 0, 2), apart) == EMULATED_LINK
-    assert KINDS[EMULATED_LINK] is EmulatedLink
+    assert KINDS[EMULATED_LINK] is EmulatedTransport
 
 
 def test_peers_that_the_user_keeps_apart(monkeypatch: pytest.MonkeyPatch) -> None:
