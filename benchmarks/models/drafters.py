@@ -29,8 +29,9 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 from helix.layout import HelixLayout
 
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
-POLICIES = ("any", "c2q", "window", "quest", "ngram")
+POLICIES = ("any", "ngram", "c2q", "quest", "window")
 BATCHES = ((1, 4), (8, 20, 32))  # of a job
+EMULATED_BATCHES = ((1, 8, 32),)
 LENGTHS = (8 * K, 32 * K, 112 * K)
 GAMMAS = [0, 2, 4, 6]
 STEPS = 12
@@ -53,14 +54,14 @@ def drafting(policy: str, gamma: int) -> list[str]:
     ]  # fmt: skip
 
 
-def cases(given: Given) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """A job for each model, some batches and a drafter; on a CPU the tiniest."""
+def cases(given: Given) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """A job for each drafter, model and some batches; on a CPU the tiniest."""
     if given.gpu:
-        return product(given.models or MODELS, BATCHES, POLICIES)
-    return product(["demo"], [(2,)], ["any", "ngram"])
+        return product(POLICIES, given.models or MODELS, EMULATED_BATCHES if given.emulated else BATCHES)
+    return product(["any", "ngram"], ["demo"], [(2,)])
 
 
-def measure(given: Given, model: str, batches: tuple[int, ...], policy: str) -> Iterator[Row]:
+def measure(given: Given, policy: str, model: str, batches: tuple[int, ...]) -> Iterator[Row]:
     """Rows of jobs in the grid with the widest tpa that splits the KV.
 
     A job has all lengths; of quest it has one, whose share of blocks is that of the longest sequence there may be.

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -153,6 +153,7 @@ def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
         else:
             raise jobs.JobError(f"the server did not start within {START_S:g} s, or said why above")
         late.cancel()
+        Thread(target=process.stdout.read, daemon=True).start()  # or the server would wait for a reader of its log
         yield ServerProcess(line.partition(" is served at ")[2].strip(), process.pid)
     finally:
         late.cancel()

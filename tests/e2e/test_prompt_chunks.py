@@ -19,7 +19,6 @@ from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layers import indexer
-from helix.layers import indexer
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.run.graphs import StepGraphs
