@@ -111,8 +111,7 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
 
 def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
     """Reads the model's tokenizer and template, and prints the address; in a thread beside the loop."""
-    api.know(ready)
-    loop.call_soon_threadsafe(api.start)
+    api.know(ready, loop)
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -31,8 +31,8 @@ from helix.layout import HelixLayout
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 POLICIES = ("any", "ngram", "c2q", "quest", "window")
 BATCHES = ((1, 4), (8, 20, 32))  # of a job
-EMULATED_BATCHES = ((1, 8, 32),)
 LENGTHS = (8 * K, 32 * K, 112 * K)
+EMULATED_BATCHES, EMULATED_LENGTHS = ((1, 8, 32),), LENGTHS[1:]  # of 8K, eight ranks have 1K each
 GAMMAS = [0, 2, 4, 6]
 STEPS = 12
 SPARSITY = 0.07
@@ -66,7 +66,7 @@ def measure(given: Given, policy: str, model: str, batches: tuple[int, ...]) -> 
 
     A job has all lengths; of quest it has one, whose share of blocks is that of the longest sequence there may be.
     """
-    lengths = LENGTHS if given.gpu else (512,)
+    lengths = (512,) if not given.gpu else EMULATED_LENGTHS if given.emulated else LENGTHS
     spec, overrides = fitting_spec(model, given.ranks)
     layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
     for of_job in [(length,) for length in lengths] if policy == "quest" else [lengths]:

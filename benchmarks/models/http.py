@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread, Timer
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -153,7 +153,7 @@ def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
         else:
             raise jobs.JobError(f"the server did not start within {START_S:g} s, or said why above")
         late.cancel()
-        Thread(target=process.stdout.read, daemon=True).start()  # or the server would wait for a reader of its log
+        Thread(target=_read, args=(process.stdout,), daemon=True).start()  # or the server would wait for a reader
         yield ServerProcess(line.partition(" is served at ")[2].strip(), process.pid)
     finally:
         late.cancel()
@@ -162,6 +162,13 @@ def serving(overrides: Sequence[str]) -> Iterator[ServerProcess]:
             process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def _read(log: IO[str]) -> None:
+    """Reads a server's log, and prints what should not be there."""
+    for line in log:
+        if "compiled while serving" in line:
+            print(line, end="", flush=True)
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:

@@ -27,12 +27,13 @@ NICE = 5  # lower priority than ranks' steps and answers
 class Reader:
     """Executor of calls whose time grows with the request: in a thread for small ones, else in another process.
 
-    Processes take almost a second to start.
+    Processes take seconds to start: they read the tokenizer.
 
     Args:
         model: the checkpoint's directory.
         template: file with the chat template; None: the checkpoint's.
         deadline_s: seconds for a process to be free, and for it to read a request.
+        loop: event loop in which a process is started while this one reads the tokenizer; None: it starts on demand.
 
     Attributes:
         tokens: the model's tokenizer; in a call's arguments, the other process substitutes its own.
@@ -42,11 +43,19 @@ class Reader:
         ValueError: the tokenizer cannot be read.
     """
 
-    def __init__(self, model: str | None, template: str | None, deadline_s: float) -> None:
-        self.tokens = Tokens(model, template)
+    def __init__(
+        self,
+        model: str | None,
+        template: str | None,
+        deadline_s: float,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         self.workers = Workers(
             "launch.serving.reader", [model or "", template or ""], PROCESSES, deadline_s, deadline_s
         )
+        if loop is not None:
+            loop.call_soon_threadsafe(self.workers.start)
+        self.tokens = Tokens(model, template)
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(THREADS, "reader")
         self._calls: set[asyncio.Task[Any]] = set()
@@ -62,18 +71,10 @@ class Reader:
         """
         if size <= LARGE:
             return await self._in_thread(work, *arguments)
-        # An abandoned call runs to its end: restarting a process would cost more.
-        return await asyncio.shield(self._call(work, *arguments))
-
-    def start(self) -> None:
-        """Starts a process, so that the first large request does not wait for it; to be called in the event loop."""
-        self._call(int)
-
-    def _call(self, work: Callable[..., T], *arguments: Any) -> asyncio.Task[T]:
         call = asyncio.create_task(self._elsewhere(work, arguments))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        return call
+        return await asyncio.shield(call)  # an abandoned one runs to its end: restarting a process would cost more
 
     async def close(self) -> None:
         """Ends all processes."""

@@ -79,28 +79,29 @@ class Api:
         self._started = int(time.time())
         self.name = serve.name or "model"
 
-    def know(self, ready: Ready) -> None:
+    def know(self, ready: Ready, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Loads the tokenizer, chat template and sampling defaults of the model that a job serves.
+
+        Args:
+            loop: event loop in which processes that read large requests and compile grammars start meanwhile, so that
+                the first such request does not wait for one; None: they start on demand.
 
         Raises:
             ValueError: the tokenizer cannot be read.
         """
         self.name = self._serve.name or (Path(ready.model).name if ready.model else "model")
-        self._reader = Reader(ready.model, self._serve.chat_template, RECEIVE_S)
+        if ready.guided and ready.model is not None:
+            self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
+            if loop is not None:
+                loop.call_soon_threadsafe(self._compiler.workers.start)
+        self._reader = Reader(ready.model, self._serve.chat_template, RECEIVE_S, loop)
         self._dialect = dialect_of(self._reader.tokens.template)
         if self._dialect is not None:
             Parser(self._dialect.template, "", [])  # its imports take seconds: not with the first chat
         self._defaults = read_defaults(ready.model)
-        if ready.guided and ready.model is not None:
-            self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
-
-    def start(self) -> None:
-        """Starts the process that reads large requests, once the model is known: the first one need not wait for it."""
-        assert self._reader is not None
-        self._reader.start()
 
     async def close(self) -> None:
-        """Ends the processes that `start` and requests have started."""
+        """Ends the processes that read requests and compile grammars."""
         if self._reader is not None:
             await self._reader.close()
         if self._compiler is not None:

@@ -46,9 +46,17 @@ class Workers:
         self._command = sys.executable, "-m", module, *arguments
         self._free = asyncio.Semaphore(most)
         self._wait_s, self._work_s = wait_s, work_s
+        self._ahead: asyncio.Task[bytes] | None = None
 
-    async def ask(self, request: bytes) -> bytes:
+    def start(self) -> None:
+        """Starts a process, so that the first request does not wait for it; to be called in the event loop, once."""
+        self._ahead = asyncio.create_task(self.ask(None))
+
+    async def ask(self, request: bytes | None) -> bytes:
         """Sends a request to a process and returns its answer; kills the process if the caller is cancelled.
+
+        Args:
+            request: None: a process is ready behind it, and that is all.
 
         Raises:
             ApiError: 503, no process was free in time.
@@ -59,10 +67,12 @@ class Workers:
         process, ready = None, False
         try:
             async with asyncio.timeout(self._wait_s) as deadline, self._free:
+                if request is not None and self._ahead is not None:
+                    await asyncio.wait({self._ahead})  # it is ready before one that would be started now
                 process, begun = await self._one()
                 ready = begun or await _read(process) == b""
                 deadline.reschedule(asyncio.get_running_loop().time() + self._work_s)
-                answer = await _exchange(process, request)
+                answer = b"" if request is None else await _exchange(process, request)
         except BaseException as error:
             if process is not None:
                 await self._end(process)
@@ -78,6 +88,9 @@ class Workers:
 
     async def close(self) -> None:
         """Ends all processes; to be called when no request is pending."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            await asyncio.gather(self._ahead, return_exceptions=True)
         for process in [*self.processes]:
             await self._end(process)
 

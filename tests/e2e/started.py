@@ -129,7 +129,9 @@ def keep(request: dict[str, Any], stdout: int, stderr: int, told: int) -> None:
             os.environ[lifeline.LAUNCHER] = str(os.getppid())
         sys.exit(run(request["arguments"]))
     os.write(told, b"%d\n" % pid)
-    os.write(told, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(BrokenPipeError):  # who asked may be gone
+        os.write(told, b"%d\n" % code)
     os._exit(0)
 
 
