@@ -5,8 +5,8 @@ A line of LIST is a job: its name, how many GPUs it takes, the most seconds it m
   qwen-tp    8  80  python -m benchmarks.layout_steps baselines model=qwen2.5-7b layout=tp layout.tpa=8 points=1x1M
   indexer    1  90  helix bench indexer output=$ROWS/indexer.jsonl
 
-Jobs start in this order, as soon as their GPUs are free; what comes behind a job of many GPUs waits with it. Steps in a
-layout of all GPUs start while their predecessor runs, import what they need, and wait until the GPUs are theirs.
+Jobs start in this order, as soon as their GPUs are free; what comes behind a job of many GPUs waits with it. Ranks on
+all GPUs start while their predecessor runs, import what they need, and wait until the GPUs are theirs.
 
   to        directory of a log for each job, and of `$ROWS`, where commands append their records
   seconds   after which jobs that run are ended, and no other starts (default 540)
@@ -32,7 +32,7 @@ from launch.inputs.arguments import helped, parse
 
 KEYS: dict[str, Callable[[str], Any]] = {"to": Path, "seconds": float}
 LOOK_S, ENDING_S = 0.1, 3.0
-WAITS = "benchmarks.layout_steps"  # commands that wait for START_AFTER
+WAITS = ("benchmarks.layout_steps", "benchmarks.entry")  # commands that wait for START_AFTER
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Queue:
             and not waiting
             and not self.free
             and self.jobs[0].gpus == self.all
-            and WAITS in self.jobs[0].command
+            and any(name in self.jobs[0].command for name in WAITS)
         ):
             job = self.jobs.pop(0)
             self._start(job, set(range(self.all)), self._gates / job.name)
