@@ -90,7 +90,7 @@ def _load(
 
 
 @gluon.jit
-def _load_queries(q_left, q_right, q_rope, rows, live, R: gl.constexpr):
+def load_queries(q_left, q_right, q_rope, rows, live, R: gl.constexpr):
     """Copies a tile of query rows from pointers `rows` [TILE]; zeros where not `live`."""
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
     for k in gl.static_range(R // 128):
@@ -104,7 +104,7 @@ def _load_queries(q_left, q_right, q_rope, rows, live, R: gl.constexpr):
 
 
 @gluon.jit
-def _score(queries, keys, ready, loaded, scores):
+def score(queries, keys, ready, loaded, scores):
     """Issues the products of the queries with the tile that was loaded as number `loaded`, counted from 0."""
     q_left, q_right, q_rope = queries
     k_left, k_right, k_rope = keys
@@ -119,7 +119,7 @@ def _score(queries, keys, ready, loaded, scores):
 
 
 @gluon.jit
-def _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi):
+def weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi):
     """Computes a tile's softmax weights, the rescale factor of earlier tiles, and the running sum and peak."""
     scores = scores * scale_log2
     if (key < full_from) | (key + TILE > full_to):
@@ -133,7 +133,7 @@ def _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row
 
 
 @gluon.jit
-def _hand_over(weights, factors, handed, weights_shared, factors_shared, weighed, taken):
+def hand_over(weights, factors, handed, weights_shared, factors_shared, weighed, taken):
     """Stores the tile's weights, and each row's rescale factor, for the group of the right half."""
     mbarrier.wait(taken, handed % 2 ^ 1)
     weights_shared.store(weights.to(weights_shared.dtype))
@@ -186,7 +186,7 @@ def _score_and_left(
         b = i.to(gl.int64)
         m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPIED))
         rows = q + b * q_b + (m // GROUP) * q_t + (m % GROUP) * q_h
-        _load_queries(q_left, q_right, q_rope, rows, m < T * GROUP, R)
+        load_queries(q_left, q_right, q_rope, rows, m < T * GROUP, R)
 
         # One row per query token and head: all heads read the same keys.
         row = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
@@ -199,23 +199,23 @@ def _score_and_left(
         # A finite floor: -inf minus -inf would be NaN.
         peak = gl.full([TILE], -1.0e38, gl.float32, layout=gl.SliceLayout(1, SCORES))
         if first < last:
-            scores = _score(queries, keys, ready, loaded, scores)
+            scores = score(queries, keys, ready, loaded, scores)
             scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         # The last tile is peeled: products in flight across an iteration's end would be waited for there.
         for tile in range(first, last - 1):
             key = tile * TILE
             slot = loaded % 2
-            weights, rescale, total, peak = _weigh(
+            weights, rescale, total, peak = weigh(
                 scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi
             )
             if key < start:
                 silence(k_left.index(slot), key, start, stop)
-            _hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
+            hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
             acc = warpgroup_mma(weights_shared, k_left.index(slot), acc, is_async=True)
             handed += 1
             loaded += 1
-            scores = _score(queries, keys, ready, loaded, scores)
+            scores = score(queries, keys, ready, loaded, scores)
             acc = warpgroup_mma_wait(num_outstanding=3, deps=[acc])
             tl.debug_barrier()
             mbarrier.arrive(left_free.index(slot))
@@ -223,12 +223,12 @@ def _score_and_left(
         if first < last:
             key = (last - 1) * TILE
             slot = loaded % 2
-            weights, rescale, total, peak = _weigh(
+            weights, rescale, total, peak = weigh(
                 scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi
             )
             if (key < start) | (key + TILE > stop):
                 silence(k_left.index(slot), key, start, stop)
-            _hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
+            hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
             acc = warpgroup_mma(weights_shared, k_left.index(slot), acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])

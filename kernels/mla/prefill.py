@@ -11,6 +11,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention.split_prefill import attend_split, tiles_of_split
 from kernels.attention.unpacked_prefill import attend_unpacked
+from kernels.mla import prefill_chosen_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
 from kernels.paged_keys import PagedKeys
 from kernels.reference.mla_prefill import mla_prefill as reference
@@ -59,21 +60,24 @@ def _mla_prefill_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        # Chosen tokens, each a page of its own, are few: the next loop's first tiles would not be on their way in time.
+        whole: tl.constexpr = PAGE > 1
+        if whole:
+            acc, total, peak = attend_latents(
+                acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, scales, ropes,
+                pages, page_stride, rope_stride, scale_log2,
+                MASKED=True, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
+                BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            )  # fmt: skip
+            acc, total, peak = attend_latents(
+                acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, scales, ropes,
+                pages, page_stride, rope_stride, scale_log2,
+                MASKED=False, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
+                BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            )  # fmt: skip
         acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, scales, ropes,
-            pages, page_stride, rope_stride, scale_log2,
-            MASKED=True, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
-        )  # fmt: skip
-        acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, scales, ropes,
-            pages, page_stride, rope_stride, scale_log2,
-            MASKED=False, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
-        )  # fmt: skip
-        acc, total, peak = attend_latents(
-            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, scales, ropes,
-            pages, page_stride, rope_stride, scale_log2,
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop if whole else first, last, cache,
+            scales, ropes, pages, page_stride, rope_stride, scale_log2,
             MASKED=True, PAGE=PAGE, SCALE_PAGE=SCALE_PAGE, R=R, P=P,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
@@ -132,6 +136,9 @@ def mla_prefill(
     few = keys.rope is not None
     if few and keys.page_size == keys.latent_scale_page:
         attend_unpacked(q, keys, cu_q, max_q, max_k, out, lse, mla_prefill)
+        return out, lse
+    if q.is_cuda and prefill_chosen_sm90.fits(q, keys, len(cu_q) - 1):
+        prefill_chosen_sm90.launch(q, keys, out, lse)
         return out, lse
     tile = latent_tile(max_q * Hq, latent, P, q.dtype, few)
 

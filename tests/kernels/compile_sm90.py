@@ -60,6 +60,7 @@ from kernels.mla.decode_many_rows_sm90 import _mla_decode_sm90_kernel
 from kernels.mla.latent_tiles import latent_tile
 from kernels.mla.per_head_linear import _each_head_kernel, head_blocks
 from kernels.mla.prefill import _mla_prefill_kernel
+from kernels.mla.prefill_chosen_sm90 import _mla_prefill_chosen_kernel
 from kernels.moe.experts import (
     _down_few_kernel,
     _down_kernel,
@@ -217,6 +218,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         plain = grid | {"scales": None}
         yield "mla-decode-few-sm90", bf16, _mla_decode_few_sm90_kernel, latents | plain, {"num_warps": 4}
         yield "mla-decode-few-sm90-fp8", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
+    for heads in (64, 128):
+        chosen = {"GROUP": heads, "R": 512, "P": 64}
+        yield "mla-prefill-chosen-sm90", bf16, _mla_prefill_chosen_kernel, chosen, {"num_warps": 4}
     width = {"HEADS": 32, "NOPE": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
     width |= {"PDL": True, **head_blocks(128, 64, bf16)}
     yield from index_cases()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.mla import prefill_chosen_sm90
 from kernels.mla.decode import mla_decode
 from kernels.mla.prefill import mla_prefill
 from kernels.paged_keys import PagedKeys
@@ -24,9 +25,11 @@ COUNTS = [0, 1, 33, 64, 150]
 class Chosen:
     """Queries of one token each, and as many of a cache's tokens as COUNTS says for each."""
 
-    def __init__(self, latent: int, rope: int, page: int, few: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, latent: int, rope: int, page: int, few: bool, dtype: torch.dtype, device: torch.device, heads: int = 6
+    ) -> None:
         gen = torch.Generator().manual_seed(latent)
-        pages, heads, rows = 200 // page + 2, 6, len(COUNTS)
+        pages, rows = 200 // page + 2, len(COUNTS)
         self.q = torch.randn(rows, heads, latent + rope, generator=gen).to(dtype).to(device)
         slots = torch.stack([torch.randperm(pages * page, generator=gen)[: max(COUNTS) + 9] for _ in range(rows)])
         tokens = torch.randn(pages, 2, page, latent + rope, generator=gen).to(dtype)[:, 1]
@@ -76,6 +79,25 @@ def test_chosen_tokens(
 ) -> None:
     case = Chosen(latent, rope, page, few, dtype, device)
     check(*case.run(op), case, case.expected())  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [33, 64, 128, 150])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chosen_tokens_of_many_queries(
+    heads: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs take several queries, one after the other, of no keys up to five tiles; what is not chosen is NaN."""
+    counts = [0, 300, 1, 64, 65, 127, 128, 0, 0, 256, 200, 63, 129, 320, 5] * 12
+    monkeypatch.setattr("tests.kernels.test_chosen_latents.COUNTS", counts)
+    case = Chosen(512, 64, 64, False, dtype, device, heads)
+    assert prefill_chosen_sm90.fits(case.q, case.keys, len(counts)) == (torch.cuda.get_device_capability()[0] == 9)
+    check(*case.run(mla_prefill), case, case.expected())  # type: ignore[arg-type]
+    case.keys.lo[1::2] = (case.keys.hi[1::2] - 70).clamp(min=0)
+    found, wanted = case.run(mla_prefill), case.run(prefill_reference)
+    # Weights and outputs are rounded once each, in another order of sums: 2^-8 of a value's size, which is about 1.
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=2**-6, rtol=2**-6)
 
 
 @pytest.mark.parametrize("op", [mla_decode, mla_prefill])
