@@ -23,15 +23,23 @@ COUNTS = [0, 1, 33, 64, 150]
 
 
 class Chosen:
-    """Queries of one token each, and as many of a cache's tokens as COUNTS says for each."""
+    """Queries of one token each, and as many of a cache's tokens as `counts` says for each."""
 
     def __init__(
-        self, latent: int, rope: int, page: int, few: bool, dtype: torch.dtype, device: torch.device, heads: int = 6
+        self,
+        latent: int,
+        rope: int,
+        page: int,
+        few: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        heads: int = 6,
+        counts: list[int] = COUNTS,
     ) -> None:
         gen = torch.Generator().manual_seed(latent)
-        pages, rows = 200 // page + 2, len(COUNTS)
+        pages, rows, self.counts = 200 // page + 2, len(counts), counts
         self.q = torch.randn(rows, heads, latent + rope, generator=gen).to(dtype).to(device)
-        slots = torch.stack([torch.randperm(pages * page, generator=gen)[: max(COUNTS) + 9] for _ in range(rows)])
+        slots = torch.stack([torch.randperm(pages * page, generator=gen)[: max(counts) + 9] for _ in range(rows)])
         tokens = torch.randn(pages, 2, page, latent + rope, generator=gen).to(dtype)[:, 1]
         latents, scales, ropes = tokens, None, None
         if few:
@@ -43,9 +51,9 @@ class Chosen:
         # Scores of a few units: of 30, an fp32 sum is off by 3e-6, and so is the logarithm of a weight.
         self.latent, self.scale = latent, 2 * (latent + rope) ** -0.5
         cache = latents.contiguous().to(device).flatten(0, 1).unsqueeze(1)
-        for n, count in enumerate(COUNTS):  # behind the chosen ones anything may stand
+        for n, count in enumerate(counts):  # behind the chosen ones anything may stand
             slots[n, count:] = 2**30
-        hi = torch.tensor(COUNTS, device=device).int()
+        hi = torch.tensor(counts, device=device).int()
         table = slots.int().to(device)
         bounds = torch.zeros_like(hi), hi
         self.keys = PagedKeys(cache, cache[..., :latent], table, *bounds, self.scale, k_scale=scales, rope=ropes)
@@ -53,7 +61,7 @@ class Chosen:
     def expected(self) -> tuple[Tensor, Tensor]:
         out = torch.zeros(*self.q.shape[:2], self.latent, dtype=torch.float64)
         lse = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float64)
-        for n, count in enumerate(COUNTS):
+        for n, count in enumerate(self.counts):
             if count:
                 keys = self.kept[n, :count]
                 scores = self.q[n].double().cpu() @ keys.T * self.scale
@@ -84,13 +92,10 @@ def test_chosen_tokens(
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [33, 64, 128, 150])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_chosen_tokens_of_many_queries(
-    heads: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_tokens_of_many_queries(heads: int, dtype: torch.dtype, device: torch.device) -> None:
     """Programs take several queries, one after the other, of no keys up to five tiles; what is not chosen is NaN."""
     counts = [0, 300, 1, 64, 65, 127, 128, 0, 0, 256, 200, 63, 129, 320, 5] * 12
-    monkeypatch.setattr("tests.kernels.test_chosen_latents.COUNTS", counts)
-    case = Chosen(512, 64, 64, False, dtype, device, heads)
+    case = Chosen(512, 64, 64, False, dtype, device, heads, counts)
     assert prefill_chosen_sm90.fits(case.q, case.keys, len(counts)) == (torch.cuda.get_device_capability()[0] == 9)
     check(*case.run(mla_prefill), case, case.expected())  # type: ignore[arg-type]
     case.keys.lo[1::2] = (case.keys.hi[1::2] - 70).clamp(min=0)
