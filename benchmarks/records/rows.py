@@ -54,7 +54,9 @@ def results(name: str, *key: str) -> list[Row]:
 
 
 def tokens(count: int) -> str:
-    """A power of two in K or M."""
+    """A power of two in K or M, if it is that large."""
+    if count < 1 << 10:
+        return str(count)
     return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K"
 
 

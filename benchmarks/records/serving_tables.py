@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.records.columns import Columns, at, lines, ms, of, share
+from benchmarks.records.columns import Columns, at, lines, ms, of, share, us
 from benchmarks.records.rows import Row, kv, results, tokens
 
 
@@ -188,6 +188,7 @@ def served_over_http() -> list[str]:
         **{f"`itl` p{p}": of(f"p{p}_itl_ms", "ms") for p in (50, 99)},
         **{f"`ttft` p{p}": of(f"p{p}_ttft_ms", "ms", 0) for p in (50, 99)},
         "tokens/s": of("output_throughput", "", 0),
+        "front end a token": lambda r: us("front_us")(r) if r.get("new", 0) >= 100 else "-",
     }
     return lines(columns, results("serve-http", "trace", "batch", "length", "arrivals"))
 

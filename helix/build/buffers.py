@@ -13,7 +13,7 @@ from helix.memory.kv_cache import StepSizes
 from helix.models import DecoderSpec
 
 MOST = 16384  # tokens of a chunk: longer ones are not faster per token
-SHARE = 16  # buffers take at most 1 / SHARE of the free memory
+SHARE = 16  # buffers take at most 1 / SHARE of the free memory, of models with experts twice that
 MOST_SLOTS = 512  # of decode.max_batch=auto, and most tokens of its steps
 FEW_SLOTS = 8  # of it on CPUs and over host memory, where steps of more rows are not cheaper for a row
 SLACK = 1.25  # factor for the allocator's fragmentation
@@ -48,9 +48,14 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torc
     return math.ceil(SLACK * (4 * spec.hidden + gathered + max(attention, ffn)) * dtype.itemsize)
 
 
-def longest_chunk(token_bytes: int, free: int) -> int:
-    """Returns the most tokens of a prefill step, a power of two, that leave most of `free` bytes to the KV cache."""
-    return min(MOST, 1 << max(free // SHARE // token_bytes, 1).bit_length() - 1)
+def longest_chunk(token_bytes: int, free: int, experts: bool = False) -> int:
+    """Returns the most tokens of a prefill step, a power of two, that leave most of `free` bytes to the KV cache.
+
+    Args:
+        experts: whether FFNs are experts, each of which has few of a chunk's rows: twice the buffers pay.
+    """
+    share = SHARE // 2 if experts else SHARE
+    return min(MOST, 1 << max(free // share // token_bytes, 1).bit_length() - 1)
 
 
 def most_slots(config: Config, device: str) -> int:

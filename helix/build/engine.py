@@ -213,7 +213,8 @@ def build_engine(
     halves = 4 if comm.capturable else 2  # those of captured chunks have memory of their own
     free = free_bytes(comm.device) - halves * (apart + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
-    chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
+    fixed, has_experts = config.decode.prefill_chunk, spec.experts is not None
+    chunk = longest_chunk(buffers, free, has_experts) if fixed == "auto" else int(fixed)
     chunk = min(comm.all_gather_object(chunk))
     buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
     room = min(int(free * kv.memory_fraction), free - buffered * buffers)

@@ -63,12 +63,12 @@ def test_windows_cost_the_same_at_any_depth() -> None:
     assert times.work(1 << 20, (1 << 20) + 7) == 7 and times.tokens(1 << 20, 7.0) == 7
 
 
-@given(st.integers(1, 1 << 24), st.integers(0, 1 << 38))
-def test_chunks_leave_memory_to_the_cache(token_bytes: int, free: int) -> None:
-    chunk = longest_chunk(token_bytes, free)
+@given(st.integers(1, 1 << 24), st.integers(0, 1 << 38), st.booleans())
+def test_chunks_leave_memory_to_the_cache(token_bytes: int, free: int, experts: bool) -> None:
+    chunk, share = longest_chunk(token_bytes, free, experts), SHARE // (1 + experts)
     assert 1 <= chunk <= MOST and chunk.bit_count() == 1
-    assert chunk == 1 or chunk * token_bytes * SHARE <= free
-    assert chunk == MOST or 2 * chunk * token_bytes * SHARE > free
+    assert chunk == 1 or chunk * token_bytes * share <= free
+    assert chunk == MOST or 2 * chunk * token_bytes * share > free
 
 
 @pytest.mark.gpu
