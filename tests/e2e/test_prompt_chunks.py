@@ -86,10 +86,12 @@ def test_depths_of_choices() -> None:
 
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes such that chunks of up to 64 tokens are captured, and are not."""
+    """Sizes such that chunks of up to 64 tokens are captured, and are not; tokens are chosen for few rows at a time."""
     monkeypatch.setattr(chunk_size, "SIZES", (8, 14, 22, 27, 50, 70))
-    monkeypatch.setattr(chunk_size, "LAUNCHED", 40)
+    monkeypatch.setattr(chunk_size, "LAUNCHED", 20)
     monkeypatch.setattr(chunk_size, "SEQUENCES", (2, 4))
+    monkeypatch.setattr(chunk_size, "DEEP", 16)
+    monkeypatch.setattr(indexer, "SCORES", 512)
 
 
 def pads(engine: Engine) -> None:

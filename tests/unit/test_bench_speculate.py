@@ -82,7 +82,7 @@ def test_tables_of_results_and_of_none(tmp_path: Path, monkeypatch: pytest.Monke
     heads, rule, plain, two, failed = tables.speculate()
     assert len({row.count("|") for row in (heads, rule, plain, two, failed)}) == 1
     shares = "25.0% | 0.0% | 0.0% | 75.0% | 0.0% | 0.0% | 0.0%"
-    assert two == f"| a-7b | 2 x 0K | 2 | 1.25 ms (1.88) | 2.00 | 1600.0 | 1.60 | 1.40 | {shares} |"
+    assert two == f"| a-7b | 2 x 64 | 2 | 1.25 ms (1.88) | 2.00 | 1600.0 | 1.60 | 1.40 | {shares} |"
     assert "does not fit" in failed
     assert tables.edits()[2:] == ["| 4 | helix kvp=4 tpa=1 | 2.50 | 1.00 ms | 2500 | 2.25 | 4.0 | 8 of 8 |"]
 
