@@ -230,6 +230,29 @@ def test_a_head_up_to_the_bound_is_read(tmp_path: Path) -> None:
     run(check, tmp_path)
 
 
+def test_the_first_request_waits_for_the_process_that_has_begun() -> None:
+    """It starts no other, and the process stays; two at once have one each."""
+
+    async def check() -> None:
+        reader = Reader(str(DEMO), None, 60.0, asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        (begun,) = await until_begun(reader)
+        assert await reader.run(LARGE + 1, abs, -3) == 3
+        assert reader.workers.idle == [begun] and reader.workers.processes == {begun}
+        assert await asyncio.gather(*(reader.run(LARGE + 1, abs, n) for n in (-1, -2))) == [1, 2]
+        assert len(reader.workers.processes) == 2
+        await reader.close()
+        assert begun.returncode is not None
+
+    async def until_begun(reader: Reader) -> list[Any]:
+        await until(lambda: len(reader.workers.processes) > 0)
+        assert reader.workers.idle == []
+        return [*reader.workers.processes]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(check())
+
+
 def test_a_process_that_fails_is_another_one_for_the_next() -> None:
     """A process that does not come to an end, dies, or raises what it is not to."""
 
