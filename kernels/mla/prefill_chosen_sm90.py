@@ -15,18 +15,13 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kernels.attention.schedule_sm90 import TILE
-from kernels.mla.decode_many_rows_sm90 import SCORES, STORED, VALUES, hand_over, load_queries, score, weigh
+from kernels.mla.many_rows_sm90 import SCORES, STORED, allocated, attend_left, attend_right, load_queries
 from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
-from kernels.sm90 import COPIED, SHARED
+from kernels.sm90 import COPIED
 
 MIN_HEADS = 33  # fewer fill half of a tile
 
@@ -105,8 +100,6 @@ def _score_and_left(
     """Scores, computes weights, accumulates the left half and writes the LSE, in a group of four warps."""
     q_n, q_h, out_n, out_h, lse_n, lse_h = strides
     q_left, q_right, q_rope = queries
-    k_left, _, _ = keys
-    weights_shared, factors_shared, weighed, taken = handing
     loaded = 0
     handed = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -120,53 +113,10 @@ def _score_and_left(
         row = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
         row_lo = start + row * 0
         row_hi = stop + row * 0
-        acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)
-        scores = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
-        total = gl.zeros([TILE], gl.float32, layout=gl.SliceLayout(1, SCORES))
-        # A finite floor: -inf minus -inf would be NaN.
-        peak = gl.full([TILE], -1.0e38, gl.float32, layout=gl.SliceLayout(1, SCORES))
-        if first < last:
-            scores = score(queries, keys, ready, loaded, scores)
-            scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
-        # The last tile is peeled: products in flight across an iteration's end would be waited for there.
-        for tile in range(first, last - 1):
-            slot = loaded % 2
-            weights, rescale, total, peak = weigh(
-                scores, total, peak, scale_log2, tile * TILE, start, stop, row_lo, row_hi
-            )
-            hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
-            acc = warpgroup_mma(weights_shared, k_left.index(slot), acc, is_async=True)
-            handed += 1
-            loaded += 1
-            scores = score(queries, keys, ready, loaded, scores)
-            acc = warpgroup_mma_wait(num_outstanding=3, deps=[acc])
-            tl.debug_barrier()
-            mbarrier.arrive(left_free.index(slot))
-            scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
-        if first < last:
-            slot = loaded % 2
-            weights, rescale, total, peak = weigh(
-                scores, total, peak, scale_log2, (last - 1) * TILE, start, stop, row_lo, row_hi
-            )
-            hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
-            acc = warpgroup_mma(weights_shared, k_left.index(slot), acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-            tl.debug_barrier()
-            mbarrier.arrive(left_free.index(slot))
-            handed += 1
-            loaded += 1
-
-        empty = total == 0.0
-        log2 = gl.where(empty, float("-inf"), peak + gl.log2(total))
-        factor = 1.0 / gl.where(empty, 1.0, total)
-        mbarrier.wait(taken, handed % 2 ^ 1)
-        factors_shared.store(factor)
-        tl.debug_barrier()
-        mbarrier.arrive(weighed)
-        handed += 1
-        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
+        acc, log2, loaded, handed = attend_left(
+            queries, keys, ready, left_free, handing, loaded, handed, first, last, start, stop,
+            start, stop, row_lo, row_hi, scale_log2, R, SILENCES=False,
+        )  # fmt: skip
         _store_half(acc, 0, tile_m, out + at * out_n, out_h, GROUP)
         gl.store(lse + at * lse_n + row * lse_h, log2 * 0.6931471805599453, mask=row < GROUP)
 
@@ -177,31 +127,15 @@ def _right(
     GROUP: gl.constexpr, R: gl.constexpr, TILES_M: gl.constexpr,
 ):  # fmt: skip
     """Accumulates the right half, in a group of four warps."""
-    weights_shared, factors_shared, weighed, taken = handing
     loaded = 0
     handed = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n = item // TILES_M
-        _, _, first, last = _range(lo, hi, n)
-        acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)
-        for _ in range(first, last):
-            slot = loaded % 2
-            mbarrier.wait(right_ready.index(slot), loaded // 2 % 2)
-            mbarrier.wait(weighed, handed % 2)
-            rescale = factors_shared.load(gl.SliceLayout(1, VALUES))
-            acc = warpgroup_mma(weights_shared, k_right.index(slot), acc * rescale[:, None], is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-            tl.debug_barrier()
-            mbarrier.arrive(taken)
-            mbarrier.arrive(right_free.index(slot))
-            loaded += 1
-            handed += 1
-        mbarrier.wait(weighed, handed % 2)
-        factor = factors_shared.load(gl.SliceLayout(1, VALUES))
-        tl.debug_barrier()
-        mbarrier.arrive(taken)
-        handed += 1
-        _store_half(acc * factor[:, None], R // 2, item % TILES_M, out + n.to(gl.int64) * out_n, out_h, GROUP)
+        start, stop, first, last = _range(lo, hi, n)
+        acc, loaded, handed = attend_right(
+            k_right, right_ready, right_free, handing, loaded, handed, first, last, start, stop, R, SILENCES=False
+        )  # fmt: skip
+        _store_half(acc, R // 2, item % TILES_M, out + n.to(gl.int64) * out_n, out_h, GROUP)
 
 
 @gluon.jit(do_not_specialize=["items"])  # it changes from chunk to chunk
@@ -210,49 +144,19 @@ def _mla_prefill_chosen_kernel(
     GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     TILES_M: gl.constexpr = (GROUP + TILE - 1) // TILE
-    H: gl.constexpr = R // 2
-    dtype: gl.constexpr = q.dtype.element_ty
-    queries = (
-        gl.allocate_shared_memory(dtype, [TILE, H], SHARED),
-        gl.allocate_shared_memory(dtype, [TILE, H], SHARED),
-        gl.allocate_shared_memory(dtype, [TILE, P], SHARED),
-    )
-    keys = (
-        gl.allocate_shared_memory(dtype, [2, TILE, H], SHARED),
-        gl.allocate_shared_memory(dtype, [2, TILE, H], SHARED),
-        gl.allocate_shared_memory(dtype, [2, TILE, P], SHARED),
-    )
-    weights = gl.allocate_shared_memory(dtype, [TILE, TILE], SHARED)
-    factors = gl.allocate_shared_memory(gl.float32, [TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    left_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    right_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    left_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    right_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2):
-        mbarrier.init(left_ready.index(s), count=1)
-        mbarrier.init(right_ready.index(s), count=1)
-        mbarrier.init(left_free.index(s), count=1)
-        mbarrier.init(right_free.index(s), count=1)
-    mbarrier.init(weighed, count=1)
-    mbarrier.init(taken, count=1)
-    fence_async_shared()
-    tl.debug_barrier()
-    ready = (left_ready, right_ready)
-    handing = (weights, factors, weighed, taken)
+    queries, keys, ready, free, handing = allocated(q.dtype.element_ty, R, P, 1)
     strides = (q_n, q_h, out_n, out_h, lse_n, lse_h)
     gl.warp_specialize(
         [
             (
                 _score_and_left,
                 (
-                    q, strides, lo, hi, scale_log2, queries, keys, ready, left_free, handing, out, lse, items,
+                    q, strides, lo, hi, scale_log2, queries, keys, ready, free[0], handing, out, lse, items,
                     GROUP, R, TILES_M,
                 ),
             ),
-            (_right, (out_n, out_h, lo, hi, keys[1], right_ready, right_free, handing, out, items, GROUP, R, TILES_M)),
-            (_gather, (cache, table, table_n, lo, hi, keys, ready, (left_free, right_free), items, R, P, TILES_M)),
+            (_right, (out_n, out_h, lo, hi, keys[1], ready[1], free[1], handing, out, items, GROUP, R, TILES_M)),
+            (_gather, (cache, table, table_n, lo, hi, keys, ready, free, items, R, P, TILES_M)),
         ],
         [4, 4],
         [168, 112],
