@@ -187,6 +187,12 @@ FAULTS = [
         "tensor[:, slot].fill_(0)", "pass", STATES,
     ),
     Fault(
+        "rows that choose after others have the others' places", "helix/layers/indexer.py",
+        "step.cu_q.clamp(begin, begin + most) - begin", "step.cu_q.clamp(begin, begin + most)",
+        ("tests/e2e/test_prompt_chunks.py::test_tokens_are_those_of_transformers"
+         "[deepseek-v32-helix kvp=2 tpa=1 -> tpf=2 ep=1]",),
+    ),
+    Fault(
         "padding of a chunk goes on in a sequence's state", "helix/steps/step.py", "slots[n:] = -1", "slots[n:] = 0",
         ("tests/e2e/test_prompt_chunks.py::test_tokens_are_those_of_transformers"
          "[qwen3-next-helix kvp=2 tpa=1 -> tpf=2 ep=1]",),

@@ -93,6 +93,11 @@ FAULTS = [
         ("tests/serving/test_compiler.py::test_nobody_waits_for_a_form_that_takes_long",),
     ),
     Fault(
+        "the first request starts a process of its own", "launch/serving/workers.py",
+        "if request is not None and self._ahead is not None:", "if request is None and self._ahead is not None:",
+        ("tests/serving/test_large_requests.py::test_the_first_request_waits_for_the_process_that_has_begun",),
+    ),
+    Fault(
         "an answer that goes on begins a message", "launch/serving/tokens.py",
         "continue_final_message=chat.continue_final_message", "continue_final_message=False",
         ("tests/serving/test_chat.py::test_prompts_are_those_of_transformers",),
