@@ -13,7 +13,7 @@ from kernels import dispatch
 from tests.kernels.quick_interpreter import quick
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
     with quick() if knobs.runtime.interpret else nullcontext():  # what is compiled makes its types differently
         yield
