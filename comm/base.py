@@ -87,6 +87,10 @@ class Communicator(ABC):
         The result may alias `x` when W = 1.
         """
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """Gathers rows `x [N, ...]`, of one shape on all ranks, side by side -> `[N, W, ...]` in rank order."""
+        return self.all_gather(x).transpose(0, 1)
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sums a contiguous `x [W, ...]` over the world; returns row `rank` of the sum, `[...]`. May overwrite `x`."""
         return self.all_reduce(x)[self.rank]

@@ -111,12 +111,21 @@ class SymmMemCommunicator(TorchDistCommunicator):
             )
 
     def all_gather(self, x: Tensor) -> Tensor:
+        return self._gathered_in_boxes(x) if self._gathers_in_boxes(x) else super().all_gather(x)
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        if self._gathers_in_boxes(x) and x[0].numel() * x.element_size() % 4 == 0:
+            return self._gathered_in_boxes(x, beside=True)
+        return super().gather_rows(x)
+
+    def _gathers_in_boxes(self, x: Tensor) -> bool:
         size = x.numel() * x.element_size()
-        if self.world_size == 1 or size == 0 or size % 4 or size > GATHER_PIECES * all_gather.SLICE_WORDS * 4:
-            return super().all_gather(x)
+        return self.world_size > 1 and size % 4 == 0 and 0 < size <= GATHER_PIECES * all_gather.SLICE_WORDS * 4
+
+    def _gathered_in_boxes(self, x: Tensor, beside: bool = False) -> Tensor:
         return all_gather.all_gather(
             x.contiguous(), self._peers["gather"], self._counts["gather"], self._status,
-            rank=self.rank, pieces=GATHER_PIECES, spins=self._spins,
+            rank=self.rank, pieces=GATHER_PIECES, spins=self._spins, beside=beside,
         )  # fmt: skip
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

@@ -153,8 +153,9 @@ def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[
 
     for layer in runner.model.layers:
         alone = SimpleNamespace(
-            merge_exchange=keep, all_gather=comm.all_gather, kvp_rank=comm.kvp_rank, wire_rate=comm.wire_rate
-        )
+            merge_exchange=keep, all_gather=comm.all_gather, gather_rows=comm.gather_rows, kvp_rank=comm.kvp_rank,
+            wire_rate=comm.wire_rate,
+        )  # fmt: skip
         layer.mixer.comm = alone  # type: ignore[attr-defined]
     result = measure()
     for layer in runner.model.layers:

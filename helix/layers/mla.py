@@ -20,7 +20,6 @@ time on an H200 and over the link:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -245,31 +244,30 @@ class MLA(ShardedAttention):
                 self.indexer(x, of_q, angles, mine, step)
             q = self.q_up(of_q)
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
-        gather = self.comm.gather_in_group if step.overlapped else self.comm.all_gather
         gathers, w_uk = bool(self.gathered), self.own_w_uk
         if gathers and step.cu_q is not None and gathers_first(spec, len(x), self.comm.wire_rate):
-            q, gathers, w_uk = self._gather(q.contiguous(), gather), False, self.w_uk
+            q, gathers, w_uk = self._gather(q.contiguous(), step), False, self.w_uk
         kept = mine.kept
         absorbed = mla_append(
             q, kv, angles.cos, angles.sin, self.kv_gain, spec.norm_eps, w_uk, kept["latents"], slots,
             kept.get("latent_scales"), kept.get("ropes"),
         )  # fmt: skip
         absorbed = angles.scaled(absorbed)
-        return self._gather(absorbed, gather) if gathers else absorbed
+        return self._gather(absorbed, step) if gathers else absorbed
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
         """Computes this rank's part [N, H] of the output from the queries of `project`."""
         return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
 
-    def _gather(self, q: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    def _gather(self, q: Tensor, step: Step) -> Tensor:
         """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""
         lanes = max(self.gathered)
         if q.shape[1] < lanes:
             q = F.pad(q, (0, 0, 0, lanes - q.shape[1]))
-        parts = gather(q)  # [K, N, lanes, D]
+        parts = self.comm.gather_in_group(q).transpose(0, 1) if step.overlapped else self.comm.gather_rows(q)
         if min(self.gathered) == lanes:
-            return parts.transpose(0, 1).flatten(1, 2)
-        return torch.cat([part[:, :heads] for part, heads in zip(parts, self.gathered, strict=True)], 1)
+            return parts.flatten(1, 2)  # [N, K, lanes, D]
+        return torch.cat([part[:, :n] for part, n in zip(parts.unbind(1), self.gathered, strict=True)], 1)
 
     def sends_values(self, rows: int) -> bool:
         """Returns whether messages of up to `rows` queries hold values instead of latents."""

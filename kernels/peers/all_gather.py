@@ -1,4 +1,4 @@
-"""All-gather of a few words in one kernel, for sampling."""
+"""All-gather of few words in one kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLICE_WORDS = 256
 
 @triton.jit
 def _all_gather_kernel(
-    x, out, peers, count, status, rank, n, spins,
+    x, out, peers, count, status, rank, n, row_words, spins,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, PHASES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,8 @@ def _all_gather_kernel(
         inside = (source < RANKS)[:, None] & (at < n)[None, :]
         here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
         words = receive(here, tag, inside, source[:, None], status, patience(status, spins))
-        tl.store(out + source[:, None] * n + at[None, :], words, mask=inside)
+        to = at // row_words * (RANKS * row_words) + at % row_words
+        tl.store(out + source[:, None] * row_words + to[None, :], words, mask=inside)
         end_turn(count, piece, tl.num_programs(0))
 
 
@@ -47,6 +48,7 @@ def all_gather(
     rank: int,
     pieces: int,
     spins: int,
+    beside: bool = False,
     phases: int = 7,
 ) -> torch.Tensor:
     """Gathers x of every rank, in rank order.
@@ -56,16 +58,19 @@ def all_gather(
         peers: [W] int64, addresses of the ranks' boxes: int64 [2, W, pieces, SLICE_WORDS], zeroed before first use.
         count: int64 [1], zeroed: counter of turns.
         status, rank, pieces, spins, phases: see `kernels.peers.all_reduce_norm`.
+        beside: whether rows of x [N, ...], a multiple of 4 bytes each, are put side by side.
 
     Returns:
-        [W, *x.shape].
+        [W, *x.shape]; side by side [N, W, ...].
     """
     ranks = len(peers)
-    words = x.numel() * x.itemsize // 4
-    out = x.new_empty(ranks, *x.shape)
+    words, rows = x.numel() * x.itemsize // 4, len(x) if beside else 1
+    out = x.new_empty(rows, ranks, *x.shape[1:]) if beside else x.new_empty(ranks, *x.shape)
     assert x.is_contiguous() and words * 4 == x.numel() * x.itemsize and triton.cdiv(words, SLICE_WORDS) <= pieces
+    assert words % rows == 0
     _all_gather_kernel[(triton.cdiv(words, SLICE_WORDS),)](
-        x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, count, status, rank, words, spins,
+        x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, count, status,
+        rank, words, words // rows, spins,
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=SLICE_WORDS, PHASES=phases,
         num_warps=4, **overlapped(x),
     )  # fmt: skip

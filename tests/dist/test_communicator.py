@@ -180,9 +180,12 @@ def check_all_gather(comm: Communicator) -> None:
             expected = [values(r, shape, torch.float32).abs().to(dtype) for r in range(comm.world_size)]
             assert gathered.dtype == dtype and torch.equal(gathered.cpu(), torch.stack(expected))
             assert torch.equal(x, before)
+            if x.dim():
+                assert torch.equal(comm.gather_rows(x).cpu(), torch.stack(expected, 1))
     strided = torch.arange(6, device=comm.device).view(2, 3).t() + comm.rank
     expected = torch.arange(6).view(2, 3).t() + torch.arange(comm.world_size).view(-1, 1, 1)
     assert torch.equal(comm.all_gather(strided).cpu(), expected)
+    assert torch.equal(comm.gather_rows(strided).cpu(), expected.transpose(0, 1))
 
 
 @every_case

@@ -328,21 +328,23 @@ def test_all_gather(device: torch.device) -> None:
         ((4,), torch.bfloat16),
     ):
         xs = [torch.arange(r, r + torch.Size(shape).numel()).view(shape).to(device, dtype) for r in range(W)]
-        for phase in (1, 4):
-            got = [
-                all_gather(
-                    xs[r],
-                    ranks.peers,
-                    ranks.counts[r][0],
-                    ranks.status[r],
-                    rank=r,
-                    pieces=pieces,
-                    spins=2,
-                    phases=phase,
-                )
-                for r in range(W)
-            ]
-        assert all(torch.equal(g, torch.stack(xs)) for g in got)
+        for beside in (False, True) if xs[0][0].numel() * dtype.itemsize % 4 == 0 else (False,):
+            for phase in (1, 4):
+                got = [
+                    all_gather(
+                        xs[r],
+                        ranks.peers,
+                        ranks.counts[r][0],
+                        ranks.status[r],
+                        rank=r,
+                        pieces=pieces,
+                        spins=2,
+                        beside=beside,
+                        phases=phase,
+                    )
+                    for r in range(W)
+                ]
+            assert all(torch.equal(g, torch.stack(xs, int(beside))) and g.is_contiguous() for g in got)
     assert ranks.gave_up() == [0] * W
 
 
