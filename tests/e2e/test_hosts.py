@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def test_the_exchange_between_two_agents_is_timed_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of shared cores mean little; bytes do."""
+    """Times of shared cores mean little, least of all their difference, which an exchange's is; bytes do."""
     as_copies(monkeypatch)
     device = torch.device("cpu")
     ((model,),) = hosts.cases(Given(device, 2))
@@ -26,7 +26,7 @@ def test_the_exchange_between_two_agents_is_timed_and_predicted(monkeypatch: pyt
     assert (row["model"], row["backend"], row["batch"]) == ("demo", "gloo", 4)
     assert abs(row["predicted_bytes"] / row["exchange_bytes"] - 1) < 0.1
     assert row["exchange_bytes"] == 8 * row["message_bytes"]  # layers of the demo model
-    assert min(row[key] for key in ("latency_us", "local_us", "exchange_us", "predicted_us", "ttl_us")) > 0
+    assert min(row[key] for key in ("latency_us", "local_us", "predicted_us", "ttl_us")) > 0
     assert row["error"] == pytest.approx(row["predicted_us"] / row["exchange_us"] - 1)
 
 
