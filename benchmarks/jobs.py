@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from comm.emulated import is_emulated
 from launch.job import spawn
 
 COMMAND = ("-m", "benchmarks.entry")
+LOOK_S = 0.2
 
 
 class JobError(RuntimeError):
@@ -38,6 +40,36 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
             raise JobError(spawn.cause(lines) or f"exit code {code}")
         written: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
     return written
+
+
+def points(ranks: int, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of each of `bench.points` as it ends, over ranks as those of `measure`.
+
+    Raises:
+        JobError: it failed.
+    """
+    backend = ["comm.backend=emulated"] if is_emulated(ranks) else []
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "points.jsonl"
+        output.touch()
+        command = [*COMMAND, *backend, *overrides, f"bench.output={output}"]
+        with spawn.heard() as lines, spawn.started(command) as job, output.open(encoding="utf-8") as file:
+            ended = False
+            while not ended:
+                ended = job.poll() is not None  # what was written before it ended is read below
+                yield from map(json.loads, _whole_lines(file))
+                time.sleep(0 if ended else LOOK_S)
+        if job.returncode:
+            raise JobError(spawn.cause(lines) or f"exit code {job.returncode}")
+
+
+def _whole_lines(file: TextIO) -> Iterator[str]:
+    """Yields the lines that have come; of a line that is still written, nothing is read."""
+    begin = file.tell()
+    while (line := file.readline()).endswith("\n"):
+        yield line
+        begin = file.tell()
+    file.seek(begin)
 
 
 def rows(overrides: Sequence[str], command: Sequence[str] = COMMAND, **variables: str) -> Iterator[dict[str, Any]]:

@@ -76,26 +76,35 @@ def measure(given: Given, policy: str, model: str, batches: tuple[int, ...]) -> 
 
 def _of_job(
     given: Given, model: str, layout: HelixLayout, points: list[tuple[int, int]], policy: str, overrides: list[str]
-) -> list[Row]:
+) -> Iterator[Row]:
+    """Rows of each point as it ends, with each number of drafts; of points that a job did not come to, why."""
     gammas, steps = (GAMMAS, STEPS) if given.gpu else ([0, 2], 3)
     layers = len(fitting_spec(model, given.ranks)[0].layers)
     about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": layers, "layout": str(layout)}
     about |= {"drafter": policy}
+    job = [
+        *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64", "hopb=none",
+        "bench=decode", "decode.stream=false", f"bench.gammas={gammas}", f"bench.steps={steps}",
+        f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.acceptance={KEPT}",
+        *drafting(policy, max(gammas)), *overrides,
+    ]  # fmt: skip
+    left = [*points]
+
+    def failed(batch: int, length: int, why: str) -> Iterator[Row]:
+        return (about | {"batch": batch, "length": length, "gamma": gamma, "failed": why} for gamma in gammas)
+
     try:
-        record = jobs.measure(
-            given.ranks,
-            [
-                *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
-                "hopb=none", "bench=decode", "decode.stream=false", f"bench.gammas={gammas}", f"bench.steps={steps}",
-                f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.acceptance={KEPT}",
-                *drafting(policy, max(gammas)), *overrides,
-            ],
-        )  # fmt: skip
+        for row in jobs.points(given.ranks, job):
+            point = row["batch"], row["length"]
+            if point in left:
+                left.remove(point)
+            if "failed" in row:
+                yield from failed(*point, row["failed"])
+            else:
+                yield about | {name: row[name] for name in KEPT_OF_A_STEP if name in row}
     except jobs.JobError as error:
-        cells = [{"batch": b, "length": n, "gamma": g} for (b, n), g in product(points, gammas)]
-        return [about | cell | {"failed": str(error)} for cell in cells]
-    about |= {"backend": record["backend"]}
-    return [about | {name: row[name] for name in KEPT_OF_A_STEP if name in row} for row in record["points"]]
+        for point in left:
+            yield from failed(*point, str(error))
 
 
 def adaptive_cases(given: Given) -> Iterator[tuple[str, int]]:

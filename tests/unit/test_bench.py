@@ -226,6 +226,29 @@ def test_rows_come_while_a_job_measures(tmp_path: Path, capfd: pytest.CaptureFix
     assert time.monotonic() - begin < 30
 
 
+SLOW = """
+import sys, time
+file = sys.argv[-1].partition("=")[2]
+with open(file, "a") as out:
+    for part in ('{"a": 1}\\n{"a"', ': 2}\\n', '{"a": 3'):
+        out.write(part)
+        out.flush()
+        time.sleep(0.5)
+sys.exit("error: no room")
+"""
+
+
+def test_points_come_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole lines alone; what a job that fails has not ended is left out."""
+    (job := tmp_path / "job.py").write_text(SLOW)
+    monkeypatch.setattr(jobs, "COMMAND", (str(job),))
+    begin, points = time.monotonic(), jobs.points(2, ["bench=decode"])
+    assert next(points) == {"a": 1} and time.monotonic() - begin < 20
+    assert next(points) == {"a": 2}
+    with pytest.raises(jobs.JobError, match=r"^no room$"):
+        next(points)
+
+
 def test_emulated_steps_stand_beside_those_of_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
     point = {"model": "qwen2.5-7b", "batch": 1, "length": 1 << 20, "layout": "helix kvp=2 tpa=4 -> tpf=8 ep=1"}
     lines = {
