@@ -124,7 +124,7 @@ def crowds() -> list[str]:
     return lines(columns, [r for r in results("serve", "trace", "requests") if "requests" in r])
 
 
-CROWD = "engine", "gpus", "goal", "requests", "length", "new"
+CROWD = "engine", "model", "gpus", "goal", "requests", "length", "new"
 
 
 def _crowd(r: Row) -> tuple[int, int, int]:
@@ -144,16 +144,16 @@ def _a_token(r: Row) -> float:
 def crowds_beside_vllm(gpus: int) -> list[str]:
     """Seconds for all requests of a crowd by goal, beside vLLM's, and the ratio of seconds for each token."""
     every = [r for r in results("crowds", *CROWD) if r["gpus"] == gpus]
-    found: dict[tuple[int, int, int], Row] = {}
+    found: dict[tuple[str, tuple[int, int, int]], Row] = {}
     for r in every:
-        name = r["goal"] or "vllm"
-        found.setdefault(_crowd(r), dict(r))[f"{name}_s"] = r["seconds"]
-        found[_crowd(r)][f"{name}_token"] = _a_token(r)
+        name, key = r["goal"] or "vllm", (r["model"], _crowd(r))
+        found.setdefault(key, dict(r))[f"{name}_s"] = r["seconds"]
+        found[key][f"{name}_token"] = _a_token(r)
     columns: Columns = {"requests x prompt, new": _named, "vLLM 0.25.1": of("vllm_s", "s", 2)}
     for goal in ("throughput", "balance"):
         if any(f"{goal}_s" in r for r in found.values()):
             columns |= {f"`{goal}`": of(f"{goal}_s", "s", 2), f"over vLLM's, {goal}": _over_vllm(goal)}
-    return lines(columns, [r for r in found.values() if r["engine"] == "helix" and "vllm_s" in r])
+    return lines(columns, [r for r in found.values() if "vllm_s" in r and ("throughput_s" in r or "balance_s" in r)])
 
 
 def _over_vllm(goal: str) -> Callable[[Row], str]:

@@ -18,7 +18,7 @@ from benchmarks.bench import BENCHMARKS, given, main
 from benchmarks.models import hopb
 from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
-from benchmarks.records import step_tables
+from benchmarks.records import rows, serving_tables, step_tables
 from benchmarks.records.step_tables import largest_batch
 from benchmarks.runner import Benchmark, Given, Part, record, run
 from helix.layout import HelixLayout
@@ -224,6 +224,20 @@ def test_rows_come_while_a_job_measures(tmp_path: Path, capfd: pytest.CaptureFix
     assert next(rows) == {"b": 2}
     rows.close()
     assert time.monotonic() - begin < 30
+
+
+def test_crowds_stand_beside_those_of_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of another model, and newer, change nothing of a model's."""
+    crowd = {"gpus": 1, "requests": 8, "length": 1 << 15, "new": 128}
+    lines = [
+        crowd | {"engine": "vllm 0.25.1", "goal": None, "model": "a", "seconds": 4.0},
+        crowd | {"engine": "helix", "goal": "balance", "model": "a", "seconds": 5.0},
+        crowd | {"engine": "helix", "goal": "balance", "model": "b", "seconds": 9.0},
+    ]
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks/results/crowds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert serving_tables.crowds_beside_vllm(1)[2:] == ["| 8 x 32K, 128 | 4.00 s | 5.00 s | 1.25 |"]
 
 
 SLOW = """
