@@ -106,7 +106,7 @@ class EmulatedTransport(TorchDistCommunicator):
         out = x.new_empty(ranks, *x.shape)
         if ranks > 1:
             self._swap(x.expand(ranks - 1, *x.shape).contiguous(), out[1:])
-            out[0].copy_(out[1])
+            out[0].copy_(out[1])  # then row `mine` is the only one that is this rank's
         out[mine].copy_(x)
         return out
 

@@ -4,7 +4,7 @@ Decode steps of whole models over a cache of random data, at each batch and leng
 of keys and for drafts looked up in the text. What an iteration takes does not depend on which drafts hold. How many
 hold is no matter of random weights: `helix tables drafters` takes tokens an iteration from the records of trained
 models (`helix acceptance`), and a gain is the tokens per second of these times and those tokens, over plain steps.
-Cells that do not fit say so.
+Cells that do not fit say so. Over emulated ranks, batches and lengths are fewer.
 
 Then, text by models of random weights, which draft badly: with `speculation.adaptive`, beside plain decoding. What is
 lost there is the price of finding out.

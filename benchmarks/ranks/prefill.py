@@ -71,7 +71,7 @@ def _capture(engine: Engine, ids: Tensor) -> None:
         return
     chunks = [PromptChunk(0, begin, ids[begin : begin + each]) for begin in range(0, len(ids), each)]
     fill(runner, 1, len(ids))
-    for size in {padded([len(c.tokens)], runner.state.most_keys([c]), runner.depths): None for c in chunks}:
+    for size in dict.fromkeys(padded([len(c.tokens)], runner.state.most_keys([c]), runner.depths) for c in chunks):
         if size.captured:
             runner.capture_chunk(size, known=1)
     fill(runner, 0, 0)
