@@ -58,9 +58,11 @@ class Communicator(ABC):
     Attributes:
         capturable: whether the tensor collectives can be part of a CUDA graph.
         wire_rate: assumed bytes/s of a rank's messages to all its peers together, beyond the first kilobytes.
+        half: which half of a step communicates, 0 or 1 (`comm.turns`): neither's messages wait for the other's.
     """
 
     capturable = False
+    half = 0
     wire_rate = 2e11  # NVLink: docs/results/kernels.md#collectives
 
     def __init__(self, rank: int, world_size: int, kvp_group: Sequence[int], device: torch.device | str) -> None:

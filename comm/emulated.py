@@ -23,7 +23,7 @@ from torch import Tensor
 
 from comm.base import T
 from comm.symm_mem import SLICE, SOURCE, SymmMemCommunicator
-from comm.torch_dist import TorchDistCommunicator
+from comm.torch_dist import Groups, TorchDistCommunicator
 
 PROCESSES = 2  # at most
 
@@ -76,16 +76,16 @@ class EmulatedTransport(TorchDistCommunicator):
         self._other = self._processes - 1 - self._process
         return rank_of(self._process, self._processes, world_size), world_size
 
-    def _connect(self, kvp_groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    def _connect(self, world: dist.ProcessGroup, kvp_groups: Sequence[Sequence[int]]) -> Groups:
         self._peer = rank_of(self._other, self._processes, self.world_size)
         self._peer_in_group = next(list(group).index(self._peer) for group in kvp_groups if self._peer in group)
-        return None
+        return Groups(world, None)
 
     def _swap(self, x: Tensor, received: Tensor | None = None) -> Tensor:
         """Swaps `x` with the other process's tensor of the same shape; contiguous."""
         received, sizes = torch.empty_like(x) if received is None else received, [0] * self._processes
         sizes[self._other] = x.numel()
-        dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes)
+        dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes, group=self._groups.world)
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,17 +29,30 @@ def are_apart() -> bool:
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of one half's messages.
+
+    Attributes:
+        world: all processes.
+        kvp: this rank's kvp group; None: it is alone in it.
+    """
+
+    world: dist.ProcessGroup
+    kvp: dist.ProcessGroup | None
+
+
 class TorchDistCommunicator(Communicator):
     """Communicator over the initialised default process group, which must outlive this object.
 
-    The world's tensor collectives run on the default group under the timeout it was initialised with. Built on every
-    rank alike: each kvp group of more than one rank and, for objects and barriers, a gloo group of all ranks, so that
-    the control plane never touches a GPU.
+    The first half's collectives of all ranks run on the default group under the timeout it was initialised with. Built
+    on every rank alike: the kvp groups of several ranks, but not of all, on GPUs such groups once more for the second
+    half and, for objects and barriers, a gloo group of all ranks, so that the control plane never touches a GPU.
 
     Args:
         kvp_groups: a partition of the world into kvp groups, each in ascending order; the same on every rank.
         device: this rank's device, where its tensors live.
-        timeout: deadline of tensor collectives on the kvp groups created here, and for all ranks to arrive here.
+        timeout: deadline of tensor collectives on the groups created here, and for all ranks to arrive here.
             The control plane waits for CONTROL_TIMEOUT.
 
     Raises:
@@ -56,8 +70,11 @@ class TorchDistCommunicator(Communicator):
         if are_apart():
             self.wire_rate = HOST_RATE
         self._timeout = timeout
-        self._groups: list[dist.ProcessGroup] = []
-        self._kvp = self._connect(kvp_groups)
+        self._created: list[dist.ProcessGroup] = []
+        assert dist.group.WORLD is not None
+        self._halves = [self._connect(dist.group.WORLD, kvp_groups)]
+        if self.capturable and dist.get_world_size() > 1:
+            self._halves.append(self._connect(self._new_group(None), kvp_groups))
         self._patience = CONTROL_TIMEOUT
         self._gloo: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._patience)
         # A rank may close its end only when all others have connected to it: creation itself does not wait for them.
@@ -67,24 +84,32 @@ class TorchDistCommunicator(Communicator):
         """Returns this rank and the world size."""
         return dist.get_rank(), dist.get_world_size()
 
-    def _connect(self, kvp_groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Creates all kvp groups; returns this rank's, None if it is alone in it."""
+    def _new_group(self, ranks: Sequence[int] | None) -> dist.ProcessGroup:
+        """Creates a group of these ranks, or of all: a collective of the world."""
+        group = dist.new_group(None if ranks is None else list(ranks), timeout=self._timeout)
+        if ranks is None or self.rank in ranks:
+            self._created.append(group)
+        return group
+
+    def _connect(self, world: dist.ProcessGroup, kvp_groups: Sequence[Sequence[int]]) -> Groups:
+        """Creates the kvp groups of several ranks, where they are not the world."""
         mine = None
-        # Every rank creates every group, in this order: creation is itself a collective of the world.
-        for ranks in kvp_groups:
+        for ranks in kvp_groups:  # every rank creates every group, in this order
             if len(ranks) > 1:
-                group = dist.new_group(list(ranks), timeout=self._timeout)
-                if self.rank in ranks:
-                    mine = group
-                    self._groups.append(group)
-        return mine
+                group = world if len(ranks) == self.world_size else self._new_group(ranks)
+                mine = group if self.rank in ranks else mine
+        return Groups(world, mine)
+
+    @property
+    def _groups(self) -> Groups:
+        return self._halves[min(self.half, len(self._halves) - 1)]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(), f"all_reduce of a non-contiguous tensor {list(x.shape)}"
         if self.world_size == 1:
             return x
         if x.is_cuda:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self._groups.world)
             return x
         # gloo sums bf16 in bf16 and in an order that depends on an element's place in the buffer. Results here must
         # not change with the batch, and must equal those of the other transports.
@@ -94,31 +119,31 @@ class TorchDistCommunicator(Communicator):
         if self.world_size == 1:
             return x.contiguous()[None]
         out = x.new_empty(self.world_size, *x.shape)
-        _all_gather_flat(out.view(-1), x.reshape(-1))  # gloo takes no stacked output shape
+        _all_gather_flat(out.view(-1), x.reshape(-1), group=self._groups.world)  # gloo takes no stacked output shape
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         if self.world_size == 1 or not x.is_cuda:
             return super().reduce_scatter(x)
         out = x.new_empty(x.shape[1:])
-        dist.reduce_scatter_tensor(out.view(-1), x.view(-1))
+        dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self._groups.world)
         return out
 
     def all_to_all(self, send: Tensor) -> Tensor:
         assert send.is_contiguous() and send.shape[0] == len(self.kvp_group), (
             f"all_to_all needs a contiguous [{len(self.kvp_group)}, ...], got {list(send.shape)}"
         )
-        if self._kvp is None:
+        if self._groups.kvp is None:
             return send
         received = torch.empty_like(send)
-        dist.all_to_all_single(received, send, group=self._kvp)
+        dist.all_to_all_single(received, send, group=self._groups.kvp)
         return received
 
     def gather_in_group(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(self.kvp_group), *x.shape)
-        if self._kvp is None:
+        if self._groups.kvp is None:
             return out.copy_(x)
-        _all_gather_flat(out.view(-1), x.reshape(-1), group=self._kvp)
+        _all_gather_flat(out.view(-1), x.reshape(-1), group=self._groups.kvp)
         return out
 
     def broadcast_object(self, obj: T | None) -> T:
@@ -164,8 +189,8 @@ class TorchDistCommunicator(Communicator):
 
     def close(self) -> None:
         self._drop_control()
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop())
+        while self._created:
+            dist.destroy_process_group(self._created.pop())
 
     def _drop_control(self) -> None:
         if self._gloo is not None:

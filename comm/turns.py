@@ -3,9 +3,10 @@
     main stream   turn 0 | turn 1 | turn 2 |        | join
     side stream          | turn 0 | turn 1 | turn 2 |
 
-Each collective belongs to a half's stream, so that only this half waits for it. The second half runs a turn behind the
-first: it may read what the first wrote in earlier turns. All ranks launch the turns, and so their collectives, in the
-same order.
+Each collective belongs to a half's stream and to its process groups, so that only this half waits for it: in one group
+messages are sent in the order of their launches, and the first half's next one, which is not ready, would hold up the
+second's. The second half runs a turn behind the first: it may read what the first wrote in earlier turns. All ranks
+launch the turns, and so each half's collectives, in the same order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from comm.base import Communicator
+
 LEAST = 2048  # tokens of a half: smaller messages gain nothing, and use boxes (`comm.symm_mem`) bound to one stream
 
 
@@ -22,11 +25,13 @@ class Turns:
     """Runner of the two halves of a step.
 
     Args:
-        device: a GPU, which gets a side stream for the second half; None: no streams, the same calls in the same order.
+        comm: of the halves' collectives. On a GPU the second half gets a side stream, elsewhere the same calls are made
+            in the same order.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._side = None if device is None else torch.cuda.Stream(device)
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._side = torch.cuda.Stream(comm.device) if comm.capturable else None
 
     def run(self, first: Iterator[Tensor | None], second: Iterator[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Runs both halves turn by turn and returns their results; both have the same number of turns.
@@ -41,8 +46,10 @@ class Turns:
             if side is not None and main is not None:
                 side.wait_stream(main)  # for the first half's earlier turns, not the one launched next
             found = next(first)
+            self._comm.half = 1
             with torch.cuda.stream(side):
                 last = next(second)
+            self._comm.half = 0
             if found is not None and last is not None:
                 break
         if side is not None and main is not None:

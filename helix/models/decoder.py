@@ -306,7 +306,7 @@ class Decoder:
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         self.pipeline = Pipeline(device if comm.capturable else None)
-        self.turns = turns.Turns(device if comm.capturable else None)
+        self.turns = turns.Turns(self.own)
         parts = weights, comm, self.own, layout, spec
         self.layers: list[DecoderLayer] = []
         added = None  # the norm of what the layer before adds
@@ -351,7 +351,10 @@ class Decoder:
         return found[:, : self.spec.hidden].contiguous(), found[:, self.spec.hidden :].contiguous()
 
     def _through(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Iterator[Tensor | None]:
-        """Yields between the turns of `states` (`comm.turns.Turns`): KV is appended a turn before it is attended."""
+        """Yields between the turns of `states` (`comm.turns.Turns`): KV is appended a turn before it is attended.
+
+        Turns end where messages do, or where products that hide the other half's do.
+        """
         x: Tensor | None = None
         tapped: dict[int, Tensor] = {}
         parts: Tensor | PendingSum = self._embedded(step.tokens)
@@ -360,6 +363,7 @@ class Decoder:
         guesses = policy.guesses and step.cu_q is None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             normed, x = layer.input_norm(parts, x)
+            yield None
             angles = angles_of[layer.rope]
             if layer.index in self.spec.taps:
                 tapped[layer.index] = x
@@ -371,6 +375,7 @@ class Decoder:
             parts = layer.mixer.finish(q, cache, step, policy)
             yield None
             normed, x = layer.ffn_norm(parts, x)
+            yield None
             parts = layer.feed(normed, step)
             yield None
         normed, tapped[len(self.layers)] = self.norm(parts, x)

@@ -260,6 +260,44 @@ def test_close_twice(transport: str, world_size: int, kvp: int) -> None:
     on_ranks(transport, world_size, kvp, check_close)
 
 
+LARGE = 1 << 22  # numbers of a message that goes over NCCL
+
+
+def check_halves(comm: Communicator) -> list[bool]:
+    """Whether the second half's messages arrived, and before the first half's, which were launched before them."""
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    found = []
+
+    def each(half: int) -> list[Tensor]:
+        comm.half = half
+        x = torch.full((LARGE,), float(comm.rank + half), device=comm.device)
+        return [comm.all_reduce(x.clone()), comm.gather_in_group(x).sum(0), comm.all_to_all(torch.stack((x, x))).sum(0)]
+
+    for _ in range(2):  # the first time NCCL connects
+        ends = [torch.cuda.Event(), torch.cuda.Event()]
+        results = []
+        for half, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if half == 0:
+                    torch.cuda._sleep(1_000_000_000)  # half a second
+                results.append(each(half))
+                ends[half].record()
+        ends[1].synchronize()
+        overtaken = not ends[0].query()
+        torch.cuda.synchronize()
+        right = all((x == 1.0 + 2 * half).all() for half in (0, 1) for x in results[half])
+        found.append(overtaken and right)
+    comm.half = 0
+    return found
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("transport", ["nccl", "symm_mem"])
+def test_messages_of_one_half_do_not_wait_for_the_other_s(transport: str) -> None:
+    for _, again in on_ranks(transport, 2, 2, check_halves):
+        assert again
+
+
 def create_slowly(rank: int, world_size: int) -> tuple[float, float]:
     """When this rank had created its last group, and when it had its communicator; rank 1 comes late."""
     created = [0.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_a_half_that_takes_its_queries_for_the_other_s_is_caught(
 
 
 @pytest.mark.gpu
-def test_halves_on_two_streams() -> None:
+def test_halves_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second half reads what the first has appended, and memory of neither is given to the other too soon."""
 
     def body(world: object, rank: int) -> None:
@@ -106,11 +107,15 @@ def test_halves_on_two_streams() -> None:
         runner.state.admit(admission(0, 0, pages, 8000, tokens.int().numpy()))
         step = runner.state.prefill_step([PromptChunk(0, 0, tokens)])
         whole = model.hidden(runner.cache, step, runner.dense).clone()
-        model.turns = turns.Turns(torch.device("cuda"))
-        model.comm = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+        several: Any = SimpleNamespace(world_size=2, device=torch.device("cuda"), capturable=True, half=0)
+        model.own, model.turns = several, turns.Turns(several)
+        cut = Step.halves
+        counts: list[int] = []
+        monkeypatch.setattr(Step, "halves", lambda step: counts.append(len(step.tokens)) or cut(step))
         for _ in range(10):
             for tensor in runner.cache.tensors:
                 tensor.fill_(torch.nan)
             torch.testing.assert_close(model.hidden(runner.cache, step, runner.dense), whole, atol=1e-4, rtol=1e-4)
+        assert counts == 10 * [8000]
 
     run_ranks(1, body, timeout_s=120.0, device="cuda")
