@@ -484,7 +484,7 @@ class RoutedExperts:
         return any(given is not None for given in (self.gate_up_bias, self.down_bias, self.clamp_at))
 
     def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget, places: torch.Tensor | None = None) -> None:
-        """Adds up the outputs [N k, H] of each token's local experts; pair i lies at `places[i]`, if these are given."""
+        """Adds up the outputs [N k, H] of each token's local experts, of pair i at `places[i]` if these are given."""
         (N, H), E = self.x.shape, len(self.down)
         sums = out if isinstance(out, SumTarget) else None
         to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
