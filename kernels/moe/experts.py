@@ -1,6 +1,6 @@
 """A rank's routed experts: gather, two grouped products and the weighted sum, without a copy of x.
 
-A pair is a token and one of its experts. Static shapes choose one of five algorithms; no grid depends on ids:
+A pair is a token and one of its experts. Static shapes choose one of six algorithms; no grid depends on ids:
 
 - A few tokens: they rarely share experts, and latency dominates. Programs take a pair and some rows of its expert's
   gate and up, and stream these through registers; programs of equal experts are neighbours, and all but the first read
@@ -12,7 +12,7 @@ A pair is a token and one of its experts. Static shapes choose one of five algor
 - Many: the same programs, over blocks of pairs sorted by expert beforehand.
 - Instead of the first two, for a few tokens of wide experts on Hopper: `kernels.moe.experts_sm90`, whose programs share
   the weights of the local experts that have tokens, and load them ahead. For up to 128 tokens and weights of a few
-  bits: `kernels.moe.experts_scaled_sm90`.
+  bits: `kernels.moe.experts_scaled_sm90`. For many pairs and weights in e4m3: `kernels.moe.experts_many_sm90`.
 
 The last kernel stores a token's sum, or sends it to the reducing ranks: phase 1 of `kernels.peers.all_reduce_norm`.
 """
@@ -29,7 +29,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.dense.linear import RUN
 from kernels.dense.scaled_rows import add_product, finish, inside, load_scales, numbers, product, run_of, stored
-from kernels.moe import experts_scaled_sm90, experts_sm90
+from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
 from kernels.reference.experts import ALPHA
@@ -313,7 +313,7 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    outputs, ids, addend, out, peers, turns, first, rank,
+    outputs, places, ids, addend, out, peers, turns, first, rank,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -325,7 +325,10 @@ def _sum_kernel(
     for s in tl.static_range(TOP_K):
         expert = tl.load(ids + n * TOP_K + s) - first
         width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # unwritten outputs may be NaN
-        acc += tl.load(outputs + (n * TOP_K + s) * H + c, mask=c < width, other=0.0).to(tl.float32)
+        pair = n * TOP_K + s
+        if places is not None:
+            pair = tl.load(places + pair).to(tl.int64)
+        acc += tl.load(outputs + pair * H + c, mask=c < width, other=0.0).to(tl.float32)
     if PLUS:
         acc += tl.load(addend + n * H + c, mask=c < H).to(tl.float32)
     if RANKS > 0:
@@ -420,6 +423,14 @@ class RoutedExperts:
             experts_scaled_sm90.launch(*given, h, outputs, columns)
             self._sum(outputs, out)
             return
+        if x.is_cuda and not self._shaped and experts_many_sm90.fits(x, P, gate_up, down):
+            assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
+            order, bounds, ends = _sort(ids, first, E, experts_many_sm90.PAIRS.value)
+            outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
+            experts_many_sm90.launch(x, weights, gate_up, down, order, bounds, ends, outputs)
+            pairs = torch.arange(P, dtype=torch.int32, device=x.device)
+            self._sum(outputs, out, torch.empty_like(pairs).scatter_(0, order.long(), pairs))
+            return
         if x.is_cuda and experts_sm90.fits(x, gate_up, down):
             experts_sm90.launch(*given, self.addend, h, out)
             return
@@ -467,13 +478,18 @@ class RoutedExperts:
         )  # fmt: skip
         self._sum(outputs, out)
 
-    def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget) -> None:
-        """Adds up the outputs [N k, H] of each token's local experts."""
+    @property
+    def _shaped(self) -> bool:
+        """Whether experts have biases, or clamps."""
+        return any(given is not None for given in (self.gate_up_bias, self.down_bias, self.clamp_at))
+
+    def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget, places: torch.Tensor | None = None) -> None:
+        """Adds up the outputs [N k, H] of each token's local experts, of pair i at `places[i]` if these are given."""
         (N, H), E = self.x.shape, len(self.down)
         sums = out if isinstance(out, SumTarget) else None
         to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
         _sum_kernel[N, triton.cdiv(H, 1024)](
-            outputs, self.ids, self.addend, *to, self.first, sums.rank if sums else 0, TOP_K=self.ids.shape[1],
+            outputs, places, self.ids, self.addend, *to, self.first, sums.rank if sums else 0, TOP_K=self.ids.shape[1],
             EXPERTS=E, H=H, BLOCK=1024, PLUS=self.addend is not None, num_warps=4, **sum_shape(sums),
             **overlapped(self.x),
         )  # fmt: skip

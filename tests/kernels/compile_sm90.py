@@ -71,6 +71,8 @@ from kernels.moe.experts import (
     tiles_of,
     way_of,
 )
+from kernels.moe.experts_many_sm90 import ROWS as MANY_ROWS
+from kernels.moe.experts_many_sm90 import WEIGHT_TILES, _experts_many_kernel
 from kernels.moe.experts_scaled_sm90 import _moe_scaled_sm90_kernel, parts_of, stages_of, words_shared
 from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
@@ -104,7 +106,7 @@ SPECIAL = {
     **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at", "q_scale"), ("fp32", False)),
     **dict.fromkeys(("q_share", "k_share", "factor"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
-    **dict.fromkeys(("blocks", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
+    **dict.fromkeys(("blocks", "runs", "E", "P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
     **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome", "drawn_at"), ("*i64", True)),
@@ -332,6 +334,12 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             if not gate:
                 world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": H > 4096, "out": None}
                 yield "moe-sm90-send", bf16, _moe_sm90_kernel, shape | extra | world, {"num_warps": 4}
+    for E, H, F, k, begin in ((257, 6144, 256, 9, 0), (32, 7168, 2048, 8, 64)):  # of GLM-5.2, DeepSeek-R1
+        shape = {"TOP_K": k, "BLOCK_E": triton.next_power_of_2(max(E, 128)), "GROUP": 128}
+        for gated, R, K in ((True, 2 * F, H), (False, H, F)):
+            groups = {"GROUPS": triton.cdiv(begin + K, 128), "BEGIN": begin}
+            sizes = {"R": R, "K": K, "GATED": gated} | groups
+            yield "experts-many", bf16, _experts_many_kernel, shape | sizes, {"num_warps": 4}
     for E, H, F, k, tokens, columns, clamped, group, begin in (
         (128, 2048, 768, 8, 40, 8, False, 128, 0),  # of Qwen3-30B-A3B, DeepSeek-R1; of gpt-oss-20b
         (32, 7168, 2048, 8, 128, 16, False, 128, 0),
@@ -541,6 +549,10 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if function is _linear_fp8_sm90_kernel and name == "xs":
             block = [constants["N_MAX"], constants["PARTS"] * BLOCK_K.value]
             kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{SHARED.value!r}>", False
+        if function is _experts_many_kernel and name == "w":
+            kind, aligned = f"tensordesc<fp8e4nv[1, {MANY_ROWS.value // 16}, 2, 8, 64],{WEIGHT_TILES.value!r}>", False
+        if function is _experts_many_kernel and name == "x" and not constants["GATED"]:
+            kind, aligned = f"tensordesc<{NAMES[dtype]}[128, 64],{SHARED.value!r}>", False
         if function is _moe_sm90_kernel and name == "w":
             gate = [1, HALF.value // 8, 2, 8, BLOCK_K.value], GATE_UP
             block, layout = gate if constants["GATE"] else ([1, DOWN_ROWS.value, BLOCK_K.value], DOWN)
@@ -552,7 +564,7 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             columns = BLOCK_K.value // (8 if constants["GROUP"] == 32 else 4)
             block = [1, HALF.value // 8, 2, 8, columns] if constants["GATE"] else [1, DOWN_ROWS.value, columns]
             kind, aligned = f"tensordesc<i32{block},{words_shared(columns, len(block))!r}>", False
-        if function in (_moe_sm90_kernel, _moe_scaled_sm90_kernel) and name == "x_n":
+        if function in (_moe_sm90_kernel, _moe_scaled_sm90_kernel, _experts_many_kernel) and name == "x_n":
             aligned = False
         signature[name] = "constexpr" if name in constants else kind
         if name in constants:

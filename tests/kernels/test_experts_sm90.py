@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.moe import experts_scaled_sm90, experts_sm90
+from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
 from tests.kernels.routed_experts import Case, check, check_layers_in_a_graph, poison, scaled_case
 
 # Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-R1: experts of a token, in all and on a rank, H, the rank's F, biases and clamp.
@@ -145,6 +145,58 @@ def test_hopper_of_a_few_bits(
     check_hopper(crowded)  # nobody here
     crowded.ids[:, 0] = case.first + E // 2
     check_hopper(crowded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "N, k, experts, E, H, F, group, begins",
+    [
+        (300, 2, 6, 4, 256, 112, 128, (0, 0)), (256, 1, 2, 2, 320, 256, 128, (0, 0)),
+        (401, 3, 7, 5, 576, 400, 256, (64, 208)), (333, 2, 4, 4, 1088, 144, 2048, (0, 640)),
+    ],
+)  # fmt: skip
+def test_hopper_of_many_pairs(
+    N: int, k: int, experts: int, E: int, H: int, F: int, group: int, begins: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Tiles and blocks with odd ends; experts that all chose, or nobody; what nobody may read is NaN."""
+    case = scaled_case(wide_case(k, experts, E, H, F, False, N), False, group, begins)
+    poison(monkeypatch)
+    crowded = torch.full_like(case.ids, -1)
+    crowded[:, 0] = case.first + E // 2
+    for ids in (case.ids, crowded, torch.full_like(case.ids, -1)):
+        one = replace(case, ids=ids)
+        for w in (one.gate_up, one.down):
+            unused = ~torch.isin(torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32), ids)
+            w.data.view(torch.uint8)[unused] = 0x7F
+        assert experts_many_sm90.fits(one.x, ids.numel(), one.gate_up, one.down)
+        out = one.result()
+        check(out, one)
+        for _ in range(5):
+            assert torch.equal(out, one.result())
+    case = scaled_case(wide_case(k, experts, E, H, F, False, N), False, group, begins)
+    for name in ("gate_up", "down"):
+        right = getattr(case, name)
+        for dim in (1, 2)[right.scales.shape[1] == 1 :]:
+            wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
+            with pytest.raises(AssertionError, match="not close"):
+                check(replace(case, **{name: wrong}).result(), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "N, k, experts, E, H, F",
+    [(4096, 9, 257, 257, 6144, 256), (2048, 8, 256, 64, 7168, 1024), (8192, 10, 512, 512, 4096, 128)],
+)
+def test_many_pairs_as_any_other_algorithm(
+    N: int, k: int, experts: int, E: int, H: int, F: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = scaled_case(wide_case(k, experts, E, H, F, False, N), False)
+    assert experts_many_sm90.fits(case.x, case.ids.numel(), case.gate_up, case.down)
+    ours = case.result()
+    monkeypatch.setattr(experts_many_sm90, "fits", lambda *args: False)
+    # Both round weights or sums, activations and outputs: see `check`.
+    torch.testing.assert_close(ours.float(), case.result().float(), atol=60 * 2**-9, rtol=0)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,278 @@
+"""Variant of `kernels.moe.experts` for many pairs on Hopper, with weights in e4m3: both products, of sorted pairs.
+
+A program multiplies 256 rows of an expert's weight with up to 128 of its pairs. It is three groups of warps. Two
+multiply 128 rows each: they convert 64 columns of the weight in registers while the tensor cores multiply the columns
+before. The third loads, several steps ahead: weights by TMA; in the first launch tokens' rows of x, 16 bytes a copy, in
+the second those of h by TMA, since the first has written them in the order of pairs. Scales go into the weights, which
+are rounded to x's dtype: sums of each group of columns beside those of all would not fit into registers.
+
+Rows of a tile alternate by eights, so that one thread has what it stores together: gate and up of a column, or two
+neighbouring rows of down, which are a word.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.scaled import ScaledMatrix
+from kernels.sm90 import COPIED, SHARED
+
+ROWS, HALF, PAIRS, BLOCK_K = gl.constexpr(256), gl.constexpr(128), gl.constexpr(128), gl.constexpr(64)
+STAGES = gl.constexpr(6)  # of 32 KB
+BEHIND = gl.constexpr(2)  # steps that are on their way while the next one is asked for
+RUN = 6  # tiles of down that a program multiplies one after the other
+LEAST = 48  # pairs of each expert
+WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
+WEIGHT_TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=5))
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+CONVERTED = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2))
+# Of two rows in eights apart, one: [HALF / 2, PAIRS], where PRODUCT has both.
+RESULT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64], [32, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]], [], [64, 128],
+    )
+)  # fmt: skip
+
+
+@gluon.jit
+def _load(
+    w, x, order, begin, stop, expert, first_tile, tiles, x_n, w_shared, x_shared, ready, free,
+    TOP_K: gl.constexpr, K: gl.constexpr, BEGIN: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Fills the slots with each tile's columns of the weight and of the pairs' rows, in four warps."""
+    STEPS: gl.constexpr = (BEGIN + K + BLOCK_K - 1) // BLOCK_K
+    W_BYTES: gl.constexpr = ROWS * BLOCK_K
+    if GATED:
+        lane = begin + gl.arange(0, PAIRS, layout=gl.SliceLayout(1, COPIED))
+        c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPIED))
+        live = lane < stop
+        token = gl.load(order + lane, mask=live, other=0) // TOP_K
+        rows = x + token.to(gl.int64) * (x_n * 8)  # so that it is known to be a multiple of 8
+    total = tiles * STEPS
+    for step in range(total):
+        slot = step % STAGES
+        tile = first_tile + step // STEPS
+        column = step % STEPS * BLOCK_K - BEGIN
+        here = ready.index(slot)
+        mbarrier.wait(free.index(slot), step // STAGES % 2 ^ 1)
+        to = w_shared.index(slot).reshape([1, ROWS // 16, 2, 8, BLOCK_K])
+        if GATED:
+            mbarrier.expect(here, W_BYTES)
+            tma.async_copy_global_to_shared(w, [expert, tile * (ROWS // 16), 0, 0, column], here, to)
+            inside = live & (column >= 0) & (column < K)
+            copied = inside[:, None] & (c >= 0)[None, :]
+            async_copy.async_copy_global_to_shared(x_shared.index(slot), rows[:, None] + (column + c)[None, :], copied)
+            async_copy.commit_group()
+            async_copy.wait_group(BEHIND)
+            fence_async_shared()
+            tl.debug_barrier()
+            if step >= BEHIND:
+                mbarrier.arrive(ready.index((step - BEHIND) % STAGES))
+        else:
+            mbarrier.expect(here, W_BYTES + PAIRS * BLOCK_K * 2)
+            tma.async_copy_global_to_shared(w, [expert, tile * (ROWS // 16), 0, 0, column], here, to)
+            tma.async_copy_global_to_shared(x, [begin, column], here, x_shared.index(slot))
+    if GATED:
+        async_copy.wait_group(0)
+        fence_async_shared()
+        tl.debug_barrier()
+        for step in range(gl.maximum(total - BEHIND, 0), total):
+            mbarrier.arrive(ready.index(step % STAGES))
+
+
+@gluon.jit
+def _weight_rows(tile, PART: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns the rows of the weight [HALF] of a group's half of a tile, in its order, and which of them there are."""
+    i = gl.arange(0, HALF, layout=LAYOUT)
+    if GATED:
+        column = tile * (ROWS // 2) + PART * (HALF // 2) + i // 16 * 8 + i % 8
+        return column + i // 8 % 2 * (R // 2), column < R // 2
+    else:
+        row = tile * ROWS + PART * HALF + i // 16 * 16 + i % 8 * 2 + i // 8 % 2
+        return row, row < R
+
+
+@gluon.jit
+def _multiply(
+    scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready, free,
+    R: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr,
+    GATED: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Multiplies a half of each tile's rows, and stores what comes of them, in a group of four warps."""
+    STEPS: gl.constexpr = (BEGIN + K + BLOCK_K - 1) // BLOCK_K
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, CONVERTED)
+    OF_PAIRS: gl.constexpr = gl.SliceLayout(0, RESULT)
+    dtype: gl.constexpr = x_shared.dtype
+    loaded = 0
+    for tile in range(first_tile, first_tile + tiles):
+        row, inside = _weight_rows(tile, PART, R, GATED, OF_ROWS)
+        scales_at = scales + expert.to(gl.int64) * (GROUPS * R) + row
+        scale = gl.load(scales_at, mask=inside, other=0.0)
+        acc = warpgroup_mma_init(gl.zeros([HALF, PAIRS], gl.float32, layout=PRODUCT))
+        before = gl.zeros([HALF, BLOCK_K], dtype, layout=CONVERTED)
+        for step in range(STEPS):
+            slot = loaded % STAGES
+            mbarrier.wait(ready.index(slot), loaded // STAGES % 2)
+            w = w_shared.index(slot).slice(PART * HALF, HALF, dim=0).load(CONVERTED)
+            # Not to bf16 at once: from fp16, that is a slow instruction.
+            w = (w.to(gl.float32) * scale[:, None]).to(dtype)
+            group = gl.minimum((step + 1) * BLOCK_K // GROUP, GROUPS - 1)
+            scale = gl.load(scales_at + group * R, mask=inside, other=0.0)  # of the next step
+            acc, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
+            if step > 0:
+                mbarrier.arrive(free.index((loaded + STAGES - 1) % STAGES))
+            acc = warpgroup_mma(w, x_shared.index(slot).permute((1, 0)), acc, is_async=True)
+            before = w
+            loaded += 1
+        y, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
+        mbarrier.arrive(free.index((loaded + STAGES - 1) % STAGES))
+
+        both = gl.permute(gl.reshape(y, [HALF // 16, 2, 8, PAIRS]), (0, 2, 3, 1))
+        one, two = gl.split(gl.reshape(both, [HALF // 2, PAIRS, 2]))
+        one, two = gl.convert_layout(one, RESULT), gl.convert_layout(two, RESULT)
+        lane = begin + gl.arange(0, PAIRS, layout=OF_PAIRS)
+        column = tile * (ROWS // 2) + PART * (HALF // 2) + gl.arange(0, HALF // 2, layout=gl.SliceLayout(1, RESULT))
+        live = (column < R // 2)[:, None] & (lane < stop)[None, :]
+        cell = column[:, None] + (lane * (R // 2))[None, :]
+        if GATED:
+            pair = gl.load(order + lane, mask=lane < stop, other=0)
+            weight = gl.load(weights + pair, mask=lane < stop, other=0.0)
+            value = one / (1.0 + gl.exp(-one)) * two * weight[None, :]
+            gl.store(out + cell, value.to(dtype), mask=live)
+        else:
+            low = one.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+            high = two.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) << 16
+            gl.store(out.to(gl.pointer_type(gl.int32), bitcast=True) + cell, high | low, mask=live)
+
+
+@gluon.jit(do_not_specialize=["E", "runs"])
+def _experts_many_kernel(
+    w, scales, x, out, order, weights, bounds, block_ends, E, runs, x_n,
+    TOP_K: gl.constexpr, R: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    BEGIN: gl.constexpr, GATED: gl.constexpr, BLOCK_E: gl.constexpr,
+):  # fmt: skip
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    TILES: gl.constexpr = (R + ROWS - 1) // ROWS
+    EACH_EXPERT: gl.constexpr = gl.BlockedLayout([BLOCK_E // 128], [32], [4], [0])
+    block, run = gl.program_id(0) // runs, gl.program_id(0) % runs
+    first_tile = run * TILES // runs
+    tiles = (run + 1) * TILES // runs - first_tile
+    e = gl.arange(0, BLOCK_E, layout=EACH_EXPERT)
+    ends = gl.load(block_ends + e, mask=e < E, other=0x7FFFFFFF)
+    expert = gl.sum((ends <= block).to(gl.int32), 0)  # E, in a block past the last one
+    before = gl.max(gl.where(ends <= block, ends, 0), 0)
+    if expert < E:
+        begin = gl.load(bounds + expert) + (block - before) * PAIRS
+        stop = gl.minimum(gl.load(bounds + expert + 1), begin + PAIRS)
+        w_shared = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, BLOCK_K], WEIGHTS)
+        x_shared = gl.allocate_shared_memory(out.dtype.element_ty, [STAGES, PAIRS, BLOCK_K], SHARED)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(STAGES):
+            mbarrier.init(ready.index(s), count=2 if GATED else 1)
+            mbarrier.init(free.index(s), count=2)
+        fence_async_shared()
+        tl.debug_barrier()
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready,
+                        free, R, K, GROUP, GROUPS, BEGIN, GATED, FIRST,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready,
+                        free, R, K, GROUP, GROUPS, BEGIN, GATED, SECOND,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        w, x, order, begin, stop, expert, first_tile, tiles, x_n, w_shared, x_shared, ready, free,
+                        TOP_K, K, BEGIN, GATED,
+                    ),
+                ),
+            ],
+            [4, 4],
+            [216, 72],
+        )  # fmt: skip
+
+
+def fits(x: torch.Tensor, P: int, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix) -> bool:
+    """Returns whether `launch` supports P pairs of these tensors of `kernels.moe.experts` and is faster."""
+    if isinstance(gate_up, torch.Tensor) or isinstance(down, torch.Tensor):
+        return False
+    (E, H, F), K = down.shape, BLOCK_K.value
+    return (
+        not (gate_up.packed or down.packed)
+        and P >= LEAST * E
+        and P * max(H // 2, F) < 1 << 31  # cells of what is stored
+        # Whole steps of x's columns, and what TMA wants strides and coordinates to be multiples of.
+        and H % K == gate_up.begin % K == F % 16 == down.begin % 16 == 0
+        and F > 0
+        and x.dtype == torch.bfloat16
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == x.data_ptr() % 16 == gate_up.data.data_ptr() % 16 == down.data.data_ptr() % 16 == 0
+        and gate_up.data.is_contiguous()
+        and down.data.is_contiguous()
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+
+
+def launch(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: ScaledMatrix,
+    down: ScaledMatrix,
+    order: torch.Tensor,
+    bounds: torch.Tensor,
+    block_ends: torch.Tensor,
+    outputs: torch.Tensor,
+) -> None:
+    """Runs both products of `kernels.moe.experts` for tensors that `fits` accepts.
+
+    Args:
+        weights: [N, k] fp32.
+        order, bounds, block_ends: pairs [P] by local expert, their begins [E + 1] and the ends of blocks of PAIRS [E].
+        outputs: [P, H] in x's dtype, written for pairs of local experts in the order of `order`.
+    """
+    (E, H, F), P, top_k = down.shape, len(order), weights.shape[1]
+    h = torch.empty(P, F, dtype=x.dtype, device=x.device)
+    box = [1, ROWS.value // 16, 2, 8, BLOCK_K.value]
+    of_gates = TensorDescriptor(
+        gate_up.data, [E, F // 8, 2, 8, H], [2 * F * H, 8 * H, F * H, H, 1], box, WEIGHT_TILES.value
+    )
+    of_down = TensorDescriptor(down.data, [E, H // 16, 2, 8, F], [H * F, 16 * F, F, 2 * F, 1], box, WEIGHT_TILES.value)
+    rows = TensorDescriptor(h, [P, F], [F, 1], [PAIRS.value, BLOCK_K.value], SHARED.value)
+    blocks = P // PAIRS.value + E  # upper bound: all full ones, and the last of each expert
+    for w, matrix, given, x_n, out, R, K in (
+        (of_gates, gate_up, x, x.stride(0) // 8, h, 2 * F, H),
+        (of_down, down, rows, 0, outputs, H, F),
+    ):
+        tiles = triton.cdiv(R, ROWS.value)
+        runs = tiles if matrix is gate_up else triton.cdiv(tiles, RUN)
+        _experts_many_kernel[(blocks * runs,)](
+            w, matrix.scales, given, out, order, weights, bounds, block_ends, E, runs, x_n,
+            TOP_K=top_k, R=R, K=K, GROUP=matrix.group, GROUPS=matrix.scales.shape[-2], BEGIN=matrix.begin,
+            GATED=matrix is gate_up, BLOCK_E=max(128, triton.next_power_of_2(E)), num_warps=4,
+        )  # fmt: skip
