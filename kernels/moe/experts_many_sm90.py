@@ -1,10 +1,10 @@
 """Variant of `kernels.moe.experts` for many pairs on Hopper, with weights in e4m3: both products, of sorted pairs.
 
 A program multiplies 256 rows of an expert's weight with up to 128 of its pairs. It is three groups of warps. Two
-multiply 128 rows each: they convert 64 columns of the weight in registers while the tensor cores multiply the columns
-before. The third loads, several steps ahead: weights by TMA; in the first launch tokens' rows of x, 16 bytes a copy, in
-the second those of h by TMA, since the first has written them in the order of pairs. Scales go into the weights, which
-are rounded to x's dtype: sums of each group of columns beside those of all would not fit into registers.
+multiply 128 rows each: they convert 64 columns of the weight in registers while the tensor cores multiply those of the
+other group. The third loads, several steps ahead: weights by TMA; in the first launch tokens' rows of x, 16 bytes a
+copy, in the second those of h by TMA, since the first has written them in the order of pairs. Scales go into the
+weights, which are rounded to x's dtype: sums of each group of columns beside those of all would not fit into registers.
 
 Rows of a tile alternate by eights, so that one thread has what it stores together: gate and up of a column, or two
 neighbouring rows of down, which are a word.
@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -35,6 +34,7 @@ ROWS, HALF, PAIRS, BLOCK_K = gl.constexpr(256), gl.constexpr(128), gl.constexpr(
 STAGES = gl.constexpr(6)  # of 32 KB
 BEHIND = gl.constexpr(2)  # steps that are on their way while the next one is asked for
 RUN = 6  # tiles of down that a program multiplies one after the other
+WAYS = [0, 0]
 LEAST = 48  # pairs of each expert
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 WEIGHT_TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=5))
@@ -55,14 +55,14 @@ def _load(
     TOP_K: gl.constexpr, K: gl.constexpr, BEGIN: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Fills the slots with each tile's columns of the weight and of the pairs' rows, in four warps."""
-    STEPS: gl.constexpr = (BEGIN + K + BLOCK_K - 1) // BLOCK_K
+    STEPS: gl.constexpr = (BEGIN + K + 2 * BLOCK_K - 1) // (2 * BLOCK_K) * 2
     W_BYTES: gl.constexpr = ROWS * BLOCK_K
     if GATED:
         lane = begin + gl.arange(0, PAIRS, layout=gl.SliceLayout(1, COPIED))
         c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPIED))
         live = lane < stop
         token = gl.load(order + lane, mask=live, other=0) // TOP_K
-        rows = x + token.to(gl.int64) * (x_n * 8)  # so that it is known to be a multiple of 8
+        rows = token * (x_n * 8)  # so that it is known to be a multiple of 8
     total = tiles * STEPS
     for step in range(total):
         slot = step % STAGES
@@ -76,7 +76,8 @@ def _load(
             tma.async_copy_global_to_shared(w, [expert, tile * (ROWS // 16), 0, 0, column], here, to)
             inside = live & (column >= 0) & (column < K)
             copied = inside[:, None] & (c >= 0)[None, :]
-            async_copy.async_copy_global_to_shared(x_shared.index(slot), rows[:, None] + (column + c)[None, :], copied)
+            at = rows[:, None] + (column + c)[None, :]
+            async_copy.async_copy_global_to_shared(x_shared.index(slot), x + at, mask=copied)
             async_copy.commit_group()
             async_copy.wait_group(BEHIND)
             fence_async_shared()
@@ -108,43 +109,67 @@ def _weight_rows(tile, PART: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr,
 
 
 @gluon.jit
+def _converted(w_shared, ready, step, scale, PART: gl.constexpr, dtype: gl.constexpr):
+    """Reads a half of a step's weights, which are waited for, and converts them with their rows' scales."""
+    mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
+    w = w_shared.index(step % STAGES).slice(PART * HALF, HALF, dim=0).load(CONVERTED)
+    # Not to bf16 at once: from fp16, that is a slow instruction.
+    return (w.to(gl.float32) * scale[:, None]).to(dtype)
+
+
+@gluon.jit
 def _multiply(
-    scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready, free,
+    scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready, free, turns,
     R: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr,
-    GATED: gl.constexpr, PART: gl.constexpr,
+    GATED: gl.constexpr, PART: gl.constexpr, WAY: gl.constexpr,
 ):  # fmt: skip
     """Multiplies a half of each tile's rows, and stores what comes of them, in a group of four warps."""
-    STEPS: gl.constexpr = (BEGIN + K + BLOCK_K - 1) // BLOCK_K
+    BLOCKS: gl.constexpr = (BEGIN + K + 2 * BLOCK_K - 1) // (2 * BLOCK_K)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, CONVERTED)
     OF_PAIRS: gl.constexpr = gl.SliceLayout(0, RESULT)
     dtype: gl.constexpr = x_shared.dtype
-    loaded = 0
+    step = 0
     for tile in range(first_tile, first_tile + tiles):
         row, inside = _weight_rows(tile, PART, R, GATED, OF_ROWS)
         scales_at = scales + expert.to(gl.int64) * (GROUPS * R) + row
         scale = gl.load(scales_at, mask=inside, other=0.0)
-        acc = warpgroup_mma_init(gl.zeros([HALF, PAIRS], gl.float32, layout=PRODUCT))
-        before = gl.zeros([HALF, BLOCK_K], dtype, layout=CONVERTED)
-        for step in range(STEPS):
-            slot = loaded % STAGES
-            mbarrier.wait(ready.index(slot), loaded // STAGES % 2)
-            w = w_shared.index(slot).slice(PART * HALF, HALF, dim=0).load(CONVERTED)
-            # Not to bf16 at once: from fp16, that is a slow instruction.
-            w = (w.to(gl.float32) * scale[:, None]).to(dtype)
-            group = gl.minimum((step + 1) * BLOCK_K // GROUP, GROUPS - 1)
-            scale = gl.load(scales_at + group * R, mask=inside, other=0.0)  # of the next step
-            acc, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
-            if step > 0:
-                mbarrier.arrive(free.index((loaded + STAGES - 1) % STAGES))
-            acc = warpgroup_mma(w, x_shared.index(slot).permute((1, 0)), acc, is_async=True)
-            before = w
-            loaded += 1
-        y, before = warpgroup_mma_wait(num_outstanding=0, deps=[acc, before])
-        mbarrier.arrive(free.index((loaded + STAGES - 1) % STAGES))
+        y = gl.zeros([HALF, PAIRS], gl.float32, layout=PRODUCT)
+        for block in range(BLOCKS):
+            one_slot, two_slot = step % STAGES, (step + 1) % STAGES
+            group = gl.minimum((block + 1) * (2 * BLOCK_K) // GROUP, GROUPS - 1)
+            if WAY != 1:
+                one = _converted(w_shared, ready, step, scale, PART, dtype)
+                if WAY == 2:
+                    mbarrier.wait(turns.index(PART), 1 - PART)
+                acc = warpgroup_mma(one, x_shared.index(one_slot).permute((1, 0)), y, is_async=True)
+                two = _converted(w_shared, ready, step + 1, scale, PART, dtype)
+                scale = gl.load(scales_at + group * R, mask=inside, other=0.0)  # of the next block
+                # In the same round: the registers that a product reads must not be written before it is done.
+                y, one = warpgroup_mma_wait(num_outstanding=0, deps=[acc, one])
+                if WAY == 2:
+                    mbarrier.arrive(turns.index(1 - PART))
+                mbarrier.arrive(free.index(one_slot))
+                if WAY == 2:
+                    mbarrier.wait(turns.index(PART), PART)
+                acc = warpgroup_mma(two, x_shared.index(two_slot).permute((1, 0)), y, is_async=True)
+                y, two = warpgroup_mma_wait(num_outstanding=0, deps=[acc, two])
+                if WAY == 2:
+                    mbarrier.arrive(turns.index(1 - PART))
+                mbarrier.arrive(free.index(two_slot))
+            else:
+                one = _converted(w_shared, ready, step, scale, PART, dtype)
+                two = _converted(w_shared, ready, step + 1, scale, PART, dtype)
+                scale = gl.load(scales_at + group * R, mask=inside, other=0.0)  # of the next block
+                acc = warpgroup_mma(one, x_shared.index(one_slot).permute((1, 0)), y, is_async=True)
+                acc = warpgroup_mma(two, x_shared.index(two_slot).permute((1, 0)), acc, is_async=True)
+                y, one, two = warpgroup_mma_wait(num_outstanding=0, deps=[acc, one, two])
+                mbarrier.arrive(free.index(one_slot))
+                mbarrier.arrive(free.index(two_slot))
+            step += 2
 
         both = gl.permute(gl.reshape(y, [HALF // 16, 2, 8, PAIRS]), (0, 2, 3, 1))
-        one, two = gl.split(gl.reshape(both, [HALF // 2, PAIRS, 2]))
-        one, two = gl.convert_layout(one, RESULT), gl.convert_layout(two, RESULT)
+        left, right = gl.split(gl.reshape(both, [HALF // 2, PAIRS, 2]))
+        left, right = gl.convert_layout(left, RESULT), gl.convert_layout(right, RESULT)
         lane = begin + gl.arange(0, PAIRS, layout=OF_PAIRS)
         column = tile * (ROWS // 2) + PART * (HALF // 2) + gl.arange(0, HALF // 2, layout=gl.SliceLayout(1, RESULT))
         live = (column < R // 2)[:, None] & (lane < stop)[None, :]
@@ -152,11 +177,11 @@ def _multiply(
         if GATED:
             pair = gl.load(order + lane, mask=lane < stop, other=0)
             weight = gl.load(weights + pair, mask=lane < stop, other=0.0)
-            value = one / (1.0 + gl.exp(-one)) * two * weight[None, :]
+            value = left / (1.0 + gl.exp(-left)) * right * weight[None, :]
             gl.store(out + cell, value.to(dtype), mask=live)
         else:
-            low = one.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-            high = two.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) << 16
+            low = left.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+            high = right.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) << 16
             gl.store(out.to(gl.pointer_type(gl.int32), bitcast=True) + cell, high | low, mask=live)
 
 
@@ -164,7 +189,7 @@ def _multiply(
 def _experts_many_kernel(
     w, scales, x, out, order, weights, bounds, block_ends, E, runs, x_n,
     TOP_K: gl.constexpr, R: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    BEGIN: gl.constexpr, GATED: gl.constexpr, BLOCK_E: gl.constexpr,
+    BEGIN: gl.constexpr, GATED: gl.constexpr, BLOCK_E: gl.constexpr, WAY: gl.constexpr,
 ):  # fmt: skip
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -187,6 +212,9 @@ def _experts_many_kernel(
         for s in gl.static_range(STAGES):
             mbarrier.init(ready.index(s), count=2 if GATED else 1)
             mbarrier.init(free.index(s), count=2)
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(2):
+            mbarrier.init(turns.index(s), count=1)
         fence_async_shared()
         tl.debug_barrier()
         gl.warp_specialize(
@@ -195,14 +223,14 @@ def _experts_many_kernel(
                     _multiply,
                     (
                         scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready,
-                        free, R, K, GROUP, GROUPS, BEGIN, GATED, FIRST,
+                        free, turns, R, K, GROUP, GROUPS, BEGIN, GATED, FIRST, WAY,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready,
-                        free, R, K, GROUP, GROUPS, BEGIN, GATED, SECOND,
+                        free, turns, R, K, GROUP, GROUPS, BEGIN, GATED, SECOND, WAY,
                     ),
                 ),
                 (
@@ -214,7 +242,7 @@ def _experts_many_kernel(
                 ),
             ],
             [4, 4],
-            [216, 72],
+            [232, 40],
         )  # fmt: skip
 
 
@@ -226,7 +254,7 @@ def fits(x: torch.Tensor, P: int, gate_up: torch.Tensor | ScaledMatrix, down: to
     return (
         not (gate_up.packed or down.packed)
         and P >= LEAST * E
-        and P * max(H // 2, F) < 1 << 31  # cells of what is stored
+        and P * max(H // 2, F) < 1 << 31 > len(x) * x.stride(0)  # numbers of cells
         # Whole steps of x's columns, and what TMA wants strides and coordinates to be multiples of.
         and H % K == gate_up.begin % K == F % 16 == down.begin % 16 == 0
         and F > 0
@@ -274,5 +302,6 @@ def launch(
         _experts_many_kernel[(blocks * runs,)](
             w, matrix.scales, given, out, order, weights, bounds, block_ends, E, runs, x_n,
             TOP_K=top_k, R=R, K=K, GROUP=matrix.group, GROUPS=matrix.scales.shape[-2], BEGIN=matrix.begin,
-            GATED=matrix is gate_up, BLOCK_E=max(128, triton.next_power_of_2(E)), num_warps=4,
+            GATED=matrix is gate_up, BLOCK_E=max(128, triton.next_power_of_2(E)), WAY=WAYS[matrix is not gate_up],
+            num_warps=4,
         )  # fmt: skip
