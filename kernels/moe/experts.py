@@ -423,7 +423,7 @@ class RoutedExperts:
             experts_scaled_sm90.launch(*given, h, outputs, columns)
             self._sum(outputs, out)
             return
-        if x.is_cuda and not self._shaped and experts_many_sm90.fits(x, P, gate_up, down):
+        if x.is_cuda and not self._shaped and experts_many_sm90.fits(x, P, self.total_experts or E, gate_up, down):
             assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
             order, bounds, ends = _sort(ids, first, E, experts_many_sm90.PAIRS.value)
             outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
