@@ -235,7 +235,7 @@ def fits(x: torch.Tensor, P: int, total: int, gate_up: Matrix, down: Matrix) -> 
     (_, H, F), K = down.shape, BLOCK_K.value
     return (
         not (gate_up.packed or down.packed)
-        and P >= LEAST * total
+        and LEAST * total <= P
         and P * max(H // 2, F) < 1 << 31 > len(x) * x.stride(0)  # numbers of cells
         # Whole steps of x's columns, and what TMA wants strides and coordinates to be multiples of.
         and H % K == gate_up.begin % K == F % 16 == down.begin % 16 == 0
