@@ -313,7 +313,7 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    outputs, places, ids, addend, out, peers, turns, first, rank,
+    outputs, place_of, ids, addend, out, peers, turns, first, rank,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -326,8 +326,8 @@ def _sum_kernel(
         expert = tl.load(ids + n * TOP_K + s) - first
         width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # unwritten outputs may be NaN
         pair = n * TOP_K + s
-        if places is not None:
-            pair = tl.load(places + pair).to(tl.int64)
+        if place_of is not None:
+            pair = tl.load(place_of + pair).to(tl.int64)
         acc += tl.load(outputs + pair * H + c, mask=c < width, other=0.0).to(tl.float32)
     if PLUS:
         acc += tl.load(addend + n * H + c, mask=c < H).to(tl.float32)
@@ -423,7 +423,7 @@ class RoutedExperts:
             experts_scaled_sm90.launch(*given, h, outputs, columns)
             self._sum(outputs, out)
             return
-        if x.is_cuda and not self._shaped and experts_many_sm90.fits(x, P, gate_up, down):
+        if x.is_cuda and not self._shaped and experts_many_sm90.fits(x, P, self.total_experts or E, gate_up, down):
             assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
             order, bounds, ends = _sort(ids, first, E, experts_many_sm90.PAIRS.value)
             outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)

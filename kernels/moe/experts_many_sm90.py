@@ -27,14 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.scaled import ScaledMatrix
+from kernels.scaled import Matrix, ScaledMatrix
 from kernels.sm90 import COPIED, SHARED
 
 ROWS, HALF, PAIRS, BLOCK_K = gl.constexpr(256), gl.constexpr(128), gl.constexpr(128), gl.constexpr(64)
 STAGES = gl.constexpr(6)  # of 32 KB
 BEHIND = gl.constexpr(2)  # steps that are on their way while the next one is asked for
 RUN = 6  # tiles of down that a program multiplies one after the other
-WAYS = [0, 0]
 LEAST = 48  # pairs of each expert
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 WEIGHT_TILES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=5))
@@ -119,9 +118,9 @@ def _converted(w_shared, ready, step, scale, PART: gl.constexpr, dtype: gl.const
 
 @gluon.jit
 def _multiply(
-    scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready, free, turns,
+    scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready, free,
     R: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BEGIN: gl.constexpr,
-    GATED: gl.constexpr, PART: gl.constexpr, WAY: gl.constexpr,
+    GATED: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Multiplies a half of each tile's rows, and stores what comes of them, in a group of four warps."""
     BLOCKS: gl.constexpr = (BEGIN + K + 2 * BLOCK_K - 1) // (2 * BLOCK_K)
@@ -137,34 +136,16 @@ def _multiply(
         for block in range(BLOCKS):
             one_slot, two_slot = step % STAGES, (step + 1) % STAGES
             group = gl.minimum((block + 1) * (2 * BLOCK_K) // GROUP, GROUPS - 1)
-            if WAY != 1:
-                one = _converted(w_shared, ready, step, scale, PART, dtype)
-                if WAY == 2:
-                    mbarrier.wait(turns.index(PART), 1 - PART)
-                acc = warpgroup_mma(one, x_shared.index(one_slot).permute((1, 0)), y, is_async=True)
-                two = _converted(w_shared, ready, step + 1, scale, PART, dtype)
-                scale = gl.load(scales_at + group * R, mask=inside, other=0.0)  # of the next block
-                # In the same round: the registers that a product reads must not be written before it is done.
-                y, one = warpgroup_mma_wait(num_outstanding=0, deps=[acc, one])
-                if WAY == 2:
-                    mbarrier.arrive(turns.index(1 - PART))
-                mbarrier.arrive(free.index(one_slot))
-                if WAY == 2:
-                    mbarrier.wait(turns.index(PART), PART)
-                acc = warpgroup_mma(two, x_shared.index(two_slot).permute((1, 0)), y, is_async=True)
-                y, two = warpgroup_mma_wait(num_outstanding=0, deps=[acc, two])
-                if WAY == 2:
-                    mbarrier.arrive(turns.index(1 - PART))
-                mbarrier.arrive(free.index(two_slot))
-            else:
-                one = _converted(w_shared, ready, step, scale, PART, dtype)
-                two = _converted(w_shared, ready, step + 1, scale, PART, dtype)
-                scale = gl.load(scales_at + group * R, mask=inside, other=0.0)  # of the next block
-                acc = warpgroup_mma(one, x_shared.index(one_slot).permute((1, 0)), y, is_async=True)
-                acc = warpgroup_mma(two, x_shared.index(two_slot).permute((1, 0)), acc, is_async=True)
-                y, one, two = warpgroup_mma_wait(num_outstanding=0, deps=[acc, one, two])
-                mbarrier.arrive(free.index(one_slot))
-                mbarrier.arrive(free.index(two_slot))
+            one = _converted(w_shared, ready, step, scale, PART, dtype)
+            acc = warpgroup_mma(one, x_shared.index(one_slot).permute((1, 0)), y, is_async=True)
+            two = _converted(w_shared, ready, step + 1, scale, PART, dtype)
+            scale = gl.load(scales_at + group * R, mask=inside, other=0.0)  # of the next block
+            # In the same round: over its end, registers that a product reads were written before it was done.
+            y, one = warpgroup_mma_wait(num_outstanding=0, deps=[acc, one])
+            mbarrier.arrive(free.index(one_slot))
+            acc = warpgroup_mma(two, x_shared.index(two_slot).permute((1, 0)), y, is_async=True)
+            y, two = warpgroup_mma_wait(num_outstanding=0, deps=[acc, two])
+            mbarrier.arrive(free.index(two_slot))
             step += 2
 
         both = gl.permute(gl.reshape(y, [HALF // 16, 2, 8, PAIRS]), (0, 2, 3, 1))
@@ -189,7 +170,7 @@ def _multiply(
 def _experts_many_kernel(
     w, scales, x, out, order, weights, bounds, block_ends, E, runs, x_n,
     TOP_K: gl.constexpr, R: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    BEGIN: gl.constexpr, GATED: gl.constexpr, BLOCK_E: gl.constexpr, WAY: gl.constexpr,
+    BEGIN: gl.constexpr, GATED: gl.constexpr, BLOCK_E: gl.constexpr,
 ):  # fmt: skip
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -212,9 +193,6 @@ def _experts_many_kernel(
         for s in gl.static_range(STAGES):
             mbarrier.init(ready.index(s), count=2 if GATED else 1)
             mbarrier.init(free.index(s), count=2)
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for s in gl.static_range(2):
-            mbarrier.init(turns.index(s), count=1)
         fence_async_shared()
         tl.debug_barrier()
         gl.warp_specialize(
@@ -223,14 +201,14 @@ def _experts_many_kernel(
                     _multiply,
                     (
                         scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready,
-                        free, turns, R, K, GROUP, GROUPS, BEGIN, GATED, FIRST, WAY,
+                        free, R, K, GROUP, GROUPS, BEGIN, GATED, FIRST,
                     ),
                 ),
                 (
                     _multiply,
                     (
                         scales, out, order, weights, begin, stop, expert, first_tile, tiles, w_shared, x_shared, ready,
-                        free, turns, R, K, GROUP, GROUPS, BEGIN, GATED, SECOND, WAY,
+                        free, R, K, GROUP, GROUPS, BEGIN, GATED, SECOND,
                     ),
                 ),
                 (
@@ -246,14 +224,18 @@ def _experts_many_kernel(
         )  # fmt: skip
 
 
-def fits(x: torch.Tensor, P: int, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix) -> bool:
-    """Returns whether `launch` supports P pairs of these tensors of `kernels.moe.experts` and is faster."""
+def fits(x: torch.Tensor, P: int, total: int, gate_up: Matrix, down: Matrix) -> bool:
+    """Returns whether `launch` supports P pairs, of `total` experts on all ranks, and is faster.
+
+    Args:
+        x, gate_up, down: see `kernels.moe.experts`.
+    """
     if isinstance(gate_up, torch.Tensor) or isinstance(down, torch.Tensor):
         return False
-    (E, H, F), K = down.shape, BLOCK_K.value
+    (_, H, F), K = down.shape, BLOCK_K.value
     return (
         not (gate_up.packed or down.packed)
-        and P >= LEAST * E
+        and LEAST * total <= P
         and P * max(H // 2, F) < 1 << 31 > len(x) * x.stride(0)  # numbers of cells
         # Whole steps of x's columns, and what TMA wants strides and coordinates to be multiples of.
         and H % K == gate_up.begin % K == F % 16 == down.begin % 16 == 0
@@ -302,6 +284,5 @@ def launch(
         _experts_many_kernel[(blocks * runs,)](
             w, matrix.scales, given, out, order, weights, bounds, block_ends, E, runs, x_n,
             TOP_K=top_k, R=R, K=K, GROUP=matrix.group, GROUPS=matrix.scales.shape[-2], BEGIN=matrix.begin,
-            GATED=matrix is gate_up, BLOCK_E=max(128, triton.next_power_of_2(E)), WAY=WAYS[matrix is not gate_up],
-            num_warps=4,
+            GATED=matrix is gate_up, BLOCK_E=max(128, triton.next_power_of_2(E)), num_warps=4,
         )  # fmt: skip

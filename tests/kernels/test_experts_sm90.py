@@ -169,7 +169,7 @@ def test_hopper_of_many_pairs(
         for w in (one.gate_up, one.down):
             unused = ~torch.isin(torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32), ids)
             w.data.view(torch.uint8)[unused] = 0x7F
-        assert experts_many_sm90.fits(one.x, ids.numel(), one.gate_up, one.down)
+        assert experts_many_sm90.fits(one.x, ids.numel(), E, one.gate_up, one.down)
         out = one.result()
         check(out, one)
         for _ in range(5):
@@ -192,7 +192,7 @@ def test_many_pairs_as_any_other_algorithm(
     N: int, k: int, experts: int, E: int, H: int, F: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = scaled_case(wide_case(k, experts, E, H, F, False, N), False)
-    assert experts_many_sm90.fits(case.x, case.ids.numel(), case.gate_up, case.down)
+    assert experts_many_sm90.fits(case.x, case.ids.numel(), E, case.gate_up, case.down)
     ours = case.result()
     monkeypatch.setattr(experts_many_sm90, "fits", lambda *args: False)
     # Both round weights or sums, activations and outputs: see `check`.
