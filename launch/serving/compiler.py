@@ -6,12 +6,14 @@ Requests are JSON, the parts of a grammar; answers are JSON, the grammar or an e
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
 import sys
 from collections import OrderedDict
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,14 @@ COMPILE_BYTES = 1 << 30
 WAIT_S = 60.0  # for a process to be free, or to read the tokenizer
 PROCESSES = 2
 KEPT = 32  # grammars whose answer is cached
+
+
+@dataclass
+class Asked:
+    """A request that a process works at, and the number of those who wait for its answer."""
+
+    task: asyncio.Task[bytes]
+    waiting: int = 0
 
 
 class Compiler:
@@ -44,6 +54,7 @@ class Compiler:
         arguments = [str(path), str(vocab), *map(str, sorted(eos))]
         self.workers = Workers("launch.serving.compiler", arguments, PROCESSES, WAIT_S, COMPILE_S)
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+        self._asked: dict[bytes, Asked] = {}
 
     async def compile(self, parts: Parts) -> str:
         """Compiles parts to a grammar in llguidance's format; a part `ebnf` is a text in EBNF or in Lark's syntax.
@@ -58,7 +69,7 @@ class Compiler:
         told = self._known.get(request)
         if told is None:
             try:
-                told = self._known[request] = json.loads(await self.workers.ask(request))
+                told = self._known[request] = json.loads(await self._answer(request))
             except (TimeoutError, EOFError):  # not cached: the host may have been busy
                 what = f"it takes more than {COMPILE_S:g} s or {COMPILE_BYTES >> 30} GiB to compile"
                 raise ValueError(what) from None
@@ -67,6 +78,20 @@ class Compiler:
         if "mistake" in told:
             raise ValueError(told["mistake"])
         return told["grammar"]
+
+    async def _answer(self, request: bytes) -> bytes:
+        """Sends a request once for all who have the same at a time; its process is killed when the last one has left."""
+        asked = self._asked.get(request)
+        if asked is None:
+            asked = self._asked[request] = Asked(asyncio.create_task(self.workers.ask(request)))
+        asked.waiting += 1
+        try:
+            return await asyncio.shield(asked.task)
+        finally:
+            asked.waiting -= 1
+            if not asked.waiting:
+                asked.task.cancel()
+                del self._asked[request]
 
     async def close(self) -> None:
         """Ends the processes."""

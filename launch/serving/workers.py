@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,90 +29,151 @@ Answerer = Callable[[bytes], bytes]
 class Workers:
     """Pool of processes that answer requests, each one at a time; they start on demand, and stay.
 
+    A request goes to whichever process is free first: one that starts takes seconds, one at work mostly milliseconds.
+
     Args:
         module: the program, which calls `answer`.
         arguments: its command line.
         most: processes at a time.
-        wait_s: seconds for one to be free and ready.
+        wait_s: seconds for one to be free, and for one to start.
         work_s: seconds for an answer; a process that takes longer is killed.
 
     Attributes:
         processes: all running processes.
-        idle: those without work.
+        idle: those that are ready and without work.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], most: int, wait_s: float, work_s: float) -> None:
         self.processes: set[Process] = set()
         self.idle: list[Process] = []
         self._command = sys.executable, "-m", module, *arguments
-        self._free = asyncio.Semaphore(most)
-        self._wait_s, self._work_s = wait_s, work_s
-        self._ahead: asyncio.Task[bytes] | None = None
+        self._most, self._wait_s, self._work_s = most, wait_s, work_s
+        self._starts: set[asyncio.Task[Process]] = set()
+        self._unborn = 0  # starts whose process is not there yet
+        self._waiters: deque[asyncio.Future[Process]] = deque()
 
     def start(self) -> None:
-        """Starts a process, so that the first request does not wait for it; to be called in the event loop, once."""
-        self._ahead = asyncio.create_task(self.ask(None))
+        """Starts a process, for which a request that comes meanwhile waits; to be called in the event loop."""
+        self._unborn += 1
+        task = asyncio.create_task(self._started())
+        self._starts.add(task)
+        task.add_done_callback(self._take)
 
-    async def ask(self, request: bytes | None) -> bytes:
+    async def ask(self, request: bytes) -> bytes:
         """Sends a request to a process and returns its answer; kills the process if the caller is cancelled.
-
-        Args:
-            request: None: a process is ready behind it, and that is all.
 
         Raises:
             ApiError: 503, no process was free in time.
             TimeoutError: the answer did not come in time.
             EOFError: the process died; the message has its exit code.
-            RuntimeError: the process died before it was ready.
+            RuntimeError: a process died before it was ready.
         """
-        process, ready = None, False
         try:
-            async with asyncio.timeout(self._wait_s) as deadline, self._free:
-                if request is not None and self._ahead is not None:
-                    await asyncio.wait({self._ahead})  # it is ready before one that would be started now
-                process, begun = await self._one()
-                ready = begun or await _read(process) == b""
-                deadline.reschedule(asyncio.get_running_loop().time() + self._work_s)
-                answer = b"" if request is None else await _exchange(process, request)
+            async with asyncio.timeout(self._wait_s):
+                process = await self._one()
+        except TimeoutError:
+            what = f"the server was busy with other large requests for {self._wait_s:g} s"
+            raise ApiError(503, what, code="busy", retry_s=BUSY_S) from None
+        try:
+            async with asyncio.timeout(self._work_s):
+                answer = await _exchange(process, request)
         except BaseException as error:
-            if process is not None:
-                await self._end(process)
-            if isinstance(error, TimeoutError) and not ready:
-                what = f"the server was busy with other large requests for {self._wait_s:g} s"
-                raise ApiError(503, what, code="busy", retry_s=BUSY_S) from None
-            if isinstance(error, EOFError | ConnectionError) and process is not None:
-                what = f"{self._command[2]} ended with exit code {process.returncode}"
-                raise (EOFError if ready else RuntimeError)(what) from error
+            await self._end(process)
+            self._start_more()
+            if isinstance(error, EOFError | ConnectionError):
+                raise EOFError(self._ended(process)) from error
             raise
-        self.idle.append(process)
+        self._give(process)
         return answer
 
     async def close(self) -> None:
         """Ends all processes; to be called when no request is pending."""
-        if self._ahead is not None:
-            self._ahead.cancel()
-            await asyncio.gather(self._ahead, return_exceptions=True)
+        starts = [*self._starts]
+        for task in starts:
+            task.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
         for process in [*self.processes]:
             await self._end(process)
 
-    async def _one(self) -> tuple[Process, bool]:
-        """Takes an idle process, or starts one; also returns whether it is ready."""
+    async def _one(self) -> Process:
+        """Takes an idle process, or the next one that is free."""
         while self.idle:
             process = self.idle.pop()
             if process.returncode is None:
-                return process, True
+                return process
             await self._end(process)
+        waiter: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        self._start_more()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._give(waiter.result())  # it came too late
+            raise
+
+    def _start_more(self) -> None:
+        """Starts a process if more requests wait than processes start, and there may be more."""
+        waiting = sum(not waiter.done() for waiter in self._waiters)
+        if waiting > len(self._starts) and len(self.processes) + self._unborn < self._most:
+            self.start()
+
+    def _give(self, process: Process) -> None:
+        """Assigns a free process to the request that has waited longest."""
+        waiter = self._next()
+        if waiter is None:
+            self.idle.append(process)
+        else:
+            waiter.set_result(process)
+
+    def _next(self) -> asyncio.Future[Process] | None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                return waiter
+        return None
+
+    def _take(self, task: asyncio.Task[Process]) -> None:
+        """Assigns a process that has started; of one that failed, a request has the reason, and others another."""
+        self._starts.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._give(task.result())
+            return
+        waiter = self._next()
+        if waiter is not None:
+            waiter.set_exception(error)
+        self._start_more()
+
+    async def _started(self) -> Process:
+        """Starts a process and waits until it is ready."""
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            env=os.environ | {"PYTHONPATH": paths},
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=PIECE,
-            start_new_session=True,  # a terminal's control-C reaches only the server
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env=os.environ | {"PYTHONPATH": paths},
+                stdin=PIPE,
+                stdout=PIPE,
+                limit=PIECE,
+                start_new_session=True,  # a terminal's control-C reaches only the server
+            )
+        finally:
+            self._unborn -= 1
         self.processes.add(process)
-        return process, False
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await _read(process)
+        except BaseException as error:
+            await self._end(process)
+            if isinstance(error, EOFError | ConnectionError):
+                raise RuntimeError(self._ended(process)) from error
+            raise
+        return process
+
+    def _ended(self, process: Process) -> str:
+        return f"{self._command[2]} ended with exit code {process.returncode}"
 
     async def _end(self, process: Process) -> None:
         self.processes.discard(process)

@@ -77,9 +77,9 @@ def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path) -> None:
 def test_nobody_waits_for_a_form_that_takes_long(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         forms = [EASY | {"structured_outputs": {"choice": [text]}} for text in "ab"]
-        await asyncio.gather(*(front.post("/v1/completions", form) for form in forms))  # two processes are there
+        await asyncio.gather(*(front.post("/v1/completions", form) for form in forms))
+        await until(lambda: len(front.api._compiler.workers.idle) == 2, 30)
         before = [*front.api._compiler.workers.idle]
-        assert len(before) == 2
         hard = asyncio.create_task(front.post("/v1/completions", EASY | {"structured_outputs": {"grammar": HARD}}))
         await asyncio.sleep(0.1)
         for regex in ("a", "b"):
@@ -100,6 +100,32 @@ def test_a_client_that_leaves_ends_its_compilation(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         compiling.cancel()
         await until(lambda: not there(before), 10)
+
+    run_guided(check, tmp_path)
+
+
+def test_who_sends_the_same_waits_for_the_same_compilation(tmp_path: Path) -> None:
+    """It goes on while one of them is there."""
+
+    async def check(front: Front) -> None:
+        compiler = front.api._compiler
+        assert (await front.post("/v1/completions", EASY)).status_code == 200
+        (only,) = compiler.workers.idle
+        together = [asyncio.create_task(compiler.compile([{"ebnf": HARD}])) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        assert compiler.workers.processes == {only}
+        together[0].cancel()
+        await asyncio.sleep(0.1)
+        assert only.returncode is None
+        ends = await asyncio.gather(*together, return_exceptions=True)
+        assert [type(end) for end in ends] == [asyncio.CancelledError, ValueError, ValueError]
+        assert only.returncode is not None
+        again = [asyncio.create_task(compiler.compile([{"ebnf": HARD}])) for _ in range(2)]
+        await until(lambda: len(compiler.workers.processes) == 1 and not compiler.workers._starts, 30)
+        (other,) = compiler.workers.processes
+        for task in again:
+            task.cancel()
+        await until(lambda: not there([other]), 10)
 
     run_guided(check, tmp_path)
 

@@ -88,14 +88,19 @@ FAULTS = [
     ),
     Fault(
         "a compilation that takes long goes on", "launch/serving/workers.py",
-        "                await self._end(process)\n            if isinstance",
-        "                pass\n            if isinstance",
+        "            await self._end(process)\n            self._start_more()",
+        "            self.processes.discard(process)\n            self._start_more()",
         ("tests/serving/test_compiler.py::test_nobody_waits_for_a_form_that_takes_long",),
     ),
     Fault(
         "the first request starts a process of its own", "launch/serving/workers.py",
-        "if request is not None and self._ahead is not None:", "if request is None and self._ahead is not None:",
+        "if waiting > len(self._starts) and", "if",
         ("tests/serving/test_large_requests.py::test_the_first_request_waits_for_the_process_that_has_begun",),
+    ),
+    Fault(
+        "who leaves ends what others wait for", "launch/serving/compiler.py",
+        "if not asked.waiting:", "if asked.waiting:",
+        ("tests/serving/test_compiler.py::test_who_sends_the_same_waits_for_the_same_compilation",),
     ),
     Fault(
         "an answer that goes on begins a message", "launch/serving/tokens.py",
