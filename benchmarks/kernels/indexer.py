@@ -14,7 +14,8 @@ from torch import Tensor
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import PAGE, ROTATED, K, seconds
 from helix.attention.dense import attend_chosen
-from kernels.indexer.choose import DIGITS, PLANES, choose_tokens
+from kernels.indexer.choose import PLANES, choose_tokens
+from kernels.indexer.keys import DIGITS
 from kernels.indexer.scores import index_scores
 from kernels.paged_keys import PagedKeys
 from kernels.reference.choose_tokens import Shard, ordered

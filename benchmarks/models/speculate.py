@@ -40,7 +40,8 @@ MEASURED = [
 PARTS = {
     "draft": r"^_(replay|find(_others)?|propose|draft_ranges|select_tokens)_kernel",
     "attention": r"^_(kv_append|flash_decode((_fp8|_many)_sm90)?|merge_parts|mla_\w+|gated_delta_step)_kernel"
-    r"|^_(angles|local_bounds|cache_slots|index_append|index_scores|count_(digits|listed)|list_between|write_chosen)_kernel"
+    r"|^_(angles|local_bounds|cache_slots|index_append|index_scores|count_(digits|listed)|list_(between|own_best))_kernel"
+    r"|^_write_(chosen|listed)_kernel"
     r"|^_(select_blocks|choose|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
     "exchange": r"^_((merge_)?exchange|merge_messages|lse_combine)_kernel|ncclDevKernel_SendRecv",
     "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8)?(_sm90)?|qkv_append|each_head|head_squares)_kernel"

@@ -26,7 +26,8 @@ from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
 from helix.steps.step import CHOSEN, Step
 from kernels.indexer.append import index_append
-from kernels.indexer.choose import DIGITS, PLANES, choose_tokens
+from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
+from kernels.indexer.keys import DIGITS
 from kernels.indexer.scores import index_scores
 from kernels.reference.choose_tokens import Shard
 
@@ -126,7 +127,8 @@ class Indexer:
         q = self.queries(latents) if chooses else latents[:, :0]
         q = q.view(len(q), spec.heads if chooses else 0, spec.width)
         slots = step.new_slots(None)
-        alone = chooses and step.max_q == 1  # scores of single queries are counted as they are computed
+        # Scores of single queries are counted as they are computed, unless these are many.
+        alone = chooses and step.max_q == 1 and len(q) <= FEW_ROWS
         numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device) if alone else None
         index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys[0], slots, keys[1], numbers)
         if chooses:

@@ -24,7 +24,8 @@ from helix.simulate.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Consta
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
-from kernels.indexer.choose import COUNTED, DIGITS
+from kernels.indexer.choose import COUNTED
+from kernels.indexer.keys import DIGITS
 from kernels.scaled_keys import GROUP
 
 SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours

@@ -1,14 +1,15 @@
 """Exact choice of the best-scored tokens of a sequence, over all ranks that hold parts of it.
 
-A token's key is a number of its score, then of its position, an earlier one above a later one: keys are distinct, so
-that ties are decided alike on every grid. Each launch counts one digit of eight bits, of the keys whose digits before
-are those of the k-th largest; `index_scores` may have counted the first. Ranks gather these counts, and the next launch
-finds the digit in their sum. Once all keys with the digits found are chosen, further launches count nothing.
+A token's key (`kernels.indexer.keys`) is a number of its score, then of its position. Each launch counts one digit of
+eight bits, of the keys whose digits before are those of the k-th largest; `index_scores` may have counted the first.
+Ranks gather these counts, and the next launch finds the digit in their sum. Once all keys with the digits found are
+chosen, further launches count nothing.
 
-Two digits leave few keys between chosen ones and others, some hundred of a million. The next launch lists them. For few
-rows, ranks gather the lists, and each program of the last launch finds what tells chosen keys from the others. Many
-rows would send too much: there the other digits are counted as well, of the lists. The last launch writes the chosen
-tokens in local order; the one that lists has counted those of each part of a row.
+Two digits leave few keys between chosen ones and others, some hundred of a million. The next launch lists them, ranks
+gather the lists, and each program of the last launch finds what tells chosen keys from the others. It writes the chosen
+tokens in local order; the launch that lists has counted those of each part of a row.
+
+Many rows would send too much, and have a program each: `kernels.indexer.choose_many_rows` chooses for them.
 
 With the keys of a rank alone, all of this is the same without the gathers.
 """
@@ -20,35 +21,18 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.indexer.choose_many_rows import choose_among_many
+from kernels.indexer.keys import DIGITS, SCORE_PASSES, digit_of, find_bound, keys_of
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.choose_tokens import Shard
 from kernels.reference.choose_tokens import choose_tokens as reference
 
 TILE = 1024  # scores of a program per iteration
 PROGRAMS = 4  # per SM
-DIGITS = 256
-SCORE_PASSES = 4
 COUNTED = tl.constexpr(2)  # digits before keys between are listed
-FEW_ROWS = 32  # over several ranks, whose lists are gathered
+FEW_ROWS = 32  # with several programs each
 PLANES = COUNTED.value + 1  # of numbers of a row that launches add to: counts of its digits, and a ticket
 LISTED = 1024  # listed keys of all ranks that a program keeps in registers
-
-
-@triton.jit
-def score_codes(x):
-    """Maps scores to 32 bits, as int64, of the same order; -0 equals 0, and NaN is the highest."""
-    x = tl.where(x == 0.0, 0.0, x)
-    bits = x.to(tl.int32, bitcast=True)
-    code = (bits ^ ((bits >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
-    return tl.where(x == x, code, 0xFFFFFFFF)
-
-
-@triton.jit
-def _keys(x, j, turn, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr):
-    """Computes the keys of local tokens `j` with scores `x`, int64: 32 bits of the score, BITS of the position."""
-    code = score_codes(x)
-    at = j // BLOCK_TOKENS * CYCLE + turn * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
-    return (code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))
 
 
 @triton.jit
@@ -68,48 +52,6 @@ def _tile(scored, begin, end, TILE: tl.constexpr):
     return tl.load(scored + j, mask=j < end, other=0.0)
 
 
-@triton.jit
-def _digit(counts, left, VALUES: tl.constexpr):
-    """Finds the digit of the `left`-th largest key, of which `counts` have each value.
-
-    Returns it, how many keys with it are chosen, and whether these are all with it.
-    """
-    value = tl.arange(0, VALUES)
-    reach = tl.cumsum(counts, 0, reverse=True)
-    above = reach - counts
-    # All there is to know of the digit, in one number: one reduction.
-    known = tl.where((above < left) & (reach >= left), above * (2 * VALUES) + value * 2 + (reach == left), 0)
-    known = tl.max(known, 0)
-    return (known // 2 % VALUES).to(tl.int64), left - known // (2 * VALUES), known % 2 == 1
-
-
-@triton.jit
-def _found(
-    positions, gathered, least_keys, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
-):
-    """Finds the least key of those chosen so far, and how many more are to come of the keys with its digits; 0: none.
-
-    `STAGE` digits are counted.
-    """
-    if STAGE <= 1:
-        bound = n * 0
-        left = tl.where(tl.load(positions + n) + 1 > topk, topk, 0)
-    else:
-        bound = tl.load(least_keys + (STAGE - 1) * N + n)
-        left = tl.load(lefts + (STAGE - 1) * N + n)
-    if STAGE > 0:
-        if left > 0:
-            digit = tl.arange(0, 256)
-            counts = tl.zeros([256], tl.int32)
-            for rank in tl.static_range(RANKS):
-                counts += tl.load(gathered + (rank * N + n) * 256 + digit)
-            found, left, all_chosen = _digit(counts, left, 256)
-            bound += found << (8 * (PASSES - STAGE))
-            if STAGE <= COUNTED:  # a full list may lack keys of the same digits: those of listed ones are all found
-                left = tl.where(all_chosen, 0, left)
-    return bound, left
-
-
 @triton.jit(do_not_specialize=["N", "parts", "listed_n", "own_rank"])  # they change from chunk to chunk
 def _count_digits_kernel(
     scored, positions, first_ranks, hi, gathered, counts, least_keys, lefts, listed,
@@ -125,7 +67,7 @@ def _count_digits_kernel(
         wait_for_predecessor(PDL)  # which may have written the scores
     x = _tile(scored, begin, end, TILE)
     wait_for_predecessor(PDL)
-    bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
+    bound, left = find_bound(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
     if STAGE > 0 and part == 0:
         tl.store(least_keys + STAGE * N + n, bound)
         tl.store(lefts + STAGE * N + n, left.to(tl.int32))
@@ -138,7 +80,7 @@ def _count_digits_kernel(
             inside = j < end
             if SEVERAL:
                 x = _tile(scored, at, end, TILE)
-            keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+            keys = keys_of(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
             counted = inside & (keys >> (shift + 8) == bound >> (shift + 8))
             # From the third digit on, hardly any tile has keys that count.
             if tl.max(counted.to(tl.int32), 0) > 0:
@@ -166,7 +108,7 @@ def _list_best(
             j = at + tl.arange(0, TILE)
             inside = j < length
             x = tl.load(scored + j, mask=inside, other=0.0)
-            keys = _keys(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
+            keys = keys_of(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
             counted = inside & (keys >> (at_bit + 8) == low >> (at_bit + 8))
             counts += tl.histogram(((keys >> at_bit) & 255).to(tl.int32), 256, mask=counted)
         reach = tl.cumsum(counts, 0, reverse=True)
@@ -178,7 +120,7 @@ def _list_best(
         j = at + tl.arange(0, TILE)
         inside = j < length
         x = tl.load(scored + j, mask=inside, other=0.0)
-        keys = _keys(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
+        keys = keys_of(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
         taken = (inside & (keys >= low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
         tl.store(listed + done + tl.cumsum(taken, 0), keys, mask=taken > 0)  # behind their number
         done += tl.sum(taken, 0)
@@ -198,7 +140,7 @@ def _list_between_kernel(
     length, begin, end, turn = _part(hi, first_ranks, n, part, parts, own_rank, RANKS, TILE)
     x = _tile(scored, begin, end, TILE)
     wait_for_predecessor(PDL)
-    bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, COUNTED, PASSES, RANKS)
+    bound, left = find_bound(positions, gathered, least_keys, lefts, n, N, topk, COUNTED, PASSES, RANKS)
     if part == 0:
         tl.store(least_keys + COUNTED * N + n, bound)
         tl.store(lefts + COUNTED * N + n, left.to(tl.int32))
@@ -212,7 +154,7 @@ def _list_between_kernel(
         inside = j < end
         if SEVERAL:
             x = _tile(scored, at, end, TILE)
-        keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        keys = keys_of(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         count += tl.sum((inside & (keys >= chosen_from)).to(tl.int32), 0)
         between = (inside & (keys >= bound) & (keys < chosen_from)).to(tl.int32)
         some = tl.sum(between, 0)
@@ -228,35 +170,6 @@ def _list_between_kernel(
                 scored, listed, length, bound, turn, cap,
                 shift, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE,
             )  # fmt: skip
-    start_successor(PDL)
-
-
-@triton.jit(do_not_specialize=["N", "listed_n"])
-def _count_listed_kernel(
-    positions, gathered, counts, least_keys, lefts, listed, N, topk, listed_n,
-    STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Counts the digit behind `STAGE` others, of the listed keys of a row."""
-    n = tl.program_id(0).to(tl.int64)
-    wait_for_predecessor(PDL)
-    if STAGE == COUNTED:  # what the launch that listed has found
-        bound = tl.load(least_keys + STAGE * N + n)
-        left = tl.load(lefts + STAGE * N + n)
-    else:
-        bound, left = _found(positions, gathered, least_keys, lefts, n, N, topk, STAGE, PASSES, RANKS)
-        tl.store(least_keys + STAGE * N + n, bound)
-        tl.store(lefts + STAGE * N + n, left.to(tl.int32))
-    if left > 0:
-        shift: tl.constexpr = 8 * (PASSES - 1 - STAGE)
-        row = listed + n * listed_n
-        number = tl.load(row).to(tl.int32)
-        found = tl.zeros([256], tl.int32)
-        for at in range(0, number, TILE):
-            j = at + tl.arange(0, TILE)
-            keys = tl.load(row + 1 + j, mask=j < number, other=-1)
-            counted = (j < number) & (keys >> (shift + 8) == bound >> (shift + 8))
-            found += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=counted)
-        tl.store(counts + n * 256 + tl.arange(0, 256), found)
     start_successor(PDL)
 
 
@@ -290,7 +203,7 @@ def _search(of_rank, numbers, cap, bound, left, SHIFT: tl.constexpr, EACH: tl.co
         counts = _count_sixteen(first, bound, shift)
         for at in range(EACH, most, EACH):
             counts += _count_sixteen(_listed_keys(of_rank, numbers, at, EACH), bound, shift)
-        found, left, all_chosen = _digit(counts, left, 16)
+        found, left, all_chosen = digit_of(counts, left, 16)
         bound += found << shift
         shift = tl.where(all_chosen & (most < cap), 0, shift)
     return bound
@@ -298,11 +211,11 @@ def _search(of_rank, numbers, cap, bound, left, SHIFT: tl.constexpr, EACH: tl.co
 
 @triton.jit(do_not_specialize=["N", "parts", "EACH", "width", "own_rank"])
 def _write_chosen_kernel(
-    scored, positions, first_ranks, hi, gathered, all_listed, least_keys, lefts, part_counts, block_tables, owners,
-    chosen_slots, chosen_counts, scored_n, tables_b, width, N, topk, parts, EACH, own_rank,
-    SEARCHES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SEVERAL: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, BLOCK_RANKS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    scored, first_ranks, hi, all_listed, least_keys, lefts, part_counts, block_tables, owners,
+    chosen_slots, chosen_counts, scored_n, tables_b, width, N, parts, EACH, own_rank,
+    PASSES: tl.constexpr, BITS: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, SEVERAL: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
+    LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts
     n = (tl.program_id(0) // parts).to(tl.int64)
@@ -321,15 +234,11 @@ def _write_chosen_kernel(
     total = tl.sum(of_parts, 0)
     if left > 0:
         stride = 1 + width.to(tl.int64)
-        if SEARCHES:
-            rank = tl.arange(0, BLOCK_RANKS)
-            of_rank = all_listed + (rank * N + n) * stride
-            numbers = tl.load(of_rank, mask=rank < RANKS, other=0).to(tl.int32)
-            bound = _search(of_rank, numbers, width, bound, left, 8 * (PASSES - COUNTED), LISTED)
-            listed = all_listed + (own_rank * N + n) * stride
-        else:
-            bound, _ = _found(positions, gathered, least_keys, lefts, n, N, topk, PASSES, PASSES, RANKS)
-            listed = all_listed + n * stride
+        rank = tl.arange(0, BLOCK_RANKS)
+        of_rank = all_listed + (rank * N + n) * stride
+        numbers = tl.load(of_rank, mask=rank < RANKS, other=0).to(tl.int32)
+        bound = _search(of_rank, numbers, width, bound, left, 8 * (PASSES - COUNTED), LISTED)
+        listed = all_listed + (own_rank * N + n) * stride
         own = tl.load(listed).to(tl.int32)
         for at in range(0, own, LISTED):
             i = at + tl.arange(0, LISTED)
@@ -348,7 +257,7 @@ def _write_chosen_kernel(
         inside = j < end
         if SEVERAL:
             x = _tile(scored, at, end, TILE)
-        keys = _keys(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
+        keys = keys_of(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
         chosen = (inside & (keys >= bound)).to(tl.int32)
         page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
         to = place + tl.cumsum(chosen, 0) - 1
@@ -384,7 +293,7 @@ def choose_tokens(
         most: an upper bound of positions.
         shard: this rank's part of the tokens; with other ranks, this is a collective.
         numbers: [PLANES, N, 256] int32, rows contiguous, overwritten: zeros, but for the first digit's counts, which
-            `index_scores` added to the first plane. None: nothing is counted.
+            `index_scores` added to the first plane. None: nothing is counted. Not read for more rows than FEW_ROWS.
 
     Returns:
         Cache slots [N, min(topk, S)] int32 of the tokens chosen here, in local order, and how many they are [N] int32;
@@ -398,16 +307,18 @@ def choose_tokens(
     N, S = scores.shape
     assert scores.dtype == torch.float32 and scores.stride(1) == tables.stride(1) == 1 and shard.kvp * most > 0
     assert positions.is_contiguous() and starts.is_contiguous() and hi.is_contiguous()
-    assert (shard.gather is None) == (shard.kvp == 1) and topk < 1 << 22  # which `_digit` packs
+    assert (shard.gather is None) == (shard.kvp == 1) and topk < 1 << 22  # which `digit_of` packs
     device, passes = scores.device, SCORE_PASSES + triton.cdiv(max(most, 2).bit_length(), 8)
     width = min(topk, S)
     slots = torch.empty(N, width, dtype=torch.int32, device=device)
     taken = torch.empty(N, dtype=torch.int32, device=device)
     if N == 0:
         return slots, taken
+    if N > FEW_ROWS:
+        choose_among_many(scores, positions, starts, hi, tables, rows, topk, passes, shard, slots, taken)
+        return slots, taken
     tiles = triton.cdiv(S, TILE)
     parts = max(1, min(tiles, triton.cdiv(PROGRAMS * sm_count(device), N)))
-    few = shard.gather is None or N <= FEW_ROWS
     counted = 0 if numbers is None else 1
     counts = torch.zeros(PLANES, N, DIGITS, dtype=torch.int32, device=device) if numbers is None else numbers
     assert counts.shape == (PLANES, N, DIGITS) and counts.stride()[1:] == (DIGITS, 1)
@@ -429,19 +340,12 @@ def choose_tokens(
         scores, positions, starts, hi, gathered, least_keys, lefts, part_counts, listed, counts[-1],
         scores.stride(0), N, topk, parts, width, shard.kvp_rank, **options,
     )  # fmt: skip
-    for stage in range(COUNTED.value, passes) if not few else ():
-        of_stage = torch.empty(N, DIGITS, dtype=torch.int32, device=device)
-        _count_listed_kernel[(N,)](
-            positions, gathered, of_stage, least_keys, lefts, listed, N, topk, 1 + width, STAGE=stage, **common
-        )
-        assert shard.gather is not None
-        gathered = shard.gather(of_stage)
     ranks = triton.next_power_of_2(shard.kvp)
     _write_chosen_kernel[(parts * N,)](
-        scores, positions, starts, hi, gathered, shard.gather(listed) if few and shard.gather is not None else listed,
-        least_keys, lefts, part_counts, tables, rows, slots, taken,
-        scores.stride(0), tables.stride(0), width, N, topk, parts, max(1, N // len(tables)), shard.kvp_rank,
-        SEARCHES=few, PAGE=shard.page_size, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_RANKS=ranks,
+        scores, starts, hi, listed if shard.gather is None else shard.gather(listed), least_keys, lefts, part_counts,
+        tables, rows, slots, taken,
+        scores.stride(0), tables.stride(0), width, N, parts, max(1, N // len(tables)), shard.kvp_rank,
+        PAGE=shard.page_size, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_RANKS=ranks,
         LISTED=max(16, LISTED // ranks), **options,
     )  # fmt: skip
     return slots, taken

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.indexer.choose import DIGITS, score_codes
+from kernels.indexer.keys import DIGITS, score_codes
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.index_scores import index_scores as reference
 

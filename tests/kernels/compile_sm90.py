@@ -46,12 +46,16 @@ from kernels.dense.rms_norm import _rms_norm_kernel
 from kernels.dense.rotary import _angles_kernel
 from kernels.indexer.append import _index_append_kernel
 from kernels.indexer.choose import TILE as SCORES
-from kernels.indexer.choose import (
-    _count_digits_kernel,
+from kernels.indexer.choose import _count_digits_kernel, _list_between_kernel, _write_chosen_kernel
+from kernels.indexer.choose_many_rows import (
+    GROUPS,
+    LISTED,
+    WARPS,
     _count_listed_kernel,
-    _list_between_kernel,
-    _write_chosen_kernel,
+    _list_own_best_kernel,
+    _write_listed_kernel,
 )
+from kernels.indexer.choose_many_rows import TILE as LONG_TILE
 from kernels.indexer.scores import _index_scores_kernel, score_tile
 from kernels.mla.append import _mla_append_kernel
 from kernels.mla.decode import _mla_decode_kernel
@@ -480,16 +484,22 @@ def index_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
     plain = plain | {"HEADS": 0, "BLOCK_H": 1, "PLANES": 0, "digit_counts": None}
     yield "index-append-keys", bf16, _index_append_kernel, append | plain, {"num_warps": 1}
     choice = {"PASSES": 7, "BITS": 24, "RANKS": 8, "BLOCK_TOKENS": 16, "TILE": SCORES, "PDL": True}
-    for stage in (2, 6):
-        yield f"count-listed-{stage}", bf16, _count_listed_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
+    of_row = {"GROUPS": GROUPS, "TILE": LONG_TILE, "RUN": 4, "PDL": True}
+    yield "list-own-best", bf16, _list_own_best_kernel, of_row, {"num_warps": WARPS}
+    for stage in (0, 6):
+        listed = choice | {"STAGE": stage, "TILE": LISTED}
+        yield f"count-listed-{stage}", bf16, _count_listed_kernel, listed, {"num_warps": 4}
+    for owners in ({"owners": None}, {}):
+        listed = choice | {"PAGE": 64, "TILE": LISTED} | owners
+        yield "write-listed", bf16, _write_listed_kernel, listed, {"num_warps": 4}
     for several in (False, True):
         choice["SEVERAL"] = several
         for stage in (0, 1):
             yield f"count-digits-{stage}", bf16, _count_digits_kernel, choice | {"STAGE": stage}, {"num_warps": 4}
         yield "list-between", bf16, _list_between_kernel, dict(choice), {"num_warps": 4}
         write = choice | {"PAGE": 64, "BLOCK_PARTS": 64, "BLOCK_RANKS": 8, "LISTED": 128}
-        for searches, owners in ((True, {"owners": None}), (False, {})):
-            yield "write-chosen", bf16, _write_chosen_kernel, write | owners | {"SEARCHES": searches}, {"num_warps": 4}
+        for owners in ({"owners": None}, {}):
+            yield "write-chosen", bf16, _write_chosen_kernel, write | owners, {"num_warps": 4}
     for few, plain in ((False, {"scales": None, "ropes": None}), (True, {})):
         tile = latent_tile(64, 512, 64, bf16, few)
         options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from helix.layout import HelixLayout
-from kernels.indexer import choose
+from kernels.indexer import choose, choose_many_rows
 from kernels.indexer.choose import PLANES, choose_tokens
 from kernels.reference.choose_tokens import Shard, ordered
 from kernels.reference.choose_tokens import choose_tokens as reference
@@ -71,7 +71,7 @@ def chosen(
     results: list[Any] = [None] * kvp
 
     def of_rank(rank: int) -> None:
-        local = torch.full((N, columns * page + 3), torch.nan)  # unread beyond a row's tokens
+        local = torch.full((N, columns * page + 3 + kvp % 2), torch.nan)  # no tokens beyond a row's
         hi, mine = torch.zeros(N, dtype=torch.int32), []
         for n in range(N):
             at = torch.arange(lengths[n])
@@ -107,12 +107,25 @@ def chosen(
 
 def wanted(scores: Tensor, length: int, topk: int) -> list[int]:
     row = scores[:length].tolist()
-    return sorted(sorted(range(length), key=lambda j: (-row[j] if row[j] == row[j] else -torch.inf, j))[:topk])
+    return sorted(
+        sorted(range(length), key=lambda j: (row[j] == row[j], -row[j] if row[j] == row[j] else 0.0, j))[:topk]
+    )
+
+
+@pytest.fixture
+def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of some hundred tokens have many tiles, and groups of several scores."""
+    monkeypatch.setattr(choose, "LISTED", 32)
+    monkeypatch.setattr(choose, "TILE", 64)
+    monkeypatch.setattr(choose, "PROGRAMS", 9)
+    for name, value in {"GROUPS": 64, "TILE": 32, "LISTED": 16}.items():
+        monkeypatch.setattr(choose_many_rows, name, value)
 
 
 WAYS = {(choose_tokens, 32): "few", (choose_tokens, 0): "many", (reference, 0): "reference"}  # rows
 
 
+@pytest.mark.usefixtures("short_tiles")
 @pytest.mark.parametrize(
     "way, shape, kind",
     params(
@@ -136,9 +149,6 @@ def test_the_best_of_all_ranks(
     """
     (op, few_rows), (kvp, block, page, topk) = way, shape
     monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(choose, "LISTED", 32)
-    monkeypatch.setattr(choose, "TILE", 64)
-    monkeypatch.setattr(choose, "PROGRAMS", 9)
     gen = torch.Generator().manual_seed(kvp)
     lengths, starts = [300, 1, topk, topk + 1, 150], [0, kvp - 1, 1 % kvp, 0, kvp // 2]
     scores = torch.randn(5, 300, generator=gen) * 10
@@ -178,6 +188,88 @@ def test_rows_of_a_verified_group(op: Any, device: torch.device) -> None:
     lengths, starts = [70, 71, 72, 80, 81, 82], [1, 1, 1, 0, 0, 0]
     found = chosen(op, scores, lengths, starts, 9, HelixLayout.create("helix", 2), 16, 16, device, each=3)
     assert found == [wanted(scores[n], lengths[n], 9) for n in range(6)]
+
+
+def rows_of_a_kind(kind: str, N: int, S: int) -> Tensor:
+    gen = torch.Generator().manual_seed(S)
+    scores, at = torch.randn(N, S, generator=gen), torch.arange(S)
+    if kind == "equal":
+        scores = torch.full((N, S), -0.5)
+    elif kind == "zeros":
+        scores = torch.where(scores > 1.5, scores, scores * 0)  # of either sign
+    elif kind == "below zero":
+        scores = torch.where(scores < -1.5, scores, scores * 0)
+    elif kind == "infinite":
+        scores = torch.where(scores > 0.5, torch.inf, torch.where(scores < 0, -torch.inf, scores))
+    elif kind == "least":
+        scores = torch.full((N, S), -torch.inf)
+    elif kind == "nan":
+        scores[:, ::3], scores[:, 1] = torch.nan, torch.inf
+    elif kind == "some nan":
+        scores[:, 7::97] = torch.nan
+    elif kind == "one group":  # the best are in few groups, each of which has several of them
+        scores = torch.where(at // 2 % 64 < 6, scores + 100, scores)
+    elif kind == "last":  # no other tile has any
+        scores = scores + 100 * (at > S - 20)
+    elif kind == "falling":
+        scores = (-at).float().expand(N, S)
+    elif kind == "rising":
+        scores = at.float().expand(N, S)
+    return scores
+
+
+@pytest.mark.usefixtures("short_tiles")
+@pytest.mark.parametrize(
+    "kind, shape",
+    params(
+        [
+            *product(
+                ["apart", "equal", "zeros", "below zero", "infinite", "least", "nan", "some nan"],
+                [(1, 16, 16, 24), (2, 16, 16, 12), (3, 5, 7, 33), (4, 16, 32, 7)],
+            ),
+            *product(["one group", "last", "falling", "rising"], [(1, 16, 16, 24), (2, 16, 16, 12), (2, 16, 16, 70)]),
+        ],
+        lambda kind, shape: f"{kind}-{'-'.join(map(str, shape))}".replace(" ", "-"),
+    ),
+)
+def test_many_rows(monkeypatch: pytest.MonkeyPatch, kind: str, shape: tuple[int, ...], device: torch.device) -> None:
+    """Rows without tokens, with as many as are chosen, as a list takes, as there are groups, around ends of tiles.
+
+    A list takes half as many again as are chosen; of 70, more than there are groups.
+    """
+    kvp, block, page, topk = shape
+    monkeypatch.setattr(choose, "FEW_ROWS", 0)
+    lengths = [0, 1, topk, topk + 1, topk + topk // 2, topk + topk // 2 + 1, 63, 64, 65, 95, 96, 97, 128, 129, 400, 401]
+    starts = [n % kvp for n in range(16)]
+    scores = rows_of_a_kind(kind, 16, 401)
+    layout = HelixLayout.create("helix", kvp)
+    found = chosen(choose_tokens, scores, lengths, starts, topk, layout, block, page, device)
+    assert found == [wanted(scores[n], lengths[n], topk) for n in range(16)]
+
+
+@pytest.mark.parametrize("kind", ["apart", "equal"])
+def test_many_rows_of_many_tokens(monkeypatch: pytest.MonkeyPatch, kind: str, device: torch.device) -> None:
+    """A model's tiles and its 2,048 tokens."""
+    monkeypatch.setattr(choose, "FEW_ROWS", 0)
+    lengths, starts = [40001, 2500, 3073, 20000], [0, 1, 1, 0]
+    scores = rows_of_a_kind(kind, 4, 40001)
+    found = chosen(choose_tokens, scores, lengths, starts, 2048, HelixLayout.create("helix", 2), 16, 64, device)
+    assert found == [wanted(scores[n], lengths[n], 2048) for n in range(4)]
+
+
+@pytest.mark.parametrize("length", [3072, 3073, 8192, 8193, 16000, 40003])
+def test_a_list_is_short_and_has_the_best(length: int, device: torch.device) -> None:
+    """A row is read twice, not more; groups have one of the best each, mostly."""
+    scores = rows_of_a_kind("apart", 1, length)
+    scores = torch.cat([scores, torch.full((1, 4 - length % 4), torch.nan)], 1).to(device)
+    lists = choose_many_rows.list_own_best(scores, torch.tensor([length], dtype=torch.int32, device=device), 2048)
+    number, entries = int(lists[0, 0]), lists[0, 1:]
+    tokens = (entries[:number] & 0xFFFFFFFF).cpu()
+    assert number == 3072 if length == 3072 else 2048 <= number < 2600
+    assert tokens.tolist() == sorted(tokens.tolist())
+    best = scores[0, :length].cpu().topk(number)
+    assert sorted(best.indices.tolist()) == tokens.tolist()
+    assert torch.equal((entries[:number] >> 32).int().cpu(), scores[0].cpu()[tokens].view(torch.int32))
 
 
 def test_codes_have_the_order_of_scores() -> None:

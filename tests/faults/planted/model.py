@@ -200,9 +200,30 @@ FAULTS = [
         ("tests/e2e/test_dsa.py::test_every_group[deepseek-v32-kvp2]",),
     ),
     Fault(
-        "equal scores to the later token", "kernels/indexer/choose.py",
+        "equal scores to the later token", "kernels/indexer/keys.py",
         "(code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))", "(code << BITS) + at.to(tl.int64)",
         ("tests/kernels/test_choose_tokens.py::test_the_best_of_all_ranks[tied-8-16-16-33-few]",),
+    ),
+    Fault(
+        "the token behind a row's last is listed", "kernels/indexer/choose_many_rows.py",
+        "(code << 31) + 2147483648 - length", "(code << 31) + 2147483647 - length",
+        ("tests/kernels/test_choose_tokens.py::test_many_rows[equal-2-16-16-12]",),
+    ),
+    Fault(
+        "what lies behind a row's last token is a score", "kernels/indexer/choose_many_rows.py",
+        "x = tl.where(j < length, x, -float(\"inf\"))", "x = tl.where(j >= 0, x, -float(\"inf\"))",
+        ("tests/kernels/test_choose_tokens.py::test_a_list_is_short_and_has_the_best[40003]",),
+    ),
+    Fault(
+        "a list ends before the last that may be chosen", "kernels/indexer/choose_many_rows.py",
+        "tl.where(some >= topk, middle, low)\n        high = tl.where(some >= topk, high, middle)\n    return _all_of",
+        "tl.where(some > 0, middle, low)\n        high = tl.where(some > 0, high, middle)\n    return _all_of",
+        ("tests/kernels/test_choose_tokens.py::test_a_list_is_short_and_has_the_best[40003]",),
+    ),
+    Fault(
+        "the best of a few groups make a list that is too long", "kernels/indexer/choose_many_rows.py",
+        "while number > cap:\n        number = 0", "if number > cap:\n        number = 0",
+        ("tests/kernels/test_choose_tokens.py::test_many_rows[one-group-2-16-16-12]",),
     ),
     Fault(
         "each rank its own best tokens", "helix/layers/indexer.py",

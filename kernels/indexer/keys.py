@@ -1,0 +1,71 @@
+"""Keys of tokens, by which they are chosen, and what counts of their digits tell; see `kernels.indexer.choose`.
+
+A token's key is a number of its score, then of its position, an earlier one above a later one: keys are distinct, so
+that ties are decided alike on every grid.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+DIGITS = 256
+SCORE_PASSES = 4  # digits of a score
+
+
+@triton.jit
+def score_codes(x):
+    """Maps scores to 32 bits, as int64, of the same order; -0 equals 0, and NaN is the highest."""
+    x = tl.where(x == 0.0, 0.0, x)
+    bits = x.to(tl.int32, bitcast=True)
+    code = (bits ^ ((bits >> 31) | -2147483648)).to(tl.int64) & 0xFFFFFFFF
+    return tl.where(x == x, code, 0xFFFFFFFF)
+
+
+@triton.jit
+def keys_of(x, j, turn, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: tl.constexpr):
+    """Computes the keys of local tokens `j` with scores `x`, int64: 32 bits of the score, BITS of the position."""
+    code = score_codes(x)
+    at = j // BLOCK_TOKENS * CYCLE + turn * BLOCK_TOKENS + j % BLOCK_TOKENS  # in the sequence
+    return (code << BITS) + ((1 << BITS) - 1 - at.to(tl.int64))
+
+
+@triton.jit
+def digit_of(counts, left, VALUES: tl.constexpr):
+    """Finds the digit of the `left`-th largest key, of which `counts` have each value.
+
+    Returns it, how many keys with it are chosen, and whether these are all with it.
+    """
+    value = tl.arange(0, VALUES)
+    reach = tl.cumsum(counts, 0, reverse=True)
+    above = reach - counts
+    # All there is to know of the digit, in one number: one reduction.
+    known = tl.where((above < left) & (reach >= left), above * (2 * VALUES) + value * 2 + (reach == left), 0)
+    known = tl.max(known, 0)
+    return (known // 2 % VALUES).to(tl.int64), left - known // (2 * VALUES), known % 2 == 1
+
+
+@triton.jit
+def find_bound(
+    positions, gathered, least_keys, lefts, n, N, topk, STAGE: tl.constexpr, PASSES: tl.constexpr, RANKS: tl.constexpr
+):
+    """Finds the least key of those chosen so far, and how many more are to come of the keys with its digits; 0: none.
+
+    `STAGE` digits are counted, in each of them all keys with the digits before.
+    """
+    if STAGE <= 1:
+        bound = n * 0
+        left = tl.where(tl.load(positions + n) + 1 > topk, topk, 0)
+    else:
+        bound = tl.load(least_keys + (STAGE - 1) * N + n)
+        left = tl.load(lefts + (STAGE - 1) * N + n)
+    if STAGE > 0:
+        if left > 0:
+            digit = tl.arange(0, 256)
+            counts = tl.zeros([256], tl.int32)
+            for rank in tl.static_range(RANKS):
+                counts += tl.load(gathered + (rank * N + n) * 256 + digit)
+            found, left, all_chosen = digit_of(counts, left, 256)
+            bound += found << (8 * (PASSES - STAGE))
+            left = tl.where(all_chosen, 0, left)
+    return bound, left
