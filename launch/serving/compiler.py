@@ -80,7 +80,7 @@ class Compiler:
         return told["grammar"]
 
     async def _answer(self, request: bytes) -> bytes:
-        """Sends a request once for all who have the same at a time; its process is killed when the last one has left."""
+        """Sends a request once for all who have the same at a time; its process is killed when all have left."""
         asked = self._asked.get(request)
         if asked is None:
             asked = self._asked[request] = Asked(asyncio.create_task(self.workers.ask(request)))
