@@ -47,9 +47,11 @@ class Turns:
                 side.wait_stream(main)  # for the first half's earlier turns, not the one launched next
             found = next(first)
             self._comm.half = 1
-            with torch.cuda.stream(side):
-                last = next(second)
-            self._comm.half = 0
+            try:
+                with torch.cuda.stream(side):
+                    last = next(second)
+            finally:
+                self._comm.half = 0
             if found is not None and last is not None:
                 break
         if side is not None and main is not None:
