@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.base import T
-from comm.symm_mem import SLICE, SOURCE, SymmMemCommunicator
+from comm.symm_mem import ROW, SLICE, SOURCE, SymmMemCommunicator
 from comm.torch_dist import Groups, TorchDistCommunicator
 
 PROCESSES = 2  # at most
@@ -135,8 +135,9 @@ class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
         places = dict.fromkeys(begins, (self.world_size, self.rank, self._peer))
         places["exchange"] = len(self.kvp_group), self.kvp_rank, self._peer_in_group
         # A rank owns one of every W pieces. It sends their sum to all ranks, here to the pieces that they own.
-        sizes = {name: (SOURCE[name], 0) for name in begins}
+        sizes = {name: (SOURCE[name], 0) for name in SOURCE}
         sizes |= {"two_shot": (SOURCE["two_shot"], SLICE), "sums": (SLICE, 0)}
+        sizes |= {"rows": (self._rows // self.world_size * ROW, 0), "row_sums": (ROW, 0)}
         return {
             name: addresses(*places[name], own + begin, other + begin, *sizes[name]) for name, begin in begins.items()
         }

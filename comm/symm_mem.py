@@ -19,16 +19,18 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from comm.pending import PendingSum
+from comm.pending import PendingSum, computed
 from comm.torch_dist import TorchDistCommunicator
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention
 from kernels.peers import all_gather, all_reduce_norm, exchange, mailbox, reduce_scatter
+from kernels.peers.all_reduce_norm_rows import ROW_WORDS, all_reduce_norm_rows
 from kernels.peers.mailbox import SumTarget
 from kernels.peers.merge_exchange import merge_exchange
 
 EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
 ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
 TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
+ROWS = 256  # of sums whose programs take a row each; more take NCCL, which sends half the bytes
 ONE_SHOT_SENT = 256 << 10  # bytes of the rows times ranks; above, two shots cost less (benchmarks/LOG.md)
 GATHER_PIECES = 512  # slices: 512 KiB
 SCATTER_PIECES = 512  # slices of a rank's rows: 512 KiB
@@ -44,6 +46,7 @@ SOURCE = {
     "gather": GATHER_PIECES * all_gather.SLICE_WORDS * WORD,
     "scatter": SCATTER_PIECES * reduce_scatter.SLICE_WORDS * WORD,
 }
+ROW = ROW_WORDS * WORD
 
 
 class SymmMemCommunicator(TorchDistCommunicator):
@@ -60,8 +63,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
         super().__init__(kvp_groups, device, timeout)
         self._spins = int(min(timeout.total_seconds() / LOOK_S, 2**31 - 1))
         sources = dict.fromkeys(SOURCE, self.world_size) | {"exchange": len(self.kvp_group), "sums": 1}
+        self._rows = ROWS // self.world_size * self.world_size
         # Double-buffered: two turns of each, one behind the other.
-        *begins, size = accumulate((2 * sources[name] * SOURCE[name] for name in SOURCE), initial=0)
+        sizes = {name: 2 * sources[name] * SOURCE[name] for name in SOURCE}
+        sizes |= dict.fromkeys(("rows", "row_sums"), 2 * self._rows * ROW)
+        *begins, size = accumulate(sizes.values(), initial=0)
         try:
             self._boxes = symm_mem.empty(size // WORD, dtype=torch.int64, device=self.device)
             handle = symm_mem.rendezvous(self._boxes, _world())
@@ -69,14 +75,15 @@ class SymmMemCommunicator(TorchDistCommunicator):
             raise RuntimeError(
                 f"the GPUs of this host cannot share {size} bytes of memory ({error}): use comm.backend=nccl"
             ) from error
-        at = self._addresses(handle.buffer_ptrs, dict(zip(SOURCE, begins, strict=True)))
+        at = self._addresses(handle.buffer_ptrs, dict(zip(sizes, begins, strict=True)))
         tables = {name: torch.tensor(table, dtype=torch.int64, device=self.device) for name, table in at.items()}
         self._peers = {name: tables[name] for name in ("exchange", "gather", "scatter")}
         self._peers |= {
             "one_shot": tables["one_shot"][None],
             "two_shot": torch.stack((tables["two_shot"], tables["sums"])),
+            "rows": torch.stack((tables["rows"], tables["row_sums"])),
         }
-        names = "sent", "received", "one_shot", "two_shot", "gather", "scatter"
+        names = "sent", "received", "one_shot", "two_shot", "rows", "gather", "scatter"
         self._counts = {name: torch.zeros(1, dtype=torch.int64, device=self.device) for name in names}
         self._squares = {
             name: torch.zeros(pieces, dtype=torch.int64, device=self.device)
@@ -182,6 +189,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
         way = None if rows is None else self._way(rows)
         if rows is None or way is None:
             return super().all_reduce_norm(x, residual, weight, eps)
+        if way == "rows":
+            return all_reduce_norm_rows(
+                computed(x), residual, weight, eps, self._peers[way], self._counts[way], self._status,
+                rank=self.rank, rows=self._rows, spins=self._spins,
+            )  # fmt: skip
         phases, two_shot, pieces = 7, way == "two_shot", len(self._squares[way])
         if not isinstance(x, Tensor):
             if x.can_push(two_shot):
@@ -196,19 +208,21 @@ class SymmMemCommunicator(TorchDistCommunicator):
         )  # fmt: skip
 
     def _way(self, x: Tensor) -> str | None:
-        """Chooses the algorithm that adds rows up: "one_shot", "two_shot", or None for NCCL."""
+        """Chooses the algorithm that adds rows up: "one_shot", "two_shot", "rows", or None for NCCL."""
         size = x.numel() * x.element_size()
         row, rest = divmod(x.shape[1] * x.element_size(), 4)
         pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
-        if self.world_size == 1 or not 0 < pieces <= TWO_SHOT_PIECES or rest or x.dtype not in mailbox.DTYPES:
+        if self.world_size == 1 or pieces == 0 or rest or x.dtype not in mailbox.DTYPES:
             return None
+        if pieces > TWO_SHOT_PIECES:
+            return "rows" if row <= ROW_WORDS and len(x) <= self._rows and self._spreads(len(x), True) else None
         spreads = self._spreads(pieces, row % all_reduce_norm.SLICE_WORDS == 0)
         if pieces <= ONE_SHOT_PIECES and (size * self.world_size <= ONE_SHOT_SENT or not spreads):
             return "one_shot"
         return "two_shot" if spreads else None
 
     def _spreads(self, pieces: int, alike: bool) -> bool:
-        """Returns whether a two-shot reduction can split these pieces among ranks; `alike`: all have one size."""
+        """Returns whether owners can share these pieces of rows, or rows; `alike`: all have one size."""
         return True
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from launch.job.task import Done, Task
 
 DIM, HIDDEN = 128, 4096
 EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
-NORMS = [(1, 1024), *((tokens, HIDDEN) for tokens in (1, 2, 4, 8, 16, 64))]  # tokens, hidden
+NORMS = [(1, 1024), *((tokens, HIDDEN) for tokens in (1, 2, 4, 8, 16, 64, 128, 256))]  # tokens, hidden
 GATHERS = [1, 8, 64]  # tokens
 IN_A_ROW, ROUNDS = 20, 30
 TARGETS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}

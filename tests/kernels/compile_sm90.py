@@ -83,6 +83,7 @@ from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
 from kernels.moe.router import _route_kernel
 from kernels.peers.all_gather import _all_gather_kernel
 from kernels.peers.all_reduce_norm import _all_reduce_norm_kernel
+from kernels.peers.all_reduce_norm_rows import _all_reduce_norm_rows_kernel
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
 from kernels.peers.mailbox import sum_shape
 from kernels.peers.merge_exchange import _merge_exchange_kernel
@@ -372,6 +373,10 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             row = {"ROW_WORDS": 1792, "SLICES": 7, "BLOCK_SLICES": 8, "PIECES": 256, "SIZE": 256, "DTYPE": TL[dtype]}
             row |= {"RESIDUAL": True, "TWO_SHOT": two_shot, "PHASES": phases}
             yield "reduce", dtype, _all_reduce_norm_kernel, world | row, {"num_warps": 4}
+        for words in (1792, 4096):
+            row = {"WORDS": words, "BLOCK": triton.next_power_of_2(words), "ROWS": 256, "SIZE": 4096, "PHASES": 7}
+            row |= {"RESIDUAL": True, "DTYPE": TL[dtype]}
+            yield "reduce-rows", dtype, _all_reduce_norm_rows_kernel, world | row, {"num_warps": 8}
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
         yield "scatter", dtype, _reduce_scatter_kernel, world | gather | {"DTYPE": TL[dtype]}, {"num_warps": 4}

@@ -15,6 +15,7 @@ from kernels.moe import experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.peers.all_gather import SLICE_WORDS, all_gather
 from kernels.peers.all_reduce_norm import all_reduce_norm
+from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
 from kernels.peers.mailbox import SumTarget
 from kernels.peers.reduce_scatter import reduce_scatter
@@ -136,6 +137,12 @@ def run_alone(collective: str, ranks: Ranks, spins: int, device: torch.device) -
         return reduce_scatter(
             x.expand(2, 2, 4).contiguous(), ranks.peers, ranks.counts[0][0], ranks.status[0], **common
         )
+    if collective == "rows":
+        peers = torch.stack((ranks.peers, ranks.peers + 8 * 2 * PIECES * size))
+        found = ranks.counts[0][0], ranks.status[0]
+        return all_reduce_norm_rows(
+            x[0], None, x[0, 0], 1e-5, peers, *found, rank=0, rows=PIECES, spins=spins, row_words=size
+        )[1]
     peers = torch.stack((ranks.peers, ranks.peers + 8 * 4 * PIECES * size))
     squares = torch.zeros(PIECES, dtype=torch.int64, device=device)
     return all_reduce_norm(
@@ -145,7 +152,7 @@ def run_alone(collective: str, ranks: Ranks, spins: int, device: torch.device) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks are counted by Triton's interpreter")
-@pytest.mark.parametrize("collective", ["exchange", "all_gather", "reduce_scatter", "one shot", "two shots"])
+@pytest.mark.parametrize("collective", ["exchange", "all_gather", "reduce_scatter", "one shot", "two shots", "rows"])
 def test_a_wait_in_vain_ends_and_the_next_is_short(
     collective: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +211,37 @@ def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dt
         for mine, first, right in zip(got, [got[0]] * W, [wanted] * W, strict=True):
             # The reference rounds the sum once more before it adds the residual: a unit of values up to 8.
             tolerance = {torch.float32: 1e-5, torch.float16: 2**-6, torch.bfloat16: 2**-3}[dtype]
+            torch.testing.assert_close(mine, right, atol=tolerance, rtol=0)
+            assert torch.equal(mine[0], first[0]) and torch.equal(mine[1], first[1]), "ranks differ"
+    assert ranks.gave_up() == [0] * W
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("W, N, H", [(2, 3, 40), (4, 8, 64), (3, 1, 6), (8, 23, 2050)])
+def test_all_reduce_norm_of_rows(W: int, N: int, H: int, dtype: torch.dtype, device: torch.device) -> None:
+    """With fewer rows than owners, other widths from turn to turn, and without a residual."""
+    room, words = 24, 2050
+    ranks = Ranks(W, 2 * 2 * room * words, device)
+    peers = torch.stack((ranks.peers, ranks.peers + 8 * 2 * room * words))
+    generator = torch.Generator().manual_seed(0)
+    for message in range(4):
+        rows, width = (N, H) if message % 2 == 0 else (max(1, N // 2), max(2, H // 4 * 2))
+        weight = torch.randn(width, generator=generator).to(device, dtype)
+        parts = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(W)]
+        residual = torch.randn(rows, width, generator=generator).to(device, dtype) if message else None
+        got: list[tuple[Tensor, Tensor]] = []
+        for phase in (1, 2, 4):
+            got = [
+                all_reduce_norm_rows(
+                    parts[r], residual, weight, 1e-5, peers, ranks.counts[r][0], ranks.status[r],
+                    rank=r, rows=room, spins=2, row_words=words, phases=phase,
+                )
+                for r in range(W)
+            ]  # fmt: skip
+        wanted = rms_norm(torch.stack(parts).float().sum(0).to(dtype), weight, 1e-5, residual)
+        for mine, first, right in zip(got, [got[0]] * W, [wanted] * W, strict=True):
+            # As above, of sums of up to eight terms.
+            tolerance = {torch.float32: 1e-5, torch.float16: 2**-5, torch.bfloat16: 2**-2}[dtype]
             torch.testing.assert_close(mine, right, atol=tolerance, rtol=0)
             assert torch.equal(mine[0], first[0]) and torch.equal(mine[1], first[1]), "ranks differ"
     assert ranks.gave_up() == [0] * W

@@ -9,6 +9,7 @@ from torch import Tensor
 from comm.emulated import addresses
 from kernels.peers.all_gather import SLICE_WORDS, all_gather
 from kernels.peers.all_reduce_norm import all_reduce_norm
+from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import PIECE_WORDS, exchange
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
@@ -73,11 +74,14 @@ def test_the_exchange_takes_what_the_other_sends_to_anyone_else(
     assert [int(s) for s in played.status] == [0, 0]
 
 
-@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize("way", ["one shot", "two shots", "rows"])
 @pytest.mark.parametrize("ranks, world", [((0, 1), 2), ((0, 4), 8), ((0, 3), 6)])
-def test_sums_of_rows(ranks: tuple[int, int], world: int, two_shot: bool, device: torch.device) -> None:
+def test_sums_of_rows(ranks: tuple[int, int], world: int, way: str, device: torch.device) -> None:
     N, H, size = 2 * world, 40, 64  # a row is one piece: each rank owns two of them
+    two_shot = way == "two shots"
     played = Played(ranks, world, size, two_shot, device)
+    room = PIECES // world * world
+    of_rows = [played.table(played.boxes, (room // world * size * WORD, 0), p) for p in range(2)]
     sums = [torch.zeros(2 * PIECES * size, dtype=torch.int64, device=device) for _ in range(2)]
     squares = torch.zeros(2, PIECES, dtype=torch.int64, device=device)
     weight = torch.ones(H, device=device)
@@ -86,16 +90,25 @@ def test_sums_of_rows(ranks: tuple[int, int], world: int, two_shot: bool, device
         x = [torch.randn(N, H, generator=generator).to(device) for _ in range(2)]
         got = []
         for phase in (1, 2, 4):
-            got = [
-                all_reduce_norm(
-                    x[p], None, weight, 1e-5, torch.stack((played.peers[p], played.table(sums, (size * WORD, 0), p))),
-                    squares[p], played.counts[p][0], played.status[p], rank=ranks[p], pieces=PIECES, spins=3,
-                    two_shot=two_shot, slice_words=size, phases=phase,
-                )
-                for p in range(2)
-            ]  # fmt: skip
+            got = []
+            for p in range(2):
+                of_sums = played.table(sums, (size * WORD, 0), p)
+                found = played.counts[p][0], played.status[p]
+                if way == "rows":
+                    one = all_reduce_norm_rows(
+                        x[p], None, weight, 1e-5, torch.stack((of_rows[p], of_sums)), *found,
+                        rank=ranks[p], rows=room, spins=3, row_words=size, phases=phase,
+                    )  # fmt: skip
+                else:
+                    one = all_reduce_norm(
+                        x[p], None, weight, 1e-5, torch.stack((played.peers[p], of_sums)), squares[p], *found,
+                        rank=ranks[p], pieces=PIECES, spins=3, two_shot=two_shot, slice_words=size, phases=phase,
+                    )  # fmt: skip
+                got.append(one)
         wanted = [x[p] + (world - 1) * x[1 - p] for p in range(2)]
-        if two_shot:  # of every `world` rows, an owner adds its own to all but the other's own, and sends that to all
+        if (
+            way != "one shot"
+        ):  # of every `world` rows, an owner adds its own to all but the other's own, and sends that to all
             of_owner = []
             for p in range(2):
                 from_other = [to for to in range(world) if to != ranks[1 - p]]

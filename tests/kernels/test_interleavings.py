@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.peers import all_gather, all_reduce_norm, exchange, merge_exchange, reduce_scatter
+from kernels.peers import all_gather, all_reduce_norm, all_reduce_norm_rows, exchange, merge_exchange, reduce_scatter
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 from tests.kernels.interleaving import Streams
@@ -100,6 +100,33 @@ def test_all_reduce_norm(two_shot: bool, apart: bool, generator: random.Random, 
                         rank=r, pieces=pieces, spins=SPINS, two_shot=two_shot, slice_words=size, phases=phases,
                     )  # fmt: skip
                 results.append(result)
+    streams.run(generator)
+    assert ranks.gave_up() == [0] * W
+    for part, results in zip(parts, got, strict=True):
+        wanted = rms_norm(part.sum(0), weight, 1e-5)
+        for y, total in results:
+            torch.testing.assert_close(y, wanted[0], atol=1e-5, rtol=0)
+            assert torch.equal(y, results[0][0]) and torch.equal(total, results[0][1]), "ranks differ"
+
+
+@few
+@given(generators, st.integers(2, 3))
+def test_all_reduce_norm_of_rows(generator: random.Random, W: int) -> None:
+    H, room, words = 6, 6, 8
+    ranks, streams = Ranks(W, 4 * room * words, CPU), Streams(W, all_reduce_norm_rows)
+    peers = torch.stack((ranks.peers, ranks.peers + 8 * 2 * room * words))
+    weight = torch.randn(H)
+    parts = [torch.randn(W, generator.randint(1, 4), H) for _ in range(LAUNCHES)]
+    got: list[list[tuple[Tensor, Tensor]]] = [[] for _ in parts]
+    for r in range(W):
+        with streams.of(r):
+            for part, results in zip(parts, got, strict=True):
+                results.append(
+                    all_reduce_norm_rows.all_reduce_norm_rows(
+                        part[r], None, weight, 1e-5, peers, ranks.counts[r][0], ranks.status[r],
+                        rank=r, rows=room, spins=SPINS, row_words=words,
+                    )
+                )  # fmt: skip
     streams.run(generator)
     assert ranks.gave_up() == [0] * W
     for part, results in zip(parts, got, strict=True):

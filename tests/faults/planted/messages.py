@@ -70,6 +70,15 @@ FAULTS = [
         "    if not EARLY:\n        wait_for_predecessor(PDL)\n", "", (AHEAD + "test_all_reduce_norm",),
     ),
     Fault(
+        "a program of a row does not wait for its predecessor", "kernels/peers/all_reduce_norm_rows.py",
+        "    wait_for_predecessor(PDL)\n    start_successor(PDL)\n", "    start_successor(PDL)\n",
+        (AHEAD + "test_all_reduce_norm_of_rows",),
+    ),
+    Fault(
+        "an owner's rows share a box", "kernels/peers/all_reduce_norm_rows.py",
+        "n % RANKS, n // RANKS", "n % RANKS, n // RANKS // 2", (AHEAD + "test_all_reduce_norm_of_rows",),
+    ),
+    Fault(
         "squares are added before they are there", "kernels/peers/all_reduce_norm.py",
         "bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, looks)",
         "bits = tl.load(mine + s, mask=s < SLICES, other=0).to(tl.int32)", (AHEAD + "test_all_reduce_norm",),

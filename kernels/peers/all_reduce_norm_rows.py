@@ -1,0 +1,115 @@
+"""Variant of `kernels.peers.all_reduce_norm` for some hundred rows: a program takes a row, whatever its width.
+
+It sends the row to one owner, which adds up and sends the sum to all ranks. A program waits only for those of the same
+row on other ranks, which all ranks launch in the same order: they need not be on the GPU at once, as slices of a row
+would, whose programs exchange their sums of squares.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.peers.mailbox import DTYPES, box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
+
+ROW_WORDS = 4096  # of a box: 8192 values of 16 bits
+MANY_WORDS = 1024  # from which on a program has eight warps
+
+
+@triton.jit
+def _all_reduce_norm_rows_kernel(
+    x, residual, weight, y, total, peers, count, status,
+    rank, H, eps, spins,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    DTYPE: tl.constexpr, RESIDUAL: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    n = tl.program_id(0)
+    owner, place = n % RANKS, n // RANKS  # place among the owner's rows
+    w = tl.arange(0, BLOCK)
+    inside = w < WORDS
+    at = n.to(tl.int64) * WORDS + w
+    tag = turn(count)
+    looks = patience(status, spins)
+    if PHASES & 1:
+        words = tl.load(x + at, mask=inside, other=0)
+        send(box(boxes_of(peers, owner), tag, rank, place, RANKS, ROWS // RANKS, SIZE) + w, words, tag, inside)
+    if PHASES & 2:
+        if owner == rank:
+            first, second = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+            for source in range(RANKS):
+                here = box(boxes_of(peers, rank), tag, source, place, RANKS, ROWS // RANKS, SIZE) + w
+                words = receive(here, tag, inside, source, status, looks)
+                first += low(words, DTYPE)
+                second += high(words, DTYPE)
+            words = pack(first, second, DTYPE)
+            for step in range(RANKS):
+                to = (rank + 1 + step) % RANKS
+                send(box(boxes_of(peers, RANKS + to), tag, 0, n, 1, ROWS, SIZE) + w, words, tag, inside)
+    if PHASES & 4:
+        words = receive(
+            box(boxes_of(peers, RANKS + rank), tag, 0, n, 1, ROWS, SIZE) + w, tag, inside, owner, status, looks
+        )
+        first, second = low(words, DTYPE), high(words, DTYPE)
+        if RESIDUAL:
+            kept = tl.load(residual + at, mask=inside, other=0)
+            first += low(kept, DTYPE)
+            second += high(kept, DTYPE)
+        # The sum is rounded to the model's dtype before it is normalised, and the result before the weight is applied.
+        words = pack(first, second, DTYPE)
+        tl.store(total + at, words, mask=inside)
+        first = tl.where(inside, low(words, DTYPE), 0.0)
+        second = tl.where(inside, high(words, DTYPE), 0.0)
+        scale = tl.rsqrt(tl.sum(first * first + second * second, 0) / H + eps)
+        words = pack(first * scale, second * scale, DTYPE)
+        gain = tl.load(weight + w, mask=inside, other=0)
+        words = pack(low(words, DTYPE) * low(gain, DTYPE), high(words, DTYPE) * high(gain, DTYPE), DTYPE)
+        tl.store(y + at, words, mask=inside)
+        end_turn(count, n, tl.num_programs(0))
+
+
+def all_reduce_norm_rows(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    peers: torch.Tensor,
+    count: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    rank: int,
+    rows: int,
+    spins: int,
+    row_words: int = ROW_WORDS,
+    phases: int = 7,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes what `kernels.peers.all_reduce_norm.all_reduce_norm` does; arguments not listed are as there.
+
+    Args:
+        x: [N, H] of at most `rows` rows and `row_words` words a row.
+        peers: [2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, rows / W, row_words],
+            and of those of the sums, [2, rows, row_words]. Boxes and count serve only calls of this function.
+        rows: a multiple of W.
+    """
+    N, H = x.shape
+    words = H * x.itemsize // 4
+    ranks = peers.shape[1]
+    assert words * 4 == H * x.itemsize and max(N, 1) <= rows and rows % ranks == 0
+    assert words <= row_words
+    assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
+    y, total = torch.empty_like(x), torch.empty_like(x)
+
+    def as_words(t: torch.Tensor) -> torch.Tensor:
+        return t.view(torch.int32)
+
+    _all_reduce_norm_rows_kernel[(N,)](
+        as_words(x), as_words(x if residual is None else residual), as_words(weight), as_words(y), as_words(total),
+        peers, count, status, rank, H, eps, spins,
+        WORDS=words, BLOCK=triton.next_power_of_2(words), RANKS=ranks, ROWS=rows, SIZE=row_words,
+        DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, PHASES=phases,
+        num_warps=8 if words >= MANY_WORDS else 4, **overlapped(x),
+    )  # fmt: skip
+    return y, total
