@@ -32,7 +32,7 @@ from kernels.sm90 import COPIED, SHARED
 
 ROWS, HALF, PAIRS, BLOCK_K = gl.constexpr(256), gl.constexpr(128), gl.constexpr(128), gl.constexpr(64)
 STAGES = gl.constexpr(6)  # of 32 KB
-BEHIND = gl.constexpr(2)  # steps that are on their way while the next one is asked for
+BEHIND = gl.constexpr(2)  # steps that are on their way while the next one is sent for
 RUN = 6  # tiles of down that a program multiplies one after the other
 LEAST = 48  # pairs of each expert
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))

@@ -31,7 +31,7 @@ KEPT = 32  # grammars whose answer is cached
 
 
 @dataclass
-class Asked:
+class Compilation:
     """A request that a process works at, and the number of those who wait for its answer."""
 
     task: asyncio.Task[bytes]
@@ -54,7 +54,7 @@ class Compiler:
         arguments = [str(path), str(vocab), *map(str, sorted(eos))]
         self.workers = Workers("launch.serving.compiler", arguments, PROCESSES, WAIT_S, COMPILE_S)
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
-        self._asked: dict[bytes, Asked] = {}
+        self._running: dict[bytes, Compilation] = {}
 
     async def compile(self, parts: Parts) -> str:
         """Compiles parts to a grammar in llguidance's format; a part `ebnf` is a text in EBNF or in Lark's syntax.
@@ -81,17 +81,17 @@ class Compiler:
 
     async def _answer(self, request: bytes) -> bytes:
         """Sends a request once for all who have the same at a time; its process is killed when all have left."""
-        asked = self._asked.get(request)
-        if asked is None:
-            asked = self._asked[request] = Asked(asyncio.create_task(self.workers.ask(request)))
-        asked.waiting += 1
+        running = self._running.get(request)
+        if running is None:
+            running = self._running[request] = Compilation(asyncio.create_task(self.workers.ask(request)))
+        running.waiting += 1
         try:
-            return await asyncio.shield(asked.task)
+            return await asyncio.shield(running.task)
         finally:
-            asked.waiting -= 1
-            if not asked.waiting:
-                asked.task.cancel()
-                del self._asked[request]
+            running.waiting -= 1
+            if not running.waiting:
+                running.task.cancel()
+                del self._running[request]
 
     async def close(self) -> None:
         """Ends the processes."""

@@ -99,7 +99,7 @@ FAULTS = [
     ),
     Fault(
         "who leaves ends what others wait for", "launch/serving/compiler.py",
-        "if not asked.waiting:", "if asked.waiting:",
+        "if not running.waiting:", "if running.waiting:",
         ("tests/serving/test_compiler.py::test_who_sends_the_same_waits_for_the_same_compilation",),
     ),
     Fault(
