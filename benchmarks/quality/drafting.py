@@ -314,11 +314,12 @@ def _decode(
     """All turns of a batch, from the end of its prompts."""
     state, n, device, sampled = runner.state, len(batch), runner.device, way.temperature > 0
     drafter = DRAFTERS[way.policy](way, runner) if way.gamma else NoDrafts()
-    for slot, admission in runner.admitted.items():
-        state.sampling.set(
-            slot, replace(SAMPLED, temperature=way.temperature, seed=slot) if sampled else SamplingParams()
-        )
-        drafter.admit(admission)
+    params = [
+        replace(SAMPLED, temperature=way.temperature, seed=slot) if sampled else SamplingParams()
+        for slot in runner.admitted
+    ]
+    state.sampling.set(torch.tensor([*runner.admitted], device=device), params)
+    drafter.admit(*runner.admitted.values())
     rows = torch.arange(n, device=device)
     lengths = torch.tensor([len(c.prompt) - 1 for c in batch], device=device)
     state.activate(rows, torch.stack([c.prompt[-1] for c in batch]).to(device), lengths)

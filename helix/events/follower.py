@@ -2,7 +2,8 @@
 
 Caches, the slots' device state, logit shaping and drafters implement the events that they need. A model runner calls
 them on every rank alike, in the order of its decisions: pages are copied before the sequences that use them are
-admitted.
+admitted. Sequences that come, grow or leave with one decision are one event: a launch for each would take the host
+longer than a step takes the device.
 """
 
 from __future__ import annotations
@@ -107,11 +108,11 @@ class Follower:
     def copy(self, sources: Tensor, to: Tensor) -> None:
         """Copies pages `sources` [n] int32 to the pages `to`, which no sequence uses yet."""
 
-    def admit(self, admission: Admission) -> None:
-        """Sets up the slot of an admitted sequence."""
+    def admit(self, *admissions: Admission) -> None:
+        """Sets up the slots of admitted sequences."""
 
-    def write(self, table: TableWrite) -> None:
-        """Writes new pages to a slot's table."""
+    def write(self, *tables: TableWrite) -> None:
+        """Writes new pages to slots' tables."""
 
     def prefilled(self, chunk: Prefilled) -> None:
         """Handles a computed chunk of prompts."""
@@ -126,5 +127,5 @@ class Follower:
     def taken(self, step: Taken) -> None:
         """Handles the committed tokens of a decode step."""
 
-    def retire(self, gone: Retired) -> None:
-        """Releases the state of a sequence that leaves."""
+    def retire(self, *gone: Retired) -> None:
+        """Releases the state of sequences that leave."""

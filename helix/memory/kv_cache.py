@@ -224,7 +224,11 @@ class KVCache(Follower):
                     **self.placement.grid, part_bounds=group.tensors.get("part_bounds"),
                 )  # fmt: skip
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, *admissions: Admission) -> None:
+        for admission in admissions:
+            self._admit(admission)
+
+    def _admit(self, admission: Admission) -> None:
         slot = admission.slot
         if self._replays:
             self.accepted[slot].fill_(0)

@@ -195,8 +195,8 @@ class TieredCache(KVCache):
         )  # fmt: skip
         super().taken(step)
 
-    def admit(self, admission: Admission) -> None:
-        super().admit(admission)
+    def _admit(self, admission: Admission) -> None:
+        super()._admit(admission)
         where = self.placement
         local = where.local_length(admission.known, admission.start)
         column, heads = local // where.page_size, self._heads
@@ -205,7 +205,11 @@ class TieredCache(KVCache):
             page = int(admission.pages[column]) * heads
             self.places[:, ring : ring + heads] = self.host[:, page : page + heads]
 
-    def retire(self, gone: Retired) -> None:
+    def retire(self, *gone: Retired) -> None:
+        for one in gone:
+            self._retire(one)
+
+    def _retire(self, gone: Retired) -> None:
         where = self.placement
         local = where.layout.local_length(gone.length, where.kvp_rank, where.append_block, gone.start)
         column = local // where.page_size

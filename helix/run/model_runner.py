@@ -189,16 +189,17 @@ class ModelRunner:
                 self._shaper().allow(decision.masks)
             keep(self._captured(self._draw_held, self._held.kind), held=self._held)
             self._held = None
-        for slot in decision.retire:
-            gone = self.state.leaving(slot)
+        if decision.retire:
+            gone = [self.state.leaving(slot) for slot in decision.retire]
             for follower in self.followers:
-                follower.retire(gone)
-            del self.admitted[slot]
-        for table in decision.tables:
+                follower.retire(*gone)
+            for slot in decision.retire:
+                del self.admitted[slot]
+        if decision.tables:
             for follower in self.followers:
-                follower.write(table)
-        for admission in decision.admit:
-            self.admit(admission)
+                follower.write(*decision.tables)
+        if decision.admit:
+            self.admit(*decision.admit)
         if decision.captures and (size := self.eager_size) is not None:
             self.capture_chunk(size, known=1)
         if decision.prefill or decision.counts:
@@ -244,18 +245,19 @@ class ModelRunner:
         shaping = [] if self.shaper is None else [self.shaper]
         return [self.state, *shaping, self.cache, self.drafter]
 
-    def admit(self, admission: Admission) -> None:
-        """Admits a sequence to its slot, and copies the pages that it reuses in part."""
-        self.admitted[admission.slot] = admission
-        if admission.sampling.is_shaped:
-            self._shaper()
-        pages = admission.copy_from, admission.copy_to
-        if len(admission.copy_from):
-            sources, to = (to_device(torch.from_numpy(p), self.device) for p in pages)
-            for follower in self.followers:
-                follower.copy(sources, to)
+    def admit(self, *admissions: Admission) -> None:
+        """Admits sequences to their slots, and copies the pages that they reuse in part."""
+        for admission in admissions:
+            self.admitted[admission.slot] = admission
+            if admission.sampling.is_shaped:
+                self._shaper()
+            if len(admission.copy_from):
+                pages = admission.copy_from, admission.copy_to
+                sources, to = (to_device(torch.from_numpy(p), self.device) for p in pages)
+                for follower in self.followers:
+                    follower.copy(sources, to)
         for follower in self.followers:
-            follower.admit(admission)
+            follower.admit(*admissions)
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
         """Launches a chunk of prompts; returns the first tokens [n, 1] of prompts that end with it, and their slots."""

@@ -74,12 +74,13 @@ class LayerDrafter(Drafter):
             torch.zeros(max_batch, *size, dtype=torch.int32, device=cache.device) for size in ((width,), (), ())
         )
 
-    def admit(self, admission: Admission) -> None:
-        self.sequences.admit(admission)
-        self._read.pop(admission.slot, None)
+    def admit(self, *admissions: Admission) -> None:
+        self.sequences.admit(*admissions)
+        for admission in admissions:
+            self._read.pop(admission.slot, None)
 
-    def write(self, table: TableWrite) -> None:
-        self.sequences.write(table)
+    def write(self, *tables: TableWrite) -> None:
+        self.sequences.write(*tables)
 
     def prefilled(self, chunk: Prefilled) -> None:
         assert chunk.states is not None

@@ -111,14 +111,14 @@ class ModelDrafter(Drafter):
         most = target.stripes.pages_for(max_length + limit)
         self.sequences = DecodeState(max_batch, most, self.placement, comm.device, rings=self.cache.rings)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, *admissions: Admission) -> None:
         # Sequences that share pages have the same start.
-        admission = replace(admission, start=admission.start % self.placement.layout.kvp)
-        self.sequences.admit(admission)
-        self.cache.admit(admission)
+        starts = [replace(a, start=a.start % self.placement.layout.kvp) for a in admissions]
+        self.sequences.admit(*starts)
+        self.cache.admit(*starts)
 
-    def write(self, table: TableWrite) -> None:
-        self.sequences.write(table)
+    def write(self, *tables: TableWrite) -> None:
+        self.sequences.write(*tables)
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         self.cache.copy(sources, to)

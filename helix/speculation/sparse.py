@@ -194,17 +194,20 @@ class SparseDrafter(Drafter):
         layout, dtype = self.placement.layout, self.model.weights.dtype
         return self.budget.planes(self.model.spec, layout, self.comm.rank, queries, dtype)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, *admissions: Admission) -> None:
         if self.scores is not None:
-            self.scores.grow(admission.slot, len(admission.pages))
+            for admission in admissions:
+                self.scores.grow(admission.slot, len(admission.pages))
 
-    def write(self, table: TableWrite) -> None:
+    def write(self, *tables: TableWrite) -> None:
         if self.scores is not None:
-            self.scores.grow(table.slot, table.column + len(table.pages))
+            for table in tables:
+                self.scores.grow(table.slot, table.column + len(table.pages))
 
-    def retire(self, gone: Retired) -> None:
+    def retire(self, *gone: Retired) -> None:
         if self.scores is not None:
-            self.scores.retire(gone.slot)
+            for one in gone:
+                self.scores.retire(one.slot)
 
     def prefilled(self, chunk: Prefilled) -> None:
         span, live = chunk.span, torch.ones_like(chunk.span.after, dtype=torch.bool)

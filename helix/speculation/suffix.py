@@ -6,6 +6,7 @@ import torch
 
 from helix.events.decision import Admission, StepKind
 from helix.events.follower import Begun, Retired
+from helix.memory.transfers import to_device
 from helix.speculation.base import Draft, Drafter
 from helix.steps.step import DecodeState
 from kernels.reference.suffix import TOKEN_BITS
@@ -33,15 +34,22 @@ class SuffixDrafter(Drafter):
         self._admitted: dict[int, Admission] = {}
         self._decoding = torch.zeros(max_batch, dtype=torch.bool, device=device)
 
-    def admit(self, admission: Admission) -> None:
-        self._admitted[admission.slot] = admission
-        self._decoding[admission.slot].fill_(False)
-        self._salts[admission.slot].fill_(admission.salt)
+    def admit(self, *admissions: Admission) -> None:
+        self._admitted |= {a.slot: a for a in admissions}
+        numbers = torch.tensor([(a.slot, a.salt) for a in admissions], dtype=torch.int64)
+        slots, salts = to_device(numbers.T.contiguous(), self._salts.device)
+        self._decoding.index_fill_(0, slots, False)
+        self._salts.index_copy_(0, slots, salts)
 
     def begun(self, begun: Begun) -> None:
         self._decoding.index_fill_(0, begun.slots, True)
 
-    def retire(self, gone: Retired) -> None:
+    def retire(self, *gone: Retired) -> None:
+        for one in gone:
+            self._keep(one)
+
+    def _keep(self, gone: Retired) -> None:
+        """Stores the text of a sequence that leaves behind those of others."""
         admission = self._admitted.pop(gone.slot)
         begun = self._decoding[gone.slot]  # else what its length says is another sequence's
         # The end of the prompt leads to the answer, and -1 ends it.

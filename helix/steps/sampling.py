@@ -10,13 +10,15 @@ keeps, min-p. Tokens with equal logits are kept or dropped together, so a tie at
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from comm.base import Communicator
 from helix.events.sampling_params import SamplingParams
+from helix.memory.transfers import to_device
 from kernels.reference.uniform import DRAFT, TARGET
 from kernels.tokens.accept import ALL_KEYS, Distribution, descending_keys
 from kernels.tokens.best_token import best_of_rank, best_of_ranks
@@ -28,34 +30,61 @@ _DIGITS = ((21, 11), (10, 11), (0, 10))
 
 @dataclass
 class SamplingState:
-    """Sampling parameters of a batch on the device, one row per slot.
+    """Sampling parameters of a batch on the device, one column per slot.
 
     Attributes:
-        temperature, top_p, min_p: [B] fp32.
-        top_k, seed: [B] int64.
+        real: temperature, top_p and min_p [3, B] fp32.
+        integer: top_k and seed [2, B] int64.
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
+    real: Tensor
+    integer: Tensor
 
     @classmethod
     def create(cls, max_batch: int, device: torch.device | str) -> SamplingState:
-        """Creates `max_batch` rows of the default parameters: greedy, unfiltered."""
-        real = torch.zeros(3, max_batch, dtype=torch.float32, device=device)
-        integer = torch.zeros(2, max_batch, dtype=torch.int64, device=device)
-        return cls(real[0], integer[0], real[1].fill_(1), real[2], integer[1])
+        """Creates `max_batch` columns of the default parameters: greedy, unfiltered."""
+        state = cls(
+            torch.zeros(3, max_batch, dtype=torch.float32, device=device),
+            torch.zeros(2, max_batch, dtype=torch.int64, device=device),
+        )
+        state.top_p.fill_(1)
+        return state
 
-    def set(self, row: int, params: SamplingParams) -> None:
-        """Sets a row to the parameters of a request, in place, so that captured graphs see them."""
-        for name in (f.name for f in fields(self)):
-            getattr(self, name)[row].fill_(getattr(params, name))
+    @property
+    def temperature(self) -> Tensor:
+        """Temperatures [B] fp32."""
+        return self.real[0]
+
+    @property
+    def top_p(self) -> Tensor:
+        """Top-p masses [B] fp32."""
+        return self.real[1]
+
+    @property
+    def min_p(self) -> Tensor:
+        """Least probabilities, relative to the highest [B] fp32."""
+        return self.real[2]
+
+    @property
+    def top_k(self) -> Tensor:
+        """Top-k counts [B] int64; 0: all tokens."""
+        return self.integer[0]
+
+    @property
+    def seed(self) -> Tensor:
+        """Seeds [B] int64."""
+        return self.integer[1]
+
+    def set(self, slots: Tensor, params: Sequence[SamplingParams]) -> None:
+        """Sets slots [n] int64 to the parameters of requests, in place, so that captured graphs see them."""
+        real = torch.tensor([(p.temperature, p.top_p, p.min_p) for p in params], dtype=torch.float32)
+        integer = torch.tensor([(p.top_k, p.seed) for p in params], dtype=torch.int64)
+        self.real.index_copy_(1, slots, to_device(real, slots.device).T)
+        self.integer.index_copy_(1, slots, to_device(integer, slots.device).T)
 
     def rows(self, index: Tensor | slice) -> SamplingState:
-        """Returns the rows of a slice, as views, or a copy of the rows `index` [n] int64, in that order."""
-        return SamplingState(*(getattr(self, f.name)[index] for f in fields(self)))
+        """Returns the slots of a slice, as views, or a copy of the slots `index` [n] int64, in that order."""
+        return SamplingState(self.real[:, index], self.integer[:, index])
 
 
 def sample(

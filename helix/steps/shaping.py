@@ -56,7 +56,11 @@ class Shaper(Follower):
         )
         self.summaries = zeros(slots, WIDTH, dtype=torch.int64)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, *admissions: Admission) -> None:
+        for admission in admissions:
+            self._admit(admission)
+
+    def _admit(self, admission: Admission) -> None:
         state, slot, params, tokens = self._shaping, admission.slot, admission.sampling, admission.text
         state.shaped[slot].fill_(params.changes_logits)
         if not params.changes_logits:

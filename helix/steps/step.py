@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -227,21 +228,26 @@ class DecodeState(Follower):
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
-    def admit(self, admission: Admission) -> None:
-        """Sets up the row of a new sequence; it decodes once `activate` has set its first token."""
-        row, text = admission.slot, admission.text
-        self.write(TableWrite(row, 0, admission.pages))
-        self._starts[row] = admission.start
-        self.starts[row].fill_(admission.start)  # `fill_`: assignment of a number would wait for the device
-        self.limits[row].fill_(admission.limit)
-        self.active[row].fill_(False)
-        self.sampling.set(row, admission.sampling)
-        if self.history.shape[1]:
-            self.history[row, : len(text)] = to_device(torch.from_numpy(text), self.history.device)
+    def admit(self, *admissions: Admission) -> None:
+        """Sets up the rows of new sequences; they decode once `activate` has set their first tokens."""
+        self.write(*(TableWrite(a.slot, 0, a.pages) for a in admissions))
+        numbers = torch.tensor([(a.slot, a.start, a.limit) for a in admissions], dtype=torch.int64)
+        rows, starts, limits = to_device(numbers.T.contiguous(), self.starts.device)
+        self.starts.index_copy_(0, rows, starts)
+        self.limits.index_copy_(0, rows, limits)
+        self.active.index_fill_(0, rows, False)
+        self.sampling.set(rows, [a.sampling for a in admissions])
+        for a in admissions:
+            self._starts[a.slot] = a.start
+            if self.history.shape[1]:
+                self.history[a.slot, : len(a.text)] = to_device(torch.from_numpy(a.text), self.history.device)
 
-    def write(self, table: TableWrite) -> None:
-        columns = slice(table.column, table.column + len(table.pages))
-        self.block_tables[table.slot, columns] = to_device(torch.from_numpy(table.pages), self.block_tables.device)
+    def write(self, *tables: TableWrite) -> None:
+        width = self.block_tables.shape[1]
+        places = [np.arange(len(t.pages)) + (t.slot * width + t.column) for t in tables]
+        entries = np.stack([np.concatenate(places), np.concatenate([t.pages for t in tables])])
+        at, pages = to_device(torch.from_numpy(entries), self.block_tables.device)
+        self.block_tables.view(-1).index_copy_(0, at, pages.int())
 
     def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         """Starts decoding in `rows` [n] int64 with their first tokens, after prompts of `lengths` tokens."""
@@ -251,8 +257,9 @@ class DecodeState(Follower):
         if self.history.shape[1]:
             self.history[rows, lengths] = tokens.int()
 
-    def retire(self, gone: Retired) -> None:
-        self.active[gone.slot].fill_(False)
+    def retire(self, *gone: Retired) -> None:
+        slots = torch.tensor([one.slot for one in gone])
+        self.active.index_fill_(0, to_device(slots, self.active.device), False)
 
     def span(self, rows: int, before: Tensor, after: Tensor, most: int) -> Span:
         """Returns the span of the first `rows` rows from `before` to `after` tokens [rows], at most `most` each."""

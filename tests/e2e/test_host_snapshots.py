@@ -49,9 +49,9 @@ def rounds(path: Path, layout: HelixLayout, comm: Communicator, tamper: Tamper, 
     tamper(engine)
     found, admit = Rounds(), engine.runner.admit
 
-    def noted(admission: Admission) -> None:
-        found.admitted[-1].append(admission)
-        admit(admission)
+    def noted(*admissions: Admission) -> None:
+        found.admitted[-1].extend(admissions)
+        admit(*admissions)
 
     engine.runner.admit = noted  # type: ignore[method-assign]
     if engine.runner.graphs is None:

@@ -85,9 +85,9 @@ def twice(
         admitted: list[Admission] = []
         admit = engine.runner.admit
 
-        def noted(admission: Admission) -> None:
-            admitted.append(admission)
-            admit(admission)
+        def noted(*admissions: Admission) -> None:
+            admitted.extend(admissions)
+            admit(*admissions)
 
         with closing(engine):
             first = generate(engine)
@@ -132,8 +132,8 @@ def with_bounds_of_other_pages(engine: Engine) -> None:
     cache = engine.runner.cache
     admit = cache.admit
 
-    def shifted(admission: Admission) -> None:
-        admit(admission)
+    def shifted(*admissions: Admission) -> None:
+        admit(*admissions)
         assert cache.bounds is not None
         cache.bounds.copy_(cache.bounds.roll(1, 1))
 
@@ -143,7 +143,7 @@ def with_bounds_of_other_pages(engine: Engine) -> None:
 def without_the_state(engine: Engine) -> None:
     """Keys are found, and the state that belongs to them is left at zero."""
     admit = engine.runner.cache.admit
-    engine.runner.cache.admit = lambda admission: admit(replace(admission, state=-1))  # type: ignore[method-assign]
+    engine.runner.cache.admit = lambda *them: admit(*(replace(a, state=-1) for a in them))  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mistake", [with_bounds_of_other_pages, without_the_state])

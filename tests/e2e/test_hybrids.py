@@ -126,7 +126,7 @@ def test_keys_in_few_bits_beside_states(kv: str) -> None:
 
 
 def with_what_the_slot_had(e: Any) -> None:
-    e.runner.cache.admit = lambda admission: None
+    e.runner.cache.admit = lambda *admissions: None
     for group in e.runner.cache.groups:
         if "state" in group.tensors:
             group.tensors["state"].fill_(0.1)
@@ -149,11 +149,11 @@ def without_its_ring(e: Any) -> None:
     """A snapshot lacks the rows that the next convolution reads."""
     admit = e.runner.cache.admit
 
-    def forgets(admission: Any) -> None:
-        admit(admission)
+    def forgets(*admissions: Any) -> None:
+        admit(*admissions)
         for group in e.runner.cache.groups:
             if "qkv" in group.tensors:
-                group.tensors["qkv"][:, admission.slot].fill_(0)
+                group.tensors["qkv"][:, [a.slot for a in admissions]] = 0
 
     e.runner.cache.admit = forgets
 

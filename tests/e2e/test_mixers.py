@@ -96,9 +96,10 @@ class Prophet(Drafter):
         self.texts = [(*c.prompt, *c.tokens) for c in wanted]
         self.of: dict[int, tuple[int, ...]] = {}
 
-    def admit(self, admission: Admission) -> None:
-        text = tuple(admission.text.tolist())
-        self.of[admission.slot] = next(t for t in self.texts if t[: min(len(text), len(t))] == text[: len(t)])
+    def admit(self, *admissions: Admission) -> None:
+        for a in admissions:
+            text = tuple(a.text.tolist())
+            self.of[a.slot] = next(t for t in self.texts if t[: min(len(text), len(t))] == text[: len(t)])
 
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         tokens = torch.zeros(kind.rows, kind.drafts, dtype=torch.int64)
@@ -166,7 +167,7 @@ def with_refused(e: Any) -> None:
 
 
 def with_what_the_slot_had(e: Any) -> None:
-    e.runner.cache.admit = lambda admission: None
+    e.runner.cache.admit = lambda *admissions: None
     for group in e.runner.cache.groups:
         if "state" in group.tensors:
             group.tensors["state"].fill_(1.0)

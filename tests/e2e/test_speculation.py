@@ -224,12 +224,14 @@ class Witness(Drafter):
         self.missing: list[str] = []
         self.behind = 0
 
-    def admit(self, admission: Admission) -> None:
-        assert admission.slot not in self.read
-        self.read[admission.slot] = {}
+    def admit(self, *admissions: Admission) -> None:
+        for admission in admissions:
+            assert admission.slot not in self.read
+            self.read[admission.slot] = {}
 
-    def retire(self, gone: Retired) -> None:
-        del self.read[gone.slot]
+    def retire(self, *gone: Retired) -> None:
+        for one in gone:
+            del self.read[one.slot]
 
     def prefilled(self, chunk: Prefilled) -> None:
         for part in chunk.prompts:

@@ -291,9 +291,9 @@ def test_what_is_found_in_pages(kv: str) -> None:
     def follow_up(engine: Engine) -> None:
         admit = engine.runner.admit
 
-        def noted(admission: Admission) -> None:
-            known.append(admission.known)
-            admit(admission)
+        def noted(*admissions: Admission) -> None:
+            known.extend(admission.known for admission in admissions)
+            admit(*admissions)
 
         first = engine.comm.broadcast_object(generate(engine))
         engine.runner.admit = noted  # type: ignore[method-assign]

@@ -181,7 +181,7 @@ def _without(method: str) -> Callable[[Engine], None]:
 def _forgets_drawn(engine: Engine) -> None:
     shaper = engine.runner._shaper()
     admit = shaper.admit
-    shaper.admit = lambda admission: admit(replace(admission, drawn=0))  # type: ignore[method-assign]
+    shaper.admit = lambda *them: admit(*(replace(a, drawn=0) for a in them))  # type: ignore[method-assign]
 
 
 def _counts_nothing(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from helix.events.decision import TableWrite
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps, page_bytes
 from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
@@ -124,6 +128,49 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
         lo, hi = step.bounds(None)
         assert hi.tolist() == ([4, 2, 0] if rank == 0 else [2, 3, 0]) and lo.tolist() == [0, 0, 0]
         assert step.bounds(None)[1] is step.bounds(None)[1], "one set of bounds serves all layers"
+
+
+class Operations(TorchDispatchMode):
+    """Counter of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_several_sequences_come_grow_and_leave_at_once() -> None:
+    """The state is that of one after the other, in hardly more operations than for one."""
+    states = [state(2, 1, batch=8) for _ in range(2)]
+    few, many = Operations(), Operations()
+    come = [
+        admission(row, row % 2, array([10 * row, 10 * row + 1]), 16 + row, array([]), sampling=params)
+        for row, params in enumerate([SamplingParams(seed=i, temperature=i / 4, top_k=i) for i in range(8)])
+    ]
+    grow = [TableWrite(row, 2, array([70 + row])) for row in range(8)]
+    for one, table in zip(come, grow, strict=True):
+        states[0].admit(one)
+        states[0].write(table)
+    with few:
+        states[0].admit(come[3])
+    with many:
+        states[1].admit(*come)
+    states[0].write(grow[3])
+    states[1].write(*grow)
+    assert many.count <= few.count + 2  # to bring their numbers in order
+    for s in states:
+        s.activate(torch.arange(8), torch.arange(8), torch.full((8,), 3))
+    for row in (1, 5, 6):
+        states[0].retire(states[0].leaving(row))
+    states[1].retire(*(states[1].leaving(row) for row in (6, 1, 5)))
+    for name in ("starts", "limits", "active", "block_tables", "_starts"):
+        assert torch.equal(*(torch.as_tensor(getattr(s, name)) for s in states)), name
+    assert torch.equal(states[0].sampling.real, states[1].sampling.real)
+    assert torch.equal(states[0].sampling.integer, states[1].sampling.integer)
+    assert states[0].block_tables[4].tolist() == [40, 41, 74, 0]
 
 
 def commit(s: DecodeState, drawn: Tensor, drafts: Tensor | None = None) -> list[list[int]]:

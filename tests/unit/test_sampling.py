@@ -43,8 +43,7 @@ MIXED = (
 
 def state_of(params: tuple[SamplingParams, ...]) -> SamplingState:
     state = SamplingState.create(len(params), "cpu")
-    for row, p in enumerate(params):
-        state.set(row, p)
+    state.set(torch.arange(len(params)), params)
     return state
 
 
@@ -226,17 +225,17 @@ class TestParams:
         state = SamplingState.create(3, "cpu")
         before = [t.data_ptr() for t in vars(state).values()]
         params = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**63 - 1)
-        state.set(1, params)
+        names = "temperature", "top_k", "top_p", "min_p", "seed"
+        state.set(torch.tensor([2, 1]), [GREEDY, params])
         assert [t.data_ptr() for t in vars(state).values()] == before
-        assert {name: t.tolist() for name, t in vars(state.rows(torch.tensor([1, 0]))).items()} == {
-            name: [getattr(params, name), getattr(GREEDY, name)] for name in vars(state)
+        some = state.rows(torch.tensor([1, 0]))
+        assert {name: getattr(some, name).tolist() for name in names} == {
+            name: [getattr(params, name), getattr(GREEDY, name)] for name in names
         }
         rows = state.rows(torch.tensor([1]))
-        state.set(1, GREEDY)
+        state.set(torch.tensor([1]), [GREEDY])
         assert rows.temperature.item() == 0.5
-        assert [t.dtype for t in vars(state).values()] == [
-            torch.float32, torch.int64, torch.float32, torch.float32, torch.int64,
-        ]  # fmt: skip
+        assert [t.dtype for t in vars(state).values()] == [torch.float32, torch.int64]
 
 
 class TestTokens:
@@ -418,7 +417,8 @@ class TestDistribution:
         logits, state, fixed = word_logits(1, self.V).expand(200, -1), same(self.PARAMS, 200), torch.full((200,), 77)
         tokens = []
         for running in torch.arange(self.N).split(200):
-            state.seed = running if over == "seed" else state.seed
+            if over == "seed":
+                state.seed.copy_(running)
             positions = running if over == "position" else fixed
             tokens.append(sample(logits, 0, positions, state, Alone(), stochastic=True, filtered=True))
         return torch.cat(tokens)

@@ -97,7 +97,7 @@ class Rank:
         tokens = np.array(sequence.prompt + sequence.drawn, np.int32)
         drawn = len(sequence.drawn)
         self.shaper.admit(admission(slot, 0, NO_PAGES, 0, tokens, sampling=sequence.params, drawn=drawn))
-        self.sampling.set(slot, sequence.params)
+        self.sampling.set(torch.tensor([slot]), [sequence.params])
         self.draw([slot], [-1])
 
     def step(self) -> None:

@@ -187,8 +187,13 @@ FAULTS = [
         (SERVE + "test_an_output_says_how_far_a_prompt_is",),
     ),
     Fault(
-        "a table does not grow", "helix/run/model_runner.py", "for table in decision.tables:", "for table in ():",
+        "a table does not grow", "helix/run/model_runner.py", "if decision.tables:", "if False:",
         (SERVE + "test_tokens_are_those_of_each_request_alone[qwen3-None]",),
+    ),
+    Fault(
+        "of several sequences at once, the first alone is admitted", "helix/steps/step.py",
+        "for a in admissions], dtype=torch.int64)", "for a in admissions[:1] * len(admissions)], dtype=torch.int64)",
+        ("tests/unit/test_kv_cache.py::test_several_sequences_come_grow_and_leave_at_once",),
     ),
     Fault(
         "EOS is a token like others", "helix/control/text.py",
