@@ -187,7 +187,7 @@ def _count_listed_kernel(
             # From the third digit on, hardly any tile has keys that count.
             if tl.max(counted.to(tl.int32), 0) > 0:
                 found += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=counted)
-        tl.store(counts + n * 256 + tl.arange(0, 256), found)
+        tl.store(counts + n * 256 + tl.arange(0, 256), found.to(tl.int16))
     start_successor(PDL)
 
 
@@ -260,14 +260,16 @@ def choose_among_many(
     lefts = torch.empty(passes, N, dtype=torch.int32, device=device)
     options = dict(PASSES=passes, BITS=8 * (passes - SCORE_PASSES), RANKS=shard.kvp, BLOCK_TOKENS=shard.append_block)
     options |= dict(TILE=LISTED, num_warps=4, **overlapped(scores))
+    assert cap < 1 << 15
     gathered = lefts  # not read: there are no counts before the first digit's
     for stage in range(passes):
-        counts = torch.empty(N, DIGITS, dtype=torch.int32, device=device)
+        counts = torch.empty(N, DIGITS, dtype=torch.int16, device=device)  # half the bytes to send
         _count_listed_kernel[(N,)](
             positions, starts, gathered, counts, least_keys, lefts, listed, N, topk, cap, shard.kvp_rank,
             STAGE=stage, **options,
         )  # fmt: skip
-        gathered = counts if shard.gather is None else shard.gather(counts)
+        # NCCL has no numbers of 16 bits.
+        gathered = counts if shard.gather is None else shard.gather(counts.view(torch.int32)).view(torch.int16)
     _write_listed_kernel[(N,)](
         positions, starts, gathered, least_keys, lefts, listed, tables, rows, slots, taken,
         tables.stride(0), slots.shape[1], N, topk, cap, max(1, N // len(tables)), shard.kvp_rank,

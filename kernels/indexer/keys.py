@@ -64,7 +64,7 @@ def find_bound(
             digit = tl.arange(0, 256)
             counts = tl.zeros([256], tl.int32)
             for rank in tl.static_range(RANKS):
-                counts += tl.load(gathered + (rank * N + n) * 256 + digit)
+                counts += tl.load(gathered + (rank * N + n) * 256 + digit).to(tl.int32)
             found, left, all_chosen = digit_of(counts, left, 256)
             bound += found << (8 * (PASSES - STAGE))
             left = tl.where(all_chosen, 0, left)
