@@ -63,7 +63,6 @@ class SymmMemCommunicator(TorchDistCommunicator):
         super().__init__(kvp_groups, device, timeout)
         self._spins = int(min(timeout.total_seconds() / LOOK_S, 2**31 - 1))
         sources = dict.fromkeys(SOURCE, self.world_size) | {"exchange": len(self.kvp_group), "sums": 1}
-        self._rows = ROWS // self.world_size * self.world_size
         # Double-buffered: two turns of each, one behind the other.
         sizes = {name: 2 * sources[name] * SOURCE[name] for name in SOURCE}
         sizes |= dict.fromkeys(("rows", "row_sums"), 2 * self._rows * ROW)
@@ -92,6 +91,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._aside = torch.cuda.Stream(self.device)
         self.reset()
+
+    @property
+    def _rows(self) -> int:
+        """Most rows that have boxes of their own, as many for each owner."""
+        return ROWS // self.world_size * self.world_size
 
     def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
         """Returns the box address of each rank by collective, given its offset (`begins`) in a process's `memory`."""

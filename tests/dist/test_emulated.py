@@ -72,7 +72,11 @@ def test_over_gloo(world: int, kvp: int, processes: int) -> None:
         (4, 8, 4096, "one_shot", "one_shot"),  # 64 KiB a rank
         (8, 5, 7168, "two_shot", "one_shot"),  # 70 pieces: some ranks own one more than others
         (8, 8, 2880, "two_shot", "one_shot"),  # the last piece of a row is smaller
-        (8, 128, 3584, None, None),  # more pieces than boxes
+        (8, 128, 3584, "rows", "rows"),  # more pieces than boxes
+        (8, 100, 3584, "rows", None),  # some ranks own one row more than others
+        (6, 252, 3584, "rows", "rows"),
+        (6, 253, 3584, None, None),  # more rows than boxes
+        (2, 128, 16384, None, None),  # a row that is longer than its box
         (1, 1, 3584, None, None),
     ],
 )
