@@ -30,6 +30,7 @@ from kernels import dispatch
 from kernels.dense.linear import RUN
 from kernels.dense.scaled_rows import add_product, finish, inside, load_scales, numbers, product, run_of, stored
 from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
+from kernels.moe.pair_order import pair_order
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
 from kernels.reference.experts import ALPHA
@@ -425,11 +426,10 @@ class RoutedExperts:
             return
         if x.is_cuda and not self._shaped and experts_many_sm90.fits(x, P, self.total_experts or E, gate_up, down):
             assert isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix)
-            order, bounds, ends = _sort(ids, first, E, experts_many_sm90.PAIRS.value)
+            pairs = pair_order(ids, first, E, experts_many_sm90.PAIRS.value)
             outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
-            experts_many_sm90.launch(x, weights, gate_up, down, order, bounds, ends, outputs)
-            pairs = torch.arange(P, dtype=torch.int32, device=x.device)
-            self._sum(outputs, out, torch.empty_like(pairs).scatter_(0, order.long(), pairs))
+            experts_many_sm90.launch(x, weights, gate_up, down, pairs, outputs)
+            self._sum(outputs, out, pairs.place_of)
             return
         if x.is_cuda and experts_sm90.fits(x, gate_up, down):
             experts_sm90.launch(*given, self.addend, h, out)
@@ -459,7 +459,10 @@ class RoutedExperts:
         touched = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # expected experts with tokens, if uniform
         tile, down_tile = tiles_of(way, P, E, F, H, x.dtype, touched / sm_count(x.device), gate_stored.dtype)
         is_sorted = way == "many"
-        plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
+        plan: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if is_sorted:
+            pairs = pair_order(ids, first, E, tile["BLOCK_N"])
+            plan = pairs.order, pairs.bounds, pairs.block_ends
         shares = triton.cdiv(N, tile["BLOCK_N"])
         if is_sorted:
             blocks = P // tile["BLOCK_N"] + E  # upper bound: all full ones, and the last of each expert
@@ -504,15 +507,6 @@ def way_of(N: int, top_k: int, E: int) -> Way:
     if N <= 2 or (N <= 8 and 2 * pairs <= E):
         return "few"
     return "some" if pairs <= 512 or N <= 64 else "many"  # each program of `some` scans all pairs
-
-
-def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sorts pairs by local expert; returns them, each expert's begin [E + 1], and the ends of its blocks [E]; int32."""
-    local = ids.flatten() - first
-    keys, order = torch.where((local >= 0) & (local < E), local, E).sort(stable=True)
-    bounds = torch.searchsorted(keys, torch.arange(E + 1, dtype=torch.int32, device=ids.device), out_int32=True)
-    ends = (bounds.diff() + block - 1).div(block, rounding_mode="floor").cumsum(0, dtype=torch.int32)
-    return order.int(), bounds, ends
 
 
 def few_tiles(N: int, F: int, run: int = RUN, down_run: int = RUN) -> tuple[dict[str, int], dict[str, int]]:

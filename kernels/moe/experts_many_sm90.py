@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.moe.pair_order import PairOrder
 from kernels.scaled import Matrix, ScaledMatrix
 from kernels.sm90 import COPIED, SHARED
 
@@ -254,19 +255,17 @@ def launch(
     weights: torch.Tensor,
     gate_up: ScaledMatrix,
     down: ScaledMatrix,
-    order: torch.Tensor,
-    bounds: torch.Tensor,
-    block_ends: torch.Tensor,
+    pairs: PairOrder,
     outputs: torch.Tensor,
 ) -> None:
     """Runs both products of `kernels.moe.experts` for tensors that `fits` accepts.
 
     Args:
         weights: [N, k] fp32.
-        order, bounds, block_ends: pairs [P] by local expert, their begins [E + 1] and the ends of blocks of PAIRS [E].
-        outputs: [P, H] in x's dtype, written for pairs of local experts in the order of `order`.
+        pairs: in blocks of PAIRS.
+        outputs: [P, H] in x's dtype, written for pairs of local experts in their order.
     """
-    (E, H, F), P, top_k = down.shape, len(order), weights.shape[1]
+    (E, H, F), P, top_k = down.shape, len(pairs.order), weights.shape[1]
     h = torch.empty(P, F, dtype=x.dtype, device=x.device)
     box = [1, ROWS.value // 16, 2, 8, BLOCK_K.value]
     of_gates = TensorDescriptor(
@@ -282,7 +281,7 @@ def launch(
         tiles = triton.cdiv(R, ROWS.value)
         runs = tiles if matrix is gate_up else triton.cdiv(tiles, RUN)
         _experts_many_kernel[(blocks * runs,)](
-            w, matrix.scales, given, out, order, weights, bounds, block_ends, E, runs, x_n,
+            w, matrix.scales, given, out, pairs.order, weights, pairs.bounds, pairs.block_ends, E, runs, x_n,
             TOP_K=top_k, R=R, K=K, GROUP=matrix.group, GROUPS=matrix.scales.shape[-2], BEGIN=matrix.begin,
             GATED=matrix is gate_up, BLOCK_E=max(128, triton.next_power_of_2(E)), num_warps=4,
         )  # fmt: skip

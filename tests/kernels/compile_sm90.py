@@ -80,6 +80,7 @@ from kernels.moe.experts_many_sm90 import WEIGHT_TILES, _experts_many_kernel
 from kernels.moe.experts_scaled_sm90 import _moe_scaled_sm90_kernel, parts_of, stages_of, words_shared
 from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
+from kernels.moe.pair_order import _count_pairs_kernel, _place_pairs_kernel
 from kernels.moe.router import _route_kernel
 from kernels.peers.all_gather import _all_gather_kernel
 from kernels.peers.all_reduce_norm import _all_reduce_norm_kernel
@@ -339,6 +340,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             if not gate:
                 world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": H > 4096, "out": None}
                 yield "moe-sm90-send", bf16, _moe_sm90_kernel, shape | extra | world, {"num_warps": 4}
+    for function in (_count_pairs_kernel, _place_pairs_kernel):
+        sizes = {"BLOCK": 1024, "BINS": 512, "PDL": True}
+        yield "pair-order", bf16, function, sizes, {"num_warps": 8}
     for E, H, F, k, begin in ((257, 6144, 256, 9, 0), (32, 7168, 2048, 8, 64)):  # of GLM-5.2, DeepSeek-R1
         shape = {"TOP_K": k, "BLOCK_E": triton.next_power_of_2(max(E, 128)), "GROUP": 128}
         for gated, R, K in ((True, 2 * F, H), (False, H, F)):

@@ -147,6 +147,11 @@ FAULTS = [
         'return plain / s["factor"], 1.0', "return plain, 1.0", ROTARY,
     ),
     # ---- experts
+    Fault(
+        "pairs lie behind those of their expert", "kernels/moe/pair_order.py",
+        "tl.gather(end - count, expert, 0)", "tl.gather(end, expert, 0)",
+        ("tests/kernels/test_pair_order.py::test_pairs_lie_by_expert",),
+    ),
     Fault("weights not normalised", "kernels/reference/router.py", "if normalise:", "if False:", ROUTE),
     Fault(
         "routed scale left out", "kernels/moe/router.py", "weight * scale, 1.0)", "weight, 1.0)", ROUTE,
