@@ -43,7 +43,7 @@ PARTS = {
     r"|^_(angles|local_bounds|cache_slots|index_append|index_scores|count_(digits|listed)|list_(between|own_best))_kernel"
     r"|^_write_(chosen|listed)_kernel"
     r"|^_(select_blocks|choose|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
-    "exchange": r"^_((merge_)?exchange|merge_messages|lse_combine)_kernel|ncclDevKernel_SendRecv",
+    "exchange": r"^_((merge_)?exchange|merge_messages|pack|lse_combine)_kernel|ncclDevKernel_SendRecv",
     "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8)?(_sm90)?|qkv_append|each_head|head_squares)_kernel"
     r"|^_(silu_mul|sigmoid_mul|gated_norm|route|moe(_scaled)?_sm90|experts_many|(count|place)_pairs|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
     "all-reduce": r"^_(all_reduce_norm(_rows)?|reduce_scatter)_kernel|ncclDevKernel_(AllReduce|ReduceScatter)",

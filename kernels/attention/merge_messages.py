@@ -1,4 +1,7 @@
-"""Merge of a rank's attention parts straight into the messages of the exchange, one for each rank of the group."""
+"""Merge of a rank's attention parts straight into the messages of the exchange, one for each rank of the group.
+
+Of prompts, whose attention leaves nothing to merge, one launch copies outputs and LSEs.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from kernels.attention.split_kv import (
 )
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.merge_messages import merge_messages as reference
+
+PACKED = 4096  # values that a program copies
 
 
 @triton.jit
@@ -61,6 +66,45 @@ def _merge_messages_kernel(
         tl.store(to_lse + k * to_lse_k + n.to(tl.int64) * to_lse_n + lane * to_lse_h, log)
 
 
+@triton.jit
+def _pack_kernel(
+    out, lse, to_out, to_lse, starts,
+    out_n, out_h, lse_n, lse_h, to_k, to_n, to_h, to_lse_k, to_lse_n, to_lse_h, lanes, blocks,
+    D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    k = tl.program_id(1).to(tl.int64)
+    lane = block * BLOCK_L + tl.arange(0, BLOCK_L)
+    head = tl.load(starts + k) + lane
+    live = head < tl.load(starts + k + 1)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    values = tl.load(
+        out + n * out_n + head[:, None] * out_h + d[None, :], mask=live[:, None] & inside[None, :], other=0.0
+    )
+    log = tl.load(lse + n * lse_n + head * lse_h, mask=live, other=-float("inf"))
+    there = (lane < lanes)[:, None] & inside[None, :]
+    tl.store(to_out + k * to_k + n * to_n + lane[:, None] * to_h + d[None, :], values, mask=there)
+    tl.store(to_lse + k * to_lse_k + n * to_lse_n + lane * to_lse_h, log, mask=lane < lanes)
+
+
+def _pack(
+    out: torch.Tensor, lse: torch.Tensor, to_out: torch.Tensor, to_lse: torch.Tensor, starts: torch.Tensor
+) -> None:
+    """Copies merged partials into messages, a query and some heads of a destination in a program."""
+    K, N, lanes, D = to_out.shape
+    assert out.stride(2) == 1 and to_out.stride(3) == 1 and to_lse.shape == (K, N, lanes)
+    block_d = triton.next_power_of_2(D)
+    block_l = min(triton.next_power_of_2(lanes), max(1, PACKED // block_d))
+    blocks = triton.cdiv(lanes, block_l)
+    _pack_kernel[N * blocks, K](
+        out, lse, to_out, to_lse, starts, *out.stride()[:2], *lse.stride(), *to_out.stride()[:3], *to_lse.stride(),
+        lanes, blocks, D=D, BLOCK_L=block_l, BLOCK_D=block_d, num_warps=4, **overlapped(to_out),
+    )  # fmt: skip
+
+
 def merge_messages(
     parts: PartialAttention, to_out: torch.Tensor, to_lse: torch.Tensor, shares: Sequence[int], starts: torch.Tensor
 ) -> None:
@@ -76,8 +120,12 @@ def merge_messages(
     Source:
         Helix Parallelism (arXiv:2507.07120), section 2.1.2.
     """
-    if not isinstance(parts, UnmergedAttention) or not dispatch.on_gpu(parts.out):
+    if not dispatch.on_gpu(parts.out):
         reference(*parts.merge(), to_out, to_lse, shares)
+        return
+    if not isinstance(parts, UnmergedAttention):
+        if to_out.numel():
+            _pack(*parts.merge(), to_out, to_lse, starts)
         return
     B, T, Hq, D = parts.out.shape
     K, N, lanes, _ = to_out.shape

@@ -32,7 +32,7 @@ from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.attention.head_squares import _head_squares_kernel
 from kernels.attention.kv_append import _kv_append_kernel
 from kernels.attention.lse_combine import _lse_combine_kernel
-from kernels.attention.merge_messages import _merge_messages_kernel
+from kernels.attention.merge_messages import _merge_messages_kernel, _pack_kernel
 from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
 from kernels.attention.unpacked_prefill import _unpack_pages_kernel
@@ -188,6 +188,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         merge = shared | {"PARTS": 64, "SLICE": SLICE}
         yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}
         yield "merge-messages", dtype, _merge_messages_kernel, merge, {"num_warps": 2}
+        copied = {"D": 256, "BLOCK_L": 8, "BLOCK_D": 256, "PDL": True}
+        yield "pack", dtype, _pack_kernel, copied, {"num_warps": 4}
         world = {"RANKS": 8, "BLOCK_RANKS": 8, "PIECES": 1024, "SIZE": PIECE_WORDS, "IN_GROUP": IN_GROUP}
         world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True, "AHEAD": dim == 128}
         yield "merge-exchange", dtype, _merge_exchange_kernel, merge | world, {"num_warps": 2}

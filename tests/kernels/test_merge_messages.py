@@ -60,12 +60,21 @@ def test_as_the_merge_and_then_copies(shape: str, sms: int, dtype: torch.dtype, 
     assert error(shape, sms, dtype, device) <= TOLERANCE[dtype]
 
 
-def test_partials_that_are_merged_are_copied(device: torch.device) -> None:
-    out, lse = torch.randn(3, 5, 24, device=device), torch.randn(3, 5, device=device)
-    to_out, to_lse = out.new_empty(2, 3, 3, 24), lse.new_empty(2, 3, 3)
-    merge_messages(PartialAttention(out, lse), to_out, to_lse, [3, 2], torch.tensor([0, 3, 5], dtype=torch.int32))
-    assert torch.equal(to_out[0], out[:, :3]) and torch.equal(to_out[1, :, :2], out[:, 3:])
-    assert (to_out[1, :, 2] == 0).all() and (to_lse[1, :, 2] == -torch.inf).all()
+@pytest.mark.parametrize("dim", [24, 128, 512])
+@pytest.mark.parametrize("shares", [[3, 2], [5], [9, 9, 9, 8], [1, 0, 1]], ids=str)
+def test_partials_that_are_merged_are_copied(shares: list[int], dim: int, device: torch.device) -> None:
+    """To the bit, out of strided tensors; lanes beyond a destination's heads are an empty shard."""
+    heads, N, lanes = sum(shares), 3, max(shares)
+    out = torch.randn(N, heads, dim + 8, device=device)[..., :dim]
+    lse = torch.randn(heads, N, device=device).T
+    starts = torch.tensor([0, *shares]).cumsum(0).to(device, torch.int32)
+    wide, wide_lse = messages(shares, N, dim, torch.float32, device)
+    merge_messages(PartialAttention(out, lse), wide[:, :N], wide_lse[:, :N, :lanes], shares, starts)
+    assert wide[:, N:].isnan().all() and wide_lse[:, N:].isnan().all() and wide_lse[..., lanes:].isnan().all()
+    wanted, wanted_lse = (torch.full_like(x, torch.nan) for x in (wide, wide_lse))
+    reference(out, lse, wanted[:, :N], wanted_lse[:, :N, :lanes], shares)
+    torch.testing.assert_close(wide, wanted, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(wide_lse, wanted_lse, atol=0, rtol=0, equal_nan=True)
 
 
 def test_a_head_of_another_destination_is_caught(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

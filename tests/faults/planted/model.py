@@ -146,6 +146,11 @@ FAULTS = [
         "linear scaling left out", "helix/layers/rotary.py",
         'return plain / s["factor"], 1.0', "return plain, 1.0", ROTARY,
     ),
+    Fault(
+        "lanes of a destination without heads are another's", "kernels/attention/merge_messages.py",
+        "live = head < tl.load(starts + k + 1)", "live = head < tl.load(starts + tl.num_programs(1))",
+        ("tests/kernels/test_merge_messages.py::test_partials_that_are_merged_are_copied",),
+    ),
     # ---- experts
     Fault(
         "pairs lie behind those of their expert", "kernels/moe/pair_order.py",
