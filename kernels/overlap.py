@@ -60,26 +60,17 @@ def prefetch(at):
 @triton.jit
 def store_in_place(at, value, mask, PDL: tl.constexpr):
     """Stores integers from the threads that hold them; `tl.store` would first move scattered ones to others."""
-    BITS: tl.constexpr = value.dtype.primitive_bitwidth
-    if not PDL:
-        tl.store(at, value, mask=mask != 0)
-    elif BITS == 64:
+    WIDE: tl.constexpr = value.dtype.primitive_bitwidth == 64
+    if PDL:
         tl.inline_asm_elementwise(
             """{
             .reg .pred wanted;
             setp.ne.u32 wanted, $3, 0;
-            @wanted st.global.b64 [$1], $2;
+            @wanted st.global.""" + ("b64" if WIDE else "b32") + """ [$1], $2;
             mov.b32 $0, 0;
             }""",
-            "=r,l,l,r", [at.to(tl.int64), value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l,l,r" if WIDE else "=r,l,r,r", [at.to(tl.int64), value, mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred wanted;
-            setp.ne.u32 wanted, $3, 0;
-            @wanted st.global.b32 [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r,r", [at.to(tl.int64), value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        tl.store(at, value, mask=mask != 0)

@@ -69,7 +69,7 @@ def _merge_messages_kernel(
 @triton.jit
 def _pack_kernel(
     out, lse, to_out, to_lse, starts,
-    out_n, out_h, lse_n, lse_h, to_k, to_n, to_h, to_lse_k, to_lse_n, to_lse_h, lanes, blocks,
+    out_n, out_h, out_d, lse_n, lse_h, to_k, to_n, to_h, to_lse_k, to_lse_n, to_lse_h, lanes, blocks,
     D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
@@ -82,7 +82,7 @@ def _pack_kernel(
     wait_for_predecessor(PDL)
     start_successor(PDL)
     values = tl.load(
-        out + n * out_n + head[:, None] * out_h + d[None, :], mask=live[:, None] & inside[None, :], other=0.0
+        out + n * out_n + head[:, None] * out_h + (d * out_d)[None, :], mask=live[:, None] & inside[None, :], other=0.0
     )
     log = tl.load(lse + n * lse_n + head * lse_h, mask=live, other=-float("inf"))
     there = (lane < lanes)[:, None] & inside[None, :]
@@ -95,12 +95,12 @@ def _pack(
 ) -> None:
     """Copies merged partials into messages, a query and some heads of a destination in a program."""
     K, N, lanes, D = to_out.shape
-    assert out.stride(2) == 1 and to_out.stride(3) == 1 and to_lse.shape == (K, N, lanes)
+    assert to_out.stride(3) == 1 and to_lse.shape == (K, N, lanes)
     block_d = triton.next_power_of_2(D)
     block_l = min(triton.next_power_of_2(lanes), max(1, PACKED // block_d))
     blocks = triton.cdiv(lanes, block_l)
     _pack_kernel[N * blocks, K](
-        out, lse, to_out, to_lse, starts, *out.stride()[:2], *lse.stride(), *to_out.stride()[:3], *to_lse.stride(),
+        out, lse, to_out, to_lse, starts, *out.stride(), *lse.stride(), *to_out.stride()[:3], *to_lse.stride(),
         lanes, blocks, D=D, BLOCK_L=block_l, BLOCK_D=block_d, num_warps=4, **overlapped(to_out),
     )  # fmt: skip
 

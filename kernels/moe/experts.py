@@ -483,7 +483,7 @@ class RoutedExperts:
 
     @property
     def _shaped(self) -> bool:
-        """Whether experts have biases, or clamps."""
+        """True if experts have biases or clamps."""
         return any(given is not None for given in (self.gate_up_bias, self.down_bias, self.clamp_at))
 
     def _sum(self, outputs: torch.Tensor, out: torch.Tensor | SumTarget, places: torch.Tensor | None = None) -> None:

@@ -264,7 +264,7 @@ LARGE = 1 << 22  # numbers of a message that goes over NCCL
 
 
 def check_halves(comm: Communicator) -> list[bool]:
-    """Whether the second half's messages arrived, and before the first half's, which were launched before them."""
+    """Launches the first half's messages, then the second's; returns whether these arrived before the others did."""
     streams = torch.cuda.Stream(), torch.cuda.Stream()
     found = []
 

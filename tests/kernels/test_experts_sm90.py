@@ -51,6 +51,16 @@ def check_hopper(case: Case) -> None:
         assert torch.equal(out, case.result())
 
 
+def check_that_wrong_scales_show(case: Case) -> None:
+    """Checks that scales of a neighbouring row, or of a neighbouring group, make another result."""
+    for name in ("gate_up", "down"):
+        right = getattr(case, name)
+        for dim in (1, 2)[right.scales.shape[1] == 1 :]:
+            wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
+            with pytest.raises(AssertionError, match="not close"):
+                check(replace(case, **{name: wrong}).result(), case)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("k, experts, E, H, F, clamped", RANKS)
 def test_hopper(
@@ -96,12 +106,7 @@ def test_hopper_of_e4m3(
             w.scales[~torch.isin(local, case.ids)] = torch.nan
         check_hopper(case)
     case = scaled_case(wide_case(k, experts, E, H, F, clamped), False, group, begins)
-    for name in ("gate_up", "down"):
-        right = getattr(case, name)
-        for dim in (1, 2)[right.scales.shape[1] == 1 :]:
-            wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
-            with pytest.raises(AssertionError, match="not close"):
-                check(replace(case, **{name: wrong}).result(), case)
+    check_that_wrong_scales_show(case)
 
 
 @pytest.mark.gpu
@@ -135,12 +140,7 @@ def test_hopper_of_a_few_bits(
     for columns in (8, 16, 32):
         monkeypatch.setattr(experts_scaled_sm90, "columns_of", lambda pairs, experts, columns=columns: columns)
         check_hopper(case)
-    for name in ("gate_up", "down"):
-        right = getattr(case, name)
-        for dim in (1, 2)[right.scales.shape[1] == 1 :]:
-            wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
-            with pytest.raises(AssertionError, match="not close"):
-                check(replace(case, **{name: wrong}).result(), case)
+    check_that_wrong_scales_show(case)
     crowded = replace(scaled_case(whole, packed, group, begins), ids=torch.full_like(case.ids, case.first + E))
     check_hopper(crowded)  # nobody here
     crowded.ids[:, 0] = case.first + E // 2
@@ -175,12 +175,7 @@ def test_hopper_of_many_pairs(
         for _ in range(5):
             assert torch.equal(out, one.result())
     case = scaled_case(wide_case(k, experts, E, H, F, False, N), False, group, begins)
-    for name in ("gate_up", "down"):
-        right = getattr(case, name)
-        for dim in (1, 2)[right.scales.shape[1] == 1 :]:
-            wrong = replace(right, scales=right.scales.roll(1, dim).contiguous())
-            with pytest.raises(AssertionError, match="not close"):
-                check(replace(case, **{name: wrong}).result(), case)
+    check_that_wrong_scales_show(case)
 
 
 @pytest.mark.gpu

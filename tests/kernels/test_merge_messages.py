@@ -61,11 +61,12 @@ def test_as_the_merge_and_then_copies(shape: str, sms: int, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dim", [24, 128, 512])
+@pytest.mark.parametrize("apart", [1, 2])
 @pytest.mark.parametrize("shares", [[3, 2], [5], [9, 9, 9, 8], [1, 0, 1]], ids=str)
-def test_partials_that_are_merged_are_copied(shares: list[int], dim: int, device: torch.device) -> None:
+def test_partials_that_are_merged_are_copied(shares: list[int], apart: int, dim: int, device: torch.device) -> None:
     """To the bit, out of strided tensors; lanes beyond a destination's heads are an empty shard."""
     heads, N, lanes = sum(shares), 3, max(shares)
-    out = torch.randn(N, heads, dim + 8, device=device)[..., :dim]
+    out = torch.randn(N, heads, apart * dim + 8, device=device)[..., : apart * dim : apart]
     lse = torch.randn(heads, N, device=device).T
     starts = torch.tensor([0, *shares]).cumsum(0).to(device, torch.int32)
     wide, wide_lse = messages(shares, N, dim, torch.float32, device)
