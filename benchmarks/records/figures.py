@@ -119,7 +119,7 @@ def comm(rows: list[Row]) -> Figure:
 
 
 def moe(rows: list[Row]) -> Figure:
-    """A rank's experts in 16 bits on each grid, in decode steps, beside the time that reading the touched ones takes."""
+    """A rank's experts in 16 bits on each grid in decode steps, beside the time of reading the touched ones."""
     rows = [row for row in rows if row["tokens"] <= 64 and "fp8" not in row["model"]]
     rows = [{**row, "grid": f"{row['tpf']} x {row['ep']}", "ratio": row["us"] / row["bar_us"]} for row in rows]
     grids = _styles(rows, "grid", "tpf x ep = {}", color=COLOURS, marker=MARKERS)
