@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from helix.config import Config
+from helix.layers.mla import MLASpec, most_dealt
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import StepSizes
 from helix.models import DecoderSpec
@@ -46,6 +47,20 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torc
     attention = max(layer.mixer.buffers(layout, rank) for layer in spec.layers)
     ffn = max(layer.ffn.buffers(layout, rank, spec.hidden) for layer in spec.layers)
     return math.ceil(SLACK * (4 * spec.hidden + gathered + max(attention, ffn)) * dtype.itemsize)
+
+
+def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: int, dtype: torch.dtype) -> int:
+    """Counts the bytes of sequences that ranks gather for a prefill step of `chunk` tokens, of up to `longest` each.
+
+    A layer's latents and index keys are there at once, and beside the latents those that this rank gives. A captured
+    chunk gathers as many as its depth has, at most twice what there are.
+    """
+    mixer = spec.attention
+    if layout.kvp == 1 or not isinstance(mixer, MLASpec) or mixer.topk is None:
+        return 0
+    index = max(indexer.width for indexer in spec.indexers)
+    given = -(-mixer.entry // layout.kvp)
+    return min(2 * longest, most_dealt(mixer, chunk)) * (mixer.entry + given + index) * dtype.itemsize
 
 
 def longest_chunk(token_bytes: int, free: int, experts: bool = False) -> int:

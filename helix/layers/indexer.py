@@ -13,6 +13,7 @@ rotation by a Hadamard matrix, which leaves products unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ from kernels.indexer.keys import DIGITS
 from kernels.indexer.scores import index_scores
 from kernels.reference.choose_tokens import Shard
 
+INDEX = ("index_keys", "index_scales")  # what an indexer keeps
 NORM_EPS = 1e-6  # of the keys' norm, whatever rms_norm_eps is
 SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps choose for some rows after the others
 
@@ -120,24 +122,44 @@ class Indexer:
             x: [N, H], the layer's normalised input.
             latents: [N, q_rank], the queries' latents, normalised.
         """
-        spec, keys = self.spec, (cache.kept["index_keys"], cache.kept.get("index_scales"))
+        spec, slots, numbers = self.spec, step.new_slots(None), None
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
         whole = step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
         chooses = step.chooses and not whole
-        q = self.queries(latents) if chooses else latents[:, :0]
-        q = q.view(len(q), spec.heads if chooses else 0, spec.width)
-        slots = step.new_slots(None)
-        # Scores of single queries are counted as they are computed, unless these are many.
-        alone = chooses and step.max_q == 1 and len(q) <= FEW_ROWS
-        numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device) if alone else None
-        index_append(q, k, angles.cos, angles.sin, self.gain, self.bias, NORM_EPS, keys[0], slots, keys[1], numbers)
-        if chooses:
-            step.shared[CHOSEN] = self._choose(q, weights, *keys, numbers, step)
+
+        def append(q: Tensor, k: Tensor, angles: Angles, slots: Tensor) -> None:
+            """Writes keys, and rotates queries."""
+            keys, norm = cache.kept, (self.gain, self.bias, NORM_EPS)
+            to = keys["index_keys"], slots, keys.get("index_scales")
+            index_append(q, k, angles.cos, angles.sin, *norm, *to, numbers)
+
+        def queries(latents: Tensor) -> Tensor:
+            return self.queries(latents).view(len(latents), spec.heads, spec.width)
+
+        none = latents[:, :0].view(len(latents), 0, spec.width)
+        if not chooses:
+            append(none, k, angles, slots)
+        elif (dealt := step.dealt) is not None:
+            append(none, k, angles, slots)
+            whole_keys = dealt.gather(self.comm, {name: cache.kept[name] for name in INDEX if name in cache.kept})
+            rows = dealt.own
+            q = queries(latents[rows])
+            append(q, k[rows], angles.of(rows), torch.full_like(slots[rows], -1))
+            runs = {name: data.flatten(0, 1).unflatten(0, (-1, dealt.run)) for name, data in whole_keys.items()}
+            dealt.step.shared[CHOSEN] = self._choose(q, weights[rows], runs, None, dealt.step)
+        else:
+            q = queries(latents)
+            # Scores of single queries are counted as they are computed, unless these are many.
+            if step.max_q == 1 and len(q) <= FEW_ROWS:
+                numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
+            append(q, k, angles, slots)
+            step.shared[CHOSEN] = self._choose(q, weights, cache.kept, numbers, step)
 
     def _choose(
-        self, q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, numbers: Tensor | None, step: Step
+        self, q: Tensor, weights: Tensor, kept: Mapping[str, Tensor], numbers: Tensor | None, step: Step
     ) -> tuple[Tensor, ...]:
         """Chooses for queries [N, H_I, D_I], some rows at a time; returns what `Step.chosen` says."""
+        keys, scales = kept["index_keys"], kept.get("index_scales")
         tables, (lo, hi), owners = step.block_tables, step.bounds(None), step.owners()
         columns = tables.shape[1] * keys.shape[1]
         if step.cu_q is not None:

@@ -20,7 +20,7 @@ time on an H200 and over the link:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +28,16 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.pending import PendingProjection
-from helix.attention.base import AttentionPolicy
+from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.layers.attention import ShardedAttention, sent
-from helix.layers.indexer import Indexer, IndexerSpec
+from helix.layers.indexer import INDEX, Indexer, IndexerSpec
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
-from helix.memory.kv_cache import KVCache
+from helix.memory.kv_cache import KVCache, LayerCache
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.rms_norm import rms_norm
@@ -46,6 +46,7 @@ from kernels.mla.per_head_linear import per_head_linear
 
 READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
 CALL_S = 2.5e-6  # seconds of a small collective (docs/results/kernels.md#collectives)
+WORTH = 2  # bytes of sequences that are gathered as fast as one of queries and outputs is exchanged
 ROWS = 8  # assumed rows of a step for the choice of queries: weights are placed before rows are known
 
 
@@ -159,6 +160,26 @@ def gathers_queries(spec: MLASpec, ranks: int, item: int, wire_rate: float) -> b
     return others * weights / READ_RATE > CALL_S + others * ROWS * spec.entry / wire_rate
 
 
+def most_dealt(spec: MLASpec, rows: int) -> int:
+    """Returns below how many tokens, of all sequences of a prefill step, it is faster to gather these than to exchange
+    queries and outputs of its rows.
+
+    An exchange of queries has more to do than to send them: its choices are exchanged, and its partial outputs packed
+    and merged.
+    """
+    return WORTH * rows * spec.q_heads * (spec.query + spec.value) // spec.entry
+
+
+def deals_rows(spec: MLASpec, step: Step) -> bool:
+    """Returns whether a prefill step's sequences are gathered, and its rows dealt to ranks (`helix.steps.dealt`)."""
+    ranks, rows = step.placement.layout.kvp, len(step.tokens)
+    if ranks == 1 or spec.topk is None or step.cu_q is None or step.max_k * ranks <= spec.topk:
+        return False
+    if (ranks - 1) * -(-rows // ranks) >= rows:  # a rank would have none
+        return False
+    return (len(step.slots) - step.padded) * step.max_k * ranks < most_dealt(spec, rows)
+
+
 def gathers_first(spec: MLASpec, rows: int, wire_rate: float) -> bool:
     """Returns whether `rows` gathered queries are sent faster without W_UK, which each rank then applies to all heads.
 
@@ -192,10 +213,10 @@ class MLA(ShardedAttention):
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
         gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize, comm.wire_rate)
-        self.gathered = [len(share(spec.q_heads, layout.kvp, k)) for k in range(layout.kvp)] if gathers else []
+        self.gathers = gathers
         makes = share(spec.q_heads, layout.kvp, comm.kvp_rank) if gathers else attends
 
-        self.makes = len(makes)
+        self.makes, self.made = len(makes), [len(share(spec.q_heads, layout.kvp, k)) for k in range(layout.kvp)]
         self.q_width = spec.q_rank or len(makes) * spec.query
         queries = _queries(spec, name, makes)
         first = [Rows(f"{name}.q_a_proj", spec.q_rank, range(spec.q_rank))] if spec.q_rank else queries
@@ -244,30 +265,48 @@ class MLA(ShardedAttention):
                 self.indexer(x, of_q, angles, mine, step)
             q = self.q_up(of_q)
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
-        gathers, w_uk = bool(self.gathered), self.own_w_uk
+
+        def append(q: Tensor, kv: Tensor, angles: Angles, w_uk: Tensor, slots: Tensor) -> Tensor:
+            kept, norm = mine.kept, (self.kv_gain, spec.norm_eps)
+            few = kept.get("latent_scales"), kept.get("ropes")
+            return angles.scaled(mla_append(q, kv, angles.cos, angles.sin, *norm, w_uk, kept["latents"], slots, *few))
+
+        if (dealt := step.dealt) is not None:
+            append(q[:, :0], kv, angles, self.w_uk[:0], slots)
+            q = dealt.to_rows(self.comm, q, self.made) if self.gathers else q[dealt.own]
+            nowhere = torch.full_like(slots[dealt.own], -1)
+            return append(q, kv[dealt.own], angles.of(dealt.own), self.w_uk, nowhere)
+        gathers, w_uk = self.gathers, self.own_w_uk
         if gathers and step.cu_q is not None and gathers_first(spec, len(x), self.comm.wire_rate):
             q, gathers, w_uk = self._gather(q.contiguous(), step), False, self.w_uk
-        kept = mine.kept
-        absorbed = mla_append(
-            q, kv, angles.cos, angles.sin, self.kv_gain, spec.norm_eps, w_uk, kept["latents"], slots,
-            kept.get("latent_scales"), kept.get("ropes"),
-        )  # fmt: skip
-        absorbed = angles.scaled(absorbed)
+        absorbed = append(q, kv, angles, w_uk, slots)
         return self._gather(absorbed, step) if gathers else absorbed
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
         """Computes this rank's part [N, H] of the output from the queries of `project`."""
-        return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
+        mine = cache.layer(self.index, step.cu_q is not None)
+        attend = self.attend if step.dealt is None else self._attend_dealt
+        return self.output(attend(q, mine, step, policy).flatten(1))
+
+    def _attend_dealt(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        """Attends with all heads of own rows to whole sequences; returns the output of own heads [N, heads, value]."""
+        dealt = step.dealt
+        assert dealt is not None
+        kept = {name: data for name, data in cache.kept.items() if name not in INDEX}
+        whole = replace(cache, kept=dealt.gather(self.comm, kept))
+        layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
+        found = policy.attend(q, whole, dealt.step, layer).merge()[0]
+        return dealt.to_heads(self.comm, per_head_linear(found, self.w_uv), self.shares, len(step.tokens))
 
     def _gather(self, q: Tensor, step: Step) -> Tensor:
         """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""
-        lanes = max(self.gathered)
+        lanes = max(self.made)
         if q.shape[1] < lanes:
             q = F.pad(q, (0, 0, 0, lanes - q.shape[1]))
         parts = self.comm.gather_in_group(q).transpose(0, 1) if step.overlapped else self.comm.gather_rows(q)
-        if min(self.gathered) == lanes:
+        if min(self.made) == lanes:
             return parts.flatten(1, 2)  # [N, K, lanes, D]
-        return torch.cat([part[:, :n] for part, n in zip(parts.unbind(1), self.gathered, strict=True)], 1)
+        return torch.cat([part[:, :n] for part, n in zip(parts.unbind(1), self.made, strict=True)], 1)
 
     def sends_values(self, rows: int) -> bool:
         """Returns whether messages of up to `rows` queries hold values instead of latents."""

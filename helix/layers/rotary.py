@@ -135,6 +135,11 @@ class Angles:
     sin: Tensor
     query_scale: Tensor | None = None
 
+    def of(self, rows: slice) -> Angles:
+        """Returns the effect on some of the rows."""
+        scale = None if self.query_scale is None else self.query_scale[rows]
+        return Angles(self.cos[rows], self.sin[rows], scale)
+
     def scaled(self, q: Tensor) -> Tensor:
         """Multiplies queries [N, Hq, D] by their factor, in place."""
         return q if self.query_scale is None else q.mul_(self.query_scale[:, None, None])

@@ -21,7 +21,7 @@ from helix.layers.embedding import Embedding, Head
 from helix.layers.indexer import IndexerSpec
 from helix.layers.linear import RowParallel
 from helix.layers.mixer import LayerPlace, MixerSpec
-from helix.layers.mla import MLASpec
+from helix.layers.mla import MLASpec, deals_rows
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layers.norm import AllReduceNorm, JoinNorm, Placement
@@ -31,6 +31,7 @@ from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
+from helix.steps.dealt import deal
 from helix.steps.step import Step
 
 
@@ -340,7 +341,11 @@ class Decoder:
         """
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
         # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
+        mixer = self.spec.attention
+        if isinstance(mixer, MLASpec) and deals_rows(mixer, step):
+            step = replace(step, dealt=deal(step))
         whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
+        whole = whole or step.dealt is not None  # one wait for the sequences' data
         if whole or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
             *_, found = self._through(cache, step, policy)
             assert found is not None

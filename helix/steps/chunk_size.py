@@ -31,7 +31,8 @@ def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
     """Returns the depths where queries choose `topk` tokens over `kvp` ranks: of sequences that read all, and others.
 
     Long chunks choose for some rows after the others: for the fewer at once, the more keys they are launched with. So
-    these have a depth between.
+    these have a depth between. The longest may gather as many keys as they are launched with (`helix.steps.dealt`), and
+    have depths each of which is twice the one before.
 
     Args:
         most: most keys of a sequence on a rank.
@@ -39,7 +40,10 @@ def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
     few = topk // kvp
     whole = [Depth(few + 1, few)] if few else []
     between = [Depth(DEEP, DEEP, LAUNCHED + 1)] if few < DEEP < most else []
-    return (*whole, *between, Depth(math.inf, most))
+    if kvp > 1:
+        doubled = (SIZES[-1] // kvp << i for i in range(most.bit_length()))
+        between += [Depth(keys + 1, keys, SIZES[-1]) for keys in doubled if few < keys < most and keys != DEEP]
+    return (*whole, *sorted(between), Depth(math.inf, most))
 
 
 @dataclass(frozen=True, order=True)
@@ -86,10 +90,13 @@ def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> li
         room: most keys of a sequence on a rank.
     """
     sizes = [size for size in reversed(SIZES) if size <= most]
-    met = [depth for i, depth in enumerate(depths) if not i or room >= depths[i - 1].below]
-    one = [
-        ChunkSize(size, SEQUENCES[0], size, depth.keys, True) for depth in met for size in sizes if depth.least <= size
-    ]
+    one = []
+    for size in sizes:
+        beyond = 0.0  # keys that shallower chunks of this size have
+        for depth in (depth for depth in depths if depth.least <= size):
+            if beyond <= room:
+                one.append(ChunkSize(size, SEQUENCES[0], size, depth.keys, True))
+            beyond = depth.below
     least = max(LAUNCHED, depths[0].least)
     several = [ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True) for size in sizes if least <= size]
     return sorted([*one, *several], reverse=True)

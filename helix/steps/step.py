@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from helix.placement import ChunkPart, Placement, PromptChunk
 from helix.steps.chunk_size import ChunkSize
 from helix.steps.sampling import SamplingState
 from kernels.tokens.commit import PAST, Candidates, commit
+
+if TYPE_CHECKING:
+    from helix.steps.dealt import DealtRows
 
 __all__ = ["CHOSEN", "PAST", "DecodeState", "Step"]
 
@@ -61,6 +65,8 @@ class Step:
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
         first: slot of the first sequence of a decode step; its slots are consecutive.
         overlapped: whether the other half of a prefill step computes while this half communicates.
+        padded: whether the last sequence of a prefill step is its padding, which reads no keys.
+        dealt: the rows that this rank attends to whole sequences; None: all, to its shard.
         shared: tensors [N] that all layers read, by key.
         staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
         chooses: whether indexers choose tokens; else they add keys alone, or nothing where `reading` gave a choice.
@@ -81,6 +87,8 @@ class Step:
     chunks: int = 1
     first: int = 0
     overlapped: bool = False
+    padded: bool = False
+    dealt: DealtRows | None = None
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
     staged: StagedChunk | None = None
     chooses: bool = True
@@ -128,9 +136,11 @@ class Step:
     def halves(self) -> tuple[Step, Step]:
         """Splits a prefill step in two: the first half of its tokens, and the second."""
         middle, end = (len(self.tokens) + 1) // 2, len(self.tokens)
-        return self._part(0, middle), self._part(middle, end)
+        first, second = self.part(0, middle), self.part(middle, end)
+        return replace(first, overlapped=True), replace(second, overlapped=True)
 
-    def _part(self, begin: int, end: int) -> Step:
+    def part(self, begin: int, end: int) -> Step:
+        """Returns the prefill step of these of its tokens."""
         assert self.cu_q is not None
         rows = slice(begin, end)
         return replace(
@@ -142,7 +152,6 @@ class Step:
             append_slots={window: slots[rows] for window, slots in self.append_slots.items()},
             cu_q=self.cu_q.clamp(begin, end) - begin,
             max_q=min(self.max_q, end - begin),
-            overlapped=True,
             shared={},
         )
 
@@ -390,7 +399,7 @@ class DecodeState(Follower):
         """Creates the step of several sequences' prompt chunks; `of_ranks`: see `Step.counts`."""
         counts = [len(chunk.tokens) for chunk in chunks]
         size = ChunkSize(sum(counts), len(counts), max(counts), self.most_keys(chunks))
-        step = replace(self.packed_step(self.packed(chunks, size), size), counts=of_ranks)
+        step = replace(self.packed_step(self.packed(chunks, size), size), counts=of_ranks, padded=False)
         if None not in self.rings:
             return step
         assert step.cu_q is not None
@@ -455,6 +464,7 @@ class DecodeState(Follower):
             cu_q=ends.int(),
             max_q=size.most,
             max_k=size.keys,
+            padded=True,
         )
 
     def padding_step(self, of_ranks: tuple[int, ...]) -> Step:

@@ -37,32 +37,52 @@ from tests.e2e.parity import (
     loopback,
 )
 from tests.e2e.test_parity import BLOCKS, MOE_LENGTHS, MOE_TOKENS, WORLDS
+from tests.e2e.test_prompt_chunks import pads, small_sizes  # noqa: F401
 from tests.pool import Pool, pool
 
+OTHER_BLOCKS = cycle(BLOCKS)
 CHOOSING = [family for family in DSA_FAMILIES if family != "glm-5-all"]
 
 
 def matrix() -> list[object]:
-    """Each family on every world, with blocks, expert grids and the makers of queries in turn; wide ones of one."""
-    blocks, gathers = cycle(BLOCKS), cycle((False, True))
+    """Each family on every world, with blocks, expert grids, who makes and has queries in turn; wide ones of one."""
+    blocks, gathers, worth = cycle(BLOCKS), cycle((False, True)), cycle((0, 0, 2))
     cases = []
     for family in DSA_FAMILIES:
         for world in WORLDS:
             layout = HelixLayout.create("helix", world, ep=2 if world % 2 == 0 else 1)
             slow = [pytest.mark.slow] if world > 4 and family != "glm-5-shared" else []
             cases.append(
-                pytest.param(family, layout, next(blocks), next(gathers), id=f"{family}-kvp{world}", marks=slow)
+                pytest.param(
+                    family, layout, next(blocks), next(gathers), next(worth), id=f"{family}-kvp{world}", marks=slow
+                )
             )
     return cases
 
 
-@pytest.mark.parametrize("family, layout, block, gathers", matrix())
+@pytest.mark.parametrize("family, layout, block, gathers, worth", matrix())
 def test_every_group(
-    monkeypatch: pytest.MonkeyPatch, family: str, layout: HelixLayout, block: int, gathers: bool
+    monkeypatch: pytest.MonkeyPatch, family: str, layout: HelixLayout, block: int, gathers: bool, worth: int
 ) -> None:
     monkeypatch.setattr(mla, "gathers_queries", lambda *args: gathers)
+    monkeypatch.setattr(mla, "WORTH", worth)
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), layout, block, wanted), wanted)
+
+
+@pytest.mark.parametrize("family", CHOOSING)
+@pytest.mark.parametrize("mode, kvp", [("helix", 2), ("helix", 3), ("helix", 5), ("medha", 3)])
+@pytest.mark.parametrize("gathers, padded", [(False, False), (True, False), (True, True)])
+@pytest.mark.usefixtures("small_sizes")
+def test_rows_dealt_to_ranks(
+    monkeypatch: pytest.MonkeyPatch, family: str, mode: str, kvp: int, gathers: bool, padded: bool
+) -> None:
+    """Each rank attends some rows of a prompt's chunk, to whole sequences."""
+    monkeypatch.setattr(mla, "gathers_queries", lambda *args: gathers)
+    monkeypatch.setattr(mla, "WORTH", 1 << 20)
+    wanted, layout = oracle(family, MOE_LENGTHS, MOE_TOKENS), HelixLayout.create(mode, kvp)
+    tampers = [pads] if padded else []
+    check(loopback(checkpoint(family), layout, next(OTHER_BLOCKS), wanted, *tampers), wanted)
 
 
 @pytest.mark.parametrize("family", DSA_FAMILIES)
@@ -80,6 +100,7 @@ def test_some_rows_of_a_chunk_after_others(monkeypatch: pytest.MonkeyPatch, scor
 
 
 def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "WORTH", 0)
     monkeypatch.setattr(turns, "LEAST", 7)
     wanted = oracle("glm-5-shared", MOE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint("glm-5-shared"), HelixLayout.create("helix", 3), 16, wanted), wanted)

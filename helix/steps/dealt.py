@@ -1,0 +1,109 @@
+"""Rows of a prefill step dealt to the ranks: each attends with all heads of its rows, to whole sequences.
+
+Attention over a shard needs the queries of all rows on every rank, and sends partial outputs of all heads back. Where
+a query reads few tokens of one latent head, those messages are longer than the sequences themselves. So ranks gather
+the sequences' latents and index keys, and send each rank its own rows' queries:
+
+    queries [N, own heads, D]  -- all-to-all -->  [N / K, all heads, D]       choice and attention over all tokens
+    outputs [N / K, all heads, V]  -- all-to-all -->  [N, own heads, V]       neither counts nor partials to exchange
+
+Gathered pages lie rank after rank. Tokens in the sequence's order are found by a table of runs that one page of one
+rank has: to indexer and attention, all of this is the cache of a rank alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.layout import HelixLayout
+from helix.placement import Placement
+from helix.steps.step import Step
+
+
+@dataclass(frozen=True)
+class DealtRows:
+    """This rank's rows of a prefill step, and the pages that it gives to the other ranks.
+
+    Attributes:
+        step: the rows, over gathered sequences.
+        own: which rows of the whole step they are.
+        each: rows of a rank; the last one has fewer if they do not divide evenly.
+        run: consecutive tokens that `step` finds together.
+        pages: this rank's pages [n * columns] int64 of all sequences.
+    """
+
+    step: Step
+    own: slice
+    each: int
+    run: int
+    pages: Tensor
+
+    def gather(self, comm: Communicator, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gathers data of tokens [pages, ...] -> [K * n * columns, ...], the pages of one rank after the other."""
+
+        def of_all(data: Tensor) -> Tensor:
+            pages = data.view(torch.uint8).index_select(0, self.pages)
+            return comm.gather_in_group(pages).flatten(0, 1).view(data.dtype)
+
+        return {name: of_all(data) for name, data in kept.items()}
+
+    def to_rows(self, comm: Communicator, q: Tensor, heads: list[int]) -> Tensor:
+        """Sends queries [N, own heads, D] to the ranks that have their rows -> [R, Hq, D]; `heads`: of each rank."""
+        ranks, lanes = len(heads), max(heads)
+        padding = 0, 0, 0, lanes - q.shape[1], 0, ranks * self.each - len(q)
+        send = F.pad(q, padding) if any(padding) else q.contiguous()
+        parts = comm.all_to_all(send.view(ranks, self.each, lanes, -1))[:, : self.own.stop - self.own.start]
+        if min(heads) == lanes:
+            return parts.transpose(0, 1).flatten(1, 2)
+        return torch.cat([part[:, :n] for part, n in zip(parts, heads, strict=True)], 1)
+
+    def to_heads(self, comm: Communicator, x: Tensor, heads: list[int], rows: int) -> Tensor:
+        """Sends outputs [R, Hq, V] to the ranks that keep their heads, `heads` each -> [rows, own heads, V]."""
+        ranks, lanes = len(heads), max(heads)
+        if min(heads) == lanes and len(x) == self.each:
+            send = x.view(self.each, ranks, lanes, -1).transpose(0, 1).contiguous()
+        else:
+            send = x.new_zeros(ranks, self.each, lanes, x.shape[2])
+            for part, of_rank in zip(send, x.split(heads, 1), strict=True):
+                part[: len(x), : of_rank.shape[1]] = of_rank
+        return comm.all_to_all(send).flatten(0, 1)[:rows, : heads[comm.kvp_rank]]
+
+
+def deal(step: Step) -> DealtRows:
+    """Deals the rows of a prefill step; each rank has some of them."""
+    assert step.cu_q is not None
+    placement, rows = step.placement, len(step.tokens)
+    layout, page, block = placement.layout, placement.page_size, placement.append_block
+    ranks, rank, run = layout.kvp, placement.kvp_rank, math.gcd(placement.page_size, placement.append_block)
+    sequences = len(step.slots) - step.padded
+    columns = min(-(-step.max_k // page), step.block_tables.shape[1])
+    room = columns * page  # tokens of a sequence on a rank
+
+    each = -(-rows // ranks)
+    own = slice(rank * each, min((rank + 1) * each, rows))
+    device = step.positions.device
+    begins = torch.arange(0, ranks * room, run, device=device)
+    of_sequence = torch.arange(sequences, device=device)[:, None]
+    starts = step.starts[step.cu_q[:sequences].long().clamp(max=rows - 1)][:, None]
+    owners = layout.token_owner(begins, block, starts)
+    slots = layout.token_slot(begins, block).clamp(max=room - run)  # others are beyond the longest sequence
+    table = (((owners * sequences + of_sequence) * room + slots) // run).int()
+    if step.padded:
+        table = torch.cat([table, table.new_zeros(1, table.shape[1])])
+    alone = Placement(HelixLayout.create("helix", 1), 0, run, run)
+    part = replace(
+        step.part(own.start, own.stop),
+        placement=alone,
+        starts=torch.zeros_like(step.starts[own]),
+        tables={None: table},
+        append_slots={},
+        max_k=ranks * room,
+    )
+    return DealtRows(part, own, each, run, step.block_tables[:sequences, :columns].flatten().long())
