@@ -25,6 +25,7 @@ from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
+from helix.steps.dealt import gather
 from helix.steps.step import CHOSEN, Step
 from kernels.indexer.append import index_append
 from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
@@ -141,7 +142,7 @@ class Indexer:
             append(none, k, angles, slots)
         elif (dealt := step.dealt) is not None:
             append(none, k, angles, slots)
-            whole_keys = dealt.gather(self.comm, {name: cache.kept[name] for name in INDEX if name in cache.kept})
+            whole_keys = gather(dealt, self.comm, {name: cache.kept[name] for name in INDEX if name in cache.kept})
             rows = dealt.own
             q = queries(latents[rows])
             append(q, k[rows], angles.of(rows), torch.full_like(slots[rows], -1))

@@ -38,8 +38,10 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
 from helix.memory.kv_cache import KVCache, LayerCache
+from helix.steps.dealt import gather, to_heads, to_rows
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
+from kernels.attention.unpacked_prefill import whole_latents
 from kernels.dense.rms_norm import rms_norm
 from kernels.mla.append import mla_append
 from kernels.mla.per_head_linear import per_head_linear
@@ -273,7 +275,7 @@ class MLA(ShardedAttention):
 
         if (dealt := step.dealt) is not None:
             append(q[:, :0], kv, angles, self.w_uk[:0], slots)
-            q = dealt.to_rows(self.comm, q, self.made) if self.gathers else q[dealt.own]
+            q = to_rows(dealt, self.comm, q, self.made) if self.gathers else q[dealt.own]
             nowhere = torch.full_like(slots[dealt.own], -1)
             return append(q, kv[dealt.own], angles.of(dealt.own), self.w_uk, nowhere)
         gathers, w_uk = self.gathers, self.own_w_uk
@@ -292,11 +294,13 @@ class MLA(ShardedAttention):
         """Attends with all heads of own rows to whole sequences; returns the output of own heads [N, heads, value]."""
         dealt = step.dealt
         assert dealt is not None
-        kept = {name: data for name, data in cache.kept.items() if name not in INDEX}
-        whole = replace(cache, kept=dealt.gather(self.comm, kept))
+        kept = gather(dealt, self.comm, {name: data for name, data in cache.kept.items() if name not in INDEX})
+        if "ropes" in kept:  # unpacked once, for all rows
+            kept = {"latents": whole_latents(kept["latents"], kept["latent_scales"], kept["ropes"])}
+        whole = replace(cache, kept=kept)
         layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
         found = policy.attend(q, whole, dealt.step, layer).merge()[0]
-        return dealt.to_heads(self.comm, per_head_linear(found, self.w_uv), self.shares, len(step.tokens))
+        return to_heads(dealt, self.comm, per_head_linear(found, self.w_uv), self.shares, len(step.tokens))
 
     def _gather(self, q: Tensor, step: Step) -> Tensor:
         """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""

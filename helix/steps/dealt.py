@@ -1,4 +1,4 @@
-"""Rows of a prefill step dealt to the ranks: each attends with all heads of its rows, to whole sequences.
+"""Rows of a prefill step, dealt to the ranks, each of which attends with all heads of its own to whole sequences.
 
 Attention over a shard needs the queries of all rows on every rank, and sends partial outputs of all heads back. Where
 a query reads few tokens of one latent head, those messages are longer than the sequences themselves. So ranks gather
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,60 +24,11 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.layout import HelixLayout
 from helix.placement import Placement
-from helix.steps.step import Step
-
-
-@dataclass(frozen=True)
-class DealtRows:
-    """This rank's rows of a prefill step, and the pages that it gives to the other ranks.
-
-    Attributes:
-        step: the rows, over gathered sequences.
-        own: which rows of the whole step they are.
-        each: rows of a rank; the last one has fewer if they do not divide evenly.
-        run: consecutive tokens that `step` finds together.
-        pages: this rank's pages [n * columns] int64 of all sequences.
-    """
-
-    step: Step
-    own: slice
-    each: int
-    run: int
-    pages: Tensor
-
-    def gather(self, comm: Communicator, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gathers data of tokens [pages, ...] -> [K * n * columns, ...], the pages of one rank after the other."""
-
-        def of_all(data: Tensor) -> Tensor:
-            pages = data.view(torch.uint8).index_select(0, self.pages)
-            return comm.gather_in_group(pages).flatten(0, 1).view(data.dtype)
-
-        return {name: of_all(data) for name, data in kept.items()}
-
-    def to_rows(self, comm: Communicator, q: Tensor, heads: list[int]) -> Tensor:
-        """Sends queries [N, own heads, D] to the ranks that have their rows -> [R, Hq, D]; `heads`: of each rank."""
-        ranks, lanes = len(heads), max(heads)
-        padding = 0, 0, 0, lanes - q.shape[1], 0, ranks * self.each - len(q)
-        send = F.pad(q, padding) if any(padding) else q.contiguous()
-        parts = comm.all_to_all(send.view(ranks, self.each, lanes, -1))[:, : self.own.stop - self.own.start]
-        if min(heads) == lanes:
-            return parts.transpose(0, 1).flatten(1, 2)
-        return torch.cat([part[:, :n] for part, n in zip(parts, heads, strict=True)], 1)
-
-    def to_heads(self, comm: Communicator, x: Tensor, heads: list[int], rows: int) -> Tensor:
-        """Sends outputs [R, Hq, V] to the ranks that keep their heads, `heads` each -> [rows, own heads, V]."""
-        ranks, lanes = len(heads), max(heads)
-        if min(heads) == lanes and len(x) == self.each:
-            send = x.view(self.each, ranks, lanes, -1).transpose(0, 1).contiguous()
-        else:
-            send = x.new_zeros(ranks, self.each, lanes, x.shape[2])
-            for part, of_rank in zip(send, x.split(heads, 1), strict=True):
-                part[: len(x), : of_rank.shape[1]] = of_rank
-        return comm.all_to_all(send).flatten(0, 1)[:rows, : heads[comm.kvp_rank]]
+from helix.steps.step import DealtRows, Step
 
 
 def deal(step: Step) -> DealtRows:
-    """Deals the rows of a prefill step; each rank has some of them."""
+    """Divides the rows of a prefill step among the ranks, each of which has some."""
     assert step.cu_q is not None
     placement, rows = step.placement, len(step.tokens)
     layout, page, block = placement.layout, placement.page_size, placement.append_block
@@ -107,3 +58,36 @@ def deal(step: Step) -> DealtRows:
         max_k=ranks * room,
     )
     return DealtRows(part, own, each, run, step.block_tables[:sequences, :columns].flatten().long())
+
+
+def gather(dealt: DealtRows, comm: Communicator, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gathers data of tokens [pages, ...] -> [K * n * columns, ...], the pages of one rank after the other."""
+
+    def of_all(data: Tensor) -> Tensor:
+        pages = data.view(torch.uint8).index_select(0, dealt.pages)
+        return comm.gather_in_group(pages).flatten(0, 1).view(data.dtype)
+
+    return {name: of_all(data) for name, data in kept.items()}
+
+
+def to_rows(dealt: DealtRows, comm: Communicator, q: Tensor, heads: list[int]) -> Tensor:
+    """Sends queries [N, own heads, D] to the ranks with their rows -> [R, Hq, D]; ranks have `heads` heads each."""
+    ranks, lanes = len(heads), max(heads)
+    padding = 0, 0, 0, lanes - q.shape[1], 0, ranks * dealt.each - len(q)
+    send = F.pad(q, padding) if any(padding) else q.contiguous()
+    parts = comm.all_to_all(send.view(ranks, dealt.each, lanes, -1))[:, : dealt.own.stop - dealt.own.start]
+    if min(heads) == lanes:
+        return parts.transpose(0, 1).flatten(1, 2)
+    return torch.cat([part[:, :n] for part, n in zip(parts, heads, strict=True)], 1)
+
+
+def to_heads(dealt: DealtRows, comm: Communicator, x: Tensor, heads: list[int], rows: int) -> Tensor:
+    """Sends outputs [R, Hq, V] to the ranks that keep their heads, `heads` each -> [rows, own heads, V]."""
+    ranks, lanes = len(heads), max(heads)
+    if min(heads) == lanes and len(x) == dealt.each:
+        send = x.view(dealt.each, ranks, lanes, -1).transpose(0, 1).contiguous()
+    else:
+        send = x.new_zeros(ranks, dealt.each, lanes, x.shape[2])
+        for part, of_rank in zip(send, x.split(heads, 1), strict=True):
+            part[: len(x), : of_rank.shape[1]] = of_rank
+    return comm.all_to_all(send).flatten(0, 1)[:rows, : heads[comm.kvp_rank]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +21,6 @@ from helix.placement import ChunkPart, Placement, PromptChunk
 from helix.steps.chunk_size import ChunkSize
 from helix.steps.sampling import SamplingState
 from kernels.tokens.commit import PAST, Candidates, commit
-
-if TYPE_CHECKING:
-    from helix.steps.dealt import DealtRows
 
 __all__ = ["CHOSEN", "PAST", "DecodeState", "Step"]
 
@@ -45,6 +41,25 @@ class StagedChunk:
     parts: tuple[ChunkPart, ...]
     tables: Tensor
     edges: Tensor
+
+
+@dataclass(frozen=True)
+class DealtRows:
+    """Rows of a prefill step that this rank attends, and pages that it gives to the others; see `helix.steps.dealt`.
+
+    Attributes:
+        step: the rows, over gathered sequences.
+        own: which rows of the whole step they are.
+        each: rows of a rank; the last one has fewer if they do not divide evenly.
+        run: consecutive tokens that `step` finds together.
+        pages: this rank's pages [n * columns] int64 of all sequences.
+    """
+
+    step: Step
+    own: slice
+    each: int
+    run: int
+    pages: Tensor
 
 
 @dataclass

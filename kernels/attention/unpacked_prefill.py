@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import dispatch
 from kernels.attention.lse_combine import lse_combine
 from kernels.paged_keys import PagedKeys
-from kernels.scaled_keys import GROUP, scale_at, scale_strides
+from kernels.scaled_keys import GROUP, scale_at, scale_strides, unpacked_latents
 
 PIECE_BYTES = 1 << 27  # of unpacked numbers: of 8 heads of 128 some 32K tokens, whose merge takes 1% of their attention
 SLOTS = 128  # most slots of a page that a program unpacks
@@ -73,6 +74,27 @@ def _unpack(
         *cache.stride()[:2], of_heads[0], *to.stride()[:2], of_heads[1], keys.table.stride(0),
         WIDTH=width, D=D, PAGE=page, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(D), **strides,
     )  # fmt: skip
+
+
+def whole_latents(latents: torch.Tensor, scales: torch.Tensor, ropes: torch.Tensor) -> torch.Tensor:
+    """Unpacks latents in e4m3 and puts their rotated values behind them, exactly in 16 bits.
+
+    Args:
+        latents, scales, ropes: [pages, page_size, R], [pages, R / 128 rounded up, page_size], [pages, page_size, P];
+            see `kernels.paged_keys.PagedKeys`.
+
+    Returns:
+        [pages, page_size, R + P] in the dtype of `ropes`.
+    """
+    if not dispatch.on_gpu(latents):
+        return torch.cat((unpacked_latents(latents, scales).to(ropes.dtype), ropes), -1)
+    pages, page, R = latents.shape
+    out = ropes.new_empty(pages, page, R + ropes.shape[2])
+    each = torch.arange(max(pages, 2), dtype=torch.int32, device=latents.device)
+    keys = PagedKeys(latents, latents, each[None, :pages], each[:1], torch.full_like(each[:1], pages * page), 1.0)
+    for cache, of_cache, to in ((latents, scales, out[..., :R]), (ropes, None, out[..., R:])):
+        _unpack(cache, of_cache, to, keys, each[:2], 0)
+    return out
 
 
 def attend_unpacked(

@@ -85,6 +85,24 @@ def test_rows_dealt_to_ranks(
     check(loopback(checkpoint(family), layout, next(OTHER_BLOCKS), wanted, *tampers), wanted)
 
 
+@pytest.mark.parametrize("family", CHOOSING)
+@pytest.mark.parametrize("kv", ["fp8", "fp8_all"])
+def test_dealt_rows_of_keys_in_few_bits(monkeypatch: pytest.MonkeyPatch, family: str, kv: str) -> None:
+    """Tokens are those of rows that are not dealt, whose ranks read the same numbers."""
+    wanted, layout = oracle(family, MOE_LENGTHS, MOE_TOKENS), HelixLayout.create("helix", 3)
+
+    def tokens(worth: int) -> list[Any]:
+        monkeypatch.setattr(mla, "WORTH", worth)
+
+        def body(world: LoopbackWorld, rank: int) -> Any:
+            comm = world.communicator(rank, layout.kvp_group(rank))
+            return generate(build_engine(checkpoint(family), layout, comm, 4, kv=kv), wanted).tokens
+
+        return run_ranks(3, body, timeout_s=120.0)
+
+    assert tokens(1 << 20) == tokens(0)
+
+
 @pytest.mark.parametrize("family", DSA_FAMILIES)
 @pytest.mark.parametrize("mode, kvp, tpa", [("tp", 1, 2), ("tp", 1, 4), ("medha", 3, 1)], ids=lambda x: str(x))
 def test_baseline_modes(family: str, mode: str, kvp: int, tpa: int) -> None:
@@ -170,7 +188,8 @@ def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
     ],
     ids=str,
 )
-def test_loopback_ranks_on_one_gpu(family: str, layout: HelixLayout) -> None:
+def test_loopback_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, family: str, layout: HelixLayout) -> None:
+    monkeypatch.setattr(mla, "WORTH", 1 << 20 if layout.kvp == 3 else 0)
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), layout, 16, wanted, device="cuda"), wanted)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernels.attention import split_prefill
+from kernels.attention.unpacked_prefill import whole_latents
 from kernels.mla import decode_common_sm90
 from kernels.mla.append import mla_append
 from kernels.mla.decode import mla_decode
@@ -18,6 +19,7 @@ from kernels.mla.prefill import mla_prefill
 from kernels.reference.mla_append import mla_append as append_reference
 from kernels.reference.mla_decode import mla_decode as decode_reference
 from kernels.reference.mla_prefill import mla_prefill as prefill_reference
+from kernels.scaled_keys import unpacked_latents
 from tests.kernels import test_mla_decode, test_mla_prefill
 from tests.kernels.mla_oracle import FewBitsCase, make_latent_case
 from tests.kernels.oracle import check
@@ -68,6 +70,16 @@ def test_prefill_in_pieces(shape: str, pages: int, device: torch.device, monkeyp
     of_page = case.paged().k[0].numel() * 4 + case.paged().rope[0].numel() * 4
     monkeypatch.setattr("kernels.attention.unpacked_prefill.PIECE_BYTES", pages * len(case.counts) * of_page)
     check(*test_mla_prefill.run(mla_prefill, case), case)
+
+
+@pytest.mark.parametrize("shape", ["a-ragged-group", "three-groups-page-64"])
+def test_whole_latents(shape: str, device: torch.device) -> None:
+    """Numbers times powers of two: exact."""
+    keys = FewBitsCase.of(make_latent_case(**WIDE[shape], device=device)).paged()
+    assert keys.k_scale is not None and keys.rope is not None
+    wanted = torch.cat((unpacked_latents(keys.k, keys.k_scale), keys.rope), -1)
+    found = whole_latents(keys.k, keys.k_scale, keys.rope)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)  # of what nobody wrote
 
 
 def test_split_keys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
