@@ -25,7 +25,7 @@ from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
-from helix.steps.dealt import gather
+from helix.steps.dealt import all_rows, gather
 from helix.steps.step import CHOSEN, Step
 from kernels.indexer.append import index_append
 from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
@@ -120,40 +120,34 @@ class Indexer:
         nobody attends (`step.chooses`).
 
         Args:
-            x: [N, H], the layer's normalised input.
-            latents: [N, q_rank], the queries' latents, normalised.
+            x: [N, H], the layer's normalised input; of this rank's rows, if they are dealt.
+            latents: [N, q_rank], the queries' latents, normalised; likewise.
         """
-        spec, slots, numbers = self.spec, step.new_slots(None), None
+        spec, slots, dealt, numbers = self.spec, step.new_slots(None), step.dealt, None
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
-        whole = step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
-        chooses = step.chooses and not whole
+        whole = dealt is None and step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
+        q = self.queries(latents).view(len(x), spec.heads, spec.width) if step.chooses and not whole else None
 
-        def append(q: Tensor, k: Tensor, angles: Angles, slots: Tensor) -> None:
-            """Writes keys, and rotates queries."""
+        def append(q: Tensor | None, k: Tensor, angles: Angles, slots: Tensor) -> None:
+            """Writes keys, and rotates queries, if there are any."""
+            q = latents.new_empty(len(k), 0, spec.width) if q is None else q
             keys, norm = cache.kept, (self.gain, self.bias, NORM_EPS)
             to = keys["index_keys"], slots, keys.get("index_scales")
             index_append(q, k, angles.cos, angles.sin, *norm, *to, numbers)
 
-        def queries(latents: Tensor) -> Tensor:
-            return self.queries(latents).view(len(latents), spec.heads, spec.width)
-
-        none = latents[:, :0].view(len(latents), 0, spec.width)
-        if not chooses:
-            append(none, k, angles, slots)
-        elif (dealt := step.dealt) is not None:
-            append(none, k, angles, slots)
-            whole_keys = gather(dealt, self.comm, {name: cache.kept[name] for name in INDEX if name in cache.kept})
-            rows = dealt.own
-            q = queries(latents[rows])
-            append(q, k[rows], angles.of(rows), torch.full_like(slots[rows], -1))
-            runs = {name: data.flatten(0, 1).unflatten(0, (-1, dealt.run)) for name, data in whole_keys.items()}
-            dealt.step.shared[CHOSEN] = self._choose(q, weights[rows], runs, None, dealt.step)
-        else:
-            q = queries(latents)
-            # Scores of single queries are counted as they are computed, unless these are many.
-            if step.max_q == 1 and len(q) <= FEW_ROWS:
-                numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
-            append(q, k, angles, slots)
+        if dealt is not None:
+            assert q is not None
+            append(None, all_rows(dealt, self.comm, k), angles, slots)
+            append(q, k, angles.of(dealt.own), torch.full_like(slots[dealt.own], -1))
+            kept = gather(dealt, self.comm, {name: cache.kept[name] for name in INDEX if name in cache.kept})
+            runs = {name: data.flatten(0, 1).unflatten(0, (-1, dealt.run)) for name, data in kept.items()}
+            dealt.step.shared[CHOSEN] = self._choose(q, weights, runs, None, dealt.step)
+            return
+        # Scores of single queries are counted as they are computed, unless these are many.
+        if q is not None and step.max_q == 1 and len(q) <= FEW_ROWS:
+            numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
+        append(q, k, angles, slots)
+        if q is not None:
             step.shared[CHOSEN] = self._choose(q, weights, cache.kept, numbers, step)
 
     def _choose(

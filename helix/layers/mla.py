@@ -38,7 +38,7 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
 from helix.memory.kv_cache import KVCache, LayerCache
-from helix.steps.dealt import gather, to_heads, to_rows
+from helix.steps.dealt import all_rows, gather, to_heads, to_rows
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.attention.unpacked_prefill import whole_latents
@@ -175,7 +175,7 @@ def most_dealt(spec: MLASpec, rows: int) -> int:
 def deals_rows(spec: MLASpec, step: Step) -> bool:
     """Returns whether a prefill step's sequences are gathered, and its rows dealt to ranks (`helix.steps.dealt`)."""
     ranks, rows = step.placement.layout.kvp, len(step.tokens)
-    if ranks == 1 or spec.topk is None or step.cu_q is None or step.max_k * ranks <= spec.topk:
+    if ranks == 1 or spec.topk is None or spec.q_rank is None or step.cu_q is None or step.max_k * ranks <= spec.topk:
         return False
     if (ranks - 1) * -(-rows // ranks) >= rows:  # a rank would have none
         return False
@@ -257,15 +257,18 @@ class MLA(ShardedAttention):
         )
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
-        """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents."""
+        """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents.
+
+        If rows are dealt, x and queries are of this rank's.
+        """
         spec = self.spec
-        mine, slots = cache.layer(self.index), step.new_slots(None)
+        mine, slots, dealt = cache.layer(self.index), step.new_slots(None), step.dealt
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
             of_q = rms_norm(q, self.q_gain, spec.norm_eps)[0]
             if self.indexer is not None and (step.chooses or step.chosen is None):
                 self.indexer(x, of_q, angles, mine, step)
-            q = self.q_up(of_q)
+            q = self.q_up(of_q if dealt is None or not self.gathers else all_rows(dealt, self.comm, of_q))
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
 
         def append(q: Tensor, kv: Tensor, angles: Angles, w_uk: Tensor, slots: Tensor) -> Tensor:
@@ -273,11 +276,11 @@ class MLA(ShardedAttention):
             few = kept.get("latent_scales"), kept.get("ropes")
             return angles.scaled(mla_append(q, kv, angles.cos, angles.sin, *norm, w_uk, kept["latents"], slots, *few))
 
-        if (dealt := step.dealt) is not None:
-            append(q[:, :0], kv, angles, self.w_uk[:0], slots)
-            q = to_rows(dealt, self.comm, q, self.made) if self.gathers else q[dealt.own]
-            nowhere = torch.full_like(slots[dealt.own], -1)
-            return append(q, kv[dealt.own], angles.of(dealt.own), self.w_uk, nowhere)
+        if dealt is not None:
+            none = q.new_empty(dealt.rows, 0, spec.query)
+            append(none, all_rows(dealt, self.comm, kv), angles, self.w_uk[:0], slots)
+            q = to_rows(dealt, self.comm, q, self.made) if self.gathers else q
+            return append(q, kv, angles.of(dealt.own), self.w_uk, torch.full_like(slots[dealt.own], -1))
         gathers, w_uk = self.gathers, self.own_w_uk
         if gathers and step.cu_q is not None and gathers_first(spec, len(x), self.comm.wire_rate):
             q, gathers, w_uk = self._gather(q.contiguous(), step), False, self.w_uk
@@ -300,7 +303,7 @@ class MLA(ShardedAttention):
         whole = replace(cache, kept=kept)
         layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
         found = policy.attend(q, whole, dealt.step, layer).merge()[0]
-        return to_heads(dealt, self.comm, per_head_linear(found, self.w_uv), self.shares, len(step.tokens))
+        return to_heads(dealt, self.comm, per_head_linear(found, self.w_uv), self.shares)
 
     def _gather(self, q: Tensor, step: Step) -> Tensor:
         """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""

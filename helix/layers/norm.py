@@ -9,6 +9,8 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.pending import PendingSum, computed
 from helix.layers.weights import Weights
+from helix.steps.dealt import sum_rows
+from helix.steps.step import DealtRows
 from kernels.dense.rms_norm import rms_norm
 
 Placement = Literal["before", "after", "around"]  # of norms and a half of a layer
@@ -42,8 +44,16 @@ class JoinNorm:
     def __init__(self, comm: Communicator, added: AllReduceNorm | None, read: AllReduceNorm | None) -> None:
         self.comm, self.added, self.read = comm, added, read
 
-    def __call__(self, parts: Tensor | PendingSum, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Adds the sum of all ranks' parts [N, H] to x [N, H], None: 0; returns what is read next, and the sum."""
+    def __call__(
+        self, parts: Tensor | PendingSum, x: Tensor | None, dealt: DealtRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Adds the sum of all ranks' parts [N, H] to x [N, H], None: 0; returns what is read next, and the sum.
+
+        Both are of this rank's rows, and so is `x`, if rows are dealt.
+        """
+        if dealt is not None:
+            assert self.added is None and self.read is not None, "no family of these choosing tokens has such norms"
+            return rms_norm(sum_rows(dealt, self.comm, computed(parts)), self.read.weight, self.read.eps, x)
         if self.added is None:
             if self.read is not None:
                 return self.read(parts, x)

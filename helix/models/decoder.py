@@ -31,7 +31,7 @@ from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
-from helix.steps.dealt import deal
+from helix.steps.dealt import all_rows, deal
 from helix.steps.step import Step
 
 
@@ -361,13 +361,13 @@ class Decoder:
         Turns end where messages do, or where products that hide the other half's do.
         """
         x: Tensor | None = None
-        tapped: dict[int, Tensor] = {}
+        dealt, tapped = step.dealt, dict[int, Tensor]()
         parts: Tensor | PendingSum = self._embedded(step.tokens)
         angles_of = [rotary.angles(step.positions) for rotary in self.rotary]
         policy.prepare(step, set(self.spec.windows))
         guesses = policy.guesses and step.cu_q is None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
-            normed, x = layer.input_norm(parts, x)
+            normed, x = layer.input_norm(parts, x, dealt)
             yield None
             angles = angles_of[layer.rope]
             if layer.index in self.spec.taps:
@@ -379,12 +379,13 @@ class Decoder:
             yield None
             parts = layer.mixer.finish(q, cache, step, policy)
             yield None
-            normed, x = layer.ffn_norm(parts, x)
+            normed, x = layer.ffn_norm(parts, x, dealt)
             yield None
-            parts = layer.feed(normed, step)
+            parts = layer.feed(normed if dealt is None else all_rows(dealt, self.own, normed), step)
             yield None
-        normed, tapped[len(self.layers)] = self.norm(parts, x)
-        yield torch.cat([normed, *(tapped[i] for i in self.spec.taps)], 1) if self.spec.taps else normed
+        normed, tapped[len(self.layers)] = self.norm(parts, x, dealt)
+        found = torch.cat([normed, *(tapped[i] for i in self.spec.taps)], 1) if self.spec.taps else normed
+        yield found if dealt is None else all_rows(dealt, self.own, found)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Computes this rank's parts [N, H] of the embedded tokens [N]."""

@@ -7,6 +7,9 @@ the sequences' latents and index keys, and send each rank its own rows' queries:
     queries [N, own heads, D]  -- all-to-all -->  [N / K, all heads, D]       choice and attention over all tokens
     outputs [N / K, all heads, V]  -- all-to-all -->  [N, own heads, V]       neither counts nor partials to exchange
 
+Between attention and FFN each rank has the residual stream of its rows: sums over ranks are scattered to them, and what
+projections of all rows read is gathered.
+
 Gathered pages lie rank after rank. Tokens in the sequence's order are found by a table of runs that one page of one
 rank has: to indexer and attention, all of this is the cache of a rank alone.
 """
@@ -57,7 +60,7 @@ def deal(step: Step) -> DealtRows:
         append_slots={},
         max_k=ranks * room,
     )
-    return DealtRows(part, own, each, run, step.block_tables[:sequences, :columns].flatten().long())
+    return DealtRows(part, rows, own, each, run, step.block_tables[:sequences, :columns].flatten().long())
 
 
 def gather(dealt: DealtRows, comm: Communicator, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -81,8 +84,8 @@ def to_rows(dealt: DealtRows, comm: Communicator, q: Tensor, heads: list[int]) -
     return torch.cat([part[:, :n] for part, n in zip(parts, heads, strict=True)], 1)
 
 
-def to_heads(dealt: DealtRows, comm: Communicator, x: Tensor, heads: list[int], rows: int) -> Tensor:
-    """Sends outputs [R, Hq, V] to the ranks that keep their heads, `heads` each -> [rows, own heads, V]."""
+def to_heads(dealt: DealtRows, comm: Communicator, x: Tensor, heads: list[int]) -> Tensor:
+    """Sends outputs [R, Hq, V] to the ranks that keep their heads, `heads` each -> [N, own heads, V]."""
     ranks, lanes = len(heads), max(heads)
     if min(heads) == lanes and len(x) == dealt.each:
         send = x.view(dealt.each, ranks, lanes, -1).transpose(0, 1).contiguous()
@@ -90,4 +93,19 @@ def to_heads(dealt: DealtRows, comm: Communicator, x: Tensor, heads: list[int], 
         send = x.new_zeros(ranks, dealt.each, lanes, x.shape[2])
         for part, of_rank in zip(send, x.split(heads, 1), strict=True):
             part[: len(x), : of_rank.shape[1]] = of_rank
-    return comm.all_to_all(send).flatten(0, 1)[:rows, : heads[comm.kvp_rank]]
+    return comm.all_to_all(send).flatten(0, 1)[: dealt.rows, : heads[comm.kvp_rank]]
+
+
+def sum_rows(dealt: DealtRows, comm: Communicator, parts: Tensor) -> Tensor:
+    """Sums all ranks' parts [N, H], and returns the sum of own rows [R, H]."""
+    ranks = len(comm.kvp_group)
+    missing = ranks * dealt.each - len(parts)
+    parts = F.pad(parts, (0, 0, 0, missing)) if missing else parts
+    return comm.reduce_scatter(parts.view(ranks, dealt.each, -1))[: dealt.own.stop - dealt.own.start]
+
+
+def all_rows(dealt: DealtRows, comm: Communicator, x: Tensor) -> Tensor:
+    """Gathers own rows [R, H] of all ranks -> [N, H]."""
+    missing = dealt.each - len(x)
+    x = F.pad(x, (0, 0, 0, missing)) if missing else x
+    return comm.gather_in_group(x).flatten(0, 1)[: dealt.rows]

@@ -49,13 +49,15 @@ class DealtRows:
 
     Attributes:
         step: the rows, over gathered sequences.
-        own: which rows of the whole step they are.
+        rows: N, rows of the whole step.
+        own: which of them `step` has.
         each: rows of a rank; the last one has fewer if they do not divide evenly.
         run: consecutive tokens that `step` finds together.
         pages: this rank's pages [n * columns] int64 of all sequences.
     """
 
     step: Step
+    rows: int
     own: slice
     each: int
     run: int
