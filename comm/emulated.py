@@ -26,6 +26,7 @@ from comm.symm_mem import ROW, SLICE, SOURCE, SymmMemCommunicator
 from comm.torch_dist import Groups, TorchDistCommunicator
 
 PROCESSES = 2  # at most
+MUCH = 16 << 20  # bytes from which on a message to each rank takes less than copies of it in one
 
 
 def is_emulated(ranks: int) -> bool:
@@ -104,7 +105,12 @@ class EmulatedTransport(TorchDistCommunicator):
     def _gathered(self, x: Tensor, ranks: int, mine: int) -> Tensor:
         """Gathers `x` as row `mine`, and the other's as all other rows."""
         out = x.new_empty(ranks, *x.shape)
-        if ranks > 1:
+        if x.nbytes > MUCH:
+            x = x.contiguous()
+            for row in range(ranks):
+                if row != mine:
+                    self._swap(x, out[row])
+        elif ranks > 1:
             self._swap(x.expand(ranks - 1, *x.shape).contiguous(), out[1:])
             out[0].copy_(out[1])  # then row `mine` is the only one that is this rank's
         out[mine].copy_(x)

@@ -11,7 +11,8 @@ launch the turns, and so each half's collectives, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +20,32 @@ from torch import Tensor
 from comm.base import Communicator
 
 LEAST = 2048  # tokens of a half: smaller messages gain nothing, and use boxes (`comm.symm_mem`) bound to one stream
+
+
+@dataclass(frozen=True)
+class Half:
+    """One half of a step, which marks what it has done and waits for what the other has.
+
+    Within a turn a half's kernels run beside the other's: it waits for all that those of this turn do for it.
+
+    Attributes:
+        first: whether it is the first of the two.
+        marks: events by what was done, of both halves; empty where kernels run as they are launched.
+    """
+
+    first: bool
+    marks: dict[Hashable, torch.cuda.Event] = field(default_factory=dict)
+
+    def mark(self, done: Hashable, device: torch.device) -> None:
+        """Marks what kernels launched so far do as done."""
+        if device.type == "cuda":
+            (event := torch.cuda.Event()).record()
+            self.marks[done] = event
+
+    def wait(self, done: Hashable) -> None:
+        """Lets kernels launched from here on wait for what was marked, if it was."""
+        if (event := self.marks.get(done)) is not None:
+            event.wait()
 
 
 class Turns:

@@ -318,7 +318,7 @@ class Attention(ShardedAttention):
     def _queries_and_append(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
         to = angles.cos, angles.sin, mine.keys, mine.values, step.new_slots(self.window), self.norms, mine.scales
-        gathers = len(self.shares) > 1 and step.overlapped
+        gathers = len(self.shares) > 1 and step.half is not None
         if not gathers and self._squares is None:
             return angles.scaled(qkv_append(x, self.qkv.weight, self.qkv.bias, *to))
         heads = (self._gathered(x) if gathers else self.qkv(x)).unflatten(1, (-1, self.spec.head_dim))

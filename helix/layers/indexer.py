@@ -25,7 +25,7 @@ from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
-from helix.steps.dealt import all_rows, gather
+from helix.steps.dealt import all_rows, gather, gathered, read
 from helix.steps.step import CHOSEN, Step
 from kernels.indexer.append import index_append
 from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
@@ -33,7 +33,6 @@ from kernels.indexer.keys import DIGITS
 from kernels.indexer.scores import index_scores
 from kernels.reference.choose_tokens import Shard
 
-INDEX = ("index_keys", "index_scales")  # what an indexer keeps
 NORM_EPS = 1e-6  # of the keys' norm, whatever rms_norm_eps is
 SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps choose for some rows after the others
 
@@ -121,32 +120,39 @@ class Indexer:
 
         Args:
             x: [N, H], the layer's normalised input; of this rank's rows, if they are dealt.
-            latents: [N, q_rank], the queries' latents, normalised; likewise.
+            latents: [N, q_rank], the queries' latents, normalised; of the same rows.
         """
         spec, slots, dealt, numbers = self.spec, step.new_slots(None), step.dealt, None
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
         whole = dealt is None and step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
         q = self.queries(latents).view(len(x), spec.heads, spec.width) if step.chooses and not whole else None
 
-        def append(q: Tensor | None, k: Tensor, angles: Angles, slots: Tensor) -> None:
+        def append(
+            q: Tensor | None, k: Tensor, angles: Angles, slots: Tensor, kept: Mapping[str, Tensor] = cache.kept
+        ) -> None:
             """Writes keys, and rotates queries, if there are any."""
             q = latents.new_empty(len(k), 0, spec.width) if q is None else q
-            keys, norm = cache.kept, (self.gain, self.bias, NORM_EPS)
-            to = keys["index_keys"], slots, keys.get("index_scales")
+            to, norm = (kept["index_keys"], slots, kept.get("index_scales")), (self.gain, self.bias, NORM_EPS)
             index_append(q, k, angles.cos, angles.sin, *norm, *to, numbers)
 
         if dealt is not None:
             assert q is not None
-            append(None, all_rows(dealt, self.comm, k), angles, slots)
+            names = [name for name in ("index_keys", "index_scales") if name in cache.kept]
+            of_all, kept = all_rows(dealt, self.comm, k), gather(step, self.comm, cache, names)
+            append(None, of_all, angles, slots)
+            append(None, of_all, angles, dealt.slots, kept)
+            gathered(step, cache, names)
             append(q, k, angles.of(dealt.own), torch.full_like(slots[dealt.own], -1))
-            kept = gather(dealt, self.comm, {name: cache.kept[name] for name in INDEX if name in cache.kept})
             runs = {name: data.flatten(0, 1).unflatten(0, (-1, dealt.run)) for name, data in kept.items()}
             dealt.step.shared[CHOSEN] = self._choose(q, weights, runs, None, dealt.step)
+            read(step, cache, names)
             return
         # Scores of single queries are counted as they are computed, unless these are many.
         if q is not None and step.max_q == 1 and len(q) <= FEW_ROWS:
             numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
         append(q, k, angles, slots)
+        if (half := step.half) is not None:  # the second reads in this turn what the first writes in it
+            half.mark("index keys", x.device) if half.first else half.wait("index keys")
         if q is not None:
             step.shared[CHOSEN] = self._choose(q, weights, cache.kept, numbers, step)
 
@@ -184,5 +190,5 @@ class Indexer:
         placement = step.placement
         gather = None
         if placement.layout.kvp > 1:  # a group of several ranks consists of all ranks, as all_gather requires
-            gather = self.comm.gather_in_group if step.overlapped else self.comm.all_gather
+            gather = self.comm.gather_in_group if step.half is not None else self.comm.all_gather
         return Shard(**placement.grid, page_size=placement.page_size, gather=gather)

@@ -20,6 +20,7 @@ time on an H200 and over the link:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +31,7 @@ from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.layers.attention import ShardedAttention, sent
-from helix.layers.indexer import INDEX, Indexer, IndexerSpec
+from helix.layers.indexer import Indexer, IndexerSpec
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
@@ -38,7 +39,7 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
 from helix.memory.kv_cache import KVCache, LayerCache
-from helix.steps.dealt import all_rows, gather, to_heads, to_rows
+from helix.steps.dealt import all_rows, are_enough, gather, gathered, read, to_heads, to_rows
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.attention.unpacked_prefill import whole_latents
@@ -177,9 +178,8 @@ def deals_rows(spec: MLASpec, step: Step) -> bool:
     ranks, rows = step.placement.layout.kvp, len(step.tokens)
     if ranks == 1 or spec.topk is None or spec.q_rank is None or step.cu_q is None or step.max_k * ranks <= spec.topk:
         return False
-    if (ranks - 1) * -(-rows // ranks) >= rows:  # a rank would have none
-        return False
-    return (len(step.slots) - step.padded) * step.max_k * ranks < most_dealt(spec, rows)
+    keys = (len(step.slots) - step.padded) * step.max_k * ranks
+    return are_enough(rows, ranks) and keys < most_dealt(spec, rows)
 
 
 def gathers_first(spec: MLASpec, rows: int, wire_rate: float) -> bool:
@@ -271,14 +271,18 @@ class MLA(ShardedAttention):
             q = self.q_up(of_q if dealt is None or not self.gathers else all_rows(dealt, self.comm, of_q))
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
 
-        def append(q: Tensor, kv: Tensor, angles: Angles, w_uk: Tensor, slots: Tensor) -> Tensor:
-            kept, norm = mine.kept, (self.kv_gain, spec.norm_eps)
-            few = kept.get("latent_scales"), kept.get("ropes")
+        def append(
+            q: Tensor, kv: Tensor, angles: Angles, w_uk: Tensor, slots: Tensor, kept: Mapping[str, Tensor] = mine.kept
+        ) -> Tensor:
+            norm, few = (self.kv_gain, spec.norm_eps), (kept.get("latent_scales"), kept.get("ropes"))
             return angles.scaled(mla_append(q, kv, angles.cos, angles.sin, *norm, w_uk, kept["latents"], slots, *few))
 
         if dealt is not None:
-            none = q.new_empty(dealt.rows, 0, spec.query)
-            append(none, all_rows(dealt, self.comm, kv), angles, self.w_uk[:0], slots)
+            names, none = self._names(mine), q.new_empty(dealt.rows, 0, spec.query)
+            of_all, whole = all_rows(dealt, self.comm, kv), gather(step, self.comm, mine, names)
+            append(none, of_all, angles, self.w_uk[:0], slots)
+            append(none, of_all, angles, self.w_uk[:0], dealt.slots, whole)
+            gathered(step, mine, names)
             q = to_rows(dealt, self.comm, q, self.made) if self.gathers else q
             return append(q, kv, angles.of(dealt.own), self.w_uk, torch.full_like(slots[dealt.own], -1))
         gathers, w_uk = self.gathers, self.own_w_uk
@@ -297,20 +301,25 @@ class MLA(ShardedAttention):
         """Attends with all heads of own rows to whole sequences; returns the output of own heads [N, heads, value]."""
         dealt = step.dealt
         assert dealt is not None
-        kept = gather(dealt, self.comm, {name: data for name, data in cache.kept.items() if name not in INDEX})
+        names = self._names(cache)
+        kept = {name: dealt.whole[name, cache.index % 2] for name in names}
         if "ropes" in kept:  # unpacked once, for all rows
             kept = {"latents": whole_latents(kept["latents"], kept["latent_scales"], kept["ropes"])}
-        whole = replace(cache, kept=kept)
         layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
-        found = policy.attend(q, whole, dealt.step, layer).merge()[0]
+        found = policy.attend(q, replace(cache, kept=kept), dealt.step, layer).merge()[0]
+        read(step, cache, names)
         return to_heads(dealt, self.comm, per_head_linear(found, self.w_uv), self.shares)
+
+    def _names(self, cache: LayerCache) -> list[str]:
+        """Returns the names of what latents consist of."""
+        return [name for name in ("latents", "latent_scales", "ropes") if name in cache.kept]
 
     def _gather(self, q: Tensor, step: Step) -> Tensor:
         """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""
         lanes = max(self.made)
         if q.shape[1] < lanes:
             q = F.pad(q, (0, 0, 0, lanes - q.shape[1]))
-        parts = self.comm.gather_in_group(q).transpose(0, 1) if step.overlapped else self.comm.gather_rows(q)
+        parts = self.comm.gather_in_group(q).transpose(0, 1) if step.half is not None else self.comm.gather_rows(q)
         if min(self.made) == lanes:
             return parts.flatten(1, 2)  # [N, K, lanes, D]
         return torch.cat([part[:, :n] for part, n in zip(parts.unbind(1), self.made, strict=True)], 1)

@@ -31,7 +31,7 @@ from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
-from helix.steps.dealt import all_rows, deal
+from helix.steps.dealt import all_rows, are_enough, dealt
 from helix.steps.step import Step
 
 
@@ -342,15 +342,18 @@ class Decoder:
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
         # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
         mixer = self.spec.attention
-        if isinstance(mixer, MLASpec) and deals_rows(mixer, step):
-            step = replace(step, dealt=deal(step))
+        deals = isinstance(mixer, MLASpec) and deals_rows(mixer, step)
         whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
-        whole = whole or step.dealt is not None  # one wait for the sequences' data
-        if whole or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
-            *_, found = self._through(cache, step, policy)
+        least = len(step.tokens) // 2
+        whole = whole or deals and not are_enough(least, self.own.world_size)
+        if whole or self._adds_squares or least < turns.LEAST:
+            *_, found = self._through(cache, dealt(step, {}) if deals else step, policy)
             assert found is not None
         else:
-            found = torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+            halves, sequences = step.halves(), dict[tuple[str, int], Tensor]()
+            if deals:
+                halves = dealt(halves[0], sequences), dealt(halves[1], sequences)
+            found = torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in halves)))
         if not self.spec.taps:
             return found, found
         return found[:, : self.spec.hidden].contiguous(), found[:, self.spec.hidden :].contiguous()
@@ -361,13 +364,13 @@ class Decoder:
         Turns end where messages do, or where products that hide the other half's do.
         """
         x: Tensor | None = None
-        dealt, tapped = step.dealt, dict[int, Tensor]()
+        rows, tapped = step.dealt, dict[int, Tensor]()
         parts: Tensor | PendingSum = self._embedded(step.tokens)
         angles_of = [rotary.angles(step.positions) for rotary in self.rotary]
         policy.prepare(step, set(self.spec.windows))
         guesses = policy.guesses and step.cu_q is None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
-            normed, x = layer.input_norm(parts, x, dealt)
+            normed, x = layer.input_norm(parts, x, rows)
             yield None
             angles = angles_of[layer.rope]
             if layer.index in self.spec.taps:
@@ -379,13 +382,13 @@ class Decoder:
             yield None
             parts = layer.mixer.finish(q, cache, step, policy)
             yield None
-            normed, x = layer.ffn_norm(parts, x, dealt)
+            normed, x = layer.ffn_norm(parts, x, rows)
             yield None
-            parts = layer.feed(normed if dealt is None else all_rows(dealt, self.own, normed), step)
+            parts = layer.feed(normed if rows is None else all_rows(rows, self.own, normed), step)
             yield None
-        normed, tapped[len(self.layers)] = self.norm(parts, x, dealt)
+        normed, tapped[len(self.layers)] = self.norm(parts, x, rows)
         found = torch.cat([normed, *(tapped[i] for i in self.spec.taps)], 1) if self.spec.taps else normed
-        yield found if dealt is None else all_rows(dealt, self.own, found)
+        yield found if rows is None else all_rows(rows, self.own, found)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Computes this rank's parts [N, H] of the embedded tokens [N]."""

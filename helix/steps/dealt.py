@@ -17,7 +17,7 @@ rank has: to indexer and attention, all of this is the cache of a rank alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,13 +26,24 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.layout import HelixLayout
+from helix.memory.kv_cache import LayerCache
 from helix.placement import Placement
 from helix.steps.step import DealtRows, Step
 
 
-def deal(step: Step) -> DealtRows:
-    """Divides the rows of a prefill step among the ranks, each of which has some."""
-    assert step.cu_q is not None
+def are_enough(rows: int, ranks: int) -> bool:
+    """Returns whether each rank would have some of the rows."""
+    return (ranks - 1) * -(-rows // ranks) < rows
+
+
+def dealt(step: Step, whole: dict[tuple[str, int], Tensor]) -> Step:
+    """Divides the rows of a prefill step among the ranks, each of which has some.
+
+    Args:
+        whole: gathered pages; halves of a step share them.
+    """
+    owners = step.owners()
+    assert step.cu_q is not None and owners is not None
     placement, rows = step.placement, len(step.tokens)
     layout, page, block = placement.layout, placement.page_size, placement.append_block
     ranks, rank, run = layout.kvp, placement.kvp_rank, math.gcd(placement.page_size, placement.append_block)
@@ -46,31 +57,53 @@ def deal(step: Step) -> DealtRows:
     begins = torch.arange(0, ranks * room, run, device=device)
     of_sequence = torch.arange(sequences, device=device)[:, None]
     starts = step.starts[step.cu_q[:sequences].long().clamp(max=rows - 1)][:, None]
-    owners = layout.token_owner(begins, block, starts)
-    slots = layout.token_slot(begins, block).clamp(max=room - run)  # others are beyond the longest sequence
-    table = (((owners * sequences + of_sequence) * room + slots) // run).int()
+    places = layout.token_slot(begins, block).clamp(max=room - run)  # others are beyond the longest sequence
+    at_rank = layout.token_owner(begins, block, starts)
+    table = (((at_rank * sequences + of_sequence) * room + places) // run).int()
     if step.padded:
         table = torch.cat([table, table.new_zeros(1, table.shape[1])])
-    alone = Placement(HelixLayout.create("helix", 1), 0, run, run)
+    alone, nowhere = Placement(HelixLayout.create("helix", 1), 0, run, run), torch.zeros_like(step.starts)
     part = replace(
         step.part(own.start, own.stop),
         placement=alone,
-        starts=torch.zeros_like(step.starts[own]),
+        starts=nowhere[own],
         tables={None: table},
         append_slots={},
         max_k=ranks * room,
     )
-    return DealtRows(part, rows, own, each, run, step.block_tables[:sequences, :columns].flatten().long())
+    slots = alone.cache_slots(step.positions, nowhere, step.live, table, owners)
+    pages = step.block_tables[:sequences, :columns].flatten().long()
+    return replace(step, dealt=DealtRows(part, rows, own, each, run, pages, slots, whole))
 
 
-def gather(dealt: DealtRows, comm: Communicator, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gathers data of tokens [pages, ...] -> [K * n * columns, ...], the pages of one rank after the other."""
+def gather(step: Step, comm: Communicator, cache: LayerCache, names: Sequence[str]) -> dict[str, Tensor]:
+    """Gathers a layer's data of tokens from all ranks, [K * n * columns, ...] each, the pages of one after the other.
 
-    def of_all(data: Tensor) -> Tensor:
-        pages = data.view(torch.uint8).index_select(0, dealt.pages)
-        return comm.gather_in_group(pages).flatten(0, 1).view(data.dtype)
+    The step's own tokens are to be added (`DealtRows.slots`), and then `gathered` called. A second half adds its own to
+    what the first has gathered. Data of two layers is there at once.
+    """
+    dealt, half, turn = step.dealt, step.half, cache.index % 2
+    assert dealt is not None
+    if half is not None:
+        half.wait((names[0], turn, "free" if half.first else "there"))
+    if half is None or half.first:
+        for name in names:
+            pages = cache.kept[name].view(torch.uint8).index_select(0, dealt.pages)
+            of_all = comm.gather_in_group(pages).flatten(0, 1)
+            dealt.whole[name, turn] = of_all.view(cache.kept[name].dtype)
+    return {name: dealt.whole[name, turn] for name in names}
 
-    return {name: of_all(data) for name, data in kept.items()}
+
+def gathered(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
+    """Says that a half's own tokens are where `gather` said."""
+    if step.half is not None and step.half.first:
+        step.half.mark((names[0], cache.index % 2, "there"), step.tokens.device)
+
+
+def read(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
+    """Says that a half has read what was gathered."""
+    if step.half is not None and not step.half.first:
+        step.half.mark((names[0], cache.index % 2, "free"), step.tokens.device)
 
 
 def to_rows(dealt: DealtRows, comm: Communicator, q: Tensor, heads: list[int]) -> Tensor:

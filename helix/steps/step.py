@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comm.turns import Half
 from helix.config import MAX_QUERIES
 from helix.events.decision import Admission, TableWrite
 from helix.events.follower import Follower, Retired, Span
@@ -54,6 +55,8 @@ class DealtRows:
         each: rows of a rank; the last one has fewer if they do not divide evenly.
         run: consecutive tokens that `step` finds together.
         pages: this rank's pages [n * columns] int64 of all sequences.
+        slots: where the step's tokens are in gathered pages [N] int64, -1 for padding.
+        whole: gathered pages, by name and the turn of their layer.
     """
 
     step: Step
@@ -62,6 +65,8 @@ class DealtRows:
     each: int
     run: int
     pages: Tensor
+    slots: Tensor
+    whole: dict[tuple[str, int], Tensor]
 
 
 @dataclass
@@ -81,7 +86,7 @@ class Step:
         max_k: upper bound of the keys that one sequence reads on this rank; prefill only.
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
         first: slot of the first sequence of a decode step; its slots are consecutive.
-        overlapped: whether the other half of a prefill step computes while this half communicates.
+        half: which half of a prefill step it is, beside the other one's messages; None: it is no half.
         padded: whether the last sequence of a prefill step is its padding, which reads no keys.
         dealt: the rows that this rank attends to whole sequences; None: all, to its shard.
         shared: tensors [N] that all layers read, by key.
@@ -103,7 +108,7 @@ class Step:
     max_k: int = 0
     chunks: int = 1
     first: int = 0
-    overlapped: bool = False
+    half: Half | None = None
     padded: bool = False
     dealt: DealtRows | None = None
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -154,7 +159,8 @@ class Step:
         """Splits a prefill step in two: the first half of its tokens, and the second."""
         middle, end = (len(self.tokens) + 1) // 2, len(self.tokens)
         first, second = self.part(0, middle), self.part(middle, end)
-        return replace(first, overlapped=True), replace(second, overlapped=True)
+        half = Half(first=True)
+        return replace(first, half=half), replace(second, half=Half(False, half.marks))
 
     def part(self, begin: int, end: int) -> Step:
         """Returns the prefill step of these of its tokens."""

@@ -15,12 +15,14 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.solo import SoloCommunicator
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.config import ScheduleConfig
 from helix.control.engine import Engine
 from helix.layers import indexer, mla
 from helix.layers.mla import MLA
 from helix.layout import HelixLayout
 from helix.memory.keeps import latents
 from helix.speculation import NgramDrafter
+from helix.steps import chunk_size
 from helix.steps.step import CHOSEN, Step
 from kernels.scaled_keys import rounded
 from tests.e2e import mtp
@@ -117,11 +119,25 @@ def test_some_rows_of_a_chunk_after_others(monkeypatch: pytest.MonkeyPatch, scor
     check(loopback(checkpoint("glm-5-shared"), HelixLayout.create("helix", 2), 16, wanted), wanted)
 
 
-def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla, "WORTH", 0)
+@pytest.mark.parametrize("worth", [0, 1 << 20])
+@pytest.mark.parametrize("family", CHOOSING)
+@pytest.mark.parametrize("kvp", [2, 3])
+def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch, family: str, kvp: int, worth: int) -> None:
     monkeypatch.setattr(turns, "LEAST", 7)
-    wanted = oracle("glm-5-shared", MOE_LENGTHS, MOE_TOKENS)
-    check(loopback(checkpoint("glm-5-shared"), HelixLayout.create("helix", 3), 16, wanted), wanted)
+    monkeypatch.setattr(mla, "WORTH", worth)
+    wanted, seen, halves = oracle(family, MOE_LENGTHS, MOE_TOKENS), list[int](), Step.halves
+
+    def spy(step: Step) -> tuple[Step, Step]:
+        seen.append(len(step.tokens))
+        return halves(step)
+
+    monkeypatch.setattr(Step, "halves", spy)
+
+    def patient(engine: Engine) -> None:
+        engine.schedule = ScheduleConfig(stall_ms=60_000)  # however slow this machine is just now
+
+    check(loopback(checkpoint(family), HelixLayout.create("helix", kvp), 16, wanted, patient), wanted)
+    assert max(seen) > 20
 
 
 def test_chunks_of_a_batch() -> None:
@@ -216,6 +232,43 @@ def test_gpus(drafts: int, kind: type[TorchDistCommunicator], world: int) -> Non
     drafter = NgramDrafter(drafts, 1) if drafts else None
     task = (checkpoint(family), HelixLayout.create("helix", world), 16, wanted, "cuda", kind, drafter)
     check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
+
+
+def in_halves(rank: int, ranks: int, worth: int, late_first: bool, waits: bool, *task: Any) -> Result:
+    """Serves prompts in halves, one of which comes late in each layer."""
+    project = MLA.project
+
+    def late(self: MLA, x: torch.Tensor, angles: Any, cache: Any, step: Step) -> torch.Tensor:
+        if step.half is not None and step.half.first == late_first:
+            torch.cuda._sleep(2_000_000)  # a millisecond
+        return project(self, x, angles, cache, step)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in (("SIZES", (8, 14, 22, 27, 50, 70)), ("LAUNCHED", 20), ("SEQUENCES", (2, 4)), ("DEEP", 16)):
+            patched.setattr(chunk_size, name, value)
+        patched.setattr(turns, "LEAST", 7)
+        patched.setattr(mla, "WORTH", worth)
+        patched.setattr(MLA, "project", late)
+        if not waits:
+            patched.setattr(turns.Half, "wait", lambda self, done: None)
+        return distributed_rank(rank, ranks, *task)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "worth, late_first, waits", [(0, True, True), (1 << 20, True, True), (1 << 20, False, True), (1 << 20, True, False)]
+)
+def test_halves_wait_for_each_other(worth: int, late_first: bool, waits: bool) -> None:
+    family = "glm-5-shared"
+    pool(2, "nccl").start()
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    task = (checkpoint(family), HelixLayout.create("helix", 2), 16, wanted, "cuda", TorchDistCommunicator, None)
+    found = pool(2, "nccl").run(in_halves, worth, late_first, waits, *task, timeout_s=120.0)
+    if waits:
+        check(found, wanted)
+    else:
+        with pytest.raises(AssertionError, match="prompt"):
+            check(found, wanted)
 
 
 def rotates_keys_otherwise(engine: Engine) -> None:
