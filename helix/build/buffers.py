@@ -52,7 +52,7 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torc
 def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: int, dtype: torch.dtype) -> int:
     """Counts the bytes of sequences that ranks gather for a prefill step of `chunk` tokens, of up to `longest` each.
 
-    A layer's latents and index keys are there at once, and beside the latents those that this rank gives. A captured
+    Latents and index keys of two layers are there at once, and beside them the latents that this rank gives. A captured
     chunk gathers as many as its depth has, at most twice what there are.
     """
     mixer = spec.attention
@@ -60,7 +60,7 @@ def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: 
         return 0
     index = max(indexer.width for indexer in spec.indexers)
     given = -(-mixer.entry // layout.kvp)
-    return min(2 * longest, most_dealt(mixer, chunk)) * (mixer.entry + given + index) * dtype.itemsize
+    return min(2 * longest, most_dealt(mixer, chunk)) * (2 * (mixer.entry + index) + given) * dtype.itemsize
 
 
 def longest_chunk(token_bytes: int, free: int, experts: bool = False) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
-from helix.build.buffers import MOST, SHARE, fitting_slots, longest_chunk, most_slots, token_buffers
+from helix.build.buffers import MOST, SHARE, fitting_slots, gathered_bytes, longest_chunk, most_slots, token_buffers
 from helix.control.prefill_time import PrefillTime, doubling_depth
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache, StepSizes
@@ -39,6 +39,17 @@ from tests.sequences import admission, with_windows
 )
 def test_buffers_of_a_token(model: str, layout: HelixLayout, numbers: int) -> None:
     assert token_buffers(spec_of(model), layout, 0, torch.bfloat16) == pytest.approx(1.25 * 2 * numbers, abs=1)
+
+
+def test_gathered_sequences() -> None:
+    """Of GLM-5.2: latents of 576 and index keys of 128 numbers, twice, and an eighth of the latents to give."""
+    spec, bf16 = spec_of("glm-5.2"), torch.bfloat16
+    layout = HelixLayout.create("helix", 8)
+    assert gathered_bytes(spec, layout, 8192, 64 << 10, bf16) == 2 * (64 << 10) * 2 * (2 * (576 + 128) + 72)
+    most = gathered_bytes(spec, layout, 8192, 1 << 20, bf16)
+    assert most == gathered_bytes(spec, layout, 8192, 1 << 30, bf16) < 3e9, "longer ones are not gathered"
+    assert gathered_bytes(spec, HelixLayout.create("tp", 1, 8), 8192, 1 << 20, bf16) == 0
+    assert gathered_bytes(spec_of("deepseek-r1"), layout, 8192, 1 << 20, bf16) == 0
 
 
 @pytest.mark.parametrize(
