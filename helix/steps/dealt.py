@@ -95,13 +95,13 @@ def gather(step: Step, comm: Communicator, cache: LayerCache, names: Sequence[st
 
 
 def gathered(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
-    """Says that a half's own tokens are where `gather` said."""
+    """Marks the first half's own tokens as being where `gather` said."""
     if step.half is not None and step.half.first:
         step.half.mark((names[0], cache.index % 2, "there"), step.tokens.device)
 
 
 def read(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
-    """Says that a half has read what was gathered."""
+    """Marks what was gathered as read by the second half."""
     if step.half is not None and not step.half.first:
         step.half.mark((names[0], cache.index % 2, "free"), step.tokens.device)
 

@@ -42,7 +42,7 @@ def test_buffers_of_a_token(model: str, layout: HelixLayout, numbers: int) -> No
 
 
 def test_gathered_sequences() -> None:
-    """Of GLM-5.2: latents of 576 and index keys of 128 numbers, twice, and an eighth of the latents to give."""
+    """Latents of 576 and index keys of 128 numbers, twice, and an eighth of the latents to give (GLM-5.2)."""
     spec, bf16 = spec_of("glm-5.2"), torch.bfloat16
     layout = HelixLayout.create("helix", 8)
     assert gathered_bytes(spec, layout, 8192, 64 << 10, bf16) == 2 * (64 << 10) * 2 * (2 * (576 + 128) + 72)
