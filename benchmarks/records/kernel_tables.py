@@ -193,7 +193,7 @@ def prefill() -> list[str]:
         "seconds": of("prefill_s", "", 2),
         "tokens/s": of("tokens_per_s", "", 0),
     }
-    key = "kind", "heads", "q_tokens", "length", "layout"
+    key = "kind", "model", "heads", "q_tokens", "length", "layout"
     found = [r for name in ("prefill", "prefill.emulated-8") for r in results(name, *key)]
     tables = [
         lines(columns, [r for r in found if r["kind"] == kind])

@@ -24,7 +24,6 @@ from helix.run.model_runner import ModelRunner, StepTokens
 from helix.speculation.adaptive import DraftOutcome, DraftPolicy
 
 AHEAD_S = 0.004  # time before the predicted end of a run at which the next decision is made; more than one takes
-CHUNK_ERROR = 0.04  # share of a chunk's time by which it may be over before it is predicted to be
 PAUSE_S = 0.5  # time without requests after which a size of chunks is captured: the next request waits for that
 LOOK_S = 0.001  # polling interval for runs that end sooner than predicted
 
@@ -110,8 +109,7 @@ class Serving:
         self._runs: deque[Run] = deque()
         self._limits: tuple[int, ...] = ()
         self._came = 0.0  # time at which the last tokens were read
-        # On a GPU: a prompt chunk is launched kernel by kernel, a decode step at once; and sequences come with it.
-        self._chunk_launch_s = 0.0
+        self._chunk_launch_s = 0.0  # on a GPU: a prompt chunk is launched kernel by kernel, a decode step at once
         self._to_prefill = 0  # prompt tokens of all admitted requests
         self._most_held = 0
 
@@ -127,7 +125,7 @@ class Serving:
             if decision is not None:
                 self._timings.decide_s += perf_counter() - begin
                 self._timings.decisions += 1
-                known += self._begin(decision, begin)
+                known += self._begin(decision)
             yield from known
             known = []
             if decision is not None:
@@ -157,8 +155,8 @@ class Serving:
             else:
                 self._open[item.id] = progress
 
-    def _begin(self, decision: Decision, since: float) -> list[RequestUpdate]:
-        """Launches a decision, made since then; returns updates of the requests that it admits."""
+    def _begin(self, decision: Decision) -> list[RequestUpdate]:
+        """Launches a decision; returns updates of the requests that it admits."""
         for admission in decision.admit:
             self._to_prefill += admission.length - admission.resumes
             if not admission.drawn:
@@ -173,7 +171,7 @@ class Serving:
         chunk = bool(decision.prefill)
         self._runs.append(Run(decision, rows, steps, self._limits, begin, decision.holds_draw, chunk))
         if decision.prefill and self._runner.device.type == "cuda":
-            self._chunk_launch_s += (perf_counter() - since - self._chunk_launch_s) / 2
+            self._chunk_launch_s += (perf_counter() - begin - self._chunk_launch_s) / 2
         return [self._open[admission.id].update(admission.id) for admission in decision.admit]
 
     def _is_early(self, inbox: Inbox) -> bool:
@@ -184,7 +182,7 @@ class Serving:
         now, plan = perf_counter(), run.decision
         work = sum(self._times.work(s.begin, s.end) for s in plan.prefill) if run.in_chunk else 0.0
         steps = run.left - run.in_chunk
-        left_s = (1 - CHUNK_ERROR) * (self._times.seconds(work) or 0.0) if work else 0.0
+        left_s = (self._times.seconds(work) or 0.0) if work else 0.0
         left_s += steps * (self._policy.seconds(plan.kind.rows, plan.kind.drafts) or 0.0)
         left_s -= now - max(run.begin, self._came)
         ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.prefills else 0.0)

@@ -173,13 +173,25 @@ def most_dealt(spec: MLASpec, rows: int) -> int:
     return WORTH * rows * spec.q_heads * (spec.query + spec.value) // spec.entry
 
 
+def _tokens(step: Step) -> int:
+    """Counts the tokens of a prefill step's sequences, as if all were as long as the longest."""
+    return (len(step.slots) - step.padded) * step.max_k * step.placement.layout.kvp
+
+
 def deals_rows(spec: MLASpec, step: Step) -> bool:
     """Returns whether a prefill step's sequences are gathered, and its rows dealt to ranks (`helix.steps.dealt`)."""
     ranks, rows = step.placement.layout.kvp, len(step.tokens)
     if ranks == 1 or spec.topk is None or spec.q_rank is None or step.cu_q is None or step.max_k * ranks <= spec.topk:
         return False
-    keys = (len(step.slots) - step.padded) * step.max_k * ranks
-    return are_enough(rows, ranks) and keys < most_dealt(spec, rows)
+    return are_enough(rows, ranks) and _tokens(step) < most_dealt(spec, rows)
+
+
+def gathers_longest(spec: MLASpec, step: Step) -> bool:
+    """Returns whether to gather a dealt step's sequences takes longer than a sum of its rows over the ranks.
+
+    Then halves of it are faster, one of which computes meanwhile; else its experts are, which have twice the rows.
+    """
+    return _tokens(step) * spec.entry > len(step.tokens) * spec.hidden
 
 
 def gathers_first(spec: MLASpec, rows: int, wire_rate: float) -> bool:

@@ -38,6 +38,8 @@ def score_tile(
         more = 0
     if each * block_h <= 64:
         warps = 4
+    elif rows > 16 and each * block_h == 256 and not scaled:
+        block_n, warps, stages = 64, 4, 2  # two programs on an SM: one multiplies while the other sums over heads
     elif scaled and each * block_h > 128:
         # Wider tiles would spill, as keys are unpacked in registers. Here warps take half of the columns each: a few
         # columns more would be a part of a token's heads, and its sum another one than alone.
