@@ -88,6 +88,7 @@ def gather(step: Step, comm: Communicator, cache: LayerCache, names: Sequence[st
         half.wait((names[0], turn, "free" if half.first else "there"))
     if half is None or half.first:
         for name in names:
+            dealt.whole.pop((name, turn), None)  # its memory is for the new one
             pages = cache.kept[name].view(torch.uint8).index_select(0, dealt.pages)
             of_all = comm.gather_in_group(pages).flatten(0, 1)
             dealt.whole[name, turn] = of_all.view(cache.kept[name].dtype)
