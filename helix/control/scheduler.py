@@ -187,6 +187,11 @@ class Scheduler:
         """Whether the prompt of any running request is not fully prefilled."""
         return any(s.prefilled < len(s.tokens) for s in self.running.values())
 
+    @property
+    def expects_chunk(self) -> bool:
+        """Whether the next decision may have a prompt chunk: of a running request, or of one that it admits."""
+        return self.prefills or self._more
+
     # ---- decisions
 
     def decide(self, now: float) -> Decision | None:
@@ -492,7 +497,7 @@ class Scheduler:
 
         No step is owed, and half of the pause is left.
         """
-        return (self.prefills or self._more) and self._owed <= 0 and 0 < 2 * self._paused <= self._stall_s()
+        return self.expects_chunk and self._owed <= 0 and 0 < 2 * self._paused <= self._stall_s()
 
     def _advance(self, s: Scheduled, writes: list[TableChange]) -> None:
         """Shares pages of a prompt that other sequences have computed since."""
@@ -519,7 +524,7 @@ class Scheduler:
     def _steps(self, plan: StepPlan, left: int, bound: int) -> int:
         """Returns the decode steps of one decision, at least one: at most until the first sequence must end."""
         most = min(bound, math.ceil(left / plan.tokens), plan.steps or bound)
-        prompts, self._paused = self.prefills or self._more, 0.0
+        prompts, self._paused = self.expects_chunk, 0.0
         if plan.seconds is None:
             self._owed = 0.0
             return 1 if prompts else min(most, plan.steps or UNTIMED_STEPS)

@@ -109,7 +109,8 @@ class Serving:
         self._runs: deque[Run] = deque()
         self._limits: tuple[int, ...] = ()
         self._came = 0.0  # time at which the last tokens were read
-        self._chunk_launch_s = 0.0  # on a GPU: a prompt chunk is launched kernel by kernel, a decode step at once
+        # On a GPU, of decisions with a prompt chunk: it admits requests, and may be launched kernel by kernel.
+        self._chunk_launch_s = 0.0
         self._to_prefill = 0  # prompt tokens of all admitted requests
         self._most_held = 0
 
@@ -125,7 +126,7 @@ class Serving:
             if decision is not None:
                 self._timings.decide_s += perf_counter() - begin
                 self._timings.decisions += 1
-                known += self._begin(decision)
+                known += self._begin(decision, begin)
             yield from known
             known = []
             if decision is not None:
@@ -155,8 +156,8 @@ class Serving:
             else:
                 self._open[item.id] = progress
 
-    def _begin(self, decision: Decision) -> list[RequestUpdate]:
-        """Launches a decision; returns updates of the requests that it admits."""
+    def _begin(self, decision: Decision, since: float) -> list[RequestUpdate]:
+        """Launches a decision, on which work began then; returns updates of the requests that it admits."""
         for admission in decision.admit:
             self._to_prefill += admission.length - admission.resumes
             if not admission.drawn:
@@ -171,7 +172,7 @@ class Serving:
         chunk = bool(decision.prefill)
         self._runs.append(Run(decision, rows, steps, self._limits, begin, decision.holds_draw, chunk))
         if decision.prefill and self._runner.device.type == "cuda":
-            self._chunk_launch_s += (perf_counter() - begin - self._chunk_launch_s) / 2
+            self._chunk_launch_s += (perf_counter() - since - self._chunk_launch_s) / 2
         return [self._open[admission.id].update(admission.id) for admission in decision.admit]
 
     def _is_early(self, inbox: Inbox) -> bool:
@@ -185,7 +186,7 @@ class Serving:
         left_s = (self._times.seconds(work) or 0.0) if work else 0.0
         left_s += steps * (self._policy.seconds(plan.kind.rows, plan.kind.drafts) or 0.0)
         left_s -= now - max(run.begin, self._came)
-        ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.prefills else 0.0)
+        ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.expects_chunk else 0.0)
         if run.left > 1:
             return left_s > ahead_s
         until = now + left_s - ahead_s

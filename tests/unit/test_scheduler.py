@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from helix.control.scheduler import LOOK_AHEAD
 from helix.events.decision import Decision, StepPlan
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
@@ -175,6 +176,19 @@ def test_chunks_are_cut_to_sizes_that_are_launched_at_once() -> None:
         sizes.append(sum(s.end - s.begin for s in decision.prefill))
     few = [size for size in sizes if 0 < size <= 256]
     assert {*few[:-1]} <= {64, 96, 128, 192, 256} and len(few) > 2 and sum(sizes) == 1050, sizes
+
+
+def test_a_chunk_is_expected_of_who_waits_too() -> None:
+    """Each decision admits a chunk's prompts, all of which end with it: it is not the last chunk for that."""
+    serving = Serving(9000, max_batch=64, ahead=1, prefill_chunk=20 * LOOK_AHEAD, goal="throughput")
+    for seed in range(2 * LOOK_AHEAD):
+        serving.submit(words(20, seed), 1)
+    expected = []
+    for _ in range(2):
+        decision = serving.turn()
+        assert decision is not None and len(decision.prefill) == LOOK_AHEAD and not serving.scheduler.prefills
+        expected.append(serving.scheduler.expects_chunk)
+    assert expected == [True, False]
 
 
 def test_a_long_prompt_alone_is_no_queue() -> None:
