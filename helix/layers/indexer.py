@@ -25,7 +25,7 @@ from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
-from helix.steps.dealt import all_rows, gather, gathered, read
+from helix.steps.dealt import all_rows, gather_sequences, mark_complete, mark_read
 from helix.steps.step import CHOSEN, Step
 from kernels.indexer.append import index_append
 from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
@@ -138,14 +138,14 @@ class Indexer:
         if dealt is not None:
             assert q is not None
             names = [name for name in ("index_keys", "index_scales") if name in cache.kept]
-            of_all, kept = all_rows(dealt, self.comm, k), gather(step, self.comm, cache, names)
+            of_all, kept = all_rows(dealt, self.comm, k), gather_sequences(step, self.comm, cache, names)
             append(None, of_all, angles, slots)
             append(None, of_all, angles, dealt.slots, kept)
-            gathered(step, cache, names)
+            mark_complete(step, cache, names)
             append(q, k, angles.of(dealt.own), torch.full_like(slots[dealt.own], -1))
             runs = {name: data.flatten(0, 1).unflatten(0, (-1, dealt.run)) for name, data in kept.items()}
             dealt.step.shared[CHOSEN] = self._choose(q, weights, runs, None, dealt.step)
-            read(step, cache, names)
+            mark_read(step, cache, names)
             return
         # Scores of single queries are counted as they are computed, unless these are many.
         if q is not None and step.max_q == 1 and len(q) <= FEW_ROWS:

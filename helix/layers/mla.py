@@ -39,7 +39,7 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
 from helix.memory.kv_cache import KVCache, LayerCache
-from helix.steps.dealt import all_rows, are_enough, gather, gathered, read, to_heads, to_rows
+from helix.steps.dealt import all_rows, are_enough, gather_sequences, mark_complete, mark_read, to_heads, to_rows
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.attention.unpacked_prefill import whole_latents
@@ -291,10 +291,10 @@ class MLA(ShardedAttention):
 
         if dealt is not None:
             names, none = self._names(mine), q.new_empty(dealt.rows, 0, spec.query)
-            of_all, whole = all_rows(dealt, self.comm, kv), gather(step, self.comm, mine, names)
+            of_all, whole = all_rows(dealt, self.comm, kv), gather_sequences(step, self.comm, mine, names)
             append(none, of_all, angles, self.w_uk[:0], slots)
             append(none, of_all, angles, self.w_uk[:0], dealt.slots, whole)
-            gathered(step, mine, names)
+            mark_complete(step, mine, names)
             q = to_rows(dealt, self.comm, q, self.made) if self.gathers else q
             return append(q, kv, angles.of(dealt.own), self.w_uk, torch.full_like(slots[dealt.own], -1))
         gathers, w_uk = self.gathers, self.own_w_uk
@@ -319,7 +319,7 @@ class MLA(ShardedAttention):
             kept = {"latents": whole_latents(kept["latents"], kept["latent_scales"], kept["ropes"])}
         layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
         found = policy.attend(q, replace(cache, kept=kept), dealt.step, layer).merge()[0]
-        read(step, cache, names)
+        mark_read(step, cache, names)
         return to_heads(dealt, self.comm, per_head_linear(found, self.w_uv), self.shares)
 
     def _names(self, cache: LayerCache) -> list[str]:

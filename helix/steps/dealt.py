@@ -76,11 +76,11 @@ def dealt(step: Step, whole: dict[tuple[str, int], Tensor]) -> Step:
     return replace(step, dealt=DealtRows(part, rows, own, each, run, pages, slots, whole))
 
 
-def gather(step: Step, comm: Communicator, cache: LayerCache, names: Sequence[str]) -> dict[str, Tensor]:
+def gather_sequences(step: Step, comm: Communicator, cache: LayerCache, names: Sequence[str]) -> dict[str, Tensor]:
     """Gathers a layer's data of tokens from all ranks, [K * n * columns, ...] each, the pages of one after the other.
 
-    The step's own tokens are to be added (`DealtRows.slots`), and then `gathered` called. A second half adds its own to
-    what the first has gathered. Data of two layers is there at once.
+    The step's own tokens are to be added (`DealtRows.slots`), and then `mark_complete` called. A second half adds its
+    own to what the first has gathered. Data of two layers is there at once.
     """
     dealt, half, turn = step.dealt, step.half, cache.index % 2
     assert dealt is not None
@@ -95,13 +95,13 @@ def gather(step: Step, comm: Communicator, cache: LayerCache, names: Sequence[st
     return {name: dealt.whole[name, turn] for name in names}
 
 
-def gathered(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
-    """Marks the first half's own tokens as being where `gather` said."""
+def mark_complete(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
+    """Marks the first half's own tokens as being where `gather_sequences` said."""
     if step.half is not None and step.half.first:
         step.half.mark((names[0], cache.index % 2, "there"), step.tokens.device)
 
 
-def read(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
+def mark_read(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
     """Marks what was gathered as read by the second half."""
     if step.half is not None and not step.half.first:
         step.half.mark((names[0], cache.index % 2, "free"), step.tokens.device)

@@ -20,6 +20,9 @@ LSE_COMBINE = ("tests/kernels/test_lse_combine.py",)
 DECODE = ("tests/kernels/test_flash_decode.py::test_kernel",)
 HOPB = ("tests/dist/test_hopb.py::test_chunked_steps_are_those_of_one_exchange",)
 TURNS = "tests/e2e/test_turns.py::test_halves_change_nothing[qwen2-helix kvp=2 tpa=1 -> tpf=2 ep=1]"
+DEALT = tuple(
+    f"tests/e2e/test_dsa.py::test_rows_dealt_to_ranks[False-False-helix-{grid}-glm-5]" for grid in ("3-1", "5-4")
+)
 PARITY = "tests/e2e/test_parity.py::"
 
 FAULTS = [
@@ -239,6 +242,14 @@ FAULTS = [
         "each rank its own best tokens", "helix/layers/indexer.py",
         "if placement.layout.kvp > 1:", "if placement.layout.kvp > 99:",
         ("tests/e2e/test_dsa.py::test_every_group[glm-5-kvp3]",),
+    ),
+    Fault(
+        "a chunk's own tokens are not in what is gathered", "helix/steps/dealt.py",
+        "nowhere, step.live, table, owners)", "nowhere, step.live & False, table, owners)", DEALT,
+    ),
+    Fault(
+        "every gathered sequence begins on rank 0", "helix/steps/dealt.py",
+        "layout.token_owner(begins, block, starts)", "layout.token_owner(begins, block, 0 * starts)", DEALT,
     ),
     # ---- sampling
     Fault(
