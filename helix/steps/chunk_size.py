@@ -85,6 +85,8 @@ def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> Ch
 def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> list[ChunkSize]:
     """Returns the sizes to capture before the first request, the largest first: they share their memory.
 
+    Depths of the longest chunks alone are left to pauses: their launches take no longer than they do.
+
     Args:
         most: tokens of the longest chunk.
         room: most keys of a sequence on a rank.
@@ -93,7 +95,7 @@ def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> li
     one = []
     for size in sizes:
         beyond = 0.0  # keys that shallower chunks of this size have
-        for depth in (depth for depth in depths if depth.least <= size):
+        for depth in (depth for depth in depths if depth.least <= size and depth.least < SIZES[-1]):
             if beyond <= room:
                 one.append(ChunkSize(size, SEQUENCES[0], size, depth.keys, True))
             beyond = depth.below

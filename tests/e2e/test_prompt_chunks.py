@@ -82,6 +82,7 @@ def test_depths_of_choices() -> None:
         keys: [s.tokens for s in captured_first(2048, 1 << 20, deep) if s.keys == keys] for keys in (DEEP, 2 * DEEP)
     }
     assert of_depth == {DEEP: [2048, 1536], 2 * DEEP: [2048, 1536, *reversed(SIZES[:7])]}
+    assert {s.keys for s in captured_first(8192, 1 << 20, deep) if s.tokens == 8192} == {682, DEEP, 2 * DEEP}
     of_longest = [padded([8192], keys, deep).keys for keys in (682, 683, 2730, 2731, 5460, 5461, 10921, DEEP, 21841)]
     assert of_longest == [682, 2730, 2730, 5460, 5460, 10920, DEEP, 21840, 2 * DEEP], "twice what there are, at most"
 
