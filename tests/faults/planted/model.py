@@ -20,9 +20,7 @@ LSE_COMBINE = ("tests/kernels/test_lse_combine.py",)
 DECODE = ("tests/kernels/test_flash_decode.py::test_kernel",)
 HOPB = ("tests/dist/test_hopb.py::test_chunked_steps_are_those_of_one_exchange",)
 TURNS = "tests/e2e/test_turns.py::test_halves_change_nothing[qwen2-helix kvp=2 tpa=1 -> tpf=2 ep=1]"
-DEALT = tuple(
-    f"tests/e2e/test_dsa.py::test_rows_dealt_to_ranks[False-False-helix-{grid}-glm-5]" for grid in ("3-1", "5-4")
-)
+DEALT = tuple(f"tests/e2e/test_dsa.py::test_rows_dealt_to_ranks[glm-5-{grid}]" for grid in ("helix-3-1", "helix-5-4"))
 PARITY = "tests/e2e/test_parity.py::"
 
 FAULTS = [
