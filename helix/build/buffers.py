@@ -12,6 +12,7 @@ from helix.layers.mla import MLASpec, most_dealt
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import StepSizes
 from helix.models import DecoderSpec
+from helix.steps.chunk_size import SIZES
 
 MOST = 16384  # tokens of a chunk: longer ones are not faster per token
 SHARE = 16  # buffers take at most 1 / SHARE of the free memory, of models with experts twice that
@@ -61,6 +62,19 @@ def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: 
     index = max(indexer.width for indexer in spec.indexers)
     given = -(-mixer.entry // layout.kvp)
     return min(2 * longest, most_dealt(mixer, chunk)) * (2 * (mixer.entry + index) + given) * dtype.itemsize
+
+
+def prompt_bytes(
+    spec: DecoderSpec, layout: HelixLayout, rank: int, chunk: int, longest: int, dtype: torch.dtype, captured: bool
+) -> int:
+    """Counts the bytes that prefill steps of up to `chunk` tokens, of sequences of up to `longest`, take on a rank.
+
+    Args:
+        captured: whether chunks are captured: these have memory of their own.
+    """
+    tokens = chunk + (min(chunk, SIZES[-1]) if captured else 0)
+    gathered = gathered_bytes(spec, layout, chunk, min(longest, spec.max_positions), dtype)
+    return tokens * token_buffers(spec, layout, rank, dtype) + (1 + captured) * gathered
 
 
 def longest_chunk(token_bytes: int, free: int, experts: bool = False) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from comm.base import Communicator
 from helix.attention.policies import budget_of, make_policy
-from helix.build.buffers import MOST_SLOTS, CacheNeeds, fitting_slots, gathered_bytes, longest_chunk, token_buffers
+from helix.build.buffers import MOST_SLOTS, CacheNeeds, fitting_slots, longest_chunk, prompt_bytes, token_buffers
 from helix.build.tiering import host_states, make_tiered
 from helix.config import Config, SpeculationConfig
 from helix.control.engine import Engine
@@ -216,10 +216,8 @@ def build_engine(
     fixed, has_experts = config.decode.prefill_chunk, spec.experts is not None
     chunk = longest_chunk(buffers, free, has_experts) if fixed == "auto" else int(fixed)
     chunk = min(comm.all_gather_object(chunk))
-    buffered = chunk + (min(chunk, SIZES[-1]) if comm.capturable else 0)
-    gathered = gathered_bytes(spec, layout, chunk, min(wanted, spec.max_positions), dtype)
-    gathered *= 1 + comm.capturable  # those of captured chunks have memory of their own
-    room = min(int(free * kv.memory_fraction), free - buffered * buffers - gathered)
+    prompts = prompt_bytes(spec, layout, comm.rank, chunk, wanted, dtype, comm.capturable)
+    room = min(int(free * kv.memory_fraction), free - prompts)
     layer = model.next_token if config.speculation.drafter == "mtp" else draft
     if comm.capturable and layer is not None and not isinstance(layer, DraftModel):
         room -= min(chunk, SIZES[-1]) * layer.read * dtype.itemsize  # states that a captured chunk leaves to it

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from helix.build.buffers import longest_chunk, prompt_bytes, token_buffers
 from helix.config import MAX_QUERIES
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
@@ -25,6 +27,8 @@ LARGEST_BLOCK = 16  # the runtime's append block
 LARGEST_OF_DRAFTS = 64  # the same for self-speculation (conf/speculation/sparse.yaml)
 UNEVEN = 1.01  # most tokens of the fullest rank over the mean, before a smaller append block is used
 BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried if the question has no batch
+DTYPE = torch.bfloat16  # of activations
+LEAST_FRACTION = 0.01  # of the memory, for KV, where chunks of prompts need all
 ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
 MENTIONED = 0.02  # least share of the step by which phases must differ to be named, except for the largest
 
@@ -230,6 +234,8 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[PlannedL
     batches = np.array([q.batch]) if q.batch is not None else BATCHES
     points = Points.crossed([row], batches)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
+    options = _beside_prompts(q, points.layout(0), float(memory.weight_bytes[0]), options)
+    memory = memory_of(q.spec, q.hardware, points, q.context, options)
     fits = (points.batch <= memory.largest_batch) & (points.dp <= points.batch)
     if not fits.any():
         weights = float(memory.weight_bytes[0])
@@ -259,6 +265,17 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[PlannedL
                 best = value, _choice(q, step, i, chunks, gamma, tried)
     assert best is not None  # without speculation and chunks all batches that fit were tried
     return best[1], None
+
+
+def _beside_prompts(q: Question, layout: HelixLayout, weight_bytes: float, options: Options) -> Options:
+    """Returns options with no more memory for KV than the engine leaves to it beside chunks of prompts."""
+    free = int(q.hardware.memory_bytes.value - weight_bytes)
+    if free <= 0:
+        return options
+    buffers = token_buffers(q.spec, layout, 0, DTYPE)
+    chunk = longest_chunk(buffers, free, q.spec.experts is not None)
+    left = free - prompt_bytes(q.spec, layout, 0, chunk, q.context, DTYPE, captured=True)
+    return replace(options, memory_fraction=min(options.memory_fraction, max(left / free, LEAST_FRACTION)))
 
 
 def _fastest(q: Question, step: StepCost) -> int | None:

@@ -17,6 +17,7 @@ from benchmarks import planner
 from benchmarks.program import PROGRAM
 from benchmarks.records.planner_check import regrets, summary
 from benchmarks.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
+from helix.build.buffers import longest_chunk, prompt_bytes, token_buffers
 from helix.build.parts import make_spec
 from helix.layout import HelixLayout
 from helix.place import ranks
@@ -69,6 +70,18 @@ def test_states_are_counted() -> None:
     assert tiered - without == pytest.approx(of_states)
     with pytest.raises(ValueError, match="layers keep states"):
         predict(spec, H200, Points.of("dp", 2, dp=2), 1, BF16)
+
+
+@pytest.mark.parametrize("model", ["glm-5.2", "deepseek-r1", "llama-3.1-8b"])
+def test_room_for_kv_is_what_the_engine_leaves_to_it(model: str) -> None:
+    """Beside chunks of prompts, which take more than a tenth where experts share a GPU."""
+    spec, bf16 = load_spec(model), torch.bfloat16
+    choice = ask(model, batch=1, context=M, options=replace(BF16, weights="fp8")).choices[0]
+    free = int(choice.free_bytes + choice.kv_bytes)
+    chunk = longest_chunk(token_buffers(spec, choice.layout, 0, bf16), free, spec.experts is not None)
+    prompts = prompt_bytes(spec, choice.layout, 0, chunk, M, bf16, captured=True)
+    assert (prompts > 0.1 * free) == (model != "llama-3.1-8b")
+    assert choice.largest_batch == min(0.9 * free, free - prompts) // choice.kv_bytes
 
 
 def predicted(choice: PlannedLayout, model: str, length: int) -> float:
