@@ -164,11 +164,10 @@ def gathers_queries(spec: MLASpec, ranks: int, item: int, wire_rate: float) -> b
 
 
 def most_dealt(spec: MLASpec, rows: int) -> int:
-    """Returns below how many tokens, of all sequences of a prefill step, it is faster to gather these than to exchange
-    queries and outputs of its rows.
+    """Returns the tokens of sequences below which it is faster to gather these than to exchange what `rows` rows need.
 
-    An exchange of queries has more to do than to send them: its choices are exchanged, and its partial outputs packed
-    and merged.
+    That is queries and outputs of all heads. An exchange has more to do than to send them: choices are exchanged, and
+    partial outputs packed and merged.
     """
     return WORTH * rows * spec.q_heads * (spec.query + spec.value) // spec.entry
 
@@ -226,9 +225,9 @@ class MLA(ShardedAttention):
             self.indexer = Indexer(weights, comm, spec.indexer, *sizes, f"{name}.indexer")
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
-        gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize, comm.wire_rate)
-        self.gathers = gathers
-        makes = share(spec.q_heads, layout.kvp, comm.kvp_rank) if gathers else attends
+        item, rate = weights.dtype.itemsize, comm.wire_rate
+        self.gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, item, rate)
+        makes = share(spec.q_heads, layout.kvp, comm.kvp_rank) if self.gathers else attends
 
         self.makes, self.made = len(makes), [len(share(spec.q_heads, layout.kvp, k)) for k in range(layout.kvp)]
         self.q_width = spec.q_rank or len(makes) * spec.query
