@@ -59,7 +59,7 @@ def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: 
     mixer = spec.attention
     if layout.kvp == 1 or not isinstance(mixer, MLASpec) or mixer.topk is None:
         return 0
-    index = max(indexer.width for indexer in spec.indexers)
+    index = max((indexer.width for indexer in spec.indexers), default=0)
     given = -(-mixer.entry // layout.kvp)
     return min(2 * longest, most_dealt(mixer, chunk)) * (2 * (mixer.entry + index) + given) * dtype.itemsize
 

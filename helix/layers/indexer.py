@@ -122,10 +122,14 @@ class Indexer:
             x: [N, H], the layer's normalised input; of this rank's rows, if they are dealt.
             latents: [N, q_rank], the queries' latents, normalised; of the same rows.
         """
-        spec, slots, dealt, numbers = self.spec, step.new_slots(None), step.dealt, None
+        spec, slots, dealt = self.spec, step.new_slots(None), step.dealt
         k, weights = self.down(x, exact=True).split([spec.width, spec.heads], 1)  # fp32
         whole = dealt is None and step.cu_q is not None and step.max_k * step.placement.layout.kvp <= self.topk
         q = self.queries(latents).view(len(x), spec.heads, spec.width) if step.chooses and not whole else None
+        # Scores of single queries are counted as they are computed, unless these are many.
+        numbers = None
+        if q is not None and dealt is None and step.max_q == 1 and len(q) <= FEW_ROWS:
+            numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
 
         def append(
             q: Tensor | None, k: Tensor, angles: Angles, slots: Tensor, kept: Mapping[str, Tensor] = cache.kept
@@ -147,9 +151,6 @@ class Indexer:
             dealt.step.shared[CHOSEN] = self._choose(q, weights, runs, None, dealt.step)
             mark_read(step, cache, names)
             return
-        # Scores of single queries are counted as they are computed, unless these are many.
-        if q is not None and step.max_q == 1 and len(q) <= FEW_ROWS:
-            numbers = torch.empty(PLANES, len(q), DIGITS, dtype=torch.int32, device=q.device)
         append(q, k, angles, slots)
         if (half := step.half) is not None:  # the second reads in this turn what the first writes in it
             half.mark("index keys", x.device) if half.first else half.wait("index keys")

@@ -185,12 +185,14 @@ def deals_rows(spec: MLASpec, step: Step) -> bool:
     return are_enough(rows, ranks) and _tokens(step) < most_dealt(spec, rows)
 
 
-def gathers_longest(spec: MLASpec, step: Step) -> bool:
-    """Returns whether to gather a dealt step's sequences takes longer than a sum of its rows over the ranks.
+def halves_pay(spec: MLASpec, step: Step) -> bool:
+    """Returns whether a dealt step is faster in halves, one of which computes while the other's messages travel.
 
-    Then halves of it are faster, one of which computes meanwhile; else its experts are, which have twice the rows.
+    That is where to gather its sequences takes longer than a sum of its rows over the ranks. Else experts, each of
+    which has half of the rows, lose more.
     """
-    return _tokens(step) * spec.entry > len(step.tokens) * spec.hidden
+    longest = _tokens(step) * spec.entry > len(step.tokens) * spec.hidden
+    return longest and are_enough(len(step.tokens) // 2, step.placement.layout.kvp)
 
 
 def gathers_first(spec: MLASpec, rows: int, wire_rate: float) -> bool:

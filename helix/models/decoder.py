@@ -21,7 +21,7 @@ from helix.layers.embedding import Embedding, Head
 from helix.layers.indexer import IndexerSpec
 from helix.layers.linear import RowParallel
 from helix.layers.mixer import LayerPlace, MixerSpec
-from helix.layers.mla import MLASpec, deals_rows, gathers_longest
+from helix.layers.mla import MLASpec, deals_rows, halves_pay
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layers.norm import AllReduceNorm, JoinNorm, Placement
@@ -31,7 +31,7 @@ from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
-from helix.steps.dealt import all_rows, are_enough, dealt
+from helix.steps.dealt import all_rows, dealt
 from helix.steps.step import Step
 
 
@@ -342,11 +342,10 @@ class Decoder:
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
         # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
         whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
-        mixer, least = self.spec.attention, len(step.tokens) // 2
-        deals = isinstance(mixer, MLASpec) and deals_rows(mixer, step)
-        if isinstance(mixer, MLASpec) and deals:
-            whole = whole or not gathers_longest(mixer, step) or not are_enough(least, self.own.world_size)
-        if whole or self._adds_squares or least < turns.LEAST:
+        mixer, deals = self.spec.attention, False
+        if isinstance(mixer, MLASpec) and deals_rows(mixer, step):
+            deals, whole = True, whole or not halves_pay(mixer, step)
+        if whole or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
             *_, found = self._through(cache, dealt(step, {}) if deals else step, policy)
             assert found is not None
         else:

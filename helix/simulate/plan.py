@@ -273,7 +273,7 @@ def _beside_prompts(q: Question, layout: HelixLayout, weight_bytes: float, optio
     if free <= 0:
         return options
     buffers = token_buffers(q.spec, layout, 0, DTYPE)
-    chunk = longest_chunk(buffers, free, q.spec.experts is not None)
+    chunk = options.prompt_chunk or longest_chunk(buffers, free, q.spec.experts is not None)
     left = free - prompt_bytes(q.spec, layout, 0, chunk, q.context, DTYPE, captured=True)
     return replace(options, memory_fraction=min(options.memory_fraction, max(left / free, LEAST_FRACTION)))
 

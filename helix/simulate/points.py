@@ -238,6 +238,7 @@ class Options:
             `all` ranks, with shared experts divided among these (all-gather and reduce-scatter, the runtime).
         tier: cache in host memory for block-sparse steps; None: it is on the GPU.
         memory_fraction: share of the memory left by weights that KV may take.
+        prompt_chunk: most tokens of a prefill step, for which memory is left; None: as many as the engine chooses.
         append_block, page_size: those of the cache, to which its size is rounded up.
     """
 
@@ -258,6 +259,7 @@ class Options:
     tier: Tier | None = None
     speculation: Speculation | None = None
     memory_fraction: float = 0.9
+    prompt_chunk: int | None = None
     append_block: int = 16
     page_size: int = 64
 

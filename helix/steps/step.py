@@ -56,7 +56,7 @@ class DealtRows:
         run: consecutive tokens that `step` finds together.
         pages: this rank's pages [n * columns] int64 of all sequences.
         slots: where the step's tokens are in gathered pages [N] int64, -1 for padding.
-        whole: gathered pages, by name and the turn of their layer.
+        whole: gathered pages of two layers, by name and whether the layer's index is odd.
     """
 
     step: Step

@@ -95,6 +95,7 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
     return Options(
         weights, KV_DTYPES[kv.dtype], "bf16", experts, "bf16", "bf16", sparse=budget(config), tier=tier,
         memory_fraction=kv.memory_fraction, page_size=config.blocks.page,
+        prompt_chunk=None if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk),
     )  # fmt: skip
 
 

@@ -98,7 +98,15 @@ def test_rows_dealt_to_ranks(
         engine.prefill_chunk = 21  # those behind the first read what the ones before have left
         engine.runner.pads = padded
 
+    seen, divide = list[int](), decoder.dealt
+
+    def spy(step: Step, whole: Any) -> Step:
+        seen.append(len(step.tokens))
+        return divide(step, whole)
+
+    monkeypatch.setattr(decoder, "dealt", spy)
     check(loopback(checkpoint(family), layout, block, wanted, in_chunks), wanted)
+    assert len(seen) >= 4 * kvp, "all chunks of the long prompt but the last"
 
 
 @pytest.mark.parametrize("family, kv", [("deepseek-v32", "fp8"), ("glm-5-shared", "fp8_all")])
@@ -139,7 +147,7 @@ def test_some_rows_of_a_chunk_after_others(monkeypatch: pytest.MonkeyPatch, scor
 def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch, family: str, kvp: int, worth: int) -> None:
     monkeypatch.setattr(turns, "LEAST", 7)
     monkeypatch.setattr(mla, "WORTH", worth)
-    monkeypatch.setattr(decoder, "gathers_longest", lambda spec, step: True)
+    monkeypatch.setattr(decoder, "halves_pay", lambda spec, step: True)
     wanted, seen, halves = oracle(family, MOE_LENGTHS, MOE_TOKENS), list[int](), Step.halves
 
     def spy(step: Step) -> tuple[Step, Step]:
@@ -264,7 +272,7 @@ def in_halves(rank: int, ranks: int, worth: int, late_first: bool, waits: bool, 
             patched.setattr(chunk_size, name, value)
         patched.setattr(turns, "LEAST", 7)
         patched.setattr(mla, "WORTH", worth)
-        patched.setattr(decoder, "gathers_longest", lambda spec, step: True)
+        patched.setattr(decoder, "halves_pay", lambda spec, step: True)
         patched.setattr(MLA, "project", late)
         if not waits:
             patched.setattr(turns.Half, "wait", lambda self, done: None)

@@ -82,6 +82,11 @@ def test_room_for_kv_is_what_the_engine_leaves_to_it(model: str) -> None:
     prompts = prompt_bytes(spec, choice.layout, 0, chunk, M, bf16, captured=True)
     assert (prompts > 0.1 * free) == (model != "llama-3.1-8b")
     assert choice.largest_batch == min(0.9 * free, free - prompts) // choice.kv_bytes
+    few = ask(model, batch=1, context=M, options=replace(BF16, weights="fp8", prompt_chunk=256)).choices[0]
+    assert (
+        few.largest_batch
+        == min(0.9 * free, free - prompt_bytes(spec, choice.layout, 0, 256, M, bf16, True)) // few.kv_bytes
+    )
 
 
 def predicted(choice: PlannedLayout, model: str, length: int) -> float:
