@@ -8,7 +8,7 @@
   cases      how many (default 500)
   seconds    no case begins later
   device     cpu, cuda, or interpreter (default cpu)
-  processes  1, or 2 for ranks that are processes (default 1)
+  processes  1, or 2, 4, 8 for as many ranks that are processes (default 1)
   workers    that share the device (default: 10 on GPUs, else 1)
   dtype      float32 or bfloat16 (default float32)
   record     a file to which a line is added as each case ends
@@ -18,7 +18,7 @@ together: layout, pages and append blocks, drafter and policy, attention, tier, 
 beginnings, are aborted, wait or lose their pages. What has to come out is in tests/e2e/fuzz_checks.py; one in ten has
 illegal settings and has to be refused by name. A case is run again by its family, seed and mode alone.
 
-device=cuda runs ranks as threads on one GPU, and cases of one rank by captured steps as well. processes=2 runs two
+device=cuda runs ranks as threads on one GPU, and cases of one rank by captured steps as well. processes=2 (4, 8) runs
 ranks that are processes: with a GPU each, over NCCL or symmetric memory, captured as well; on CPUs over gloo. Several
 workers share the GPUs and what Triton has compiled. device=interpreter runs the GPU's kernels on a CPU, slowly.
 """
@@ -86,7 +86,7 @@ class Options:
             "mode": (None, *MODES),
             "device": tuple(WORKERS),
             "dtype": ("float32", "bfloat16"),
-            "processes": (1, 2),
+            "processes": (1, 2, 4, 8),
         }
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
@@ -95,7 +95,9 @@ class Options:
             raise ValueError("device=interpreter runs its ranks in one process: set processes=1")
 
     def case(self, family: str, seed: int) -> Case:
-        worlds = (2,) if self.processes == 2 else (1, 1, 2, 2, 3, 4) if self.device == "cuda" else (1, 2, 2, 3, 4)
+        worlds: tuple[int, ...] = (1, 1, 2, 2, 3, 4) if self.device == "cuda" else (1, 2, 2, 3, 4)
+        if self.processes > 1:
+            worlds = (self.processes,)
         return case_of(family, seed, self.dtype, worlds, (self.mode,) if self.mode else MODES)
 
     def again(self, family: str, seed: int) -> str:
