@@ -123,6 +123,7 @@ def _index_scores_kernel(
         next_page = tl.load(pages + ahead // PAGE, mask=ahead < longest, other=0)
         if digit_counts is not None:
             counts = tl.zeros([256], tl.int32)
+            beside = longest * 0
         for tile in range(tl.program_id(2), tiles, tl.num_programs(2)):
             page = next_page.to(tl.int64)
             ahead = (tile + tl.num_programs(2)) * BLOCK_N + step
@@ -140,14 +141,18 @@ def _index_scores_kernel(
                 ROWS, BLOCK_H, BLOCK_N,
             )  # fmt: skip
             if digit_counts is not None:  # of the one row that has a length
-                digits = tl.ravel((score_codes(found) >> 24).to(tl.int32))
-                counts += tl.histogram(digits, 256, mask=tl.ravel(key[:, None] < lengths[None, :]))
+                # What is no score counts as 0, and is subtracted. A mask would not do: of a histogram Triton 3.6 orders
+                # what is reshaped as it likes, and its mask in another way.
+                digits = tl.where(key[:, None] < lengths[None, :], score_codes(found) >> 24, 0)
+                counts += tl.histogram(tl.ravel(digits.to(tl.int32)), 256)
+                beside += BLOCK_N * ROWS - tl.minimum(longest - tile * BLOCK_N, BLOCK_N)
             if MORE > 0:
                 _store_scores(
                     scored, scored_n, keys, scales, queries_more, factors_more, beyond, lengths_more, key, at_scale,
                     longest, MORE, BLOCK_H, BLOCK_N,
                 )  # fmt: skip
         if digit_counts is not None:
+            counts -= tl.where(tl.arange(0, 256) == 0, beside, 0)
             to = digit_counts + begin * 256 + tl.arange(0, 256)
             tl.atomic_add(to, counts, mask=counts > 0, sem="relaxed")
     # Not earlier: the successor's programs would take the room of this launch's that have not started yet.

@@ -108,12 +108,15 @@ def test_keys_in_e4m3(
 
 
 @OPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("heads, page_size", [(1, 7), (6, 16), (32, 128), (64, 1)])
-def test_single_queries_count_first_digits(op: Any, heads: int, page_size: int, scaled: bool, device: Any) -> None:
+@pytest.mark.parametrize("heads, page_size", [(1, 7), (2, 16), (6, 16), (32, 128), (64, 1)])
+def test_single_queries_count_first_digits(
+    op: Any, heads: int, page_size: int, scaled: bool, dtype: torch.dtype, device: Any
+) -> None:
     """Counts are of the very scores that are written, NaN and zeros of either sign too, and are added."""
     lengths = [300, 0, 7, 130]
-    q, weights, cache, tables, hi = make([1] * 4, lengths, heads, 16, page_size, torch.float32, device)
+    q, weights, cache, tables, hi = make([1] * 4, lengths, heads, 16, page_size, dtype, device)
     cache[tables[3, 0]], q[2] = -0.0, torch.nan
     cache, *scales = rounded(cache) if scaled else (cache,)
     got = torch.full((4, 320), torch.nan, device=device)
