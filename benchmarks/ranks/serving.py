@@ -6,6 +6,7 @@ tokens. What comes behind them is computed, as it would be behind a turn before.
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
@@ -373,6 +374,7 @@ def run(task: Task) -> Done:
     task.phases.mark("build")
     if comm.device.type == "cuda":
         engine.warm_up({StepKind()}, mark=task.phases.mark, chunks=True)
+    gc.freeze()  # as a server does
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []
     for name in traces or TRACES:

@@ -103,7 +103,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             random=random,
         )
         link.open(ready, lambda: _stats(engine))
-    gc.freeze()  # permanent objects: scanning them again would pause all ranks for some 10 ms
+    gc.freeze()  # what stays: to look through it again would stop all ranks for some 150 ms
     try:
         for update in engine.serve(inbox):
             assert link is not None  # the other ranks have none
