@@ -12,6 +12,7 @@ launch the turns, and so each half's collectives, in the same order.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +60,18 @@ class Turns:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._side = torch.cuda.Stream(comm.device) if comm.capturable else None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launches kernels and messages beside what the current stream does next, after all that it has been given."""
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        self._comm.half = 1
+        try:
+            with torch.cuda.stream(self._side):
+                yield
+        finally:
+            self._comm.half = 0
 
     def run(self, first: Iterator[Tensor | None], second: Iterator[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Runs both halves turn by turn and returns their results; both have the same number of turns.

@@ -15,7 +15,7 @@ from helix.models import DecoderSpec
 from helix.steps.chunk_size import SIZES
 
 MOST = 16384  # tokens of a chunk: longer ones are not faster per token
-SHARE = 16  # buffers take at most 1 / SHARE of the free memory, of models with experts twice that
+SHARE, EXPERTS_SHARE = 16, 6  # buffers take at most 1 / SHARE of the free memory, of models with experts the other
 MOST_SLOTS = 512  # of decode.max_batch=auto, and most tokens of its steps
 FEW_SLOTS = 8  # of it on CPUs and over host memory, where steps of more rows are not cheaper for a row
 SLACK = 1.25  # factor for the allocator's fragmentation
@@ -81,9 +81,9 @@ def longest_chunk(token_bytes: int, free: int, experts: bool = False) -> int:
     """Returns the most tokens of a prefill step, a power of two, that leave most of `free` bytes to the KV cache.
 
     Args:
-        experts: whether FFNs are experts, each of which has few of a chunk's rows: twice the buffers pay.
+        experts: whether FFNs are experts, each of which has few of a chunk's rows: more buffers pay.
     """
-    share = SHARE // 2 if experts else SHARE
+    share = EXPERTS_SHARE if experts else SHARE
     return min(MOST, 1 << max(free // share // token_bytes, 1).bit_length() - 1)
 
 

@@ -25,7 +25,7 @@ from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
-from helix.steps.dealt import all_rows, gather_sequences, mark_complete, mark_read
+from helix.steps.dealt import all_rows, gathered
 from helix.steps.step import CHOSEN, Step
 from kernels.indexer.append import index_append
 from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
@@ -141,21 +141,22 @@ class Indexer:
 
         if dealt is not None:
             assert q is not None
-            names = [name for name in ("index_keys", "index_scales") if name in cache.kept]
-            of_all, kept = all_rows(dealt, self.comm, k), gather_sequences(step, self.comm, cache, names)
+            of_all, kept = all_rows(dealt, self.comm, k), gathered(dealt, cache, self.names(cache))
             append(None, of_all, angles, slots)
             append(None, of_all, angles, dealt.slots, kept)
-            mark_complete(step, cache, names)
             append(q, k, angles.of(dealt.own), torch.full_like(slots[dealt.own], -1))
             runs = {name: data.flatten(0, 1).unflatten(0, (-1, dealt.run)) for name, data in kept.items()}
             dealt.step.shared[CHOSEN] = self._choose(q, weights, runs, None, dealt.step)
-            mark_read(step, cache, names)
             return
         append(q, k, angles, slots)
         if (half := step.half) is not None:  # the second reads in this turn what the first writes in it
             half.mark("index keys", x.device) if half.first else half.wait("index keys")
         if q is not None:
             step.shared[CHOSEN] = self._choose(q, weights, cache.kept, numbers, step)
+
+    def names(self, cache: LayerCache) -> list[str]:
+        """Returns the names of what it keeps."""
+        return [name for name in ("index_keys", "index_scales") if name in cache.kept]
 
     def _choose(
         self, q: Tensor, weights: Tensor, kept: Mapping[str, Tensor], numbers: Tensor | None, step: Step

@@ -39,8 +39,8 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
 from helix.memory.kv_cache import KVCache, LayerCache
-from helix.steps.dealt import all_rows, are_enough, gather_sequences, mark_complete, mark_read, to_heads, to_rows
-from helix.steps.step import Step
+from helix.steps.dealt import all_rows, are_enough, gather_sequences, gathered, to_heads, to_rows
+from helix.steps.step import DealtRows, Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.attention.unpacked_prefill import whole_latents
 from kernels.dense.rms_norm import rms_norm
@@ -185,16 +185,6 @@ def deals_rows(spec: MLASpec, step: Step) -> bool:
     return are_enough(rows, ranks) and _tokens(step) < most_dealt(spec, rows)
 
 
-def halves_pay(spec: MLASpec, step: Step) -> bool:
-    """Returns whether a dealt step is faster in halves, one of which computes while the other's messages travel.
-
-    That is where to gather its sequences takes longer than a sum of its rows over the ranks. Else experts, each of
-    which has half of the rows, lose more.
-    """
-    longest = _tokens(step) * spec.entry > len(step.tokens) * spec.hidden
-    return longest and are_enough(len(step.tokens) // 2, step.placement.layout.kvp)
-
-
 def gathers_first(spec: MLASpec, rows: int, wire_rate: float) -> bool:
     """Returns whether `rows` gathered queries are sent faster without W_UK, which each rank then applies to all heads.
 
@@ -291,11 +281,9 @@ class MLA(ShardedAttention):
             return angles.scaled(mla_append(q, kv, angles.cos, angles.sin, *norm, w_uk, kept["latents"], slots, *few))
 
         if dealt is not None:
-            names, none = self._names(mine), q.new_empty(dealt.rows, 0, spec.query)
-            of_all, whole = all_rows(dealt, self.comm, kv), gather_sequences(step, self.comm, mine, names)
+            of_all, none = all_rows(dealt, self.comm, kv), q.new_empty(dealt.rows, 0, spec.query)
             append(none, of_all, angles, self.w_uk[:0], slots)
-            append(none, of_all, angles, self.w_uk[:0], dealt.slots, whole)
-            mark_complete(step, mine, names)
+            append(none, of_all, angles, self.w_uk[:0], dealt.slots, gathered(dealt, mine, self._names(mine)))
             q = to_rows(dealt, self.comm, q, self.made) if self.gathers else q
             return append(q, kv, angles.of(dealt.own), self.w_uk, torch.full_like(slots[dealt.own], -1))
         gathers, w_uk = self.gathers, self.own_w_uk
@@ -314,14 +302,18 @@ class MLA(ShardedAttention):
         """Attends with all heads of own rows to whole sequences; returns the output of own heads [N, heads, value]."""
         dealt = step.dealt
         assert dealt is not None
-        names = self._names(cache)
-        kept = {name: dealt.whole[name, cache.index % 2] for name in names}
+        kept = gathered(dealt, cache, self._names(cache))
         if "ropes" in kept:  # unpacked once, for all rows
             kept = {"latents": whole_latents(kept["latents"], kept["latent_scales"], kept["ropes"])}
         layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
         found = policy.attend(q, replace(cache, kept=kept), dealt.step, layer).merge()[0]
-        mark_read(step, cache, names)
         return to_heads(dealt, self.comm, per_head_linear(found, self.w_uv), self.shares)
+
+    def gather_ahead(self, cache: KVCache, dealt: DealtRows) -> None:
+        """Gathers what the layer reads of sequences; the layer before may be under way."""
+        mine = cache.layer(self.index, prefill=True)
+        index = [] if self.indexer is None else self.indexer.names(mine)
+        gather_sequences(dealt, self.comm, mine, [*index, *self._names(mine)])
 
     def _names(self, cache: LayerCache) -> list[str]:
         """Returns the names of what latents consist of."""

@@ -21,7 +21,7 @@ from helix.layers.embedding import Embedding, Head
 from helix.layers.indexer import IndexerSpec
 from helix.layers.linear import RowParallel
 from helix.layers.mixer import LayerPlace, MixerSpec
-from helix.layers.mla import MLASpec, deals_rows, halves_pay
+from helix.layers.mla import MLA, MLASpec, deals_rows
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layers.norm import AllReduceNorm, JoinNorm, Placement
@@ -342,17 +342,14 @@ class Decoder:
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
         # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
         whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
-        mixer, deals = self.spec.attention, False
+        mixer = self.spec.attention
         if isinstance(mixer, MLASpec) and deals_rows(mixer, step):
-            deals, whole = True, whole or not halves_pay(mixer, step)
-        if whole or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
-            *_, found = self._through(cache, dealt(step, {}) if deals else step, policy)
+            step = dealt(step)
+        if whole or step.dealt is not None or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
+            *_, found = self._through(cache, step, policy)
             assert found is not None
         else:
-            halves, sequences = step.halves(), dict[tuple[str, int], Tensor]()
-            if deals:
-                halves = dealt(halves[0], sequences), dealt(halves[1], sequences)
-            found = torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in halves)))
+            found = torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
         if not self.spec.taps:
             return found, found
         return found[:, : self.spec.hidden].contiguous(), found[:, self.spec.hidden :].contiguous()
@@ -367,6 +364,8 @@ class Decoder:
         parts: Tensor | PendingSum = self._embedded(step.tokens)
         angles_of = [rotary.angles(step.positions) for rotary in self.rotary]
         policy.prepare(step, set(self.spec.windows))
+        if rows is not None and isinstance(first := self.layers[0].mixer, MLA):
+            first.gather_ahead(cache, rows)
         guesses = policy.guesses and step.cu_q is None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             normed, x = layer.input_norm(parts, x, rows)
@@ -378,6 +377,9 @@ class Decoder:
                 queries = partial(following.queries, x, angles_of[following.rope], cache, step)
                 policy.guess(queries, cache.layer(following.index), step)
             q = layer.mixer.project(normed, angles, cache, step)
+            if rows is not None and following is not None and isinstance(following.mixer, MLA):
+                with self.turns.beside():
+                    following.mixer.gather_ahead(cache, rows)
             yield None
             parts = layer.mixer.finish(q, cache, step, policy)
             yield None

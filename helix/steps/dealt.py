@@ -36,12 +36,8 @@ def are_enough(rows: int, ranks: int) -> bool:
     return (ranks - 1) * -(-rows // ranks) < rows
 
 
-def dealt(step: Step, whole: dict[tuple[str, int], Tensor]) -> Step:
-    """Divides the rows of a prefill step among the ranks, each of which has some.
-
-    Args:
-        whole: gathered pages; halves of a step share them.
-    """
+def dealt(step: Step) -> Step:
+    """Divides the rows of a prefill step among the ranks, each of which has some."""
     owners = step.owners()
     assert step.cu_q is not None and owners is not None
     placement, rows = step.placement, len(step.tokens)
@@ -73,38 +69,33 @@ def dealt(step: Step, whole: dict[tuple[str, int], Tensor]) -> Step:
     )
     slots = alone.cache_slots(step.positions, nowhere, step.live, table, owners)
     pages = step.block_tables[:sequences, :columns].flatten().long()
-    return replace(step, dealt=DealtRows(part, rows, own, each, run, pages, slots, whole))
+    return replace(step, dealt=DealtRows(part, rows, own, each, run, pages, slots, {}))
 
 
-def gather_sequences(step: Step, comm: Communicator, cache: LayerCache, names: Sequence[str]) -> dict[str, Tensor]:
+def gather_sequences(dealt: DealtRows, comm: Communicator, cache: LayerCache, names: Sequence[str]) -> None:
     """Gathers a layer's data of tokens from all ranks, [K * n * columns, ...] each, the pages of one after the other.
 
-    The step's own tokens are to be added (`DealtRows.slots`), and then `mark_complete` called. A second half adds its
-    own to what the first has gathered. Data of two layers is there at once.
+    It may run beside the layer before, which does not change it: the step's own tokens are added later.
     """
-    dealt, half, turn = step.dealt, step.half, cache.index % 2
-    assert dealt is not None
-    if half is not None:
-        half.wait((names[0], turn, "free" if half.first else "there"))
-    if half is None or half.first:
-        for name in names:
-            dealt.whole.pop((name, turn), None)  # its memory is for the new one
-            pages = cache.kept[name].view(torch.uint8).index_select(0, dealt.pages)
-            of_all = comm.gather_in_group(pages).flatten(0, 1)
-            dealt.whole[name, turn] = of_all.view(cache.kept[name].dtype)
-    return {name: dealt.whole[name, turn] for name in names}
+    for name in names:
+        for older in [key for key in dealt.whole if key[0] == name and key[1] < cache.index - 1]:
+            del dealt.whole[older]  # its memory is for the new one
+        pages = cache.kept[name].view(torch.uint8).index_select(0, dealt.pages)
+        of_all = comm.gather_in_group(pages).flatten(0, 1).view(cache.kept[name].dtype)
+        there = torch.cuda.Event() if of_all.is_cuda else None
+        if there is not None:
+            there.record()
+        dealt.whole[name, cache.index] = of_all, there
 
 
-def mark_complete(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
-    """Marks the first half's own tokens as being where `gather_sequences` said."""
-    if step.half is not None and step.half.first:
-        step.half.mark((names[0], cache.index % 2, "there"), step.tokens.device)
-
-
-def mark_read(step: Step, cache: LayerCache, names: Sequence[str]) -> None:
-    """Marks what was gathered as read by the second half."""
-    if step.half is not None and not step.half.first:
-        step.half.mark((names[0], cache.index % 2, "free"), step.tokens.device)
+def gathered(dealt: DealtRows, cache: LayerCache, names: Sequence[str]) -> dict[str, Tensor]:
+    """Returns what was gathered of a layer, to which the step's own tokens are to be added (`DealtRows.slots`)."""
+    found = {}
+    for name in names:
+        found[name], there = dealt.whole[name, cache.index]
+        if there is not None:
+            there.wait()
+    return found
 
 
 def to_rows(dealt: DealtRows, comm: Communicator, q: Tensor, heads: list[int]) -> Tensor:

@@ -56,7 +56,7 @@ class DealtRows:
         run: consecutive tokens that `step` finds together.
         pages: this rank's pages [n * columns] int64 of all sequences.
         slots: where the step's tokens are in gathered pages [N] int64, -1 for padding.
-        whole: gathered pages of two layers, by name and whether the layer's index is odd.
+        whole: gathered pages of a layer and the next one, by name and layer, and when they are there.
     """
 
     step: Step
@@ -66,7 +66,7 @@ class DealtRows:
     run: int
     pages: Tensor
     slots: Tensor
-    whole: dict[tuple[str, int], Tensor]
+    whole: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]]
 
 
 @dataclass

@@ -100,9 +100,9 @@ def test_rows_dealt_to_ranks(
 
     seen, divide = list[int](), decoder.dealt
 
-    def spy(step: Step, whole: Any) -> Step:
+    def spy(step: Step) -> Step:
         seen.append(len(step.tokens))
-        return divide(step, whole)
+        return divide(step)
 
     monkeypatch.setattr(decoder, "dealt", spy)
     check(loopback(checkpoint(family), layout, block, wanted, in_chunks), wanted)
@@ -141,13 +141,11 @@ def test_some_rows_of_a_chunk_after_others(monkeypatch: pytest.MonkeyPatch, scor
     check(loopback(checkpoint("glm-5-shared"), HelixLayout.create("helix", 2), 16, wanted), wanted)
 
 
-@pytest.mark.parametrize(
-    "family, kvp, worth", [("glm-5-shared", 3, 0), ("glm-5-shared", 2, 1 << 20), ("deepseek-v32", 3, 1 << 20)]
-)
-def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch, family: str, kvp: int, worth: int) -> None:
+@pytest.mark.parametrize("family, kvp", [("glm-5-shared", 3), ("deepseek-v32", 2)])
+def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch, family: str, kvp: int) -> None:
+    """Rows are not dealt here, and sequences not gathered."""
     monkeypatch.setattr(turns, "LEAST", 7)
-    monkeypatch.setattr(mla, "WORTH", worth)
-    monkeypatch.setattr(decoder, "halves_pay", lambda spec, step: True)
+    monkeypatch.setattr(mla, "WORTH", 0)
     wanted, seen, halves = oracle(family, MOE_LENGTHS, MOE_TOKENS), list[int](), Step.halves
 
     def spy(step: Step) -> tuple[Step, Step]:
@@ -258,37 +256,46 @@ def test_gpus(drafts: int, kind: type[TorchDistCommunicator], world: int) -> Non
     check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
 
 
-def in_halves(rank: int, ranks: int, worth: int, late_first: bool, waits: bool, *task: Any) -> Result:
-    """Serves prompts in halves, one of which comes late in each layer."""
-    project = MLA.project
+LATE = {"first half": True, "second half": False}
 
-    def late(self: MLA, x: torch.Tensor, angles: Any, cache: Any, step: Step) -> torch.Tensor:
-        if step.half is not None and step.half.first == late_first:
+
+def with_late_kernels(rank: int, ranks: int, late: str, waits: bool, *task: Any) -> Result:
+    """Serves prompts in halves, one of which comes late in each layer; or with sequences that are gathered late."""
+    project, gather = MLA.project, MLA.gather_ahead
+
+    def late_project(self: MLA, x: torch.Tensor, angles: Any, cache: Any, step: Step) -> torch.Tensor:
+        if step.half is not None and step.half.first == LATE.get(late):
             torch.cuda._sleep(2_000_000)  # a millisecond
         return project(self, x, angles, cache, step)
+
+    def late_gather(self: MLA, cache: Any, dealt: Any) -> None:
+        torch.cuda._sleep(2_000_000)
+        gather(self, cache, dealt)
 
     with pytest.MonkeyPatch.context() as patched:
         for name, value in (("SIZES", (8, 14, 22, 27, 50, 70)), ("LAUNCHED", 20), ("SEQUENCES", (2, 4)), ("DEEP", 16)):
             patched.setattr(chunk_size, name, value)
         patched.setattr(turns, "LEAST", 7)
-        patched.setattr(mla, "WORTH", worth)
-        patched.setattr(decoder, "halves_pay", lambda spec, step: True)
-        patched.setattr(MLA, "project", late)
+        patched.setattr(mla, "WORTH", 0 if late in LATE else 1 << 20)
+        patched.setattr(MLA, "project", late_project)
+        patched.setattr(MLA, "gather_ahead", late_gather)
         if not waits:
             patched.setattr(turns.Half, "wait", lambda self, done: None)
+            patched.setattr(torch.cuda.Event, "wait", lambda self, *of: None)
         return distributed_rank(rank, ranks, *task)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    "worth, late_first, waits", [(0, True, True), (1 << 20, True, True), (1 << 20, False, True), (1 << 20, True, False)]
-)
-def test_halves_wait_for_each_other(worth: int, late_first: bool, waits: bool) -> None:
+@pytest.mark.parametrize("late", [*LATE, "sequences"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_runs_beside_is_waited_for(late: str, waits: bool) -> None:
+    if not waits and late == "second half":
+        pytest.skip("nobody waits for it")
     family = "glm-5-shared"
     pool(2, "nccl").start()
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     task = (checkpoint(family), HelixLayout.create("helix", 2), 16, wanted, "cuda", TorchDistCommunicator, None)
-    run = partial(pool(2, "nccl").run, in_halves, worth, late_first, waits, *task, timeout_s=120.0)
+    run = partial(pool(2, "nccl").run, with_late_kernels, late, waits, *task, timeout_s=120.0)
     if waits:
         check(run(), wanted)
         return

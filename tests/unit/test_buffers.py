@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
-from helix.build.buffers import MOST, SHARE, fitting_slots, gathered_bytes, longest_chunk, most_slots, token_buffers
+from helix.build.buffers import (
+    EXPERTS_SHARE,
+    MOST,
+    SHARE,
+    fitting_slots,
+    gathered_bytes,
+    longest_chunk,
+    most_slots,
+    token_buffers,
+)
 from helix.control.prefill_time import PrefillTime, doubling_depth
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache, StepSizes
@@ -76,7 +85,7 @@ def test_windows_cost_the_same_at_any_depth() -> None:
 
 @given(st.integers(1, 1 << 24), st.integers(0, 1 << 38), st.booleans())
 def test_chunks_leave_memory_to_the_cache(token_bytes: int, free: int, experts: bool) -> None:
-    chunk, share = longest_chunk(token_bytes, free, experts), SHARE // (1 + experts)
+    chunk, share = longest_chunk(token_bytes, free, experts), EXPERTS_SHARE if experts else SHARE
     assert 1 <= chunk <= MOST and chunk.bit_count() == 1
     assert chunk == 1 or chunk * token_bytes * share <= free
     assert chunk == MOST or 2 * chunk * token_bytes * share > free
