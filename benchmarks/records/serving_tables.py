@@ -256,6 +256,7 @@ PAGE: dict[str, Callable[[], list[str]]] = {
     "serve-crowds": crowds,
     "crowds": partial(crowds_beside_vllm, 2),
     "crowds.1gpu": partial(crowds_beside_vllm, 1),
+    "crowds.8gpu": partial(crowds_beside_vllm, 8),
     "crowds-waits": crowds_waits,
     "serve-http": served_over_http,
     "serve-kills": kills,

@@ -17,9 +17,8 @@ HEADLINE = [
     ("qwen2.5-7b", 1, 1 << 20, None),
     ("llama-3.1-8b", 1, 1 << 20, None),
     ("deepseek-v2-lite", 1, 1 << 20, None),
-    ("gpt-oss-20b", 1, 1 << 20, None),
     ("deepseek-r1", 1, 1 << 20, "fp8"),
-    ("llama-3.1-405b", 1, 1 << 20, "fp8"),
+    ("glm-5.2", 1, 1 << 20, "fp8"),
 ]
 WHOLE = "fp8-steps"  # records of models that eight GPUs hold in FP8 alone
 BUDGETS_MS = (5, 10, 20, 50)  # of TTL
@@ -172,37 +171,20 @@ def best_steps(*only: int) -> list[str]:
 
 
 def _on_eight() -> list[tuple[Row, Row, float]]:
-    """Steps over eight GPUs, the same emulated on two, and how far apart they are.
-
-    Of several emulated ones those of the same code count, or else the last whose kernels were not replaced since.
-    """
-    names = "step", "baselines", WHOLE
-    key = *WORKLOAD, "commit"
-    emulated: dict[tuple[Any, ...], list[Row]] = {}
-    for r in (r for name in names for r in results(f"{name}.emulated-8", *key)):
-        emulated.setdefault(tuple(r[k] for k in WORKLOAD), []).append(r)
+    """Steps over eight GPUs, the same emulated on two with the same code, and how far apart they are."""
+    names, key = ("step", "baselines", WHOLE), (*WORKLOAD, "commit")
+    emulated = {tuple(r[k] for k in key): r for name in names for r in results(f"{name}.emulated-8", *key)}
     found = []
-    for r in (r for name in names for r in results(name, *WORKLOAD)):
-        same = sorted(
-            emulated.get(tuple(r[k] for k in WORKLOAD), []),
-            key=lambda other: (other["commit"] == r["commit"], "superseded" not in other),
-        )
-        if same and "failed" not in r and "failed" not in same[-1]:
-            found.append((r, same[-1], same[-1]["ttl_p50_us"] / r["ttl_p50_us"] - 1))
+    for r in (r for name in names for r in results(name, *key)):
+        same = emulated.get(tuple(r[k] for k in key))
+        if same is not None and "failed" not in r and "failed" not in same:
+            found.append((r, same, same["ttl_p50_us"] / r["ttl_p50_us"] - 1))
     return found
 
 
-def emulated_eight(same_code: bool = False) -> list[str]:
-    """Steps over eight GPUs, and emulated on two.
-
-    Args:
-        same_code: only those of one commit.
-    """
-    body = [
-        (*_point(r), _layout(r), _ttl(r), _ttl(other), f"{apart:+.1%}")
-        for r, other, apart in _on_eight()
-        if not same_code or r["commit"] == other["commit"]
-    ]
+def emulated_eight() -> list[str]:
+    """Steps over eight GPUs, and emulated on two."""
+    body = [(*_point(r), _layout(r), _ttl(r), _ttl(other), f"{apart:+.1%}") for r, other, apart in _on_eight()]
     return page([(*LAYOUT, "eight GPUs", "emulated on two", "difference"), *body]) if body else []
 
 

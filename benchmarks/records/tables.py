@@ -163,7 +163,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gap": step_tables.gap,
     "agreement": step_tables.agreement,
     "emulated-eight": step_tables.emulated_eight,
-    "emulated-same-code": partial(step_tables.emulated_eight, same_code=True),
     "whole": step_tables.whole,
     "modes": step_tables.modes,
     "emulated-four": step_tables.emulated_steps,
