@@ -142,8 +142,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         size = x[0].numel() * x.element_size()
         fit = 0 < size <= SCATTER_PIECES * reduce_scatter.SLICE_WORDS * 4 and size % 4 == 0
-        # Boxes are one stream's: the second half of a step, on a stream of its own, has none.
-        if self.half or self.world_size == 1 or not fit or x.dtype not in mailbox.DTYPES:
+        if self.world_size == 1 or not fit or x.dtype not in mailbox.DTYPES:
             return super().reduce_scatter(x)
         return reduce_scatter.reduce_scatter(
             x, self._peers["scatter"], self._counts["scatter"], self._status,
