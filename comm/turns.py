@@ -60,15 +60,20 @@ class Turns:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._side = torch.cuda.Stream(comm.device) if comm.capturable else None
+        self._first = torch.cuda.Stream(comm.device, priority=-1) if comm.capturable else None
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Launches kernels and messages beside what the current stream does next, after all that it has been given."""
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        """Launches messages beside what the current stream does next, after all that it has been given.
+
+        Their programs are few, and the first to get a place: else they would wait for the end of a kernel that fills
+        the GPU, and not be beside it.
+        """
+        if self._first is not None:
+            self._first.wait_stream(torch.cuda.current_stream(self._first.device))
         self._comm.half = 1
         try:
-            with torch.cuda.stream(self._side):
+            with torch.cuda.stream(self._first):
                 yield
         finally:
             self._comm.half = 0
