@@ -55,6 +55,7 @@ class Engine:
         on_prefill: called on rank 0 with (prompt tokens done, prompt tokens of the requests admitted so far).
 
     Attributes:
+        on_yielded: called on rank 0 when the updates of a step have been yielded.
         draft_sizes: numbers of drafts that a step may have.
         run_steps: most decode steps of a decision.
         step_seconds: (rows, drafts) -> seconds of a step, from `warm_up`.
@@ -85,6 +86,7 @@ class Engine:
         self.timeout_s = timeout_s
         self.tokenizer = tokenizer
         self.on_prefill = on_prefill
+        self.on_yielded: Callable[[], None] = lambda: None
         self.timings = Timings()
         self._broken: str | None = None  # the error that broke it
         self._calling = False
@@ -285,6 +287,7 @@ class Engine:
             launch=self._launch,
             beat_s=self.timeout_s / BEATS,
             on_prefill=self.on_prefill,
+            on_yielded=self.on_yielded,
         )
         try:
             yield from serving.outputs(inbox)

@@ -85,7 +85,7 @@ class Serving:
         refusal: returns the reason why a request cannot be served; None if it can.
         launch: sends a decision to all ranks and launches it here.
         beat_s: most seconds between messages to the other ranks while idle.
-        on_prefill: see `Engine`.
+        on_prefill, on_yielded: see `Engine`.
     """
 
     def __init__(
@@ -100,10 +100,12 @@ class Serving:
         launch: Callable[[Decision], list[StepTokens]],
         beat_s: float,
         on_prefill: Callable[[int, int], None] | None,
+        on_yielded: Callable[[], None],
     ) -> None:
         self._runner, self._scheduler, self._times = runner, scheduler, times
         self._policy, self._timings = policy, timings
-        self._refusal, self._launch, self._beat_s, self._on_prefill = refusal, launch, beat_s, on_prefill
+        self._refusal, self._launch, self._beat_s = refusal, launch, beat_s
+        self._on_prefill, self._on_yielded = on_prefill, on_yielded
         self._eos = runner.model.spec.eos
         self._open: dict[str | int, RequestProgress] = {}
         self._runs: deque[Run] = deque()
@@ -128,10 +130,12 @@ class Serving:
                 self._timings.decisions += 1
                 known += self._begin(decision, begin)
             yield from known
+            self._on_yielded()
             known = []
             if decision is not None:
                 while len(self._runs) > 1 or self._is_early(inbox):
                     yield from self._read()
+                    self._on_yielded()
             elif self._runs:
                 known = [*self._read()]
             elif inbox.ended:

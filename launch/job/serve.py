@@ -42,6 +42,7 @@ from launch.serving.frames import (
     Stats,
     Stop,
     Submit,
+    Tokens,
     Unread,
     encode,
 )
@@ -52,6 +53,7 @@ SHAPED = {replace(kind, shaped=True) for kind in PLAIN}
 STATS_S = 1.0  # between two reports
 BUFFER = 1 << 22  # bytes of the send buffer
 PIECE = 1 << 20  # bytes read at a time
+MOST_ID = 1 << 31  # of requests whose tokens are sent with others'
 COMPILING = 2  # grammars at a time
 
 
@@ -103,6 +105,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             random=random,
         )
         link.open(ready, lambda: _stats(engine))
+        engine.on_yielded = link.flush
     gc.freeze()  # what stays: to look through it again would stop all ranks for some 150 ms
     try:
         for update in engine.serve(inbox):
@@ -146,6 +149,8 @@ class Link:
         self._closed = False
         self._prefix = ""  # prefix of the engine's names for this front end's requests
         self._names: dict[str | int, int] = {}
+        self._drawn: list[int] = []  # ids and tokens that are sent together, of the front end with prefix `_of`
+        self._of = ""
         self._followed: dict[str | int, BegunGrammar] = {}
         self._grammars: Grammars | None = None
         self._compiling = ThreadPoolExecutor(COMPILING, "grammars")  # meanwhile other requests are read
@@ -165,6 +170,7 @@ class Link:
 
     def fail(self, reason: str) -> None:
         """Sends the front end the reason of the job's failure."""
+        self.flush()
         self._send(Failed(reason), self._prefix)
 
     def close(self) -> None:
@@ -178,11 +184,19 @@ class Link:
             self._path.unlink()
 
     def pass_on(self, update: helix.events.request.RequestUpdate) -> None:
-        """Sends the news of a request to the front end that submitted it."""
+        """Sends the news of a request to the front end that submitted it; tokens alone wait for `flush`."""
         name = self._names.get(update.id)
         if name is None:
             return
         finish_reason, reason = update.finish_reason, update.reason
+        if update.new_ids and finish_reason is None and not update.logprobs and name < MOST_ID:
+            if self._of != (prefix := self._prefix):  # what another front end has left behind is nobody's
+                self._of, self._drawn = prefix, []
+            if str(update.id).startswith(prefix):
+                for token in update.new_ids:
+                    self._drawn += (name, token)
+            return
+        self.flush()
         if finish_reason is not None:
             self._names.pop(update.id, None)
             followed = self._followed.pop(update.id, None)
@@ -195,6 +209,12 @@ class Link:
         else:
             told = Progress(name, update.prefilled, update.prompt_tokens, update.cached_tokens)
         self._send(told, update.id)
+
+    def flush(self) -> None:
+        """Sends the tokens that have been passed on: a message for all requests, as each costs as much as the draw."""
+        if self._drawn:
+            drawn, self._drawn = self._drawn, []
+            self._send(Tokens(np.array(drawn, dtype=np.int32)), self._of)
 
     def _tell(self, stats: Callable[[], dict[str, float]]) -> None:
         while not self._closed:

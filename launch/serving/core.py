@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from enum import IntEnum
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from launch.serving.frames import (
     Stats,
     Stop,
     Submit,
+    Tokens,
     Unread,
     pieces,
 )
@@ -339,6 +342,11 @@ class Core:
                 self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)
             told = time.monotonic()
             self.rate, self._drawn, self._counted = self._drawn / (told - self._counted), 0, told
+        elif isinstance(message, Tokens):
+            for name, pairs in groupby(message.ids.reshape(-1, 2).tolist(), itemgetter(0)):
+                if (flight := self.flights.get(name)) is not None:
+                    self._add(flight, [token for _, token in pairs])
+                    flight.changed()
         elif isinstance(message, Unread | Queued | Delta | Progress) and message.id in self.flights:
             flight = self.flights[message.id]
             if isinstance(message, Unread):
@@ -348,28 +356,30 @@ class Core:
             if isinstance(message, Queued):
                 flight.stage = Stage.QUEUED
                 return
-            self._count(flight, message)
             if isinstance(message, Progress):
+                self._admitted(flight)
                 flight.stage = Stage.ADMITTED if flight.stage < Stage.ADMITTED else Stage.RUNNING
                 flight.progress = message.done
                 flight.cached = message.cached if flight.cached is None else flight.cached
             else:
-                flight.stage = Stage.RUNNING
-                flight.drawn += message.ids.tolist()
-                flight.logprobs += message.logprobs
-                flight.progress = len(flight.submit.ids)
                 if flight.cached is None:
                     flight.cached = message.cached
+                self._add(flight, message.ids.tolist())
+                flight.logprobs += message.logprobs
                 if message.finish_reason is not None:
                     self._end(flight, message.finish_reason, message.reason)
             flight.changed()
 
-    def _count(self, flight: Flight, message: Delta | Progress) -> None:
+    def _admitted(self, flight: Flight) -> None:
+        if flight.waits:
+            flight.admitted = time.monotonic()
+            self.metrics.queued.observe(flight.admitted - flight.began)
+
+    def _add(self, flight: Flight, tokens: list[int]) -> None:
+        """Adds tokens that a continuation has drawn."""
         now, metrics = time.monotonic(), self.metrics
-        if flight.waits and (isinstance(message, Progress) or len(message.ids)):
-            metrics.queued.observe(now - flight.began)
-            flight.admitted = now
-        if isinstance(message, Delta) and (count := len(message.ids)):
+        if count := len(tokens):
+            self._admitted(flight)
             if flight.drawn:
                 metrics.between_tokens.observe((now - flight.last) / count)
             else:
@@ -377,12 +387,15 @@ class Core:
                 metrics.first_token.observe(now - flight.began)
                 metrics.prefill.observe(now - flight.admitted)
                 metrics.looked_up.inc(len(flight.submit.ids))
-                metrics.cached_tokens.inc(message.cached or 0)
+                metrics.cached_tokens.inc(flight.cached or 0)
                 self.queried += len(flight.submit.ids)
-                self.hits += message.cached or 0
+                self.hits += flight.cached or 0
             metrics.new_tokens.inc(count)
             self._drawn += count
             flight.last = now
+        flight.stage = Stage.RUNNING
+        flight.drawn += tokens
+        flight.progress = len(flight.submit.ids)
 
     def _end(self, flight: Flight, finish_reason: str, reason: str | None) -> None:
         self.flights.pop(flight.submit.id, None)

@@ -146,8 +146,8 @@ def test_loads_are_what_routers_read(tmp_path: Path) -> None:
         connections = [await front.connect("/v1/completions", body) for _ in range(3)]
         await until(lambda: len(front.job.submits) == 3)
         front.job.send(Progress(1, 0, 3))
-        front.job.send(Progress(2, 0, 3))
-        front.job.send(Delta(2, cached=2, ids=front.job.submits[0].ids))
+        front.job.send(Progress(2, 0, 3, 2))
+        front.job.send(Delta(2, ids=front.job.submits[0].ids))
         front.job.send(Stats({"pages": 64, "pages_used": 16, "pages_cached": 32, "pages_free": 16}))
         await until(lambda: front.core.stats)
         loads = (await front.get("/v1/loads?include=core,queues")).json()

@@ -24,6 +24,7 @@ from launch.serving.frames import (
     Stats,
     Stop,
     Submit,
+    Tokens,
     Unread,
     encode,
 )
@@ -37,6 +38,7 @@ MESSAGES: list[Message] = [
     Ready("/models/m", "helix kvp=2", 2, 1 << 20, 1 << 19, 4096, 1 << 21, 8, (0, 7), True),
     Delta(1, None, None, 7, ((-0.5, ((3, -0.5), (1, -2.0))),), IDS[:1]),
     Delta(1, "error", "too long"),
+    Tokens(np.array([1, 2**31 - 1, 1, 5, 7, 0], dtype=np.int32)),
     Queued(1),
     Progress(1, 0, 10**6, 17),
     Failed("NaN"),

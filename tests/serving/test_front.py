@@ -384,13 +384,13 @@ def test_every_documented_metric_moves(tmp_path: Path) -> None:
         request = asyncio.create_task(front.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}))
         await until(lambda: front.job.submits)
         assert (await look(front))["num_requests_waiting"] == 1
-        front.job.send(Progress(1, 0, 3))
+        front.job.send(Progress(1, 0, 3, 2))
         gauges = {"pages": 9, "pages_used": 2, "pages_cached": 3, "pages_free": 4, "preemptions": 5}
         front.job.send(Stats(gauges | {"drafts": 3, "drafts_kept_0": 2}))
         await until(lambda: front.core.stats)
         assert (await look(front))["num_requests_running"] == 1
         (submit,) = front.job.submits
-        await front.job.say(submit, [7, 7], cached=2)
+        await front.job.say(submit, [7, 7])
         await until(lambda: front.core.flights[1].drawn)
         front.job.die()
         await until(lambda: len(front.job.submits) == 2)

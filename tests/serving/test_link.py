@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helix.control.inbox import Inbox
+from helix.control.inbox import Abort, Inbox
 from helix.events.request import RequestUpdate
 from launch.job.serve import Link
 from launch.serving.frames import (
@@ -24,6 +24,7 @@ from launch.serving.frames import (
     Ready,
     Stats,
     Submit,
+    Tokens,
     encode,
 )
 from tests.serving.front import DEMO, READY
@@ -141,4 +142,42 @@ def test_what_is_no_frame_ends_the_connection_and_the_log_says_why(
     front = Front(path)
     front.send(Submit(1, 4, ids=IDS))
     assert requests(inbox, 1)[0].id == "2:1"
+    front.close()
+
+
+def test_tokens_of_a_step_are_one_message(link: tuple[Link, Inbox, Path]) -> None:
+    """In order with all other news of their requests; those of a front end that has left are nobody's."""
+    made, inbox, path = link
+    front = Front(path)
+    front.send(Submit(1, 4, ids=IDS), Submit(2, 4, ids=IDS))
+    one, two = requests(inbox, 2)
+    assert [type(front.next()) for _ in range(2)] == [Queued, Queued]
+
+    def news(request: Any, ids: tuple[int, ...], finish: str | None = None) -> None:
+        made.pass_on(RequestUpdate(request.id, 2, 0, 2, ids, finish, None))
+
+    made.flush()
+    news(one, (5, 6))
+    news(two, (7,))
+    made.flush()
+    news(one, (8,))
+    news(two, (9,), "stop")
+    told = [front.next() for _ in range(3)]
+    assert [type(message) for message in told] == [Tokens, Tokens, Delta]
+    together, late, last = told
+    assert isinstance(together, Tokens) and together.ids.tolist() == [1, 5, 1, 6, 2, 7]
+    assert isinstance(late, Tokens) and late.ids.tolist() == [1, 8], "what came before an end"
+    assert isinstance(last, Delta) and (last.id, last.ids.tolist(), last.finish_reason) == (2, [9], "stop")
+
+    news(one, (10,))
+    front.close()
+    front = Front(path)
+    front.send(Submit(1, 4, ids=IDS))
+    news(one, (11,))
+    made.flush()
+    assert isinstance(front.next(), Queued), "and no token of another's first request"
+    again = next(request for request in requests(inbox, 2) if not isinstance(request, Abort))
+    news(again, (12,))
+    made.flush()
+    assert isinstance(mine := front.next(), Tokens) and mine.ids.tolist() == [1, 12]
     front.close()
