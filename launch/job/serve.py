@@ -40,9 +40,9 @@ from launch.serving.frames import (
     Queued,
     Ready,
     Stats,
+    StepDeltas,
     Stop,
     Submit,
-    Tokens,
     Unread,
     encode,
 )
@@ -214,7 +214,7 @@ class Link:
         """Sends the tokens that have been passed on: a message for all requests, as each costs as much as the draw."""
         if self._drawn:
             drawn, self._drawn = self._drawn, []
-            self._send(Tokens(np.array(drawn, dtype=np.int32)), self._of)
+            self._send(StepDeltas(np.array(drawn, dtype=np.int32)), self._of)
 
     def _tell(self, stats: Callable[[], dict[str, float]]) -> None:
         while not self._closed:

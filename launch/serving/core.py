@@ -29,9 +29,9 @@ from launch.serving.frames import (
     Queued,
     Ready,
     Stats,
+    StepDeltas,
     Stop,
     Submit,
-    Tokens,
     Unread,
     pieces,
 )
@@ -342,7 +342,7 @@ class Core:
                 self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)
             told = time.monotonic()
             self.rate, self._drawn, self._counted = self._drawn / (told - self._counted), 0, told
-        elif isinstance(message, Tokens):
+        elif isinstance(message, StepDeltas):
             for name, pairs in groupby(message.ids.reshape(-1, 2).tolist(), itemgetter(0)):
                 if (flight := self.flights.get(name)) is not None:
                     self._add(flight, [token for _, token in pairs])

@@ -119,14 +119,14 @@ class Delta(Message):
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens(Message):
+class StepDeltas(Message):
     """New tokens of many continuations that go on: a message for all that a step drew.
 
     Attributes:
         ids: [2 n] int32, the id of a continuation, then its token; tokens of one stand together, in their order.
     """
 
-    kind = "tokens"
+    kind = "deltas"
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)
 
 
@@ -177,7 +177,7 @@ class Stats(Message):
     values: dict[str, float]
 
 
-KINDS = {kind.kind: kind for kind in (Submit, Cancel, Stop, Ready, Delta, Tokens, Queued, Progress, Failed, Stats)}
+KINDS = {kind.kind: kind for kind in (Submit, Cancel, Stop, Ready, Delta, StepDeltas, Queued, Progress, Failed, Stats)}
 
 
 def encode(message: Message) -> bytes:

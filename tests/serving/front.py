@@ -16,7 +16,7 @@ import uvloop
 
 from helix.config import ServeConfig
 from launch.serving.core import Core
-from launch.serving.frames import Cancel, Delta, FrameDecoder, Message, Ready, Submit, Tokens, encode
+from launch.serving.frames import Cancel, Delta, FrameDecoder, Message, Ready, StepDeltas, Submit, encode
 from launch.serving.http import listen, make_server
 from launch.serving.routes import Api
 from launch.serving.security import Keys
@@ -76,7 +76,7 @@ class FakeJob:
 
     async def say(self, submit: Submit, ids: list[int], finish: str | None = None, **more: Any) -> None:
         if ids and finish is None and not more:  # as ranks do
-            self.send(Tokens(np.array([(submit.id, token) for token in ids], dtype=np.int32).reshape(-1)))
+            self.send(StepDeltas(np.array([(submit.id, token) for token in ids], dtype=np.int32).reshape(-1)))
         else:
             self.send(Delta(submit.id, finish, ids=np.asarray(ids, dtype=np.int32), **more))
         await asyncio.sleep(0)

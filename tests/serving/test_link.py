@@ -23,8 +23,8 @@ from launch.serving.frames import (
     Queued,
     Ready,
     Stats,
+    StepDeltas,
     Submit,
-    Tokens,
     encode,
 )
 from tests.serving.front import DEMO, READY
@@ -163,10 +163,10 @@ def test_tokens_of_a_step_are_one_message(link: tuple[Link, Inbox, Path]) -> Non
     news(one, (8,))
     news(two, (9,), "stop")
     told = [front.next() for _ in range(3)]
-    assert [type(message) for message in told] == [Tokens, Tokens, Delta]
+    assert [type(message) for message in told] == [StepDeltas, StepDeltas, Delta]
     together, late, last = told
-    assert isinstance(together, Tokens) and together.ids.tolist() == [1, 5, 1, 6, 2, 7]
-    assert isinstance(late, Tokens) and late.ids.tolist() == [1, 8], "what came before an end"
+    assert isinstance(together, StepDeltas) and together.ids.tolist() == [1, 5, 1, 6, 2, 7]
+    assert isinstance(late, StepDeltas) and late.ids.tolist() == [1, 8], "what came before an end"
     assert isinstance(last, Delta) and (last.id, last.ids.tolist(), last.finish_reason) == (2, [9], "stop")
 
     news(one, (10,))
@@ -179,5 +179,5 @@ def test_tokens_of_a_step_are_one_message(link: tuple[Link, Inbox, Path]) -> Non
     again = next(request for request in requests(inbox, 2) if not isinstance(request, Abort))
     news(again, (12,))
     made.flush()
-    assert isinstance(mine := front.next(), Tokens) and mine.ids.tolist() == [1, 12]
+    assert isinstance(mine := front.next(), StepDeltas) and mine.ids.tolist() == [1, 12]
     front.close()
