@@ -58,7 +58,8 @@ class Communicator(ABC):
     Attributes:
         capturable: whether the tensor collectives can be part of a CUDA graph.
         wire_rate: assumed bytes/s of a rank's messages to all its peers together, beyond the first kilobytes.
-        half: which half of a step communicates, 0 or 1 (`comm.turns`): neither's messages wait for the other's.
+        half: which half of a step communicates, 0 or 1 (`comm.turns`): neither's messages wait for the other's. What is
+            sent beside a whole step is half 1's.
     """
 
     capturable = False

@@ -15,7 +15,8 @@ from helix.models import DecoderSpec
 from helix.steps.chunk_size import SIZES
 
 MOST = 16384  # tokens of a chunk: longer ones are not faster per token
-SHARE, EXPERTS_SHARE = 16, 6  # buffers take at most 1 / SHARE of the free memory, of models with experts the other
+SHARE = 16  # buffers take at most 1 / SHARE of the free memory,
+EXPERTS_SHARE = 6  # and of models with experts 1 / EXPERTS_SHARE
 MOST_SLOTS = 512  # of decode.max_batch=auto, and most tokens of its steps
 FEW_SLOTS = 8  # of it on CPUs and over host memory, where steps of more rows are not cheaper for a row
 SLACK = 1.25  # factor for the allocator's fragmentation
