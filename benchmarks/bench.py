@@ -14,7 +14,20 @@ from typing import Any
 import torch
 
 from benchmarks import jobs
-from benchmarks.kernels import accept, attention, comm, delta, indexer, linear, mla, moe, sampling, sparse, tier
+from benchmarks.kernels import (
+    accept,
+    attention,
+    comm,
+    delta,
+    indexer,
+    linear,
+    mla,
+    mla_prefill,
+    moe,
+    sampling,
+    sparse,
+    tier,
+)
 from benchmarks.models import (
     crowds,
     drafters,
@@ -54,6 +67,7 @@ BENCHMARKS = {
     "linear": Benchmark("projections in bf16 and in e4m3, on one GPU", linear.__doc__, (linear.FP8,)),
     "moe": moe.BENCHMARK,
     "mla": mla.BENCHMARK,
+    "mla-prefill": mla_prefill.BENCHMARK,
     "indexer": indexer.BENCHMARK,
     "delta": delta.BENCHMARK,
     "verify": verify.BENCHMARK,

@@ -16,7 +16,6 @@ from helix.events.request import Request
 from helix.placement import PromptChunk
 from helix.run.autotune import fill
 from helix.run.clock import seconds_of_each
-from helix.steps.chunk_size import padded
 from launch.job.task import Done, Task
 
 TURN = 100  # tokens of a message in a conversation
@@ -71,7 +70,7 @@ def _capture(engine: Engine, ids: Tensor) -> None:
         return
     chunks = [PromptChunk(0, begin, ids[begin : begin + each]) for begin in range(0, len(ids), each)]
     fill(runner, 1, len(ids))
-    for size in dict.fromkeys(padded([len(c.tokens)], runner.state.most_keys([c]), runner.depths) for c in chunks):
+    for size in dict.fromkeys(runner.chunk_size([c]) for c in chunks):
         if size.captured:
             runner.capture_chunk(size, known=1)
     fill(runner, 0, 0)

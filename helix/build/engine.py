@@ -15,6 +15,7 @@ from helix.config import Config, SpeculationConfig
 from helix.control.engine import Engine
 from helix.errors import ConfigError
 from helix.layers.indexer import SCORES
+from helix.layers.mla import EXPANDED, MLASpec
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
 from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, slot_bytes, with_bounds, without_long_rings
@@ -209,6 +210,8 @@ def build_engine(
     wanted = -(-kv.tokens // layout.dp) if kv.tokens else wanted_tokens + drafts * max_batch
     # Halves of a chunk that take turns unpack a matrix of few bits each, and a piece of keys, or hold scores of tokens.
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
+    if isinstance(spec.attention, MLASpec) and spec.attention.topk is None:
+        piece = 2 * EXPANDED  # keys and values, and the latents of these, in order and not
     apart = model.weights.largest * dtype.itemsize + (SCORES * torch.float32.itemsize if spec.indexers else 0)
     halves = 4 if comm.capturable else 2  # those of captured chunks have memory of their own
     free = free_bytes(comm.device) - halves * (apart + piece)

@@ -33,7 +33,7 @@ from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.run.model_runner import ModelRunner, StepTokens
 from helix.run.rehearsal import rehearse
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
-from helix.steps.chunk_size import DEEP, SIZES, captured_first
+from helix.steps.chunk_size import DEEP, SIZES
 
 T = TypeVar("T")
 LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
@@ -177,7 +177,7 @@ class Engine:
         if runner.graphs is None:
             return
         if chunks and runner.pads:
-            for size in captured_first(self.prefill_chunk, self._room(tokens) // runner.layout.kvp, runner.depths):
+            for size in runner.first_sizes(self.prefill_chunk, self._room(tokens) // runner.layout.kvp):
                 runner.capture_chunk(size)
             mark("chunks")
         for rows in sizes:

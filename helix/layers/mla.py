@@ -16,10 +16,15 @@ time on an H200 and over the link:
   the messages.
 - Where queries are computed: each rank computes those of all heads, or its share, followed by an all-gather. Prompts
   gather queries before W_UK is applied, which are shorter.
+
+A long chunk of a prompt is attended in another way: each rank gathers the sequence's latents, expands the keys and
+values of its own heads, and attends with these alone. A key and a value are shorter than an absorbed query and its
+output, and no query and no partial output is sent.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -39,17 +44,29 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.memory.keeps import Keeps, latents
 from helix.memory.kv_cache import KVCache, LayerCache
-from helix.steps.dealt import all_rows, are_enough, gather_sequences, gathered, to_heads, to_rows
+from helix.steps.chunk_size import DEEP
+from helix.steps.dealt import (
+    all_rows,
+    are_enough,
+    gather_sequences,
+    gathered,
+    to_heads,
+    to_rows,
+    whole_sequences,
+)
 from helix.steps.step import DealtRows, Step
+from kernels.attention.lse_combine import lse_combine
 from kernels.attention.split_kv import PartialAttention
 from kernels.attention.unpacked_prefill import whole_latents
 from kernels.dense.rms_norm import rms_norm
 from kernels.mla.append import mla_append
+from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.per_head_linear import per_head_linear
 
 READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
 CALL_S = 2.5e-6  # seconds of a small collective (docs/results/kernels.md#collectives)
 WORTH = 2  # bytes of sequences that are gathered as fast as one of queries and outputs is exchanged
+EXPANDED = 1 << 27  # bytes of expanded keys and values at a time
 ROWS = 8  # assumed rows of a step for the choice of queries: weights are placed before rows are known
 
 
@@ -119,10 +136,10 @@ class MLASpec:
 
     @property
     def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one latent or, with `topk`, one index key."""
+        """Number of multiplications of a token's queries with one expanded key and value, or with one index key."""
         if self.topk is not None:
             return 0 if self.indexer is None else self.indexer.heads * self.indexer.width
-        return self.q_heads * (self.entry + self.latent)
+        return self.q_heads * (self.query + self.value)
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists the data that the layer keeps on a rank."""
@@ -185,6 +202,16 @@ def deals_rows(spec: MLASpec, step: Step) -> bool:
     return are_enough(rows, ranks) and _tokens(step) < most_dealt(spec, rows)
 
 
+def expanding_rows(spec: MLASpec) -> float:
+    """Returns the rows of a sequence from which on a prefill step takes fewer products where latents are expanded.
+
+    To expand a token for a head costs as much as some rows' attention to it saves. Captured steps expand up to twice
+    the tokens that there are.
+    """
+    saved = spec.entry + spec.latent - spec.query - spec.value
+    return 2 * spec.latent * (spec.nope + spec.value) / saved if saved > 0 and spec.topk is None else math.inf
+
+
 def gathers_first(spec: MLASpec, rows: int, wire_rate: float) -> bool:
     """Returns whether `rows` gathered queries are sent faster without W_UK, which each rank then applies to all heads.
 
@@ -245,6 +272,7 @@ class MLA(ShardedAttention):
         def local(part: range) -> slice:
             return slice(part.start - attends.start, part.stop - attends.start)
 
+        self.own, self.expand = local(owns), of_heads[local(owns)].flatten(0, 1)  # [own heads * (nope + value), R]
         self.w_uk = of_heads[:, : spec.nope]  # [Hq_local, nope, R]
         self.own_w_uk = self.w_uk[local(makes)]
         self.w_uv = of_heads[:, spec.nope :].mT  # [Hq_local, R, value]
@@ -286,6 +314,9 @@ class MLA(ShardedAttention):
             append(none, of_all, angles, self.w_uk[:0], dealt.slots, gathered(dealt, mine, self._names(mine)))
             q = to_rows(dealt, self.comm, q, self.made) if self.gathers else q
             return append(q, kv, angles.of(dealt.own), self.w_uk, torch.full_like(slots[dealt.own], -1))
+        if step.expands:
+            append(q.new_empty(len(x), 0, spec.query), kv, angles, self.w_uk[:0], slots)
+            return angles.scaled(_rotated(q if self.gathers else q[:, self.own], angles, spec.nope))
         gathers, w_uk = self.gathers, self.own_w_uk
         if gathers and step.cu_q is not None and gathers_first(spec, len(x), self.comm.wire_rate):
             q, gathers, w_uk = self._gather(q.contiguous(), step), False, self.w_uk
@@ -295,16 +326,46 @@ class MLA(ShardedAttention):
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
         """Computes this rank's part [N, H] of the output from the queries of `project`."""
         mine = cache.layer(self.index, step.cu_q is not None)
+        if step.expands:
+            return self.output(self._attend_expanded(q, mine, step).flatten(1))
         attend = self.attend if step.dealt is None else self._attend_dealt
         return self.output(attend(q, mine, step, policy).flatten(1))
+
+    def _attend_expanded(self, q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """Attends with own heads' queries [N, h, nope + P], not absorbed; returns their output [N, h, value]."""
+        spec, placement, cu_q = self.spec, step.placement, step.cu_q
+        assert cu_q is not None
+        page, ranks, heads = placement.page_size, placement.layout.kvp, q.shape[1]
+        most = min(-(-step.max_k // page), step.block_tables.shape[1])
+        sequences = len(step.slots) - step.padded
+        of_column = sequences * ranks * page * len(self.expand) * q.itemsize
+        unit = placement.append_block // math.gcd(placement.append_block, page)  # columns of whole blocks
+        each = max(1, min(EXPANDED // max(of_column, 1), DEEP // page) // unit) * unit
+        hi, found = torch.where(step.live, step.positions + 1, 0), list[tuple[Tensor, Tensor]]()
+        for first in range(0, most, each):
+            columns = range(first, min(first + each, most))
+            latents = whole_sequences(step, self.comm, cache, columns, self._whole)
+            keys = (latents[..., : spec.latent] @ self.expand.T).unflatten(2, (heads, spec.nope + spec.value))
+            of_piece = (hi - first * page * ranks).clamp(0, latents.shape[1]).int()
+            ropes = latents[..., spec.latent :]
+            found.append(expanded_prefill(q, keys, ropes, cu_q, step.max_q, of_piece, spec.scale))
+            if len(found) > 1:
+                parts, lse = (torch.stack(both) for both in zip(*found, strict=True))
+                found = [lse_combine(parts, lse, return_lse=True)]
+        return found[0][0]
+
+    def _whole(self, kept: Mapping[str, Tensor]) -> Tensor:
+        """Returns latents with their rotated values behind them, whatever they are kept as."""
+        return (
+            whole_latents(kept["latents"], kept["latent_scales"], kept["ropes"]) if "ropes" in kept else kept["latents"]
+        )
 
     def _attend_dealt(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Attends with all heads of own rows to whole sequences; returns the output of own heads [N, heads, value]."""
         dealt = step.dealt
         assert dealt is not None
         kept = gathered(dealt, cache, self._names(cache))
-        if "ropes" in kept:  # unpacked once, for all rows
-            kept = {"latents": whole_latents(kept["latents"], kept["latent_scales"], kept["ropes"])}
+        kept = {"latents": self._whole(kept)}  # unpacked once, for all rows
         layer = LayerAttention(self.window, self.scale, self.latent, topk=self.topk)
         found = policy.attend(q, replace(cache, kept=kept), dealt.step, layer).merge()[0]
         return to_heads(dealt, self.comm, per_head_linear(found, self.w_uv), self.shares)
@@ -344,6 +405,14 @@ class MLA(ShardedAttention):
 
     def received(self, x: Tensor, rows: int) -> Tensor:
         return x if self.sends_values(rows) else per_head_linear(x, self.own_w_uv)
+
+
+def _rotated(q: Tensor, angles: Angles, nope: int) -> Tensor:
+    """Rotates queries [N, H, nope + P] from number `nope` on, in fp32."""
+    first, second = q[..., nope:].float().chunk(2, -1)
+    cos, sin = angles.cos[:, None].float(), angles.sin[:, None].float()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat((q[..., :nope], rotated.to(q.dtype)), -1)
 
 
 def _halves(spec: MLASpec, begin: int) -> list[range]:

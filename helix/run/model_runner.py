@@ -21,7 +21,7 @@ from helix.attention.dense import DenseAttention
 from helix.events.decision import Admission, Decision, Segment, StepKind
 from helix.events.follower import Begun, Follower, Prefilled, Taken
 from helix.events.request import Logprobs
-from helix.layers.mla import MLASpec
+from helix.layers.mla import MLASpec, expanding_rows
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
 from helix.memory.transfers import to_device, to_host
@@ -30,7 +30,17 @@ from helix.placement import Placement, PromptChunk
 from helix.run.clock import Moment
 from helix.run.graphs import StepGraphs
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
-from helix.steps.chunk_size import DEPTHS, UNPACKED_DEPTHS, ChunkSize, Depth, choosing_depths, padded
+from helix.steps.chunk_size import (
+    DEPTHS,
+    SEQUENCES,
+    UNPACKED_DEPTHS,
+    ChunkSize,
+    Depth,
+    captured_first,
+    choosing_depths,
+    expanding_depths,
+    padded,
+)
 from helix.steps.sampling import SamplingState, sampled_candidates
 from helix.steps.shaping import Shaper
 from helix.steps.step import PAST, DecodeState, Step
@@ -94,6 +104,8 @@ class ModelRunner:
         pads: whether chunks of prompts are padded to few sizes, most of which are captured: unless pages are in host
             memory, or in mode dp. Who follows prompts does so behind a captured chunk.
         depths: depths of captured chunks.
+        expanding_rows: rows that read a token from which on its latent is expanded.
+        expanding_depths: depths of its captured chunks.
         mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
             with None; for benchmarks.
     """
@@ -142,8 +154,12 @@ class ModelRunner:
         attention = model.spec.attention
         topk = attention.topk if isinstance(attention, MLASpec) else None
         self.depths: Sequence[Depth] = DEPTHS
+        self.expanding_rows, most = math.inf, max_pages * placement.page_size
+        if isinstance(attention, MLASpec):
+            self.expanding_rows = expanding_rows(attention)
+        self.expanding_depths = expanding_depths(layout.kvp, most)
         if topk is not None:
-            self.depths = choosing_depths(topk, layout.kvp, max_pages * placement.page_size)
+            self.depths = choosing_depths(topk, layout.kvp, most)
         elif any(t.element_size() == 1 for t in cache.tensors):
             self.depths = UNPACKED_DEPTHS
         self._packed: dict[ChunkSize, Tensor] = {}
@@ -297,7 +313,7 @@ class ModelRunner:
         """
         state = self.state
         if self.pads:
-            size = padded([len(p.tokens) for p in prompts], state.most_keys(prompts), self.depths)
+            size = self.chunk_size(prompts)
             packed = state.packed(prompts, size)
             if size.captured and self.graphs is not None:
                 self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
@@ -305,13 +321,37 @@ class ModelRunner:
             else:
                 last, states = self._computed(state.packed_step(packed, size))
         else:
-            last, states = self._computed(state.prefill_step(prompts, counts))
+            last, states = self._computed(replace(state.prefill_step(prompts, counts), expands=self._expands(prompts)))
         if self._followed:
             real = None if states is None else states[: sum(len(p.tokens) for p in prompts)]
             chunk = Prefilled(prompts, state.prompts_span(prompts), state.parts(prompts), real)
             for follower in self.followers:
                 follower.prefilled(chunk)
         return last
+
+    def chunk_size(self, prompts: Sequence[PromptChunk]) -> ChunkSize:
+        """Returns the size of a prefill step of these prompts: a captured one if its padding costs little."""
+        expands = self._expands(prompts)
+        depths = self.depths if not expands else self.expanding_depths if len(prompts) == 1 else ()
+        return padded([len(p.tokens) for p in prompts], self.state.most_keys(prompts), depths, expands)
+
+    def _expands(self, prompts: Sequence[PromptChunk]) -> bool:
+        """Returns whether it takes fewer products to expand latents: of all sequences as many as of the longest."""
+        pairs = sum(len(p.tokens) * (p.begin + len(p.tokens) / 2) for p in prompts)
+        longest = max((p.begin + len(p.tokens) for p in prompts), default=0)
+        return 0 < self.expanding_rows * len(prompts) * longest <= pairs
+
+    def first_sizes(self, most: int, room: int) -> list[ChunkSize]:
+        """Returns the sizes to capture before the first request; arguments as of `captured_first`."""
+        sizes = captured_first(most, room, self.depths)
+        if self.expanding_rows < math.inf:  # few of these are left, and of those one prompt's
+            sizes = [size for size in sizes if size.tokens < 2 * self.expanding_rows * (size.sequences - 1)]
+            expanded = captured_first(most, room, self.expanding_depths)
+            of_one = [
+                size for size in expanded if size.sequences == SEQUENCES[0] and size.tokens >= self.expanding_rows
+            ]
+            sizes = sorted([*sizes, *(replace(size, expands=True) for size in of_one)], reverse=True)
+        return sizes
 
     @property
     def eager_size(self) -> ChunkSize | None:

@@ -46,6 +46,18 @@ def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
     return (*whole, *sorted(between), Depth(math.inf, most))
 
 
+def expanding_depths(kvp: int, most: int) -> tuple[Depth, ...]:
+    """Returns the depths of a sequence whose latents are expanded: as many as a chunk is launched with, at most twice.
+
+    Args:
+        most: most keys of a sequence on a rank.
+    """
+    first = max(SIZES[-1] // kvp, 1)
+    doubled = [first << i for i in range(1, most.bit_length()) if first << i < most]
+    longest = [Depth(keys + 1, keys, SIZES[-1]) for keys in (*doubled, most) if keys > first]
+    return Depth(first + 1, first), *longest
+
+
 @dataclass(frozen=True, order=True)
 class ChunkSize:
     """Sizes of a prefill step, which decide what is launched.
@@ -57,6 +69,7 @@ class ChunkSize:
         most: most tokens of a sequence.
         keys: keys of the longest sequence on this rank: an upper bound, or where it is captured those of its `Depth`.
         captured: whether it is one of the few sizes of captured chunks.
+        expands: whether latents are expanded, see `Step`.
     """
 
     tokens: int
@@ -64,9 +77,10 @@ class ChunkSize:
     most: int
     keys: int
     captured: bool = False
+    expands: bool = False
 
 
-def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> ChunkSize:
+def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS, expands: bool = False) -> ChunkSize:
     """Returns the size for prompts with `counts` tokens: a captured one if its padding costs little.
 
     Args:
@@ -78,8 +92,8 @@ def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> Ch
     of_graph = next((n for n in SEQUENCES if n >= sequences), None)
     close = size is not None and (tokens <= LAUNCHED or PADDING * (size - tokens) <= tokens)
     if depth is not None and size is not None and of_graph is not None and close:
-        return ChunkSize(size, of_graph, size, depth.keys, True)
-    return ChunkSize(-(-tokens // ALIGNED) * ALIGNED, sequences, max(counts), keys)
+        return ChunkSize(size, of_graph, size, depth.keys, True, expands)
+    return ChunkSize(-(-tokens // ALIGNED) * ALIGNED, sequences, max(counts), keys, False, expands)
 
 
 def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> list[ChunkSize]:

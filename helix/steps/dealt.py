@@ -17,7 +17,7 @@ rank has: to indexer and attention, all of this is the cache of a rank alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,22 +40,14 @@ def dealt(step: Step) -> Step:
     """Divides the rows of a prefill step among the ranks, each of which has some."""
     owners = step.owners()
     assert step.cu_q is not None and owners is not None
-    placement, rows = step.placement, len(step.tokens)
-    layout, page, block = placement.layout, placement.page_size, placement.append_block
-    ranks, rank, run = layout.kvp, placement.kvp_rank, math.gcd(placement.page_size, placement.append_block)
+    placement, rows, page = step.placement, len(step.tokens), step.placement.page_size
+    ranks, rank, run = placement.layout.kvp, placement.kvp_rank, run_of(placement)
     sequences = len(step.slots) - step.padded
     columns = min(-(-step.max_k // page), step.block_tables.shape[1])
-    room = columns * page  # tokens of a sequence on a rank
 
     each = -(-rows // ranks)
     own = slice(rank * each, min((rank + 1) * each, rows))
-    device = step.positions.device
-    begins = torch.arange(0, ranks * room, run, device=device)
-    of_sequence = torch.arange(sequences, device=device)[:, None]
-    starts = step.starts[step.cu_q[:sequences].long().clamp(max=rows - 1)][:, None]
-    places = layout.token_slot(begins, block).clamp(max=room - run)  # others are beyond the longest sequence
-    at_rank = layout.token_owner(begins, block, starts)
-    table = (((at_rank * sequences + of_sequence) * room + places) // run).int()
+    table = runs(step, range(columns))
     if step.padded:
         table = torch.cat([table, table.new_zeros(1, table.shape[1])])
     alone, nowhere = Placement(HelixLayout.create("helix", 1), 0, run, run), torch.zeros_like(step.starts)
@@ -65,11 +57,35 @@ def dealt(step: Step) -> Step:
         starts=nowhere[own],
         tables={None: table},
         append_slots={},
-        max_k=ranks * room,
+        max_k=ranks * columns * page,
     )
     slots = alone.cache_slots(step.positions, nowhere, step.live, table, owners)
     pages = step.block_tables[:sequences, :columns].flatten().long()
     return replace(step, dealt=DealtRows(part, rows, own, each, run, pages, slots, {}))
+
+
+def run_of(placement: Placement) -> int:
+    """Returns how many consecutive tokens of a sequence lie together, wherever they are."""
+    return math.gcd(placement.page_size, placement.append_block)
+
+
+def runs(step: Step, columns: range) -> Tensor:
+    """Finds the runs of tokens of these columns of all ranks' pages, which lie rank after rank.
+
+    Returns:
+        [n, K * columns * page / run] int32 of the step's sequences without padding, in the order of their tokens.
+    """
+    assert step.cu_q is not None
+    placement, sequences = step.placement, len(step.slots) - step.padded
+    layout, page, block, run = placement.layout, placement.page_size, placement.append_block, run_of(placement)
+    device, room = step.positions.device, len(columns) * page  # tokens of a sequence on a rank
+    first = columns.start * page
+    begins = torch.arange(first * layout.kvp, (first + room) * layout.kvp, run, device=device)
+    of_sequence = torch.arange(sequences, device=device)[:, None]
+    starts = step.starts[step.cu_q[:sequences].long().clamp(max=len(step.tokens) - 1)][:, None]
+    places = (layout.token_slot(begins, block) - first).clamp(max=room - run)  # others are beyond the longest sequence
+    at_rank = layout.token_owner(begins, block, starts)
+    return (((at_rank * sequences + of_sequence) * room + places) // run).int()
 
 
 def gather_sequences(dealt: DealtRows, comm: Communicator, cache: LayerCache, names: Sequence[str]) -> None:
@@ -96,6 +112,28 @@ def gathered(dealt: DealtRows, cache: LayerCache, names: Sequence[str]) -> dict[
         if there is not None:
             there.wait()
     return found
+
+
+def whole_sequences(
+    step: Step, comm: Communicator, cache: LayerCache, columns: range, unpacked: Callable[..., Tensor]
+) -> Tensor:
+    """Gathers the latents of a step's sequences in these columns of all ranks' pages, in the order of their tokens.
+
+    Args:
+        unpacked: makes one tensor [pages, page, E] of what latents consist of, by name.
+
+    Returns:
+        [n, K * columns * page, E]; tokens that nobody has written may be anything.
+    """
+    sequences = len(step.slots) - step.padded
+    pages = step.block_tables[:sequences, columns.start : columns.stop].flatten().long()
+    found = unpacked(
+        {name: data.view(torch.uint8).index_select(0, pages).view(data.dtype) for name, data in cache.kept.items()}
+    )
+    if step.placement.layout.kvp > 1:
+        of_all = comm.gather_in_group(found.view(torch.uint8)).view(found.dtype)
+        found = of_all.view(-1, run_of(step.placement), found.shape[2]).index_select(0, runs(step, columns).flatten())
+    return found.view(sequences, -1, found.shape[2])
 
 
 def to_rows(dealt: DealtRows, comm: Communicator, q: Tensor, heads: list[int]) -> Tensor:

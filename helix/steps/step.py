@@ -89,6 +89,7 @@ class Step:
         half: which half of a prefill step it is, beside the other one's messages; None: it is no half.
         padded: whether the last sequence of a prefill step is its padding, which reads no keys.
         dealt: the rows that this rank attends to whole sequences; None: all, to its shard.
+        expands: whether queries read the keys and values of their heads, to which latents are expanded.
         shared: tensors [N] that all layers read, by key.
         staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
         chooses: whether indexers choose tokens; else they add keys alone, or nothing where `reading` gave a choice.
@@ -111,6 +112,7 @@ class Step:
     half: Half | None = None
     padded: bool = False
     dealt: DealtRows | None = None
+    expands: bool = False
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
     staged: StagedChunk | None = None
     chooses: bool = True
@@ -488,6 +490,7 @@ class DecodeState(Follower):
             max_q=size.most,
             max_k=size.keys,
             padded=True,
+            expands=size.expands,
         )
 
     def padding_step(self, of_ranks: tuple[int, ...]) -> Step:

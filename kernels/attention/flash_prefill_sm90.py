@@ -67,7 +67,8 @@ def _load(
     `head` holds the rows of a page and the head's first row and column in them.
     """
     start, stop, _, _, first, last = tiles
-    k_shared, v_shared, ready, free = pairs
+    k_parts, v_shared, ready, free = pairs
+    k_shared = k_parts[0]
     BYTES: gl.constexpr = KEYS * D * 2
     if first < last:
         page_0 = _page(pages, first, 0, start, stop, last, KEYS, PAGE)
@@ -112,11 +113,20 @@ def _mask(scores, tile, full, full_stop, row_lo, row_hi):
 
 
 @gluon.jit
-def _attend(
-    side: gl.constexpr, lo, hi, sinks, out, lse, strides, scale_log2, q_shared, pairs, chunk, tiles,
+def _products(q_parts, k_parts, stage, scores):
+    """Starts the products of queries and the keys of a stage, part by part of their dims."""
+    for i in gl.static_range(len(q_parts)):
+        keys = k_parts[i].index(stage).permute((1, 0))
+        scores = warpgroup_mma(q_parts[i], keys, scores, use_acc=i > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def attend_rows(
+    side: gl.constexpr, lo, hi, sinks, out, lse, strides, scale_log2, q_parts, pairs, chunk, tiles,
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Attends a group's 64 rows to all tiles, and stores output and LSE."""
+    """Attends a group's 64 rows to all tiles, and stores output [.., D] and LSE; without `lo`, to keys from 0 on."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PRODUCT, k_width=2)
@@ -124,7 +134,7 @@ def _attend(
     OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
     OF_PRODUCT: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     out_n, out_h, lse_n, lse_h = strides
-    k_shared, v_shared, ready, free = pairs
+    k_parts, v_shared, ready, free = pairs
     begin, length, row_0, head, split = chunk
     start, stop, full, full_stop, first, last = tiles
     dtype: gl.constexpr = out.dtype.element_ty
@@ -132,8 +142,10 @@ def _attend(
     live = row // GROUP < length
     n = (begin + row // GROUP).to(gl.int64)
     q_head = head * GROUP + row % GROUP
-    row_lo = gl.load(lo + n, mask=live, other=0)
     row_hi = gl.load(hi + n, mask=live, other=0)
+    row_lo = gl.zeros_like(row_hi)
+    if lo is not None:
+        row_lo = gl.load(lo + n, mask=live, other=0)
     acc = gl.zeros([ROWS, D], gl.float32, layout=PRODUCT)
     total = gl.zeros([ROWS], gl.float32, layout=OF_SCORES)
     # A finite floor: -inf minus -inf would be NaN.
@@ -141,7 +153,7 @@ def _attend(
     if first < last:
         mbarrier.wait(ready.index(0), 0)
         scores = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
-        scores = warpgroup_mma(q_shared, k_shared.index(0).permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = _products(q_parts, k_parts, 0, scores)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
         tl.debug_barrier()
         mbarrier.arrive(free.index(0))
@@ -157,8 +169,7 @@ def _attend(
         for tile in range(first + 1, last):
             if (tile - 1) * KEYS < start:
                 silence(v_shared.index(stage), (tile - 1) * KEYS, start, stop)
-            keys = k_shared.index(stage).permute((1, 0))
-            scores = warpgroup_mma(q_shared, keys, scores, use_acc=False, is_async=True)
+            scores = _products(q_parts, k_parts, stage, scores)
             acc = warpgroup_mma(p, v_shared.index(stage), acc, is_async=True)
             scores = warpgroup_mma_wait(num_outstanding=1, deps=[scores])
             scores = _mask(scores, tile, full, full_stop, row_lo, row_hi)
@@ -249,7 +260,7 @@ def _flash_prefill_sm90_kernel(
         full = (gl.max(gl.where(live, row_lo, 0), 0) + KEYS - 1) // KEYS
         full_stop = gl.min(gl.where(live, row_hi, stop), 0) // KEYS
         tl.debug_barrier()
-        pairs = (k_shared, v_shared, ready, free)
+        pairs = ((k_shared,), v_shared, ready, free)
         strides = (out_n, out_h, lse_n, lse_h)
         chunk = (begin, length, row_0, head, split)
         out += split.to(gl.int64) * out_s
@@ -259,16 +270,16 @@ def _flash_prefill_sm90_kernel(
         gl.warp_specialize(
             [
                 (
-                    _attend,
+                    attend_rows,
                     (
-                        0, lo, hi, sinks, out, lse, strides, scale_log2, q_shared.index(0), pairs, chunk, tiles,
+                        0, lo, hi, sinks, out, lse, strides, scale_log2, (q_shared.index(0),), pairs, chunk, tiles,
                         KEYS, D, STAGES, GROUP, SINKS,
                     ),
                 ),
                 (
-                    _attend,
+                    attend_rows,
                     (
-                        1, lo, hi, sinks, out, lse, strides, scale_log2, q_shared.index(1), pairs, chunk, tiles,
+                        1, lo, hi, sinks, out, lse, strides, scale_log2, (q_shared.index(1),), pairs, chunk, tiles,
                         KEYS, D, STAGES, GROUP, SINKS,
                     ),
                 ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from helix.control.engine import Engine
 from helix.events.decision import StepKind
 from helix.layers import mla
 from helix.layout import HelixLayout
+from helix.run import model_runner
 from helix.run.autotune import step_seconds
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES
@@ -60,6 +62,38 @@ def test_every_group_and_choice(
 def test_baseline_modes(family: str, mode: str, kvp: int, tpa: int) -> None:
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), HelixLayout.create(mode, kvp, tpa), 16, wanted), wanted)
+
+
+@pytest.mark.parametrize("family", MLA_FAMILIES)
+@pytest.mark.parametrize(
+    "mode, kvp, tpa, block, gathers",
+    [("helix", 1, 1, 16, False), ("tp", 1, 2, 16, True), ("helix", 2, 1, 16, True), ("helix", 3, 1, 5, False)],
+)
+@pytest.mark.parametrize("piece", [1, 1 << 28])
+def test_expanded_keys(
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    mode: str,
+    kvp: int,
+    tpa: int,
+    block: int,
+    gathers: bool,
+    piece: int,
+) -> None:
+    """Every step of prompts, in one piece or in as many as there can be."""
+    choose(monkeypatch, values=False, gathers=gathers)
+    monkeypatch.setattr(model_runner, "expanding_rows", lambda spec: 0.01)
+    monkeypatch.setattr(mla, "EXPANDED", piece)
+    seen, attend = list[int](), mla.MLA._attend_expanded
+
+    def spy(self: mla.MLA, *args: Any) -> torch.Tensor:
+        seen.append(self.index)
+        return attend(self, *args)
+
+    monkeypatch.setattr(mla.MLA, "_attend_expanded", spy)
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), HelixLayout.create(mode, kvp, tpa), block, wanted), wanted)
+    assert seen
 
 
 @pytest.mark.parametrize("values, gathers", CHOICES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -19,6 +20,7 @@ from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layers import indexer
+from helix.layers.mla import MLASpec, expanding_rows
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.run.graphs import StepGraphs
@@ -35,6 +37,7 @@ from helix.steps.chunk_size import (
     padded,
 )
 from kernels import dispatch
+from launch.inputs.shapes import spec_of
 from tests.e2e import test_layer_drafts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import ModelDrafts, SelfDrafts, Sparse, build_engine, check, generate, loopback
@@ -175,6 +178,36 @@ def test_a_planted_error_is_seen(small_sizes: None) -> None:
         check(loopback(checkpoint("qwen2"), HelixLayout.create(), 4, wanted, tamper), wanted)
 
 
+def test_latents_are_expanded_for_enough_rows() -> None:
+    """512 numbers of a latent by 256 of a head's key and value, for 1,088 products of a row less 320; twice that."""
+    r1, glm = (spec_of(model).attention for model in ("deepseek-r1", "glm-5.2"))
+    assert isinstance(r1, MLASpec) and isinstance(glm, MLASpec)
+    assert expanding_rows(r1) == pytest.approx(2 * 512 * 256 / (1088 - 320)) and expanding_rows(glm) == math.inf
+
+
+def test_captured_sizes_where_latents_are_expanded() -> None:
+    """What is launched as if of so many keys has no more of them; several prompts have no captured chunk."""
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    e = build_engine(checkpoint("deepseek-v3-yarn"), HelixLayout.create(), comm, 16, max_length=90_000, max_batch=4)
+    runner, ids = e.runner, torch.arange(9000)
+    runner.expanding_rows = 340
+
+    def size(*prompts: tuple[int, int]) -> ChunkSize:
+        return runner.chunk_size([PromptChunk(i, begin, ids[:count]) for i, (begin, count) in enumerate(prompts)])
+
+    assert size((0, 670)) == ChunkSize(768, 2, 768, KEYS[0], True)
+    assert size((0, 690)) == ChunkSize(768, 2, 768, SIZES[-1], True, True)
+    assert size((8000, 380)) == ChunkSize(384, 2, 380, 8380, False, True), "deep and short: as it is"
+    assert size((0, 8192)).keys == 8192 and size((8000, 8190)) == ChunkSize(8192, 2, 8192, 2 * 8192, True, True)
+    assert size((60_000, 8190)).keys == 90_000 and size((0, 300), (0, 100)).captured
+    assert not size((0, 800), (0, 800)).captured and size((0, 800), (0, 800)).expands
+    assert not size((60_000, 100), *[(0, 700)] * 9).expands, "the short would be expanded as long as the longest"
+    first = runner.first_sizes(8192, 90_000)
+    assert {s.tokens for s in first if not s.expands and s.sequences == 2} == {s for s in SIZES if s < 680}
+    assert {s.tokens for s in first if s.expands} == {s for s in SIZES if s >= 340}
+    assert {s.keys for s in first if s.expands} == {8192} and first == sorted(first, reverse=True)
+
+
 class Recorder(TorchDispatchMode):
     """Operations with the shapes of their results, and kernels with grids and numbers, as they are launched."""
 
@@ -213,24 +246,29 @@ class Replays(StepGraphs):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
 @pytest.mark.parametrize(
-    "family, scores, kv",
+    "family, scores, kv, expands",
     [
-        ("demo", 1 << 26, "auto"), ("glm-5-shared", 1 << 26, "auto"), ("glm-5-shared", 1 << 14, "auto"),
-        *((family, 1 << 26, "auto") for family in ("gpt-oss", "gemma3", "qwen3-next", "qwen3.5-moe")),
-        *((family, 1 << 26, "fp8") for family in ("demo", "deepseek-v3-yarn", "gpt-oss", "glm-5-shared")),
+        ("demo", 1 << 26, "auto", math.inf), ("glm-5-shared", 1 << 26, "auto", math.inf),
+        ("glm-5-shared", 1 << 14, "auto", math.inf),
+        *((family, 1 << 26, "auto", math.inf) for family in ("gpt-oss", "gemma3", "qwen3-next", "qwen3.5-moe")),
+        *((family, 1 << 26, "fp8", math.inf) for family in ("demo", "deepseek-v3-yarn", "gpt-oss", "glm-5-shared")),
+        ("deepseek-v3-yarn", 1 << 26, "fp8", 70), ("deepseek-v3-yarn", 1 << 26, "auto", 70),
     ],
 )  # fmt: skip
 def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(
-    monkeypatch: pytest.MonkeyPatch, family: str, scores: int, kv: str
+    monkeypatch: pytest.MonkeyPatch, family: str, scores: int, kv: str, expands: float
 ) -> None:
-    """One prompt at the beginning and deep, several, known prefixes: two keys, and few launches beside the graph."""
+    """One prompt at the beginning and deep, several, known prefixes: two keys, and few launches beside the graph.
+
+    Where a prompt's latents are expanded, from `expands` of its tokens on, it has a third key.
+    """
     comm = LoopbackWorld(1).communicator(0, (0,))
     path = DEMO if family == "demo" else checkpoint(family)
     monkeypatch.setattr(indexer, "SCORES", scores)  # few: some rows of a chunk choose after others
     e = build_engine(
         path, HelixLayout.create(), comm, 16, page_size=64, max_length=1000, max_batch=4, prefill_chunk=256, kv=kv
     )
-    recorder = Recorder()
+    recorder, e.runner.expanding_rows = Recorder(), expands
     e.runner.pads, e.runner.graphs = True, Replays(recorder)
     monkeypatch.setattr(dispatch, "on_gpu", lambda t: True)
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: recorder.kernel(*args, **kwargs))
@@ -248,6 +286,7 @@ def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(
             assert sum(name.endswith("_kernel") for name, *_ in recorder.launches) == 0
     captured: dict[Any, list[Any]] = e.runner.graphs.of  # type: ignore[attr-defined]
     assert {key[0].sequences for key in captured} == {2, 20}
+    assert sum(key[0].expands for key in captured) == (expands < math.inf)
     assert min(len(launches) for launches in captured.values()) > 20
     assert not WAITS & {name for launches in captured.values() for name, *_ in launches}
 

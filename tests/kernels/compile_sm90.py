@@ -61,6 +61,8 @@ from kernels.mla.append import _mla_append_kernel
 from kernels.mla.decode import _mla_decode_kernel
 from kernels.mla.decode_few_rows_sm90 import _mla_decode_few_sm90_kernel
 from kernels.mla.decode_many_rows_sm90 import _mla_decode_sm90_kernel
+from kernels.mla.expanded_prefill import _expanded_prefill_kernel, expanded_tile
+from kernels.mla.expanded_prefill_sm90 import _expanded_prefill_sm90_kernel
 from kernels.mla.latent_tiles import latent_tile
 from kernels.mla.per_head_linear import _each_head_kernel, head_blocks
 from kernels.mla.prefill import _mla_prefill_kernel
@@ -146,7 +148,8 @@ TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "block_bounds", "part_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits",
-    "q_logits", "part", "ropes", "to_out", "gates", "z", "conv", "norm", "ring", "gate", "k", "v", "w", "u", "o",
+    "q_logits", "part", "keys", "ropes", "to_out", "gates", "z", "conv", "norm", "ring", "gate",
+    "k", "v", "w", "u", "o",
 }  # fmt: skip
 # Scales that a cache lacks: of keys and values in the dtype of the case, or of keys alone.
 PLAIN_KEYS = {"V_APART": 1, "SCALE_PAGE": 1, "SCALE_NEXT": 0, "SCALE_HEAD": 0}
@@ -220,6 +223,13 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         plain = grid | {"scales": None}
         yield "mla-decode-few-sm90", bf16, _mla_decode_few_sm90_kernel, latents | plain, {"num_warps": 4}
         yield "mla-decode-few-sm90-fp8", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
+    for dtype in (bf16, fp32):
+        tile = expanded_tile(8192, dtype)
+        options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
+        blocks = {"NOPE": 128, "P": 64, "V": 128, "BLOCK_D": 128, "BLOCK_P": 64, "BLOCK_V": 128}
+        yield "mla-prefill-expanded", dtype, _expanded_prefill_kernel, blocks | tile, options
+    asynchronous = {"NOPE": 128, "P": 64, "V": 128, "KEYS": 128, "STAGES": 2}
+    yield "mla-prefill-expanded-sm90", bf16, _expanded_prefill_sm90_kernel, asynchronous, {"num_warps": 4}
     for heads in (64, 128):
         chosen = {"GROUP": heads, "R": 512, "P": 64}
         yield "mla-prefill-chosen-sm90", bf16, _mla_prefill_chosen_kernel, chosen, {"num_warps": 4}
@@ -457,6 +467,9 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         elif name in DESCRIPTORS and isinstance(function, GluonJITFunction):
             columns = constants["D"] if function is _flash_prefill_sm90_kernel else DESCRIPTORS[name]
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {columns}],{SHARED.value!r}>", False
+        if function is _expanded_prefill_sm90_kernel and name in ("keys", "ropes", "values"):
+            columns = constants[{"keys": "NOPE", "ropes": "P", "values": "V"}[name]]
+            kind, aligned = f"tensordesc<{NAMES[dtype]}[{constants['KEYS']}, {columns}],{SHARED.value!r}>", False
         if name == "words" and function in (
             _linear_sm90_kernel, _linear_fp8_sm90_kernel, _moe_sm90_kernel, _moe_scaled_sm90_kernel,
         ):  # fmt: skip

@@ -69,7 +69,7 @@ def test_gathered_sequences() -> None:
         ("qwen3-30b-a3b", 3.35e9 - 2 * 151936 * 2048, 48 * 32 * 2 * 128),
         ("qwen3.5-27b", 27e9 - 2 * 248320 * 5120, 16 * 24 * 2 * 256),  # every fourth layer has keys
         ("gpt-oss-120b", 5.13e9 - 201088 * 2880, 18 * 64 * 2 * 64),  # every other layer has a window; no embedding
-        ("deepseek-r1", 37e9 - 2 * 129280 * 7168, 61 * 128 * (576 + 512)),
+        ("deepseek-r1", 37e9 - 2 * 129280 * 7168, 61 * 128 * (192 + 128)),
     ],
 )
 def test_where_a_token_costs_twice(model: str, weights: float, of_key: int) -> None:

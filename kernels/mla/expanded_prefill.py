@@ -1,0 +1,166 @@
+"""Prefill attention of MLA over expanded latents: keys and values of each head, and a rotated part that all share.
+
+For prompts this takes fewer operations than attention over the latents themselves: for DeepSeek-V3's heads 192 and 128
+numbers of a key and a value, where an absorbed query has 576 of the latent and 512 more. What it costs to expand a
+token, some rows' attention to it save.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.mla import expanded_prefill_sm90
+from kernels.reference.expanded_prefill import expanded_prefill as reference
+
+
+def expanded_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """Returns launch options for up to `rows` rows of a sequence.
+
+    Keys and values of a tile are 40 KB in bf16: three stages of them and the queries fit an SM.
+    """
+    if dtype == torch.float32:
+        return dict(BLOCK_M=min(32, max(16, triton.next_power_of_2(rows))), BLOCK_N=32, num_warps=4, num_stages=1)
+    if rows <= 64:
+        return dict(BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=64, num_warps=4, num_stages=2)
+    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def _attend_expanded(
+    acc, total, peak, q_nope, q_rope, row_hi, stop, first, last, keys, ropes, key_t, rope_t, scale_log2,
+    MASKED: tl.constexpr, NOPE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Folds the key tiles first..last-1 into a running softmax in base 2."""
+    lane = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    p = tl.arange(0, BLOCK_P)
+    v = tl.arange(0, BLOCK_V)
+    for tile in range(first, last):
+        key = tile * BLOCK_N + lane
+        at = keys + (key.to(tl.int64) * key_t)[:, None]
+        of_rope = ropes + (key.to(tl.int64) * rope_t)[:, None] + p[None, :]
+        if MASKED:
+            there = (key < stop)[:, None]
+            k = tl.load(at + d[None, :], mask=there & (d < NOPE)[None, :], other=0.0)
+            r = tl.load(of_rope, mask=there & (p < P)[None, :], other=0.0)
+            values = tl.load(at + NOPE + v[None, :], mask=there & (v < V)[None, :], other=0.0)
+        else:
+            k = tl.load(at + d[None, :], mask=(d < NOPE)[None, :], other=0.0)
+            r = tl.load(of_rope, mask=(p < P)[None, :], other=0.0)
+            values = tl.load(at + NOPE + v[None, :], mask=(v < V)[None, :], other=0.0)
+        scores = tl.dot(q_nope, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(r), scores, input_precision="ieee") * scale_log2
+        if MASKED:
+            scores = tl.where(key[None, :] < row_hi[:, None], scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.math.exp2(scores - highest[:, None])
+        shrink = tl.math.exp2(peak - highest)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+        peak = highest
+    return acc, total, peak
+
+
+@triton.jit
+def _expanded_prefill_kernel(
+    q, keys, ropes, cu_q, hi, out, lse,
+    q_n, q_h, key_b, key_t, key_h, rope_b, rope_t, out_n, out_h, scale_log2,
+    NOPE: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    # The last queries read the most keys: they start first.
+    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    segment = tl.program_id(2).to(tl.int64)
+    begin = tl.load(cu_q + segment)
+    length = tl.load(cu_q + segment + 1) - begin
+    if tile_m * BLOCK_M < length:
+        row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = row < length
+        n = (begin + row).to(tl.int64)
+        row_hi = tl.load(hi + n, mask=live, other=0)
+        stop = tl.max(row_hi, 0)
+        full = tl.min(tl.where(live, row_hi, stop), 0) // BLOCK_N  # tiles that every row reads whole
+
+        d = tl.arange(0, BLOCK_D)
+        p = tl.arange(0, BLOCK_P)
+        v = tl.arange(0, BLOCK_V)
+        rows = q + (n * q_n + head * q_h)[:, None]
+        q_nope = tl.load(rows + d[None, :], mask=live[:, None] & (d < NOPE)[None, :], other=0.0)
+        q_rope = tl.load(rows + NOPE + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0)
+        of_head = keys + segment * key_b + head * key_h
+        of_ropes = ropes + segment * rope_b
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        acc, total, peak = _attend_expanded(
+            acc, total, peak, q_nope, q_rope, row_hi, stop, 0, full, of_head, of_ropes, key_t, rope_t, scale_log2,
+            False, NOPE, P, V, BLOCK_N, BLOCK_D, BLOCK_P, BLOCK_V,
+        )  # fmt: skip
+        acc, total, peak = _attend_expanded(
+            acc, total, peak, q_nope, q_rope, row_hi, stop, full, tl.cdiv(stop, BLOCK_N), of_head, of_ropes, key_t,
+            rope_t, scale_log2, True, NOPE, P, V, BLOCK_N, BLOCK_D, BLOCK_P, BLOCK_V,
+        )  # fmt: skip
+        empty = total == 0.0
+        acc /= tl.where(empty, 1.0, total)[:, None]
+        natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+        tl.store(out + (n * out_n + head * out_h)[:, None] + v[None, :], acc, mask=live[:, None] & (v < V)[None, :])
+        tl.store(lse + n * tl.num_programs(1) + head, natural, mask=live)
+
+
+def expanded_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    ropes: torch.Tensor,
+    cu_q: torch.Tensor,
+    max_q: int,
+    hi: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends prompt chunks of several sequences to their expanded latents; returns the partial output and its LSE.
+
+    Args:
+        q: [N, H, nope + P] bf16, fp16 or fp32, rotated, not absorbed, the chunks one after another; last dim
+            contiguous.
+        keys: [n, T, H, nope + V] in q's dtype, each head's part of a key that is not rotated, and its value; last dim
+            contiguous. What lies behind the keys that are read may be anything.
+        ropes: [n, T, P] in q's dtype, the rotated part of a key; last dim contiguous.
+        cu_q: [m + 1] int32, where each segment of q begins, and the end of the last; segments from `n` on read nothing.
+        max_q: length of the longest segment.
+        hi: [N] int32, contiguous: keys that a query reads, the first ones; 0: none.
+        scale: factor on scores, above 0.
+
+    Returns:
+        Output [N, H, V] normalised over these keys, and natural-log LSE [N, H] fp32; 0 and -inf where a query reads
+        no key.
+
+    Source:
+        DeepSeek-V2 (arXiv:2405.04434), section 2.1, not absorbed; FlashAttention-2.
+    """
+    if not dispatch.on_gpu(q):
+        return reference(q, keys, ropes, cu_q, max_q, hi, scale)
+    N, heads, _ = q.shape
+    P = ropes.shape[2]
+    nope = q.shape[2] - P
+    V = keys.shape[3] - nope
+    assert keys.shape[:3] == (*ropes.shape[:2], heads) and keys.dtype == ropes.dtype == q.dtype and scale > 0
+    assert q.stride(2) == keys.stride(3) == ropes.stride(2) == 1 and hi.is_contiguous() and cu_q.is_contiguous()
+    out = q.new_empty(N, heads, V)
+    lse = torch.empty(N, heads, dtype=torch.float32, device=q.device)
+    if q.is_cuda and expanded_prefill_sm90.fits(q, keys, ropes, max_q):
+        expanded_prefill_sm90.launch(q, keys, ropes, cu_q, max_q, hi, scale, out, lse)
+        return out, lse
+    tile = expanded_tile(max_q, q.dtype)
+    _expanded_prefill_kernel[triton.cdiv(max_q, tile["BLOCK_M"]), heads, len(cu_q) - 1](
+        q, keys, ropes, cu_q, hi, out, lse,
+        *q.stride()[:2], *keys.stride()[:3], *ropes.stride()[:2], *out.stride()[:2], scale * math.log2(math.e),
+        NOPE=nope, P=P, V=V, BLOCK_D=max(16, triton.next_power_of_2(nope)),
+        BLOCK_P=max(16, triton.next_power_of_2(P)), BLOCK_V=max(16, triton.next_power_of_2(V)), **tile,
+    )  # fmt: skip
+    return out, lse
