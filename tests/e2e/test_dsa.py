@@ -273,7 +273,7 @@ def with_late_kernels(rank: int, ranks: int, late: str, waits: bool, *task: Any)
         return project(self, x, angles, cache, step)
 
     def late_gather(self: MLA, cache: Any, dealt: Any) -> None:
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(40_000_000)  # 20 ms: longer than a layer that is launched kernel by kernel
         gather(self, cache, dealt)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -304,7 +304,7 @@ def test_what_runs_beside_is_waited_for(late: str, waits: bool) -> None:
     if waits:
         check(run(), wanted)
         return
-    with pytest.raises((AssertionError, PoolError), match=r"prompt|logits are NaN|unjoined"):
+    with pytest.raises((AssertionError, PoolError), match=r"prompt|logits are NaN|unjoined|result\.tokens"):
         check(run(), wanted)
 
 
