@@ -110,7 +110,7 @@ class Serving:
         self._open: dict[str | int, RequestProgress] = {}
         self._runs: deque[Run] = deque()
         self._limits: tuple[int, ...] = ()
-        self._came = 0.0  # time at which the last tokens were read
+        self._came = 0.0  # time at which the last tokens that were read were there
         # On a GPU, of decisions with a prompt chunk: it admits requests, and may be launched kernel by kernel.
         self._chunk_launch_s = 0.0
         self._to_prefill = 0  # prompt tokens of all admitted requests
@@ -186,17 +186,17 @@ class Serving:
         run = self._runs[0]
         now, plan = perf_counter(), run.decision
         work = sum(self._times.work(s.begin, s.end) for s in plan.prefill) if run.in_chunk else 0.0
-        steps = run.left - run.in_chunk
         left_s = (self._times.seconds(work) or 0.0) if work else 0.0
-        left_s += steps * (self._policy.seconds(plan.kind.rows, plan.kind.drafts) or 0.0)
-        left_s -= now - max(run.begin, self._came)
+        steps_s = (run.left - run.in_chunk) * (self._policy.seconds(plan.kind.rows, plan.kind.drafts) or 0.0)
+        left_s += steps_s - (now - max(run.begin, self._came))
         ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.expects_chunk else 0.0)
-        if run.left > 1:
+        # Who waited for a chunk would come too late if the steps behind it take less than the next launch.
+        if run.left > 1 and (run.holds_draw or not run.in_chunk or steps_s > ahead_s):
             return left_s > ahead_s
         until = now + left_s - ahead_s
         while run.left and perf_counter() < until:
             if self._runner.is_computed if run.holds_draw else run.steps[0].there:
-                break
+                return run.left > 1  # what it took tells when the steps behind it end
             time.sleep(min(LOOK_S, max(until - perf_counter(), 0.0)))
         return not run.left  # a run without steps has nothing to read
 
@@ -209,7 +209,9 @@ class Serving:
             tokens: dict[int, list[int]] = {}
             for slot, token in step.read():
                 tokens.setdefault(slot, []).append(token)
-            seconds, self._came = step.seconds, step.came
+            seconds = step.seconds
+            # A launch may have kept this host from reading them at once.
+            self._came = min(step.came, max(run.begin, self._came) + seconds)
             if in_chunk:
                 yield from self._after_chunk(run, seconds)
             else:

@@ -105,7 +105,7 @@ def play(
         return Seen(outputs, logits), engine.timings.preemptions
 
     seen = run_ranks(layout.world_size, body, timeout_s=120.0)
-    assert (seen[0][1] > 2) == ("pages" in options), "preempted where pages are few"
+    assert (seen[0][1] > 1) == ("pages" in options), "preempted where pages are few"
     return [s for s, _ in seen]
 
 
