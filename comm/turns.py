@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from comm.base import Communicator
+from comm.base import Communicator, T
 
 LEAST = 2048  # tokens of a half: smaller messages gain nothing, and use boxes (`comm.symm_mem`) bound to one stream
 
@@ -78,7 +77,7 @@ class Turns:
         finally:
             self._comm.half = 0
 
-    def run(self, first: Iterator[Tensor | None], second: Iterator[Tensor | None]) -> tuple[Tensor, Tensor]:
+    def run(self, first: Iterator[T | None], second: Iterator[T | None]) -> tuple[T, T]:
         """Runs both halves turn by turn and returns their results; both have the same number of turns.
 
         Args:

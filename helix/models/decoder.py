@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -339,25 +339,52 @@ class Decoder:
             Normalised hidden states [N, H], and the states that a draft layer reads: the same, or those of
             `DecoderSpec.taps` side by side. All are the same on all ranks of `own`.
         """
-        # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
-        # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
-        whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
         mixer = self.spec.attention
         if isinstance(mixer, MLASpec) and deals_rows(mixer, step):
             step = dealt(step)
-        if whole or step.dealt is not None or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
-            *_, found = self._through(cache, step, policy)
-            assert found is not None
-        else:
-            found = torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+        found = [found for (found,) in self._run(cache, step, policy)]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
         if not self.spec.taps:
-            return found, found
-        return found[:, : self.spec.hidden].contiguous(), found[:, self.spec.hidden :].contiguous()
+            return whole, whole
+        return whole[:, : self.spec.hidden].contiguous(), whole[:, self.spec.hidden :].contiguous()
 
-    def _through(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Iterator[Tensor | None]:
+    def last_states(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        """Runs a prefill step as `states` does; returns the normalised hidden states [n, H] of each last token alone.
+
+        The last layer appends what it keeps of all tokens, and does what follows for the last ones.
+        """
+        assert step.cu_q is not None
+        layer, mixer = self.layers[-1], self.spec.layers[-1].mixer
+        chooses = isinstance(mixer, MLASpec) and mixer.topk is not None
+        # In mode dp FFNs gather rows of all ranks, and in host memory keys are read by the parts of a chunk.
+        if self.own is not layer.comm or step.staged is not None or not mixer.attends or chooses:
+            return self.hidden(cache, step, policy)[step.cu_q[1:] - 1]
+        rows, lasts = step.lasts()
+        q, x = _selected(self._run(cache, step, policy, until_attention=True), rows)
+        policy.prepare(lasts, {mixer.window})
+        normed, x = layer.ffn_norm(layer.mixer.finish(q, cache, lasts, policy), x)
+        return self.norm(layer.feed(normed, lasts), x)[0][: len(step.slots)]
+
+    def _run(
+        self, cache: KVCache, step: Step, policy: AttentionPolicy, until_attention: bool = False
+    ) -> list[tuple[Any, ...]]:
+        """Runs a step, or halves of a long prefill step side by side; returns what `_through` yields last of each."""
+        # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
+        # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's.
+        whole = step.cu_q is None or step.staged is not None or self.own.world_size == 1 or cache.has_states
+        if whole or step.dealt is not None or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
+            *_, found = self._through(cache, step, policy, until_attention)
+            assert found is not None
+            return [found]
+        return [*self.turns.run(*(self._through(cache, half, policy, until_attention) for half in step.halves()))]
+
+    def _through(
+        self, cache: KVCache, step: Step, policy: AttentionPolicy, until_attention: bool
+    ) -> Iterator[tuple[Any, ...] | None]:
         """Yields between the turns of `states` (`comm.turns.Turns`): KV is appended a turn before it is attended.
 
-        Turns end where messages do, or where products that hide the other half's do.
+        Turns end where messages do, or where products that hide the other half's do. What is yielded last are the
+        states, with those of `DecoderSpec.taps` beside; or `until_attention` of the last layer, its queries and input.
         """
         x: Tensor | None = None
         rows, tapped = step.dealt, dict[int, Tensor]()
@@ -377,6 +404,9 @@ class Decoder:
                 queries = partial(following.queries, x, angles_of[following.rope], cache, step)
                 policy.guess(queries, cache.layer(following.index), step)
             q = layer.mixer.project(normed, angles, cache, step)
+            if until_attention and following is None:
+                yield q, x
+                return
             if rows is not None and following is not None and isinstance(following.mixer, MLA):
                 with self.turns.beside():
                     following.mixer.gather_ahead(cache, rows)
@@ -389,7 +419,7 @@ class Decoder:
             yield None
         normed, tapped[len(self.layers)] = self.norm(parts, x, rows)
         found = torch.cat([normed, *(tapped[i] for i in self.spec.taps)], 1) if self.spec.taps else normed
-        yield found if rows is None else all_rows(rows, self.own, found)
+        yield (found if rows is None else all_rows(rows, self.own, found),)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Computes this rank's parts [N, H] of the embedded tokens [N]."""
@@ -400,3 +430,21 @@ class Decoder:
         """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""
         logits = self.head(hidden)
         return logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)
+
+
+def _selected(halves: Sequence[tuple[Any, ...]], rows: Tensor) -> tuple[Any, ...]:
+    """Selects rows [n] of tensors, nested alike, whose rows come in one part or in two halves."""
+
+    def select(parts: tuple[Any, ...]) -> Any:
+        if parts[0] is None:
+            return None
+        if not isinstance(parts[0], Tensor):
+            return type(parts[0])(*map(select, zip(*parts, strict=True)))
+        if len(parts) == 1:
+            return parts[0].index_select(0, rows)
+        middle = len(parts[0])
+        first = parts[0].index_select(0, rows.clamp(max=middle - 1))
+        second = parts[1].index_select(0, (rows - middle).clamp(min=0))
+        return torch.where((rows < middle).view(-1, *[1] * (first.dim() - 1)), first, second)
+
+    return tuple(map(select, zip(*halves, strict=True)))

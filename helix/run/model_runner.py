@@ -382,10 +382,13 @@ class ModelRunner:
 
     def _computed(self, step: Step) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Runs a chunk of prompts; returns states as `prompt_states`, and those that the drafter reads."""
+        if not self.drafter.reads_states:
+            last = self.model.last_states(self.cache, step, self.policy)
+            return (last, last), None
         assert step.cu_q is not None
         hidden, states = self.model.states(self.cache, step, self.policy)
         ends = step.cu_q[1:] - 1
-        return (hidden[ends], states[ends]), states if self.drafter.reads_states else None
+        return (hidden[ends], states[ends]), states
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
         """Returns first tokens [n, 1] and their slots; in mode dp those of all ranks, in the order of all slots."""

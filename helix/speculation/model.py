@@ -128,7 +128,7 @@ class ModelDrafter(Drafter):
 
     def _read(self, prompts: Sequence[PromptChunk]) -> None:
         step = self.sequences.prefill_step(prompts)
-        self.model.hidden(self.cache, step, self.policy)
+        self.model.last_states(self.cache, step, self.policy)
         for prompt in prompts:
             self.sequences.lengths[prompt.slot].fill_(prompt.written[1])
         self.cache.prefilled(Prefilled(prompts, self.sequences.prompts_span(prompts), self.sequences.parts(prompts)))

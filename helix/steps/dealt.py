@@ -49,7 +49,7 @@ def dealt(step: Step) -> Step:
     own = slice(rank * each, min((rank + 1) * each, rows))
     table = runs(step, range(columns))
     if step.padded:
-        table = torch.cat([table, table.new_zeros(1, table.shape[1])])
+        table = torch.cat([table, table.new_zeros(step.padded, table.shape[1])])
     alone, nowhere = Placement(HelixLayout.create("helix", 1), 0, run, run), torch.zeros_like(step.starts)
     part = replace(
         step.part(own.start, own.stop),

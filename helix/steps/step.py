@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comm.turns import Half
@@ -87,7 +88,7 @@ class Step:
         chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
         first: slot of the first sequence of a decode step; its slots are consecutive.
         half: which half of a prefill step it is, beside the other one's messages; None: it is no half.
-        padded: whether the last sequence of a prefill step is its padding, which reads no keys.
+        padded: how many of the last sequences of a prefill step are padding, which reads no keys.
         dealt: the rows that this rank attends to whole sequences; None: all, to its shard.
         expands: whether queries read the keys and values of their heads, to which latents are expanded.
         shared: tensors [N] that all layers read, by key.
@@ -110,7 +111,7 @@ class Step:
     chunks: int = 1
     first: int = 0
     half: Half | None = None
-    padded: bool = False
+    padded: int = 0
     dealt: DealtRows | None = None
     expands: bool = False
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -179,6 +180,34 @@ class Step:
             max_q=min(self.max_q, end - begin),
             shared={},
         )
+
+    def lasts(self) -> tuple[Tensor, Step]:
+        """Returns the rows of each sequence's last token, and their prefill step.
+
+        Padding follows, up to a power of two: fewer kernels to compile. So is the token of a sequence that has none.
+
+        Returns:
+            [m] int64, the first n of the sequences.
+        """
+        assert self.cu_q is not None
+        n = len(self.slots)
+        more = (1 << (n - 1).bit_length()) - n
+        rows = F.pad((self.cu_q[1:].long() - 1).clamp(min=0), (0, more))
+        lasts = replace(
+            self,
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            starts=self.starts[rows],
+            live=self.live[rows] & F.pad(self.cu_q.diff() > 0, (0, more)),
+            slots=F.pad(self.slots, (0, more), value=-1),
+            tables={window: F.pad(table, (0, 0, 0, more)) if more else table for window, table in self.tables.items()},
+            append_slots={window: slots[rows] for window, slots in self.append_slots.items()},
+            cu_q=torch.arange(n + more + 1, dtype=torch.int32, device=rows.device),
+            max_q=1,
+            padded=self.padded + more,
+            shared={},
+        )
+        return rows, lasts
 
     def bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Returns the local keys `[lo, hi)` that each query reads, int32 [N]; computed once per window."""
@@ -424,7 +453,7 @@ class DecodeState(Follower):
         """Creates the step of several sequences' prompt chunks; `of_ranks`: see `Step.counts`."""
         counts = [len(chunk.tokens) for chunk in chunks]
         size = ChunkSize(sum(counts), len(counts), max(counts), self.most_keys(chunks))
-        step = replace(self.packed_step(self.packed(chunks, size), size), counts=of_ranks, padded=False)
+        step = replace(self.packed_step(self.packed(chunks, size), size), counts=of_ranks, padded=0)
         if None not in self.rings:
             return step
         assert step.cu_q is not None
@@ -489,7 +518,7 @@ class DecodeState(Follower):
             cu_q=ends.int(),
             max_q=size.most,
             max_k=size.keys,
-            padded=True,
+            padded=1,
             expands=size.expands,
         )
 

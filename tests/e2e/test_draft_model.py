@@ -246,6 +246,7 @@ class TestDistribution:
         def read(model: Decoder, table: Tensor) -> None:
             columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
             model.states = lambda cache, step, policy: (step.tokens, step.tokens)  # type: ignore[assignment,method-assign]
+            model.last_states = lambda cache, step, policy: step.tokens[step.cu_q[1:] - 1]  # type: ignore[method-assign]
             model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]
 
         def body(world: LoopbackWorld, rank: int) -> Tensor:

@@ -246,9 +246,9 @@ def test_prefill_has_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "decode_parts", spy_decode)
     wanted = oracle("qwen3", LENGTHS, NEW_TOKENS)[-1:]
     check(loopback(checkpoint("qwen3"), HelixLayout.create(), 16, wanted), wanted)
-    layers = 2
-    assert calls["prefill"] == [64] * 4 * layers + [LENGTHS[-1] - 4 * 64] * layers
-    assert calls["decode"] == [1] * (NEW_TOKENS - 1) * layers
+    # The last of two layers attends for the last token alone.
+    assert calls["prefill"] == [64, 1] * 4 + [LENGTHS[-1] - 4 * 64, 1]
+    assert calls["decode"] == [1] * (NEW_TOKENS - 1) * 2
 
 
 def sampled(layout: HelixLayout, order: list[int]) -> dict[int, tuple[int, ...]]:

@@ -398,6 +398,7 @@ def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[s
     def tabled(model: Decoder) -> None:
         columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
         model.states = lambda cache, step, policy: (step.tokens, step.tokens)  # type: ignore[assignment,method-assign]
+        model.last_states = lambda cache, step, policy: step.tokens[step.cu_q[1:] - 1]  # type: ignore[method-assign]
         model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]
 
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, list[int]], dict[Any, str], tuple[int, int, int]]:
