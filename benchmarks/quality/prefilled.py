@@ -119,7 +119,8 @@ def prefilled(
     keeps = keeps if score is None else with_bounds(keeps, model.weights.dtype, parts)
     cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, 1 + limit, TOGETHER * CHUNK), score)
     drafter = make_drafter(cache)
-    runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
+    sizes: dict[str, Any] = {"max_batch": n, "max_length": max_length, "prefill_chunk": TOGETHER * CHUNK}
+    runner = ModelRunner(model, layout, comm, cache, placement, drafter=drafter, **sizes)
     seats = Seats(runner)
     for slot, prompt in enumerate(prompts):
         runner.admit(seats.admission(slot, room, prompt=prompt.cpu().numpy().astype(np.int32)))

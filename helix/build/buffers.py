@@ -12,7 +12,7 @@ from helix.layers.mla import MLASpec, most_dealt
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import StepSizes
 from helix.models import DecoderSpec
-from helix.steps.chunk_size import SIZES
+from helix.steps.chunk_size import longest_size
 
 MOST = 16384  # tokens of a chunk: longer ones are not faster per token
 SHARE = 16  # buffers take at most 1 / SHARE of the free memory,
@@ -73,7 +73,7 @@ def prompt_bytes(
     Args:
         captured: whether chunks are captured: these have memory of their own.
     """
-    tokens = chunk + (min(chunk, SIZES[-1]) if captured else 0)
+    tokens = chunk + (longest_size(chunk, layout.world_size) if captured else 0)
     gathered = gathered_bytes(spec, layout, chunk, min(longest, spec.max_positions), dtype)
     return tokens * token_buffers(spec, layout, rank, dtype) + (1 + captured) * gathered
 

@@ -33,7 +33,7 @@ from helix.speculation import (
     SparseDrafter,
     SuffixDrafter,
 )
-from helix.steps.chunk_size import SIZES
+from helix.steps.chunk_size import longest_size
 from kernels.attention.unpacked_prefill import PIECE_BYTES
 
 SLOT_TOKENS = 1024  # for which each slot of decode.max_batch=auto has pages
@@ -223,7 +223,9 @@ def build_engine(
     room = min(int(free * kv.memory_fraction), free - prompts)
     layer = model.next_token if config.speculation.drafter == "mtp" else draft
     if comm.capturable and layer is not None and not isinstance(layer, DraftModel):
-        room -= min(chunk, SIZES[-1]) * layer.read * dtype.itemsize  # states that a captured chunk leaves to it
+        room -= (
+            longest_size(chunk, layout.world_size) * layer.read * dtype.itemsize
+        )  # states that a captured chunk leaves to it
     if config.speculation.drafter == "suffix":
         room -= config.speculation.remembered * 8
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk, kv.snapshots * kv.prefix_cache), wanted, room)
@@ -253,6 +255,7 @@ def build_engine(
         placement,
         max_batch=max_batch,
         max_length=most,
+        prefill_chunk=chunk,
         policy=make_policy(config.attention, placement, most, comm, kv),
         drafter=drafter,
         # One choice over all ranks is itself an exchange inside attention, which chunks would split.

@@ -177,7 +177,7 @@ class Engine:
         if runner.graphs is None:
             return
         if chunks and runner.pads:
-            for size in runner.first_sizes(self.prefill_chunk, self._room(tokens) // runner.layout.kvp):
+            for size in runner.first_sizes(self._room(tokens) // runner.layout.kvp):
                 runner.capture_chunk(size)
             mark("chunks")
         for rows in sizes:
@@ -274,7 +274,7 @@ class Engine:
             keep_drawn=not runner.drafter.lags,
             sparse_from=runner.policy.from_tokens,
             lacking=runner.lacking,
-            chunk_sizes=SIZES if runner.pads else (),
+            chunk_sizes=tuple(size for size in SIZES if size <= runner.longest) if runner.pads else (),
         )
         scheduler = Scheduler(self.tables, self._times, traits, self.schedule, policy.pace)
         serving = Serving(

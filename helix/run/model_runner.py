@@ -39,6 +39,7 @@ from helix.steps.chunk_size import (
     captured_first,
     choosing_depths,
     expanding_depths,
+    longest_size,
     padded,
 )
 from helix.steps.sampling import SamplingState, sampled_candidates
@@ -87,6 +88,7 @@ class ModelRunner:
         cache: this rank's pages.
         max_batch: number of slots.
         max_length: most tokens of one sequence, prompt and new ones.
+        prefill_chunk: most tokens of a prefill step.
         policy: chooses the keys that a query reads in `sparse` steps; None: all steps are dense.
         drafter: proposes tokens that decode steps verify.
         hopb: batch chunks whose exchange overlaps the next chunk's attention: none, a number, or auto: as
@@ -103,6 +105,7 @@ class ModelRunner:
         shaper: changes logits as requested; None until the first sequence requests it.
         pads: whether chunks of prompts are padded to few sizes, most of which are captured: unless pages are in host
             memory, or in mode dp. Who follows prompts does so behind a captured chunk.
+        longest: tokens of the longest captured chunk.
         depths: depths of captured chunks.
         expanding_rows: rows that read a token from which on its latent is expanded.
         expanding_depths: depths of its captured chunks.
@@ -120,6 +123,7 @@ class ModelRunner:
         *,
         max_batch: int,
         max_length: int,
+        prefill_chunk: int,
         policy: AttentionPolicy | None = None,
         drafter: Drafter | None = None,
         hopb: str = "none",
@@ -154,12 +158,13 @@ class ModelRunner:
         attention = model.spec.attention
         topk = attention.topk if isinstance(attention, MLASpec) else None
         self.depths: Sequence[Depth] = DEPTHS
-        self.expanding_rows, most = math.inf, max_pages * placement.page_size
+        self.expanding_rows = math.inf
+        self.longest, most = longest_size(prefill_chunk, layout.world_size), max_pages * placement.page_size
         if isinstance(attention, MLASpec):
             self.expanding_rows = expanding_rows(attention)
-        self.expanding_depths = expanding_depths(layout.kvp, most)
+        self.expanding_depths = expanding_depths(layout.kvp, most, self.longest)
         if topk is not None:
-            self.depths = choosing_depths(topk, layout.kvp, most)
+            self.depths = choosing_depths(topk, layout.kvp, most, self.longest)
         elif any(t.element_size() == 1 for t in cache.tensors):
             self.depths = UNPACKED_DEPTHS
         self._packed: dict[ChunkSize, Tensor] = {}
@@ -333,7 +338,8 @@ class ModelRunner:
         """Returns the size of a prefill step of these prompts: a captured one if its padding costs little."""
         expands = self._expands(prompts)
         depths = self.depths if not expands else self.expanding_depths if len(prompts) == 1 else ()
-        return padded([len(p.tokens) for p in prompts], self.state.most_keys(prompts), depths, expands)
+        keys = self.state.most_keys(prompts)
+        return padded([len(p.tokens) for p in prompts], keys, self.longest, depths, expands)
 
     def _expands(self, prompts: Sequence[PromptChunk]) -> bool:
         """Returns whether it takes fewer products to expand latents: of all sequences as many as of the longest."""
@@ -341,12 +347,12 @@ class ModelRunner:
         longest = max((p.begin + len(p.tokens) for p in prompts), default=0)
         return 0 < self.expanding_rows * len(prompts) * longest <= pairs
 
-    def first_sizes(self, most: int, room: int) -> list[ChunkSize]:
-        """Returns the sizes to capture before the first request; arguments as of `captured_first`."""
-        sizes = captured_first(most, room, self.depths)
+    def first_sizes(self, room: int) -> list[ChunkSize]:
+        """Returns the sizes to capture before the first request; `room`: most keys of a sequence on a rank."""
+        sizes = captured_first(self.longest, room, self.depths)
         if self.expanding_rows < math.inf:  # few of these are left, and of those one prompt's
             sizes = [size for size in sizes if size.tokens < 2 * self.expanding_rows * (size.sequences - 1)]
-            expanded = captured_first(most, room, self.expanding_depths)
+            expanded = captured_first(self.longest, room, self.expanding_depths)
             of_one = [
                 size for size in expanded if size.sequences == SEQUENCES[0] and size.tokens >= self.expanding_rows
             ]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SIZES = tuple(n << i for i in range(7) for n in ((96, 128) if i else (128,)))  # 128, 192, 256, 384, .. 8192 tokens
+SIZES = tuple(n << i for i in range(8) for n in ((96, 128) if i else (128,)))  # 128, 192, 256, 384, .. 16384 tokens
+LONG, FEW = 8192, 2  # tokens from which on a chunk takes longer than its launch, on so many ranks
 SEQUENCES = 2, 20  # of a captured chunk, the padding's included: each adds programs that end at once
 LAUNCHED = 1024  # tokens up to which a chunk takes as long as its launch: padding costs nothing
 PADDING = 8  # a longer chunk is padded by at most this part of its tokens
@@ -27,7 +28,13 @@ DEPTHS = Depth(DEEP, 8 << 10), Depth(math.inf, 128 << 10)
 UNPACKED_DEPTHS = (Depth(DEEP, DEEP),)  # of keys in e4m3, unpacked up to the number that a chunk is launched with
 
 
-def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
+def longest_size(chunk: int, ranks: int) -> int:
+    """Returns the tokens of the longest captured chunk of `ranks` ranks, if chunks have up to `chunk`."""
+    most = min(chunk, LONG) if ranks <= FEW else chunk
+    return max((size for size in SIZES if size <= most), default=SIZES[0])
+
+
+def choosing_depths(topk: int, kvp: int, most: int, longest: int) -> tuple[Depth, ...]:
     """Returns the depths where queries choose `topk` tokens over `kvp` ranks: of sequences that read all, and others.
 
     Long chunks choose for some rows after the others: for the fewer at once, the more keys they are launched with. So
@@ -36,26 +43,27 @@ def choosing_depths(topk: int, kvp: int, most: int) -> tuple[Depth, ...]:
 
     Args:
         most: most keys of a sequence on a rank.
+        longest: tokens of the longest captured chunk.
     """
     few = topk // kvp
     whole = [Depth(few + 1, few)] if few else []
     between = [Depth(DEEP, DEEP, LAUNCHED + 1)] if few < DEEP < most else []
-    if kvp > 1:
-        doubled = (SIZES[-1] // kvp << i for i in range(most.bit_length()))
-        between += [Depth(keys + 1, keys, SIZES[-1]) for keys in doubled if few < keys < most and keys != DEEP]
+    if kvp > 1 and longest > LAUNCHED:
+        doubled = (LONG // kvp << i for i in range(most.bit_length()))
+        between += [Depth(keys + 1, keys, longest) for keys in doubled if few < keys < most and keys != DEEP]
     return (*whole, *sorted(between), Depth(math.inf, most))
 
 
-def expanding_depths(kvp: int, most: int) -> tuple[Depth, ...]:
-    """Returns the depths of a sequence whose latents are expanded: as many as a chunk is launched with, at most twice.
+def expanding_depths(kvp: int, most: int, longest: int) -> tuple[Depth, ...]:
+    """Returns the depths of a sequence whose latents are expanded: a chunk is launched with twice as many at most.
 
     Args:
         most: most keys of a sequence on a rank.
+        longest: tokens of the longest captured chunk, the only one that is captured at any depth.
     """
-    first = max(SIZES[-1] // kvp, 1)
+    first = max(LONG // kvp, 1)
     doubled = [first << i for i in range(1, most.bit_length()) if first << i < most]
-    longest = [Depth(keys + 1, keys, SIZES[-1]) for keys in (*doubled, most) if keys > first]
-    return Depth(first + 1, first), *longest
+    return Depth(first + 1, first), *(Depth(keys + 1, keys, longest) for keys in (*doubled, most) if keys > first)
 
 
 @dataclass(frozen=True, order=True)
@@ -80,14 +88,17 @@ class ChunkSize:
     expands: bool = False
 
 
-def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS, expands: bool = False) -> ChunkSize:
+def padded(
+    counts: list[int], keys: int, longest: int, depths: Sequence[Depth] = DEPTHS, expands: bool = False
+) -> ChunkSize:
     """Returns the size for prompts with `counts` tokens: a captured one if its padding costs little.
 
     Args:
         keys: most keys of a sequence on a rank.
+        longest: tokens of the longest captured chunk.
     """
     tokens, sequences = sum(counts), len(counts) + 1
-    size = next((size for size in SIZES if tokens <= size), None)
+    size = next((size for size in SIZES if tokens <= size <= longest), None)
     depth = next((depth for depth in depths if keys < depth.below and depth.least <= (size or 0)), None)
     of_graph = next((n for n in SEQUENCES if n >= sequences), None)
     close = size is not None and (tokens <= LAUNCHED or PADDING * (size - tokens) <= tokens)
@@ -99,20 +110,21 @@ def padded(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS, expan
 def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> list[ChunkSize]:
     """Returns the sizes to capture before the first request, the largest first: they share their memory.
 
-    Depths of the longest chunks alone are left to pauses: their launches take no longer than they do.
+    Depths of the longest chunks alone are left to pauses, and several prompts' chunks of more than LONG tokens: their
+    launches take no longer than they do.
 
     Args:
-        most: tokens of the longest chunk.
+        most: tokens of the longest captured chunk.
         room: most keys of a sequence on a rank.
     """
     sizes = [size for size in reversed(SIZES) if size <= most]
     one = []
     for size in sizes:
         beyond = 0.0  # keys that shallower chunks of this size have
-        for depth in (depth for depth in depths if depth.least <= size and depth.least < SIZES[-1]):
+        for depth in (depth for depth in depths if depth.least <= size and depth.least < sizes[0]):
             if beyond <= room:
                 one.append(ChunkSize(size, SEQUENCES[0], size, depth.keys, True))
             beyond = depth.below
     least = max(LAUNCHED, depths[0].least)
-    several = [ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True) for size in sizes if least <= size]
+    several = [ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True) for size in sizes if least <= size <= LONG]
     return sorted([*one, *several], reverse=True)

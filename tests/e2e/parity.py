@@ -232,8 +232,8 @@ def build_engine(
         for tensor in drafter.cache.tensors:
             tensor.fill_(torch.nan)
     runner = ModelRunner(
-        model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, policy=policy,
-        drafter=drafter, hopb=sparse.chunks if sparse else "none",
+        model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk,
+        policy=policy, drafter=drafter, hopb=sparse.chunks if sparse else "none",
     )  # fmt: skip
     engine = Engine(
         runner, schedule=schedule, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,

@@ -277,7 +277,8 @@ def with_late_kernels(rank: int, ranks: int, late: str, waits: bool, *task: Any)
         gather(self, cache, dealt)
 
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in (("SIZES", (8, 14, 22, 27, 50, 70)), ("LAUNCHED", 20), ("SEQUENCES", (2, 4)), ("DEEP", 16)):
+        small = {"SIZES": (8, 14, 22, 27, 50, 70), "LONG": 70, "LAUNCHED": 20, "SEQUENCES": (2, 4), "DEEP": 16}
+        for name, value in small.items():
             patched.setattr(chunk_size, name, value)
         patched.setattr(turns, "LEAST", 7)
         patched.setattr(mla, "WORTH", 0 if late in LATE else 1 << 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -29,11 +29,15 @@ from helix.steps import chunk_size
 from helix.steps.chunk_size import (
     DEEP,
     DEPTHS,
+    FEW,
+    LONG,
     SIZES,
     UNPACKED_DEPTHS,
     ChunkSize,
+    Depth,
     captured_first,
     choosing_depths,
+    longest_size,
     padded,
 )
 from kernels import dispatch
@@ -47,53 +51,73 @@ from tests.e2e.test_layer_drafts import KINDS
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
 KEYS = [depth.keys for depth in DEPTHS]
+
+
+def size_of(counts: list[int], keys: int, depths: Sequence[Depth] = DEPTHS) -> ChunkSize:
+    return padded(counts, keys, LONG, depths)
+
+
 WAITS = {"_local_scalar_dense", "nonzero", "item", "equal", "masked_select"}  # for the device, as no graph may
 
 
 def test_sizes() -> None:
-    assert padded([3], 7) == ChunkSize(128, 2, 128, KEYS[0], True) and padded([100, 28], 7) == ChunkSize(
+    assert size_of([3], 7) == ChunkSize(128, 2, 128, KEYS[0], True) and size_of([100, 28], 7) == ChunkSize(
         128, 20, 128, KEYS[0], True
     )
-    assert padded([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1], True)
-    assert padded([1400], 9).tokens == 1536 and not padded([1300], 9).captured, "a ninth is padding, more is too much"
-    assert padded([1300, 50], 1400) == ChunkSize(1360, 3, 1300, 1400), "as long as it is, but for its last few tokens"
-    assert not padded([1] * 40, 1).captured and not padded([9000], 9000).captured
+    assert size_of([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1], True)
+    assert size_of([1400], 9).tokens == 1536 and not size_of([1300], 9).captured, "a ninth is padding, more is too much"
+    assert size_of([1300, 50], 1400) == ChunkSize(1360, 3, 1300, 1400), "as long as it is, but for its last few tokens"
+    assert not size_of([1] * 40, 1).captured and not size_of([9000], 9000).captured
     sizes = captured_first(1024, 1 << 20)
     assert sizes == sorted({*sizes}, reverse=True) and len(sizes) == 2 * 7 + 1 and all(size.captured for size in sizes)
-    assert all(padded([tokens], 1).captured for tokens in SIZES)
+    assert all(size_of([tokens], 1).captured for tokens in SIZES if tokens <= LONG)
 
 
 def test_depths_of_unpacked_keys() -> None:
     """A chunk is launched with as many keys as there may be, or as it comes."""
-    assert padded([9], DEEP - 1, UNPACKED_DEPTHS) == ChunkSize(128, 2, 128, DEEP, True)
-    assert padded([9], DEEP, UNPACKED_DEPTHS) == ChunkSize(16, 2, 9, DEEP)
+    assert size_of([9], DEEP - 1, UNPACKED_DEPTHS) == ChunkSize(128, 2, 128, DEEP, True)
+    assert size_of([9], DEEP, UNPACKED_DEPTHS) == ChunkSize(16, 2, 9, DEEP)
     assert {size.keys for size in captured_first(8192, 1 << 20, UNPACKED_DEPTHS)} == {DEEP}
 
 
 def test_depths_of_choices() -> None:
     """The host's number decides whether tokens are chosen: it must not be more than a replayed chunk has."""
-    depths = choosing_depths(2048, 3, 9000)
-    assert [padded([9], keys, depths).keys for keys in (1, 682, 683, 9000)] == [682, 682, 9000, 9000]
-    assert 3 * 682 <= 2048 < 3 * 683 and choosing_depths(2, 3, 50) == choosing_depths(2, 8, 50)
+    depths = choosing_depths(2048, 3, 9000, 8192)
+    assert [size_of([9], keys, depths).keys for keys in (1, 682, 683, 9000)] == [682, 682, 9000, 9000]
+    assert 3 * 682 <= 2048 < 3 * 683 and choosing_depths(2, 3, 50, 128) == choosing_depths(2, 8, 50, 128)
     assert {size.keys for size in captured_first(128, 682, depths)} == {682}
     assert {size.keys for size in captured_first(128, 683, depths)} == {682, 9000}
-    assert [padded([1536], keys, depths).keys for keys in (682, 683)] == [682, 9000]
-    deep = choosing_depths(2048, 3, 2 * DEEP)
-    assert [padded([1536], keys, deep).keys for keys in (682, 683, DEEP)] == [682, DEEP, 2 * DEEP]
-    assert padded([9], 683, deep).keys == 2 * DEEP, "a short chunk chooses for all its rows at once"
+    assert [size_of([1536], keys, depths).keys for keys in (682, 683)] == [682, 9000]
+    deep = choosing_depths(2048, 3, 2 * DEEP, 8192)
+    assert [size_of([1536], keys, deep).keys for keys in (682, 683, DEEP)] == [682, DEEP, 2 * DEEP]
+    assert size_of([9], 683, deep).keys == 2 * DEEP, "a short chunk chooses for all its rows at once"
     of_depth = {
         keys: [s.tokens for s in captured_first(2048, 1 << 20, deep) if s.keys == keys] for keys in (DEEP, 2 * DEEP)
     }
     assert of_depth == {DEEP: [2048, 1536], 2 * DEEP: [2048, 1536, *reversed(SIZES[:7])]}
     assert {s.keys for s in captured_first(8192, 1 << 20, deep) if s.tokens == 8192} == {682, DEEP, 2 * DEEP}
-    of_longest = [padded([8192], keys, deep).keys for keys in (682, 683, 2730, 2731, 5460, 5461, 10921, DEEP, 21841)]
+    of_longest = [size_of([8192], keys, deep).keys for keys in (682, 683, 2730, 2731, 5460, 5461, 10921, DEEP, 21841)]
     assert of_longest == [682, 2730, 2730, 5460, 5460, 10920, DEEP, 21840, 2 * DEEP], "twice what there are, at most"
+    of_shorter = choosing_depths(2048, 3, 2 * DEEP, 4096)
+    assert [size_of([4096], keys, of_shorter).keys for keys in (682, 683, 1366, 5461)] == [682, 2730, 2730, 10920]
+    assert {s.keys for s in captured_first(4096, 1 << 20, of_shorter) if s.tokens == 4096} == {682, DEEP, 2 * DEEP}
+
+
+def test_longer_chunks_are_captured_where_ranks_are_many() -> None:
+    """Where few have them they take longer than their launch. Of several prompts they are left to pauses."""
+    assert [longest_size(16384, ranks) for ranks in (1, FEW, FEW + 1, 8)] == [LONG, LONG, 16384, 16384]
+    assert longest_size(9000, 8) == 8192 and longest_size(300, 8) == 256 and longest_size(10, 8) == 128
+    assert not padded([9000], 9000, LONG).captured
+    assert padded([12000], 9000, 16384) == ChunkSize(12288, 2, 12288, KEYS[0], True)
+    first = captured_first(16384, 1 << 20)
+    assert {(s.tokens, s.sequences) for s in first if s.tokens > LONG} == {(12288, 2), (16384, 2)}
 
 
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes such that chunks of up to 64 tokens are captured, and are not; tokens are chosen for few rows at a time."""
     monkeypatch.setattr(chunk_size, "SIZES", (8, 14, 22, 27, 50, 70))
+    monkeypatch.setattr(chunk_size, "LONG", 70)
     monkeypatch.setattr(chunk_size, "LAUNCHED", 20)
     monkeypatch.setattr(chunk_size, "SEQUENCES", (2, 4))
     monkeypatch.setattr(chunk_size, "DEEP", 16)
@@ -188,7 +212,8 @@ def test_latents_are_expanded_for_enough_rows() -> None:
 def test_captured_sizes_where_latents_are_expanded() -> None:
     """What is launched as if of so many keys has no more of them; several prompts have no captured chunk."""
     comm = LoopbackWorld(1).communicator(0, (0,))
-    e = build_engine(checkpoint("deepseek-v3-yarn"), HelixLayout.create(), comm, 16, max_length=90_000, max_batch=4)
+    path, lengths = checkpoint("deepseek-v3-yarn"), {"max_length": 90_000, "prefill_chunk": 8192}
+    e = build_engine(path, HelixLayout.create(), comm, 16, max_batch=4, **lengths)
     runner, ids = e.runner, torch.arange(9000)
     runner.expanding_rows = 340
 
@@ -196,15 +221,15 @@ def test_captured_sizes_where_latents_are_expanded() -> None:
         return runner.chunk_size([PromptChunk(i, begin, ids[:count]) for i, (begin, count) in enumerate(prompts)])
 
     assert size((0, 670)) == ChunkSize(768, 2, 768, KEYS[0], True)
-    assert size((0, 690)) == ChunkSize(768, 2, 768, SIZES[-1], True, True)
+    assert size((0, 690)) == ChunkSize(768, 2, 768, LONG, True, True)
     assert size((8000, 380)) == ChunkSize(384, 2, 380, 8380, False, True), "deep and short: as it is"
     assert size((0, 8192)).keys == 8192 and size((8000, 8190)) == ChunkSize(8192, 2, 8192, 2 * 8192, True, True)
     assert size((60_000, 8190)).keys == 90_000 and size((0, 300), (0, 100)).captured
     assert not size((0, 800), (0, 800)).captured and size((0, 800), (0, 800)).expands
     assert not size((60_000, 100), *[(0, 700)] * 9).expands, "the short would be expanded as long as the longest"
-    first = runner.first_sizes(8192, 90_000)
+    first = runner.first_sizes(90_000)
     assert {s.tokens for s in first if not s.expands and s.sequences == 2} == {s for s in SIZES if s < 680}
-    assert {s.tokens for s in first if s.expands} == {s for s in SIZES if s >= 340}
+    assert {s.tokens for s in first if s.expands} == {s for s in SIZES if 340 <= s <= LONG}
     assert {s.keys for s in first if s.expands} == {8192} and first == sorted(first, reverse=True)
 
 
@@ -310,7 +335,7 @@ class Graphs(Replays):
 def test_sizes_that_came_are_captured_in_a_pause(small_sizes: None) -> None:
     """Not while requests are served; and pages that others share stay as they are."""
     comm = LoopbackWorld(1).communicator(0, (0,))
-    e = build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 4)
+    e = build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 4, prefill_chunk=70)
     e.runner.pads, e.runner.graphs = True, (graphs := Graphs())
     wanted, inbox, seen = oracle("qwen2", MOE_LENGTHS, MOE_TOKENS), Inbox(), dict[Any, list[int]]()
 
