@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SIZES = tuple(n << i for i in range(8) for n in ((96, 128) if i else (128,)))  # 128, 192, 256, 384, .. 16384 tokens
-LONG, FEW = 8192, 2  # tokens from which on a chunk takes longer than its launch, on so many ranks
-SEQUENCES = 2, 20  # of a captured chunk, the padding's included: each adds programs that end at once
+LONG = 8192  # tokens of a chunk that takes a rank alone longer than its launch: several ranks wait for each other's
+SEQUENCES = 2, 34  # of a captured chunk, the padding's included: as many as a decision admits, and one that goes on
 LAUNCHED = 1024  # tokens up to which a chunk takes as long as its launch: padding costs nothing
 PADDING = 8  # a longer chunk is padded by at most this part of its tokens
 DEEP = 16 << 10  # keys of a sequence from which on other kernels attend
@@ -30,7 +30,7 @@ UNPACKED_DEPTHS = (Depth(DEEP, DEEP),)  # of keys in e4m3, unpacked up to the nu
 
 def longest_size(chunk: int, ranks: int) -> int:
     """Returns the tokens of the longest captured chunk of `ranks` ranks, if chunks have up to `chunk`."""
-    most = min(chunk, LONG) if ranks <= FEW else chunk
+    most = min(chunk, LONG) if ranks == 1 else chunk
     return max((size for size in SIZES if size <= most), default=SIZES[0])
 
 
@@ -110,8 +110,7 @@ def padded(
 def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> list[ChunkSize]:
     """Returns the sizes to capture before the first request, the largest first: they share their memory.
 
-    Depths of the longest chunks alone are left to pauses, and several prompts' chunks of more than LONG tokens: their
-    launches take no longer than they do.
+    Depths of the longest chunks alone are left to pauses: their launches take no longer than they do.
 
     Args:
         most: tokens of the longest captured chunk.
@@ -126,5 +125,5 @@ def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> li
                 one.append(ChunkSize(size, SEQUENCES[0], size, depth.keys, True))
             beyond = depth.below
     least = max(LAUNCHED, depths[0].least)
-    several = [ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True) for size in sizes if least <= size <= LONG]
+    several = [ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True) for size in sizes if least <= size]
     return sorted([*one, *several], reverse=True)

@@ -11,26 +11,29 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention import flash_prefill_sm90
 from kernels.attention.paged_tiles import attend_tiles, tile_shape, tiles_read_whole, with_sink
-from kernels.attention.split_prefill import attend_split, tiles_of_split
+from kernels.attention.split_prefill import attend_split, tile_of_segment, tiles_of_rows, tiles_of_split
 from kernels.attention.unpacked_prefill import attend_unpacked
 from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_prefill import flash_prefill as reference
 
 
-@triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
+@triton.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk
 def _flash_prefill_kernel(
     q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
-    q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
+    segments, q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
     splits, scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
-    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    segment, tile_m = tile_of_segment(cu_q, segments, tile, GROUP, BLOCK_M)
     head = tl.program_id(1)
-    segment = (tl.program_id(2) // splits).to(tl.int64)
-    split = tl.program_id(2) % splits
-    begin = tl.load(cu_q + segment)
-    length = tl.load(cu_q + segment + 1) - begin
+    split = tl.program_id(2)
+    length = 0
+    begin = 0
+    if (segment < segments) | (segments == 0):
+        begin = tl.load(cu_q + segment)
+        length = tl.load(cu_q + segment + 1) - begin
     if tile_m * BLOCK_M < length * GROUP:
         # One row per query token and head of the group: the group's heads read the same keys.
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -49,7 +52,7 @@ def _flash_prefill_kernel(
         d = tl.arange(0, BLOCK_D)
         inside = live[:, None] & (d < D)[None, :]
         query = tl.load(q + (n * q_n + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
-        pages = block_table + segment * table_i
+        pages = block_table + segment.to(tl.int64) * table_i
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
@@ -122,12 +125,12 @@ def flash_prefill(
         flash_prefill_sm90.launch(q, keys, cu_q, max_q, max_k, out, lse)
         return out, lse
     tile = tile_shape(max_q * group, 64, D, q.dtype)
+    tiles, segments = tiles_of_rows(len(q) * group, max_q * group, len(cu_q) - 1, tile["BLOCK_M"])
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
-        grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, (cu_q.shape[0] - 1) * splits
-        _flash_prefill_kernel[grid](
+        _flash_prefill_kernel[tiles, Hkv, splits](
             q, k, v, table, cu_q, lo, hi, sinks, part, part_lse,
-            *q.stride()[:2], *k.stride()[:3], table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
+            segments, *q.stride()[:2], *k.stride()[:3], table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
             keys.scale * math.log2(math.e), GROUP=group, D=D, PAGE=keys.page_size, SINKS=sinks is not None,
             **tile,
         )  # fmt: skip

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.paged_tiles import with_sink
-from kernels.attention.split_prefill import attend_split, tiles_of_split
+from kernels.attention.split_prefill import attend_split, tiles_of_rows, tiles_of_split
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
@@ -213,20 +212,51 @@ def attend_rows(
     gl.store(rows[:, None] + d[None, :], (acc * factor[:, None]).to(dtype), mask=live[:, None])
 
 
-@gluon.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
+    """Finds the segment of a tile of rows; see `kernels.attention.split_prefill.tile_of_segment`."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    segment = tile * 0
+    before = tile * 0
+    counted = tile * 0
+    for at in range(0, segments, 128):
+        s = at + gl.arange(0, 128, layout=LANES)
+        begin = gl.load(cu_q + s, mask=s < segments, other=0)
+        end = gl.load(cu_q + s + 1, mask=s < segments, other=0)
+        ends = counted + gl.associative_scan(((end - begin) * GROUP + 2 * ROWS - 1) // (2 * ROWS), 0, _add)
+        segment += gl.sum((ends <= tile).to(gl.int32), 0)
+        before = gl.maximum(before, gl.max(gl.where(ends <= tile, ends, 0), 0))
+        counted = gl.max(ends, 0)
+    if segments == 0:
+        segment = tile
+        before = tile
+    return segment, tile - before
+
+
+@gluon.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk
 def _flash_prefill_sm90_kernel(
     keys, values, q, block_table, cu_q, lo, hi, sinks, out, lse,
-    q_n, q_h, page_rows, head_rows, head_columns, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,
+    segments, q_n, q_h, page_rows, head_rows, head_columns, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
+    splits, scale_log2,
     KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     SINKS: gl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
-    row_0 = (gl.num_programs(0) - 1 - gl.program_id(0)) * 2 * ROWS
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    segment, tile_m = tile_of_segment(cu_q, segments, tile, GROUP)
+    row_0 = tile_m * 2 * ROWS
     head = gl.program_id(1)
-    segment = (gl.program_id(2) // splits).to(gl.int64)
-    split = gl.program_id(2) % splits
-    begin = gl.load(cu_q + segment)
-    length = gl.load(cu_q + segment + 1) - begin
+    split = gl.program_id(2)
+    begin = 0
+    length = 0
+    if (segment < segments) | (segments == 0):
+        begin = gl.load(cu_q + segment)
+        length = gl.load(cu_q + segment + 1) - begin
     if row_0 < length * GROUP:
         dtype: gl.constexpr = q.dtype.element_ty
         q_shared = gl.allocate_shared_memory(dtype, [2, ROWS, D], SHARED)
@@ -286,7 +316,7 @@ def _flash_prefill_sm90_kernel(
                 (
                     _load,
                     (
-                        keys, values, block_table + segment * table_i, rows_of_head, tiles, pairs,
+                        keys, values, block_table + segment.to(gl.int64) * table_i, rows_of_head, tiles, pairs,
                         KEYS, D, STAGES, PAGE,
                     ),
                 ),
@@ -349,13 +379,13 @@ def launch(
     heads, dim = k.shape[2:]
     group, shape = q.shape[1] // heads, SHAPES[dim]
     slots = slots_of(k), slots_of(keys.v)
+    tiles, segments = tiles_of_rows(len(q) * group, max_q * group, len(cu_q) - 1, 2 * ROWS.value)
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
-        grid = triton.cdiv(max_q * group, 2 * ROWS.value), heads, (cu_q.shape[0] - 1) * splits
-        _flash_prefill_sm90_kernel[grid](
+        _flash_prefill_sm90_kernel[tiles, heads, splits](
             *slots, q, keys.table, cu_q, keys.lo, keys.hi, keys.sinks, part, part_lse,
-            *q.stride()[:2], k.stride(0) // k.stride(1), *divmod(k.stride(2), k.stride(1)), keys.table.stride(0),
-            *part.stride()[:3], *part_lse.stride(), splits,
+            segments, *q.stride()[:2], k.stride(0) // k.stride(1), *divmod(k.stride(2), k.stride(1)),
+            keys.table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
             keys.scale * math.log2(math.e), D=dim, GROUP=group, PAGE=keys.page_size, SINKS=keys.sinks is not None,
             **shape, num_warps=4,
         )  # fmt: skip

@@ -32,6 +32,42 @@ def tiles_of_split(first, last, split, splits):
     return begin, tl.minimum(begin + run, last)
 
 
+@triton.jit
+def tile_of_segment(cu_q, segments, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Finds the segment of a tile of rows, and which of the segment's tiles it is.
+
+    Tiles are counted through all segments: a grid has as many as there can be, not as many for each segment as the
+    longest one may have. Behind the last one the segment is `segments` or more. Without `segments` each has one tile.
+    """
+    segment = tile * 0
+    before = tile * 0  # tiles of these segments
+    counted = tile * 0
+    for first in range(0, segments, 64):
+        s = first + tl.arange(0, 64)
+        begin = tl.load(cu_q + s, mask=s < segments, other=0)
+        end = tl.load(cu_q + s + 1, mask=s < segments, other=0)
+        ends = counted + tl.cumsum(((end - begin) * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
+        segment += tl.sum((ends <= tile).to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(ends <= tile, ends, 0), 0))
+        counted = tl.max(ends, 0)
+    if segments == 0:
+        segment = tile
+        before = tile
+    return segment, tile - before
+
+
+def tiles_of_rows(rows: int, longest: int, segments: int, block: int) -> tuple[int, int]:
+    """Returns a grid's tiles of `block` rows, and the segments among which `tile_of_segment` looks for one.
+
+    Args:
+        rows: of all segments together.
+        longest: rows of the longest one, an upper bound.
+    """
+    if longest <= block:
+        return segments, 0
+    return min(rows // block + segments, segments * triton.cdiv(longest, block)), segments
+
+
 @lru_cache
 def split_count(items: int, tiles: int, slots: int) -> int:
     """Chooses the number of programs that share the keys of each tile of rows, for the least time.

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.attention.split_prefill import tile_of_segment, tiles_of_rows
 from kernels.mla import expanded_prefill_sm90
 from kernels.reference.expanded_prefill import expanded_prefill as reference
 
@@ -67,19 +68,22 @@ def _attend_expanded(
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def _expanded_prefill_kernel(
     q, keys, ropes, cu_q, hi, out, lse,
-    q_n, q_h, key_b, key_t, key_h, rope_b, rope_t, out_n, out_h, scale_log2,
+    segments, q_n, q_h, key_b, key_t, key_h, rope_b, rope_t, out_n, out_h, scale_log2,
     NOPE: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
-    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    segment, tile_m = tile_of_segment(cu_q, segments, tl.num_programs(0) - 1 - tl.program_id(0), 1, BLOCK_M)
+    segment = segment.to(tl.int64)
     head = tl.program_id(1)
-    segment = tl.program_id(2).to(tl.int64)
-    begin = tl.load(cu_q + segment)
-    length = tl.load(cu_q + segment + 1) - begin
+    begin = 0
+    length = 0
+    if (segment < segments) | (segments == 0):
+        begin = tl.load(cu_q + segment)
+        length = tl.load(cu_q + segment + 1) - begin
     if tile_m * BLOCK_M < length:
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         live = row < length
@@ -157,9 +161,11 @@ def expanded_prefill(
         expanded_prefill_sm90.launch(q, keys, ropes, cu_q, max_q, hi, scale, out, lse)
         return out, lse
     tile = expanded_tile(max_q, q.dtype)
-    _expanded_prefill_kernel[triton.cdiv(max_q, tile["BLOCK_M"]), heads, len(cu_q) - 1](
+    tiles, segments = tiles_of_rows(N, max_q, len(cu_q) - 1, tile["BLOCK_M"])
+    _expanded_prefill_kernel[tiles, heads](
         q, keys, ropes, cu_q, hi, out, lse,
-        *q.stride()[:2], *keys.stride()[:3], *ropes.stride()[:2], *out.stride()[:2], scale * math.log2(math.e),
+        segments, *q.stride()[:2], *keys.stride()[:3], *ropes.stride()[:2], *out.stride()[:2],
+        scale * math.log2(math.e),
         NOPE=nope, P=P, V=V, BLOCK_D=max(16, triton.next_power_of_2(nope)),
         BLOCK_P=max(16, triton.next_power_of_2(P)), BLOCK_V=max(16, triton.next_power_of_2(V)), **tile,
     )  # fmt: skip

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.attention.flash_prefill_sm90 import ROWS, attend_rows
-from kernels.attention.split_prefill import attend_split, tiles_of_split
+from kernels.attention.flash_prefill_sm90 import ROWS, attend_rows, tile_of_segment
+from kernels.attention.split_prefill import attend_split, tiles_of_rows, tiles_of_split
 from kernels.sm90 import COPIED, SHARED
 
 KEYS = 128  # of a tile
@@ -59,19 +58,22 @@ def _load(
                 phase ^= 1
 
 
-@gluon.jit(do_not_specialize=["lse_s", "splits", "room"])  # they change from chunk to chunk
+@gluon.jit(do_not_specialize=["segments", "lse_s", "splits", "room"])  # they change from chunk to chunk
 def _expanded_prefill_sm90_kernel(
     keys, ropes, values, q, cu_q, hi, out, lse,
-    q_n, q_h, room, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,
+    segments, q_n, q_h, room, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,
     KEYS: gl.constexpr, NOPE: gl.constexpr, P: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
-    row_0 = (gl.num_programs(0) - 1 - gl.program_id(0)) * 2 * ROWS
+    segment, tile_m = tile_of_segment(cu_q, segments, gl.num_programs(0) - 1 - gl.program_id(0), 1)
+    row_0 = tile_m * 2 * ROWS
     head = gl.program_id(1)
-    segment = (gl.program_id(2) // splits).to(gl.int64)
-    split = gl.program_id(2) % splits
-    begin = gl.load(cu_q + segment)
-    length = gl.load(cu_q + segment + 1) - begin
+    split = gl.program_id(2)
+    begin = 0
+    length = 0
+    if (segment < segments) | (segments == 0):
+        begin = gl.load(cu_q + segment)
+        length = gl.load(cu_q + segment + 1) - begin
     if row_0 < length:
         dtype: gl.constexpr = q.dtype.element_ty
         q_shared = gl.allocate_shared_memory(dtype, [2, ROWS, NOPE], SHARED)
@@ -129,7 +131,7 @@ def _expanded_prefill_sm90_kernel(
                 (
                     _load,
                     (
-                        keys, ropes, values, (segment * room).to(gl.int32), head * (NOPE + V), first, last, pairs,
+                        keys, ropes, values, segment * room, head * (NOPE + V), first, last, pairs,
                         KEYS, NOPE, P, V, STAGES,
                     ),
                 ),
@@ -177,10 +179,12 @@ def launch(
     flat = keys.view(rows, heads * width)
     parts = tiles(flat, nope), tiles(ropes.as_strided((rows, rope), (ropes.stride(1), 1)), rope), tiles(flat, value)
 
+    row_tiles, segments = tiles_of_rows(len(q), max_q, len(cu_q) - 1, MIN_ROWS)
+
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
-        _expanded_prefill_sm90_kernel[triton.cdiv(max_q, MIN_ROWS), heads, (len(cu_q) - 1) * splits](
+        _expanded_prefill_sm90_kernel[row_tiles, heads, splits](
             *parts, q, cu_q, hi, part, part_lse,
-            *q.stride()[:2], room, *part.stride()[:3], *part_lse.stride(), splits, scale * math.log2(math.e),
+            segments, *q.stride()[:2], room, *part.stride()[:3], *part_lse.stride(), splits, scale * math.log2(math.e),
             KEYS=KEYS, NOPE=nope, P=rope, V=value, STAGES=STAGES, num_warps=4,
         )  # fmt: skip
 

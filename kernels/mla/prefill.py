@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.split_prefill import attend_split, tiles_of_split
+from kernels.attention.split_prefill import attend_split, tile_of_segment, tiles_of_rows, tiles_of_split
 from kernels.attention.unpacked_prefill import attend_unpacked
 from kernels.mla import prefill_chosen_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
@@ -17,20 +17,23 @@ from kernels.paged_keys import PagedKeys
 from kernels.reference.mla_prefill import mla_prefill as reference
 
 
-@triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
+@triton.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk
 def _mla_prefill_kernel(
     q, cache, scales, ropes, block_table, cu_q, lo, hi, out, lse,
-    q_n, q_h, page_stride, rope_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
+    segments, q_n, q_h, page_stride, rope_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
     splits, scale_log2, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     SCALE_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
-    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
-    segment = (tl.program_id(1) // splits).to(tl.int64)
-    split = tl.program_id(1) % splits
-    begin = tl.load(cu_q + segment)
-    length = tl.load(cu_q + segment + 1) - begin
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    segment, tile_m = tile_of_segment(cu_q, segments, tile, GROUP, BLOCK_M)
+    split = tl.program_id(1)
+    length = 0
+    begin = 0
+    if (segment < segments) | (segments == 0):
+        begin = tl.load(cu_q + segment)
+        length = tl.load(cu_q + segment + 1) - begin
     if tile_m * BLOCK_M < length * GROUP:
         # One row per query token and head: all heads read the same keys.
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -56,7 +59,7 @@ def _mla_prefill_kernel(
         rows = q + (n * q_n + head * q_h)[:, None]
         q_latent = tl.load(rows + r[None, :], mask=inside, other=0.0)
         q_rope = tl.load(rows + R + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0)
-        pages = block_table + segment * table_i
+        pages = block_table + segment.to(tl.int64) * table_i
         acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
@@ -141,12 +144,13 @@ def mla_prefill(
         prefill_chosen_sm90.launch(q, keys, out, lse)
         return out, lse
     tile = latent_tile(max_q * Hq, latent, P, q.dtype, few)
+    tiles, segments = tiles_of_rows(N * Hq, max_q * Hq, len(cu_q) - 1, tile["BLOCK_M"])
 
     def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
-        _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), (cu_q.shape[0] - 1) * splits](
+        _mla_prefill_kernel[tiles, splits](
             q, cache, keys.k_scale, keys.rope, table, cu_q, lo, hi, part, part_lse,
-            *q.stride()[:2], *keys.page_strides, table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
-            keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
+            segments, *q.stride()[:2], *keys.page_strides, table.stride(0), *part.stride()[:3], *part_lse.stride(),
+            splits, keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
             SCALE_PAGE=keys.latent_scale_page, **tile,
         )  # fmt: skip
 

@@ -29,7 +29,6 @@ from helix.steps import chunk_size
 from helix.steps.chunk_size import (
     DEEP,
     DEPTHS,
-    FEW,
     LONG,
     SIZES,
     UNPACKED_DEPTHS,
@@ -62,7 +61,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "item", "equal", "masked_select"}  # 
 
 def test_sizes() -> None:
     assert size_of([3], 7) == ChunkSize(128, 2, 128, KEYS[0], True) and size_of([100, 28], 7) == ChunkSize(
-        128, 20, 128, KEYS[0], True
+        128, 34, 128, KEYS[0], True
     )
     assert size_of([1024], DEEP) == ChunkSize(1024, 2, 1024, KEYS[1], True)
     assert size_of([1400], 9).tokens == 1536 and not size_of([1300], 9).captured, "a ninth is padding, more is too much"
@@ -103,14 +102,16 @@ def test_depths_of_choices() -> None:
     assert {s.keys for s in captured_first(4096, 1 << 20, of_shorter) if s.tokens == 4096} == {682, DEEP, 2 * DEEP}
 
 
-def test_longer_chunks_are_captured_where_ranks_are_many() -> None:
-    """Where few have them they take longer than their launch. Of several prompts they are left to pauses."""
-    assert [longest_size(16384, ranks) for ranks in (1, FEW, FEW + 1, 8)] == [LONG, LONG, 16384, 16384]
+def test_longer_chunks_are_captured_over_several_ranks() -> None:
+    """A rank alone takes longer for them than their launch does."""
+    assert [longest_size(16384, ranks) for ranks in (1, 2, 8)] == [LONG, 16384, 16384]
     assert longest_size(9000, 8) == 8192 and longest_size(300, 8) == 256 and longest_size(10, 8) == 128
     assert not padded([9000], 9000, LONG).captured
     assert padded([12000], 9000, 16384) == ChunkSize(12288, 2, 12288, KEYS[0], True)
     first = captured_first(16384, 1 << 20)
-    assert {(s.tokens, s.sequences) for s in first if s.tokens > LONG} == {(12288, 2), (16384, 2)}
+    assert {(s.tokens, s.sequences) for s in first if s.tokens > LONG} == {
+        (n, s) for n in (12288, 16384) for s in (2, 34)
+    }
 
 
 @pytest.fixture
@@ -310,7 +311,7 @@ def test_a_captured_chunk_is_one_launch_and_the_same_for_any_content(
             assert [name for name, *_ in recorder.launches].count("graph") == 1
             assert sum(name.endswith("_kernel") for name, *_ in recorder.launches) == 0
     captured: dict[Any, list[Any]] = e.runner.graphs.of  # type: ignore[attr-defined]
-    assert {key[0].sequences for key in captured} == {2, 20}
+    assert {key[0].sequences for key in captured} == {2, 34}
     assert sum(key[0].expands for key in captured) == (expands < math.inf)
     assert min(len(launches) for launches in captured.values()) > 20
     assert not WAITS & {name for launches in captured.values() for name, *_ in launches}

@@ -14,12 +14,14 @@ from kernels.reference.expanded_prefill import expanded_prefill as reference
 from tests.kernels.oracle import low_precision
 
 OPS = pytest.mark.parametrize("op", [expanded_prefill, reference], ids=["kernel", "reference"])
+MANY = [0 if i % 11 == 3 else 70 if i % 50 == 7 else 5 * i % 14 for i in range(150)]
 SHAPES: dict[str, tuple[list[int], list[int], int, tuple[int, int, int]]] = {
     "whole prompts": ([33, 1, 16], [33, 1, 16], 4, (32, 16, 32)),
     "late chunks": ([20, 140], [150, 141], 2, (128, 64, 128)),
     "an empty segment between": ([5, 0, 7], [9, 0, 70], 1, (16, 8, 24)),
     "before this piece of keys": ([40, 30], [12, 0], 3, (24, 8, 16)),
     "odd dims": ([17], [70], 3, (40, 24, 20)),
+    "many segments": (MANY, MANY, 1, (16, 8, 16)),
 }
 
 
@@ -70,12 +72,16 @@ def test_segments(op: Any, shape: str, device: torch.device) -> None:
     check(op(*case[:4], max(SHAPES[shape][0]), case[4], 0.1), *case)
 
 
-@pytest.mark.parametrize(
-    ("counts", "lengths", "heads"),
-    # Also: too short to be split, and a tile of one row; less than a program's rows.
-    [([150, 9], [300, 9], 2), ([300, 0, 129], [1500, 0, 129], 3), ([257], [257], 1), ([64, 40], [500, 40], 2)],
-    ids=["split", "segments", "a row more", "few rows"],
-)
+FEW_BITS = {
+    "split": ([150, 9], [300, 9], 2),
+    "segments": ([300, 0, 129], [1500, 0, 129], 3),
+    "a row more": ([257], [257], 1),
+    "fewer rows than a program's": ([64, 40], [500, 40], 2),
+    "many segments": ([2 * n for n in MANY], [2 * n for n in MANY], 2),
+}
+
+
+@pytest.mark.parametrize(("counts", "lengths", "heads"), FEW_BITS.values(), ids=FEW_BITS)
 @low_precision(expanded_prefill, reference)
 def test_few_bits(
     dtype: torch.dtype, op: Any, device: torch.device, counts: list[int], lengths: list[int], heads: int

@@ -16,6 +16,7 @@ from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_prefill import flash_prefill as reference
 from tests.kernels.oracle import Case, check, low_precision, make_case
 
+MANY = [0 if i % 11 == 3 else 40 if i % 50 == 7 else 5 * i % 14 for i in range(150)]
 SHAPES = {
     "whole-prompts": dict(counts=[33, 1, 16], lengths=[33, 1, 16]),
     "late-chunks": dict(counts=[20, 40], lengths=[150, 41], page_size=48),
@@ -29,6 +30,8 @@ SHAPES = {
     "sinks-window": dict(counts=[70, 9], lengths=[150, 4], window=23, page_size=100, sinks=True),
     "dim-256": dict(counts=[17], lengths=[70], heads=(2, 2), dim=256),
     "dim-8": dict(counts=[20], lengths=[20], heads=(5, 1), dim=8),
+    # Tiles are counted through all segments, 64 of them at a time.
+    "many-segments": dict(counts=MANY, lengths=MANY, heads=(4, 1), dim=16),
 }
 
 
@@ -157,6 +160,7 @@ ODD = dict(counts=[1, 17, 63, 65, 129, 300], lengths=[301, 18, 63, 60, 513, 600]
 LONG = {
     **{f"{q}-over-{kv}": dict(heads=(q, kv), **ODD) for q, kv in ((4, 4), (14, 2), (8, 1), (16, 1))},
     **{f"window-{w}": dict(counts=[200, 90], lengths=[900, 91], heads=(14, 2), window=w) for w in (1, 64, 130, 257)},
+    "many-segments": dict(counts=[10 * n for n in MANY], lengths=[10 * n for n in MANY], heads=(4, 2)),
     "one-tile-each": dict(counts=[1] * 9, lengths=[1, 63, 64, 65, 127, 128, 129, 191, 192]),
     "empty-segment-between": dict(counts=[40, 0, 9], lengths=[70, 0, 75], heads=(14, 2)),
     "empty-shard": dict(counts=[140, 150], lengths=[0, 9], heads=(8, 1)),

@@ -13,6 +13,7 @@ from kernels.reference.mla_prefill import mla_prefill as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
 from tests.kernels.oracle import check, low_precision
 
+MANY = [0 if i % 11 == 3 else 40 if i % 50 == 7 else 5 * i % 14 for i in range(150)]
 SHAPES = {
     "whole-prompts": dict(counts=[33, 1, 16], lengths=[33, 1, 16]),
     "late-chunks": dict(counts=[20, 40], lengths=[150, 41], page_size=48),
@@ -24,6 +25,7 @@ SHAPES = {
     "128-heads": dict(counts=[5, 2], lengths=[31, 2], heads=128, latent=16),
     "window": dict(counts=[70, 9], lengths=[150, 9], window=23, page_size=100),
     "odd-dims": dict(counts=[17], lengths=[70], heads=3, latent=40, rope=24),
+    "many-segments": dict(counts=MANY, lengths=MANY, heads=4, latent=16, rope=8),
 }
 
 

@@ -183,6 +183,16 @@ FAULTS = [
         (SERVE + "test_the_next_run_is_launched_before_the_one_before_is_read",),
     ),
     Fault(
+        "the next decision waits for a chunk", "helix/control/serving.py",
+        "run.holds_draw or not run.in_chunk or steps_s > ahead_s", "True",
+        ("tests/unit/test_decide_ahead.py::test_before_a_chunk_ends",),
+    ),
+    Fault(
+        "what a launch kept from being read counts as late", "helix/control/serving.py",
+        "min(step.came, max(run.begin, self._came) + seconds)", "step.came",
+        ("tests/unit/test_decide_ahead.py::test_time_counts_from_the_devices_end_not_from_the_hosts_reading",),
+    ),
+    Fault(
         "a copy is left out", "helix/run/model_runner.py", "if len(admission.copy_from):", "if False:",
         (SERVE + "test_an_output_says_how_far_a_prompt_is",),
     ),

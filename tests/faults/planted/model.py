@@ -24,6 +24,16 @@ DEALT = tuple(f"tests/e2e/test_dsa.py::test_rows_dealt_to_ranks[glm-5-{grid}]" f
 PARITY = "tests/e2e/test_parity.py::"
 
 FAULTS = [
+    # ---- the last layer
+    Fault(
+        "the last layer goes on with a token too early", "helix/steps/step.py",
+        "(self.cu_q[1:].long() - 1).clamp(min=0)", "(self.cu_q[1:].long() - 2).clamp(min=0)",
+        (PARITY + "test_prefill_has_its_own_path",),
+    ),
+    Fault(
+        "all last tokens are sought in the first half", "helix/models/decoder.py",
+        "torch.where((rows < middle)", "torch.where((rows >= 0)", (TURNS,),
+    ),
     # ---- attention
     Fault(
         "LSE in base 2", "kernels/attention/split_kv.py",
