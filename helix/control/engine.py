@@ -7,6 +7,7 @@ waits in a step for the caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -177,8 +178,12 @@ class Engine:
         if runner.graphs is None:
             return
         if chunks and runner.pads:
+            taken: dict[int, float] = {}  # seconds by tokens: else the first requests would come in chunks of few
             for size in runner.first_sizes(self._room(tokens) // runner.layout.kvp):
                 runner.capture_chunk(size)
+                taken[size.tokens] = min(taken.get(size.tokens, math.inf), runner.chunk_seconds(size))
+            for count, seconds in taken.items():
+                self._times.observe(self._times.work(0, count), seconds)
             mark("chunks")
         for rows in sizes:
             longest = max(1, min(runner.max_length, tokens // rows)) - 1

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from helix.memory.kv_cache import KVCache
 from helix.memory.transfers import to_device, to_host
 from helix.models import Decoder
 from helix.placement import Placement, PromptChunk
-from helix.run.clock import Moment
+from helix.run.clock import Moment, seconds_of_each
 from helix.run.graphs import StepGraphs
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
 from helix.steps.chunk_size import (
@@ -376,6 +377,12 @@ class ModelRunner:
         self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
         while not self.graphs.has(self._chunk, size):
             self.graphs.run(self._chunk, size)
+
+    def chunk_seconds(self, size: ChunkSize) -> float:
+        """Times a captured chunk, of what it was last run for; a collective."""
+        assert self.graphs is not None
+        (seconds,) = seconds_of_each(partial(self.graphs.run, self._chunk, size), 1, self.device)
+        return seconds
 
     def _chunk(self, size: ChunkSize) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         last, states = self._computed(self.state.packed_step(self._packed[size], size))

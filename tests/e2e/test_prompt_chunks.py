@@ -18,6 +18,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.solo import SoloCommunicator
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
+from helix.events.decision import StepKind
 from helix.events.request import Request
 from helix.layers import indexer
 from helix.layers.mla import MLASpec, expanding_rows
@@ -333,6 +334,17 @@ class Graphs(Replays):
         return args in self.captured
 
 
+def test_chunks_are_timed_before_the_first_request(small_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a server's first requests would come in chunks of few tokens, as if these took long."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    e = build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 4, prefill_chunk=70)
+    e.runner.pads, e.runner.graphs = True, Graphs()
+    e.warm_up([StepKind()], chunks=True)
+    assert 0 < e._times.seconds(e._times.work(0, 8)) <= e._times.seconds(e._times.work(0, 70)) < 10
+    assert e._times.within(1e3) > 70
+
+
 def test_sizes_that_came_are_captured_in_a_pause(small_sizes: None) -> None:
     """Not while requests are served; and pages that others share stay as they are."""
     comm = LoopbackWorld(1).communicator(0, (0,))
@@ -432,6 +444,7 @@ def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int, kv: str, mo
     if drafts is not None:
         e.runner.observer = lambda *of_draw: None  # steps that are not captured can be recorded
     e.warm_up([], chunks=True)
+    assert 0 < e._times.seconds(e._times.work(0, 128)) < 1, "timed before the first request"
     vocab = 4000 if demo else 250
     prompts = [tuple((7 * i + seed) % vocab + 1 for i in range(n)) for seed, n in enumerate((tokens, tokens - 9, 40))]
     requests = [Request(i, prompt, 5) for i, prompt in enumerate(prompts)]
