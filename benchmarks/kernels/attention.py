@@ -53,7 +53,7 @@ class AttentionCase:
     hi: torch.Tensor
 
     def ours(self, copy: int, **options: Any) -> torch.Tensor:
-        keys = PagedKeys(*self.caches[copy], self.table, self.lo, self.hi, DIM**-0.5)
+        keys = PagedKeys(*self.caches[copy], self.table, self.lo, self.hi, self.q.shape[-1] ** -0.5)
         return flash_decode(self.q, keys, **options)[0]
 
     def contiguous(self, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,18 +62,20 @@ class AttentionCase:
         return k, v
 
 
-def setting(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> AttentionCase:
+def setting(
+    q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device, dim: int = DIM
+) -> AttentionCase:
     dtype = torch.bfloat16
-    bytes_each = 2 * batch * length * kv_heads * DIM * dtype.itemsize
+    bytes_each = 2 * batch * length * kv_heads * dim * dtype.itemsize
     copies = -(-ROTATED // bytes_each) if device.type == "cuda" else 1
     pages = batch * length // PAGE
-    shape = (pages, PAGE, kv_heads, DIM)
+    shape = (pages, PAGE, kv_heads, dim)
     caches = [
         (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
         for _ in range(copies)
     ]
     table = torch.randperm(pages, device=device).view(batch, -1).int()
-    q = torch.randn(batch, queries, q_heads, DIM, device=device, dtype=dtype)
+    q = torch.randn(batch, queries, q_heads, dim, device=device, dtype=dtype)
     hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as the peers read them
     return AttentionCase(q, caches, table, torch.zeros_like(hi), hi)
 
@@ -99,10 +101,17 @@ def flashinfer(s: AttentionCase) -> Callable[[int], torch.Tensor]:
     return lambda i: wrapper.run(q, s.caches[i])
 
 
-def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, queries: int) -> list[Row]:
+def measure_shape(given: Given, dim: int, q_heads: int, kv_heads: int, batch: int, length: int) -> list[Row]:
+    """One row of one query, of this head dim."""
+    return [row | {"kind": "shape", "dim": dim} for row in measure(given, q_heads, kv_heads, batch, length, 1, dim)]
+
+
+def measure(
+    given: Given, q_heads: int, kv_heads: int, batch: int, length: int, queries: int, dim: int = DIM
+) -> list[Row]:
     """One row: ours and the peers, in microseconds."""
     device = given.device
-    s = setting(q_heads, kv_heads, batch, length, queries, device)
+    s = setting(q_heads, kv_heads, batch, length, queries, device, dim)
     copies = len(s.caches)
     size = 2 * s.caches[0][0].numel() * 2
     row: dict[str, Any] = {"kind": "decode" if queries == 1 else "verify", "heads": f"{q_heads}/{kv_heads}"}
@@ -195,6 +204,10 @@ def measure_ragged(given: Given) -> list[Row]:
     return [{"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}]
 
 
+SHAPES = [  # head dim, heads, batch, length: of other models, and of servers
+    (64, 16, 1, 4, 64 * K), (64, 64, 8, 1, 128 * K), (128, 7, 1, 48, 4 * K), (128, 24, 8, 16, 12 * K),
+    (64, 64, 8, 4, 32 * K), (128, 7, 1, 8, 64 * K), (128, 24, 8, 1, 128 * K), (64, 16, 1, 1, 128 * K),
+]  # fmt: skip
 KV_ROWS: list[AttentionShape] = [
     *[(heads, kv, 1, n * K, 1) for heads, kv in ((28, 4), (32, 8), (8, 1)) for n in (16, 128, 512, 1024)],
     *[(heads, kv, 8, 128 * K, 1) for heads, kv in ((28, 4), (8, 1))],
@@ -210,5 +223,11 @@ COLUMNS = f"heads batch length queries us of_ceiling {' '.join(f'{p}_us' for p i
 RAGGED = "100 x 1K + 4 x 128K tokens, and equal lengths"
 PARTS = (
     Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),
+    Part(
+        lambda given: SHAPES if given.gpu else [(16, 4, 2, 1, 64)],
+        measure_shape,
+        f"dim heads batch length us {' '.join(f'{p}_us' for p in PEERS)}",
+        "other head dims and groups",
+    ),
     Part(lambda given: [()], measure_ragged, "us uniform_us", RAGGED),
 )

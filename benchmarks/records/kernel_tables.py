@@ -44,6 +44,36 @@ def decode_kernel() -> list[str]:
     return lines(columns, [r for r in found if r["kind"] in ("decode", "verify")])
 
 
+def shapes() -> list[str]:
+    """`flash_decode` beside torch's attention, of other head dims and groups."""
+    columns: Columns = {
+        "heads q/kv": at("heads"),
+        "head dim": at("dim"),
+        "batch": at("batch"),
+        "KV": kilo("length"),
+        "ours": us("us"),
+        "cuDNN": us("cudnn_us"),
+        "flash": us("flash_us"),
+        "ours over cuDNN's": lambda r: f"{r['us'] / r['cudnn_us']:.2f}",
+    }
+    found = results("kernels", "kind", "heads", "batch", "length", "queries")
+    return lines(columns, [r for r in found if r["kind"] == "shape"])
+
+
+def mla_prefill() -> list[str]:
+    """Attention of MLA's prompts over latents, and over keys and values that are expanded of them."""
+    columns: Columns = {
+        "heads": at("heads"),
+        "queries": of("queries", "", 0),
+        "keys": kilo("length"),
+        "over latents": us("absorbed_us"),
+        "expanded": us("us"),
+        "rate": of("tflops", "TFLOP/s", 0),
+        "times as fast": lambda r: f"{r['absorbed_us'] / r['us']:.1f}",
+    }
+    return lines(columns, results("mla-prefill", "heads", "queries", "length"))
+
+
 def ragged() -> list[str]:
     """The mixed batch."""
     (r,) = [r for r in results("kernels", "kind") if r["kind"] == "ragged"]
