@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.attention.split_prefill import tile_of_segment, tiles_of_rows
 from kernels.indexer.keys import DIGITS, score_codes
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.index_scores import index_scores as reference
@@ -81,23 +82,28 @@ def _store_scores(
     return found
 
 
-@triton.jit(do_not_specialize=["EACH"])
+@triton.jit(do_not_specialize=["segments", "EACH"])
 def _index_scores_kernel(
     q, weights, cache, scales, tables, hi, cu_q, scored, digit_counts,
-    q_n, weights_n, page_stride, tables_b, scored_n, EACH,
+    segments, q_n, weights_n, page_stride, tables_b, scored_n, EACH,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, OFFSETS: tl.constexpr,
     ROWS: tl.constexpr, MORE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     b = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0)
+    begin = b * EACH
+    end = begin + EACH
     if OFFSETS:
-        begin = tl.load(cu_q + b).to(tl.int64)
-        end = tl.load(cu_q + b + 1).to(tl.int64)
-    else:
-        begin = b * EACH
-        end = begin + EACH
-    begin += tl.program_id(0) * (ROWS + MORE)
+        segment, group = tile_of_segment(cu_q, segments, group, 1, ROWS + MORE)
+        b = segment.to(tl.int64)
+        end = begin * 0
+        begin = end
+        if (segment < segments) | (segments == 0):
+            begin = tl.load(cu_q + segment).to(tl.int64)
+            end = tl.load(cu_q + segment + 1).to(tl.int64)
+    begin += group * (ROWS + MORE)
     t = tl.arange(0, ROWS)
     lengths = tl.load(hi + begin + t, mask=begin + t < end, other=0)
     longest = tl.max(lengths, 0)
@@ -205,13 +211,17 @@ def index_scores(
     if N == 0:
         return
     tile = score_tile(max_q, heads, q.dtype, scales is not None, cu_q is None)
-    groups = triton.cdiv(max_q, tile["ROWS"] + tile["MORE"]), len(tables)
+    rows = tile["ROWS"] + tile["MORE"]
+    groups, segments = (triton.cdiv(max_q, rows), len(tables)), 0
+    if cu_q is not None:
+        row_tiles, segments = tiles_of_rows(N, max_q, len(tables), rows)
+        groups = row_tiles, 1
     tiles = triton.cdiv(columns, tile["BLOCK_N"])
     least = triton.cdiv(2 * sm_count(q.device), groups[0] * groups[1])  # fills the GPU
     programs = max(1, min(tiles, max(least, triton.cdiv(tiles, 64))))
     _index_scores_kernel[(*groups, programs)](
         q, weights, cache, scales, tables, hi, cu_q, scores, numbers,
-        q.stride(0), weights.stride(0), cache.stride(0), tables.stride(0), scores.stride(0), max_q,
+        segments, q.stride(0), weights.stride(0), cache.stride(0), tables.stride(0), scores.stride(0), max_q,
         HEADS=heads, D=D, PAGE=page_size, OFFSETS=cu_q is not None, BLOCK_D=max(16, triton.next_power_of_2(D)),
         **tile, **overlapped(q),
     )  # fmt: skip
