@@ -7,7 +7,6 @@ waits in a step for the caller.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +33,7 @@ from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.run.model_runner import ModelRunner, StepTokens
 from helix.run.rehearsal import rehearse
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
-from helix.steps.chunk_size import DEEP, SIZES
+from helix.steps.chunk_size import DEEP, SEQUENCES, SIZES
 
 T = TypeVar("T")
 LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
@@ -178,12 +177,13 @@ class Engine:
         if runner.graphs is None:
             return
         if chunks and runner.pads:
-            taken: dict[int, float] = {}  # seconds by tokens: else the first requests would come in chunks of few
-            for size in runner.first_sizes(self._room(tokens) // runner.layout.kvp):
+            of_chunks = runner.first_sizes(self._room(tokens) // runner.layout.kvp)
+            for size in of_chunks:
                 runner.capture_chunk(size)
-                taken[size.tokens] = min(taken.get(size.tokens, math.inf), runner.chunk_seconds(size))
-            for count, seconds in taken.items():
-                self._times.observe(self._times.work(0, count), seconds)
+            # Else the first requests would come in chunks of few tokens, as if these took long. The shallowest is last.
+            for count, size in {size.tokens: size for size in of_chunks if size.sequences == SEQUENCES[0]}.items():
+                if count.bit_count() == 1:
+                    self._times.observe(self._times.work(0, count), runner.chunk_seconds(size))
             mark("chunks")
         for rows in sizes:
             longest = max(1, min(runner.max_length, tokens // rows)) - 1
