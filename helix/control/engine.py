@@ -33,7 +33,7 @@ from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.run.model_runner import ModelRunner, StepTokens
 from helix.run.rehearsal import rehearse
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
-from helix.steps.chunk_size import DEEP, SEQUENCES, SIZES
+from helix.steps.chunk_size import DEEP, LONG, SEQUENCES, SIZES
 
 T = TypeVar("T")
 LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
@@ -279,7 +279,7 @@ class Engine:
             keep_drawn=not runner.drafter.lags,
             sparse_from=runner.policy.from_tokens,
             lacking=runner.lacking,
-            chunk_sizes=tuple(size for size in SIZES if size <= runner.longest) if runner.pads else (),
+            chunk_sizes=tuple(size for size in SIZES if size <= min(runner.longest, LONG)) if runner.pads else (),
         )
         scheduler = Scheduler(self.tables, self._times, traits, self.schedule, policy.pace)
         serving = Serving(
