@@ -223,9 +223,8 @@ def build_engine(
     room = min(int(free * kv.memory_fraction), free - prompts)
     layer = model.next_token if config.speculation.drafter == "mtp" else draft
     if comm.capturable and layer is not None and not isinstance(layer, DraftModel):
-        room -= (
-            longest_size(chunk, layout.world_size) * layer.read * dtype.itemsize
-        )  # states that a captured chunk leaves to it
+        captured = longest_size(chunk, layout.world_size)
+        room -= captured * layer.read * dtype.itemsize  # states that a captured chunk leaves to it
     if config.speculation.drafter == "suffix":
         room -= config.speculation.remembered * 8
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk, kv.snapshots * kv.prefix_cache), wanted, room)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SIZES = *(n << i for i in range(7) for n in ((96, 128) if i else (128,))), 16384  # 128, 192, 256, 384, .. 8192 tokens
+SIZES = *(n << i for i in range(7) for n in ((96, 128) if i else (128,))), 16384  # 128, 192, 256, .. 6144, 8192
 LONG = 8192  # tokens of a chunk that takes a rank alone longer than its launch: several ranks wait for each other's
 SEQUENCES = 2, 34  # of a captured chunk, the padding's included: as many as a decision admits, and one that goes on
 LAUNCHED = 1024  # tokens up to which a chunk takes as long as its launch: padding costs nothing
