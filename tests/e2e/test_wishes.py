@@ -105,7 +105,7 @@ def play(
         return Seen(outputs, logits), engine.timings.preemptions
 
     seen = run_ranks(layout.world_size, body, timeout_s=120.0)
-    assert (seen[0][1] > 1) == ("pages" in options), "preempted where pages are few"
+    assert (seen[0][1] > 0) == ("pages" in options), "preempted where pages are few"
     return [s for s, _ in seen]
 
 
@@ -146,7 +146,7 @@ def check(ranks: list[Seen], requests: list[Request]) -> None:
         assert output.finish_reason == "stop" or len(drawn) == NEW
 
 
-CLOSE = dict(max_batch=3, max_length=192, pages=16, schedule=ScheduleConfig(lease=2, stall_ms=2.0))
+CLOSE = dict(max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(lease=2, stall_ms=2.0))
 
 
 @pytest.mark.parametrize(
