@@ -219,7 +219,7 @@ def _add(a, b):
 
 @gluon.jit
 def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
-    """Finds the segment of a tile of rows; see `kernels.attention.split_prefill.tile_of_segment`."""
+    """Finds the segment of a tile of 128 rows; see `kernels.attention.split_prefill.tile_of_segment`."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     segment = tile * 0
     before = tile * 0
@@ -235,7 +235,12 @@ def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
     if segments == 0:
         segment = tile
         before = tile
-    return segment, tile - before
+    start = tile * 0
+    length = tile * 0
+    if (segment < segments) | (segments == 0):
+        start = gl.load(cu_q + segment)
+        length = gl.load(cu_q + segment + 1) - start
+    return segment, tile - before, start, length
 
 
 @gluon.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk
@@ -248,15 +253,10 @@ def _flash_prefill_sm90_kernel(
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
-    segment, tile_m = tile_of_segment(cu_q, segments, tile, GROUP)
+    segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, GROUP)
     row_0 = tile_m * 2 * ROWS
     head = gl.program_id(1)
     split = gl.program_id(2)
-    begin = 0
-    length = 0
-    if (segment < segments) | (segments == 0):
-        begin = gl.load(cu_q + segment)
-        length = gl.load(cu_q + segment + 1) - begin
     if row_0 < length * GROUP:
         dtype: gl.constexpr = q.dtype.element_ty
         q_shared = gl.allocate_shared_memory(dtype, [2, ROWS, D], SHARED)

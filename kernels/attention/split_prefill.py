@@ -34,10 +34,10 @@ def tiles_of_split(first, last, split, splits):
 
 @triton.jit
 def tile_of_segment(cu_q, segments, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Finds the segment of a tile of rows, and which of the segment's tiles it is.
+    """Finds the segment of a tile of rows, which of its tiles it is, its first token and how many it has.
 
     Tiles are counted through all segments: a grid has as many as there can be, not as many for each segment as the
-    longest one may have. Behind the last one the segment is `segments` or more. Without `segments` each has one tile.
+    longest one may have. Behind the last one there are no tokens. Without `segments` each has one tile.
     """
     segment = tile * 0
     before = tile * 0  # tiles of these segments
@@ -53,7 +53,12 @@ def tile_of_segment(cu_q, segments, tile, GROUP: tl.constexpr, BLOCK_M: tl.const
     if segments == 0:
         segment = tile
         before = tile
-    return segment, tile - before
+    start = tile * 0
+    length = tile * 0
+    if (segment < segments) | (segments == 0):
+        start = tl.load(cu_q + segment)
+        length = tl.load(cu_q + segment + 1) - start
+    return segment, tile - before, start, length
 
 
 def tiles_of_rows(rows: int, longest: int, segments: int, block: int) -> tuple[int, int]:

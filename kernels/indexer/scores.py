@@ -96,13 +96,9 @@ def _index_scores_kernel(
     begin = b * EACH
     end = begin + EACH
     if OFFSETS:
-        segment, group = tile_of_segment(cu_q, segments, group, 1, ROWS + MORE)
-        b = segment.to(tl.int64)
-        end = begin * 0
-        begin = end
-        if (segment < segments) | (segments == 0):
-            begin = tl.load(cu_q + segment).to(tl.int64)
-            end = tl.load(cu_q + segment + 1).to(tl.int64)
+        segment, group, start, length = tile_of_segment(cu_q, segments, group, 1, ROWS + MORE)
+        b, begin = segment.to(tl.int64), start.to(tl.int64)
+        end = begin + length
     begin += group * (ROWS + MORE)
     t = tl.arange(0, ROWS)
     lengths = tl.load(hi + begin + t, mask=begin + t < end, other=0)

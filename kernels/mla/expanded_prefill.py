@@ -76,14 +76,10 @@ def _expanded_prefill_kernel(
     BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
-    segment, tile_m = tile_of_segment(cu_q, segments, tl.num_programs(0) - 1 - tl.program_id(0), 1, BLOCK_M)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, 1, BLOCK_M)
     segment = segment.to(tl.int64)
     head = tl.program_id(1)
-    begin = 0
-    length = 0
-    if (segment < segments) | (segments == 0):
-        begin = tl.load(cu_q + segment)
-        length = tl.load(cu_q + segment + 1) - begin
     if tile_m * BLOCK_M < length:
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         live = row < length

@@ -65,15 +65,11 @@ def _expanded_prefill_sm90_kernel(
     KEYS: gl.constexpr, NOPE: gl.constexpr, P: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
-    segment, tile_m = tile_of_segment(cu_q, segments, gl.num_programs(0) - 1 - gl.program_id(0), 1)
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, 1)
     row_0 = tile_m * 2 * ROWS
     head = gl.program_id(1)
     split = gl.program_id(2)
-    begin = 0
-    length = 0
-    if (segment < segments) | (segments == 0):
-        begin = gl.load(cu_q + segment)
-        length = gl.load(cu_q + segment + 1) - begin
     if row_0 < length:
         dtype: gl.constexpr = q.dtype.element_ty
         q_shared = gl.allocate_shared_memory(dtype, [2, ROWS, NOPE], SHARED)

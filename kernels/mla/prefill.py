@@ -27,13 +27,8 @@ def _mla_prefill_kernel(
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    segment, tile_m = tile_of_segment(cu_q, segments, tile, GROUP, BLOCK_M)
+    segment, tile_m, begin, length = tile_of_segment(cu_q, segments, tile, GROUP, BLOCK_M)
     split = tl.program_id(1)
-    length = 0
-    begin = 0
-    if (segment < segments) | (segments == 0):
-        begin = tl.load(cu_q + segment)
-        length = tl.load(cu_q + segment + 1) - begin
     if tile_m * BLOCK_M < length * GROUP:
         # One row per query token and head: all heads read the same keys.
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -211,7 +211,7 @@ def test_latents_are_expanded_for_enough_rows() -> None:
 
 
 def test_captured_sizes_where_latents_are_expanded() -> None:
-    """What is launched as if of so many keys has no more of them; several prompts have no captured chunk."""
+    """A chunk that is launched as if of so many keys has no more; several prompts have no captured one."""
     comm = LoopbackWorld(1).communicator(0, (0,))
     path, lengths = checkpoint("deepseek-v3-yarn"), {"max_length": 90_000, "prefill_chunk": 8192}
     e = build_engine(path, HelixLayout.create(), comm, 16, max_batch=4, **lengths)

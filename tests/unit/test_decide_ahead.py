@@ -1,4 +1,4 @@
-"""When rank 0 makes the next decision: before what runs has ended, by as much as the decision and its launch take."""
+"""The time of the next decision: before what runs has ended, by as much as the decision and its launch take."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IDLE: Any = SimpleNamespace(pending=False)
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_before_a_chunk_ends(steps: int) -> None:
-    """Whatever runs behind it for a few milliseconds; the bounds allow for a busy machine."""
+    """However many short steps stand behind it; the bounds allow for a busy machine."""
     loop, begin = serving(4.0, 0.005, 3.8, steps), time.perf_counter()
     assert not loop._is_early(IDLE)
     assert 4.0 - 3.8 - AHEAD_S - 0.02 < time.perf_counter() - begin < 3.0
