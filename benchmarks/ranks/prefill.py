@@ -53,11 +53,14 @@ def run(task: Task) -> Done:
         found: dict[str, Any] = {"batch": batch, "length": length, "prefill_s": seconds}
         found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.prefill_chunk}
         turn, few, many = (min(n, length) for n in (TURN, SHORT, engine.prefill_chunk))
-        (turn_s, _), (few_s, _), (many_s, traced) = (_last(engine, ids[0], n) for n in (turn, few, many))
+        (turn_s, _), (few_s, _) = (_last(engine, ids[:1], n) for n in (turn, few))
+        together = ids[: engine.prefill_chunk // many, -many:]
+        many_s, traced = _last(engine, ids[: len(together)], many)
         found["used_bytes_per_gpu"] = comm.all_gather_object(used(comm.device))
         found |= {"turn_ms": 1e3 * turn_s, "short_ms": 1e3 * few_s, "long_ms": 1e3 * many_s}
         engine.close()
-        return [found | {"short_of_long": few / few_s / (many / many_s)} | traced]
+        found |= {"long_tokens": together.numel(), "short_of_long": few / few_s / (together.numel() / many_s)}
+        return [found | traced]
 
     return {"points": at_each(plan, comm, measure)}, 0
 
@@ -78,13 +81,13 @@ def _capture(engine: Engine, ids: Tensor) -> None:
 
 @torch.inference_mode()
 def _last(engine: Engine, ids: Tensor, tokens: int) -> tuple[float, dict[str, Any]]:
-    """Seconds of the last tokens of a prompt through the model, on the slowest rank, and what they consist of.
+    """Seconds of the last tokens of prompts [B, L] in one chunk, on the slowest rank, and what they consist of.
 
     They are captured where a server's are.
     """
-    runner, length = engine.runner, len(ids)
-    fill(runner, 1, length)
-    last = [PromptChunk(0, length - tokens, ids[length - tokens :])]
+    runner, (batch, length) = engine.runner, ids.shape
+    fill(runner, batch, length)
+    last = [PromptChunk(i, length - tokens, row[length - tokens :]) for i, row in enumerate(ids)]
 
     def run() -> None:
         runner.prompt_states(last)
