@@ -60,10 +60,12 @@ class Communicator(ABC):
         wire_rate: assumed bytes/s of a rank's messages to all its peers together, beyond the first kilobytes.
         half: which half of a step communicates, 0 or 1 (`comm.turns`): neither's messages wait for the other's. What is
             sent beside a whole step is half 1's.
+        alone: whether nothing communicates beside the current stream.
     """
 
     capturable = False
     half = 0
+    alone = True
     wire_rate = 2e11  # NVLink: docs/results/kernels.md#collectives
 
     def __init__(self, rank: int, world_size: int, kvp_group: Sequence[int], device: torch.device | str) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from comm.base import T
 from comm.symm_mem import ROW, SLICE, SOURCE, SymmMemCommunicator
 from comm.torch_dist import Groups, TorchDistCommunicator
+from kernels.peers.all_reduce_norm_long import BOX
 
 PROCESSES = 2  # at most
 MUCH = 16 << 20  # bytes from which on a message to each rank takes less than copies of it in one
@@ -144,6 +145,9 @@ class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
         sizes = {name: (SOURCE[name], 0) for name in SOURCE}
         sizes |= {"two_shot": (SOURCE["two_shot"], SLICE), "sums": (SLICE, 0)}
         sizes |= {"rows": (self._rows // self.world_size * ROW, 0), "row_sums": (ROW, 0)}
+        groups = self._long // self.world_size
+        sizes |= {"long": (groups * BOX, 0), "long_sums": (BOX, 0)}
+        sizes |= {"long_flags": (groups * 4, 0), "long_sum_flags": (4, 0)}
         return {
             name: addresses(*places[name], own + begin, other + begin, *sizes[name]) for name, begin in begins.items()
         }

@@ -2,10 +2,11 @@
 
 A decode step sends kilobytes, for which a library call costs more than the transfer. The kernels behind this class
 store tagged words (`kernels.peers.mailbox`) into torch's symmetric memory, without multicast, and fuse the operation
-that follows: combine, add, normalise. Messages too large for their boxes, mostly of prefill, go over NCCL.
+that follows: combine, add, normalise. The sums of long chunks do the same with flags in place of tags. Other messages
+too large for their boxes, mostly of prefill, go over NCCL.
 
 Each collective has its own boxes, whose uses are ordered on every rank: the exchange may run on another stream than
-the rest, but no collective on two streams.
+the rest, but no collective on two streams. Sums of long chunks need all of the GPU (`alone`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from comm.pending import PendingSum, computed
 from comm.torch_dist import TorchDistCommunicator
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention
 from kernels.peers import all_gather, all_reduce_norm, exchange, mailbox, reduce_scatter
+from kernels.peers.all_reduce_norm_long import BOX, all_reduce_norm_long, fits, rows_of_group
 from kernels.peers.all_reduce_norm_rows import ROW_WORDS, all_reduce_norm_rows
 from kernels.peers.mailbox import SumTarget
 from kernels.peers.merge_exchange import merge_exchange
@@ -30,7 +32,8 @@ from kernels.peers.merge_exchange import merge_exchange
 EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
 ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
 TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
-ROWS = 256  # of sums whose programs take a row each; more take NCCL, which sends half the bytes
+ROWS = 256  # of sums whose programs take a row each
+GROUPS = 1024  # of rows of long chunks, 32 KiB each, that have boxes: 32 MiB of parts, and of sums
 ONE_SHOT_SENT = 256 << 10  # bytes of the rows times ranks; above, two shots cost less (benchmarks/LOG.md)
 GATHER_PIECES = 512  # slices: 512 KiB
 SCATTER_PIECES = 512  # slices of a rank's rows: 512 KiB
@@ -66,6 +69,8 @@ class SymmMemCommunicator(TorchDistCommunicator):
         # Double-buffered: two turns of each, one behind the other.
         sizes = {name: 2 * sources[name] * SOURCE[name] for name in SOURCE}
         sizes |= dict.fromkeys(("rows", "row_sums"), 2 * self._rows * ROW)
+        sizes |= dict.fromkeys(("long", "long_sums"), self._long * BOX)
+        sizes |= dict.fromkeys(("long_flags", "long_sum_flags"), GROUPS * 4)
         *begins, size = accumulate(sizes.values(), initial=0)
         try:
             self._boxes = symm_mem.empty(size // WORD, dtype=torch.int64, device=self.device)
@@ -81,13 +86,15 @@ class SymmMemCommunicator(TorchDistCommunicator):
             "one_shot": tables["one_shot"][None],
             "two_shot": torch.stack((tables["two_shot"], tables["sums"])),
             "rows": torch.stack((tables["rows"], tables["row_sums"])),
+            "long": torch.stack([tables[f"long{name}"] for name in ("", "_sums", "_flags", "_sum_flags")]),
         }
-        names = "sent", "received", "one_shot", "two_shot", "rows", "gather", "scatter"
+        names = "sent", "received", "one_shot", "two_shot", "rows", "long", "gather", "scatter"
         self._counts = {name: torch.zeros(1, dtype=torch.int64, device=self.device) for name in names}
         self._squares = {
             name: torch.zeros(pieces, dtype=torch.int64, device=self.device)
             for name, pieces in (("one_shot", ONE_SHOT_PIECES), ("two_shot", TWO_SHOT_PIECES))
         }
+        self._seen = torch.zeros(self._long, dtype=torch.int32, device=self.device)
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._aside = torch.cuda.Stream(self.device)
         self.reset()
@@ -96,6 +103,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
     def _rows(self) -> int:
         """Most rows that have boxes of their own, as many for each owner."""
         return ROWS // self.world_size * self.world_size
+
+    @property
+    def _long(self) -> int:
+        """Groups of rows of long chunks that have boxes, as many for each owner."""
+        return GROUPS // self.world_size * self.world_size
 
     def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
         """Returns the box address of each rank by collective, given its offset (`begins`) in a process's `memory`."""
@@ -106,7 +118,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         """Empties all boxes after a step that some rank did not finish; a collective; no other may be in flight."""
         torch.cuda.synchronize(self.device)
         self.barrier()
-        for tensor in (self._boxes, self._status, *self._counts.values(), *self._squares.values()):
+        for tensor in (self._boxes, self._seen, self._status, *self._counts.values(), *self._squares.values()):
             tensor.zero_()
         torch.cuda.synchronize(self.device)
         self.barrier()
@@ -198,6 +210,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
                 computed(x), residual, weight, eps, self._peers[way], self._counts[way], self._status,
                 rank=self.rank, rows=self._rows, spins=self._spins,
             )  # fmt: skip
+        if way == "long":
+            return all_reduce_norm_long(
+                computed(x), residual, weight, eps, self._peers[way], self._seen, self._counts[way], self._status,
+                rank=self.rank, room=self._long, spins=self._spins,
+            )  # fmt: skip
         phases, two_shot, pieces = 7, way == "two_shot", len(self._squares[way])
         if not isinstance(x, Tensor):
             if x.can_push(two_shot):
@@ -212,14 +229,19 @@ class SymmMemCommunicator(TorchDistCommunicator):
         )  # fmt: skip
 
     def _way(self, x: Tensor) -> str | None:
-        """Chooses the algorithm that adds rows up: "one_shot", "two_shot", "rows", or None for NCCL."""
+        """Chooses the algorithm that adds rows up: "one_shot", "two_shot", "rows", "long", or None for NCCL."""
         size = x.numel() * x.element_size()
         row, rest = divmod(x.shape[1] * x.element_size(), 4)
         pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
         if self.world_size == 1 or pieces == 0 or rest or x.dtype not in mailbox.DTYPES:
             return None
         if pieces > TWO_SHOT_PIECES:
-            return "rows" if row <= ROW_WORDS and len(x) <= self._rows and self._spreads(len(x), True) else None
+            if row <= ROW_WORDS and len(x) <= self._rows and self._spreads(len(x), True):
+                return "rows"
+            if not (self.alone and fits(x, self._long)):
+                return None
+            groups, rest = divmod(len(x), rows_of_group(x.shape[1], x.element_size()))
+            return "long" if self._spreads(groups + (rest > 0), rest == 0) else None
         spreads = self._spreads(pieces, row % all_reduce_norm.SLICE_WORDS == 0)
         if pieces <= ONE_SHOT_PIECES and (size * self.world_size <= ONE_SHOT_SENT or not spreads):
             return "one_shot"

@@ -84,6 +84,13 @@ class Turns:
             first, second: yield None at the end of a turn and their result in the last; launch kernels on the current
                 stream, each in its own memory.
         """
+        self._comm.alone = False
+        try:
+            return self._run(first, second)
+        finally:
+            self._comm.alone = True
+
+    def _run(self, first: Iterator[T | None], second: Iterator[T | None]) -> tuple[T, T]:
         side = self._side
         main = None if side is None else torch.cuda.current_stream(side.device)
         while True:

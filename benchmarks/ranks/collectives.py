@@ -25,6 +25,7 @@ from launch.job.task import Done, Task
 DIM, HIDDEN = 128, 4096
 EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
 NORMS = [(1, 1024), *((tokens, HIDDEN) for tokens in (1, 2, 4, 8, 16, 64, 128, 256))]  # tokens, hidden
+LONG = [(tokens, HIDDEN) for tokens in (1024, 4096, 16384)]  # the same, on a GPU
 GATHERS = [1, 8, 64]  # tokens
 IN_A_ROW, ROUNDS = 20, 30
 TARGETS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
@@ -52,7 +53,7 @@ def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
                 partial(comm.all_to_all, messages),
             )
         )  # fmt: skip
-    for tokens, hidden in NORMS:
+    for tokens, hidden in [*NORMS, *(LONG if comm.device.type == "cuda" else [])]:
         x = torch.randn(tokens, hidden, device=comm.device, dtype=bf16).mul_(0.1)
         if emulated and x.numel() * x.element_size() * comm.world_size > ONE_SHOT_SENT:
             # Emulated owners add up pieces of different places: their sums are known where all pieces are equal.

@@ -23,7 +23,8 @@ REGISTERS = 80  # so that six programs fit an SM, as `slices_of` counts
 MANY = 12  # tiles of a program, of which two or three have the best column so far: fewer do not pay for ruling out
 
 
-@triton.jit(do_not_specialize=["V", "first"])
+# Rows of a few sequences' parameters begin anywhere.
+@triton.jit(do_not_specialize=["V", "first"], do_not_specialize_on_alignment=["temperature", "min_p", "seed"])
 def _draw_kernel(
     logits, best, last_key, temperature, min_p, greedy, seed, positions, candidates,
     logits_b, logits_t, first, V, T,

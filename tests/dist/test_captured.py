@@ -135,6 +135,55 @@ def test_ten_thousand_replays(world_size: int, kvp: int) -> None:
     assert on_ranks("symm_mem", world_size, kvp, check_replays, 10_000) == [0] * world_size
 
 
+def check_long(comm: Communicator, replays: int) -> int:
+    """Wrong elements over many sums of long chunks, of several widths, with steps between and a rank late at times."""
+    assert isinstance(comm, SymmMemCommunicator)
+    shapes = (257, 3584), (5001, 3584), (3000, 8192), (1500, 16384), (3, 3584)
+    number = torch.zeros((), dtype=torch.int64, device=comm.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+
+    def step(N: int, H: int) -> None:
+        number.add_(1)
+        place = torch.arange(N * H, device=comm.device).view(N, H)
+        parts = [((7 * number + 3 * place + 5 * r) % 29).bfloat16() for r in range(comm.world_size)]
+        residual, weight = (place % 17).bfloat16(), torch.ones(H, dtype=torch.bfloat16, device=comm.device)
+        y, total = comm.all_reduce_norm(parts[comm.rank].clone(), residual, weight, 1e-5)
+        wanted = sum(parts) + residual  # integers that bf16 holds
+        wrong.add_((total != wanted).sum())
+        squares = wanted.float().square().mean(1, keepdim=True)
+        # Rounded to bf16 once, and the square root's own error.
+        wrong.add_(((y.float() - wanted.float() * (squares + 1e-5).rsqrt()).abs() > 2**-7 * y.float().abs() + 1e-6).sum())
+
+    graphs = {}
+    for shape in shapes:
+        rows = torch.empty(shape, dtype=torch.bfloat16, device=comm.device)
+        assert comm._way(rows) == ("long" if len(rows) > 3 else "one_shot")
+        step(*shape)
+        torch.cuda.synchronize()
+        graphs[shape] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[shape], capture_error_mode="thread_local"):
+            step(*shape)
+    same, own = random.Random(0), random.Random(comm.rank)
+    for _ in range(replays):
+        if own.random() < 0.05:
+            torch.cuda._sleep(own.randrange(2_000_000))
+        graphs[same.choice(shapes)].replay()
+    torch.cuda.synchronize()
+    comm.check()
+    assert int(number) == replays + len(graphs)
+    for graph in graphs.values():
+        graph.reset()
+    return int(wrong)
+
+
+@pytest.mark.parametrize(
+    "world_size, kvp", [pytest.param(*case, marks=pytest.mark.gpu(case[0])) for case in ((2, 1), (4, 1), (8, 1))]
+)
+@pytest.mark.timeout(200)
+def test_sums_of_long_chunks(world_size: int, kvp: int) -> None:
+    assert on_ranks("symm_mem", world_size, kvp, check_long, 500) == [0] * world_size
+
+
 def check_recovery(comm: Communicator) -> str:
     """Rank 1 leaves a collective out; what rank 0 is told, and that all is well after a reset."""
     assert isinstance(comm, SymmMemCommunicator)

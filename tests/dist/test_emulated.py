@@ -75,8 +75,12 @@ def test_over_gloo(world: int, kvp: int, processes: int) -> None:
         (8, 128, 3584, "rows", "rows"),  # more pieces than boxes
         (8, 100, 3584, "rows", None),  # some ranks own one row more than others
         (6, 252, 3584, "rows", "rows"),
-        (6, 253, 3584, None, None),  # more rows than boxes
-        (2, 128, 16384, None, None),  # a row that is longer than its box
+        (6, 253, 3584, "long", None),  # more rows than boxes, in groups of which one is smaller
+        (8, 8192, 3584, "long", "long"),
+        (4, 264, 3584, "long", None),  # 66 groups
+        (2, 128, 16384, "long", "long"),
+        (2, 128, 16386, None, None),  # a row that is longer than its box
+        (2, 1 << 19, 3584, None, None),  # more groups than boxes take turns for
         (1, 1, 3584, None, None),
     ],
 )

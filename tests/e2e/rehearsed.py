@@ -67,7 +67,8 @@ def chunk(engine: Engine, counts: list[int], begin: int) -> None:
         for i, end, count in zip(slots, ends, counts, strict=True)
     ]
     rows = min(1 << (len(counts) - 1).bit_length(), runner.max_batch)
-    runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, StepKind(rows)))
+    draws = random.choice([{}, {"stochastic": True}, {"stochastic": True, "filtered": True}])
+    runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, StepKind(rows, **draws)))
     runner.execute(Decision.nothing(tuple(slots)))
 
 

@@ -78,6 +78,7 @@ from kernels.moe.experts_sm90 import BLOCK_K, DOWN, E4M3_DOWN, E4M3_GATE_UP, GAT
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
 from kernels.peers.all_gather import _all_gather_kernel
 from kernels.peers.all_reduce_norm import _all_reduce_norm_kernel
+from kernels.peers.all_reduce_norm_long import _all_reduce_norm_long_kernel
 from kernels.peers.all_reduce_norm_rows import _all_reduce_norm_rows_kernel
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
 from kernels.peers.merge_exchange import _merge_exchange_kernel
@@ -329,6 +330,10 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             row = {"WORDS": words, "BLOCK": triton.next_power_of_2(words), "ROWS": 256, "SIZE": 4096, "PHASES": 7}
             row |= {"RESIDUAL": True, "DTYPE": TL[dtype]}
             yield "reduce-rows", dtype, _all_reduce_norm_rows_kernel, world | row, {"num_warps": 8}
+        group = {"H": 3584, "BLOCK": 4096, "GROUP": 4, "ROOM": 1024, "BLOCK_RANKS": ranks}
+        group |= {"SIZE": (32 << 10) // dtype.itemsize}
+        group |= {"RESIDUAL": True, "DTYPE": TL[dtype], "RANKS": ranks, "PDL": True}
+        yield "reduce-long", dtype, _all_reduce_norm_long_kernel, group, {"num_warps": 16}
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
         yield "scatter", dtype, _reduce_scatter_kernel, world | gather | {"DTYPE": TL[dtype]}, {"num_warps": 4}
@@ -441,7 +446,7 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
     words = "peers" in function.arg_names  # kernels between GPUs see 32-bit words, where attention is not in them
     mixed = function in (
         _merge_exchange_kernel, _linear_kernel, _linear_sm90_kernel, _linear_fp8_sm90_kernel, _down_few_kernel,
-        _sum_kernel, _moe_sm90_kernel,
+        _sum_kernel, _moe_sm90_kernel, _all_reduce_norm_long_kernel,
     )  # fmt: skip
     few = constants.get("GROUPS") or function is _linear_fp8_sm90_kernel  # weights of a few bits
     signature, values, attributes = {}, {}, {}

@@ -184,6 +184,7 @@ class Streams:
 
         def paused_add(*args: Any) -> Any:
             _current().pause()
+            self.stores += 1
             return add(*args)
 
         def start_successor(PDL: Any) -> None:

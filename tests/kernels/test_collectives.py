@@ -15,6 +15,7 @@ from kernels.moe import experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.peers.all_gather import SLICE_WORDS, all_gather
 from kernels.peers.all_reduce_norm import all_reduce_norm
+from kernels.peers.all_reduce_norm_long import all_reduce_norm_long
 from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
 from kernels.peers.mailbox import SumTarget
@@ -40,6 +41,12 @@ class Ranks:
 
     def gave_up(self) -> list[int]:
         return [int(s) for s in self.status]
+
+
+def tables_of_groups(ranks: Ranks, room: int, box: int) -> Tensor:
+    """Addresses of boxes and flags for sums of long chunks, in the ranks' boxes."""
+    begins = 0, room * box, 2 * room * box, 2 * room * box + 4 * room
+    return torch.stack([ranks.peers + begin for begin in begins])
 
 
 def exchanged(
@@ -143,6 +150,12 @@ def run_alone(collective: str, ranks: Ranks, spins: int, device: torch.device) -
         return all_reduce_norm_rows(
             x[0], None, x[0, 0], 1e-5, peers, *found, rank=0, rows=PIECES, spins=spins, row_words=size
         )[1]
+    if collective == "long":
+        return all_reduce_norm_long(
+            x[0], None, x[0, 0], 1e-5, tables_of_groups(ranks, 2, 64),
+            torch.zeros(2, dtype=torch.int32, device=device), ranks.counts[0][0], ranks.status[0],
+            rank=0, room=2, spins=spins, box=64,
+        )[1]  # fmt: skip
     peers = torch.stack((ranks.peers, ranks.peers + 8 * 4 * PIECES * size))
     squares = torch.zeros(PIECES, dtype=torch.int64, device=device)
     return all_reduce_norm(
@@ -152,7 +165,9 @@ def run_alone(collective: str, ranks: Ranks, spins: int, device: torch.device) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks are counted by Triton's interpreter")
-@pytest.mark.parametrize("collective", ["exchange", "all_gather", "reduce_scatter", "one shot", "two shots", "rows"])
+@pytest.mark.parametrize(
+    "collective", ["exchange", "all_gather", "reduce_scatter", "one shot", "two shots", "rows", "long"]
+)
 def test_a_wait_in_vain_ends_and_the_next_is_short(
     collective: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +256,41 @@ def test_all_reduce_norm_of_rows(W: int, N: int, H: int, dtype: torch.dtype, dev
         wanted = rms_norm(torch.stack(parts).float().sum(0).to(dtype), weight, 1e-5, residual)
         for mine, first, right in zip(got, [got[0]] * W, [wanted] * W, strict=True):
             # As above, of sums of up to eight terms.
+            tolerance = {torch.float32: 1e-5, torch.float16: 2**-5, torch.bfloat16: 2**-2}[dtype]
+            torch.testing.assert_close(mine, right, atol=tolerance, rtol=0)
+            assert torch.equal(mine[0], first[0]) and torch.equal(mine[1], first[1]), "ranks differ"
+    assert ranks.gave_up() == [0] * W
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("W, N, H", [(2, 31, 3584), (3, 20, 510), (4, 23, 8192), (8, 64, 130)])
+def test_all_reduce_norm_of_long_chunks(W: int, N: int, H: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Ranks on streams of one GPU, where all programs have a place at once; boxes are used again and again."""
+    room, box = 2 * W, 32 << 10
+    ranks = Ranks(W, room * (box + 4) // 4, device)
+    tables, seen = tables_of_groups(ranks, room, box), torch.zeros(W, room, dtype=torch.int32, device=device)
+    streams = [torch.cuda.Stream() for _ in range(W)]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(H, generator=generator).to(device, dtype)
+    for message in range(4):
+        rows = N if message % 2 == 0 else N // 2
+        parts = [torch.randn(rows, H, generator=generator).to(device, dtype) for _ in range(W)]
+        residual = torch.randn(rows, H, generator=generator).to(device, dtype) if message else None
+        got = []
+        torch.cuda.synchronize()
+        for r, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got.append(
+                    all_reduce_norm_long(
+                        parts[r], residual, weight, 1e-5, tables, seen[r], ranks.counts[r][0], ranks.status[r],
+                        rank=r, room=room, spins=1 << 22, box=box,
+                    )
+                )  # fmt: skip
+        torch.cuda.synchronize()
+        wanted = rms_norm(torch.stack(parts).float().sum(0).to(dtype), weight, 1e-5, residual)
+        for mine, first, right in zip(got, [got[0]] * W, [wanted] * W, strict=True):
+            # As of rows, above.
             tolerance = {torch.float32: 1e-5, torch.float16: 2**-5, torch.bfloat16: 2**-2}[dtype]
             torch.testing.assert_close(mine, right, atol=tolerance, rtol=0)
             assert torch.equal(mine[0], first[0]) and torch.equal(mine[1], first[1]), "ranks differ"

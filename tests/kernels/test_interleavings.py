@@ -11,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from comm.emulated import addresses
 from kernels import dispatch
-from kernels.peers import all_gather, all_reduce_norm, all_reduce_norm_rows, exchange, merge_exchange, reduce_scatter
+from kernels.peers import (
+    all_gather,
+    all_reduce_norm,
+    all_reduce_norm_long,
+    all_reduce_norm_rows,
+    exchange,
+    merge_exchange,
+    reduce_scatter,
+)
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 from tests.kernels.interleaving import Streams
-from tests.kernels.test_collectives import PIECES, Ranks
+from tests.kernels.test_collectives import PIECES, Ranks, tables_of_groups
 from tests.kernels.test_merge_exchange import SHAPES, parts_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on CPUs")
@@ -134,6 +143,78 @@ def test_all_reduce_norm_of_rows(generator: random.Random, W: int) -> None:
         for y, total in results:
             torch.testing.assert_close(y, wanted[0], atol=1e-5, rtol=0)
             assert torch.equal(y, results[0][0]) and torch.equal(total, results[0][1]), "ranks differ"
+
+
+@few
+@given(generators, st.integers(2, 3), st.integers(1, 2))
+def test_all_reduce_norm_of_long_chunks(generator: random.Random, W: int, group: int) -> None:
+    """With more groups than boxes, and a last group that is not whole."""
+    H, room = 6, W
+    box = group * H * 4
+    ranks, streams = Ranks(W, room * (box + 4) // 4, CPU), Streams(W, all_reduce_norm_long)
+    peers = tables_of_groups(ranks, room, box)
+    seen = torch.zeros(W, room, dtype=torch.int32)
+    weight = torch.randn(H)
+    parts = [torch.randn(W, generator.randint(1, 3 * room * group), H) for _ in range(LAUNCHES)]
+    residuals = [None if i == 0 else torch.randn_like(part[0]) for i, part in enumerate(parts)]
+    got: list[list[tuple[Tensor, Tensor]]] = [[] for _ in parts]
+    for r in range(W):
+        with streams.of(r):
+            for part, residual, results in zip(parts, residuals, got, strict=True):
+                results.append(
+                    all_reduce_norm_long.all_reduce_norm_long(
+                        part[r], residual, weight, 1e-5, peers, seen[r], ranks.counts[r][0], ranks.status[r],
+                        rank=r, room=room, spins=SPINS, box=box,
+                    )
+                )  # fmt: skip
+    streams.run(generator)
+    assert ranks.gave_up() == [0] * W
+    for part, residual, results in zip(parts, residuals, got, strict=True):
+        wanted = rms_norm(part.sum(0), weight, 1e-5, residual)
+        for y, total in results:
+            torch.testing.assert_close(y, wanted[0], atol=1e-5, rtol=0)
+            assert torch.equal(y, results[0][0]) and torch.equal(total, results[0][1]), "ranks differ"
+
+
+@few
+@given(generators, st.sampled_from([((0, 1), 2), ((0, 2), 4), ((0, 3), 6)]))
+def test_emulated_all_reduce_norm_of_long_chunks(generator: random.Random, case: tuple[tuple[int, int], int]) -> None:
+    """Two processes that emulate one rank each, of a world: sums are those of `tests.kernels.test_emulated_boxes`."""
+    mine, world = case
+    H, box, room = 6, 24, world
+    ranks, streams = Ranks(2, room * (box + 4) // 4, CPU), Streams(2, all_reduce_norm_long)
+    tables = tables_of_groups(ranks, room, box)
+    shifts = (box, 0), (box, 0), (4, 0), (4, 0)  # a source has a box for each owner's turn, here one
+    peers = [
+        torch.tensor([
+            addresses(world, mine[p], mine[1 - p], int(table[p]), int(table[1 - p]), *shift)
+            for table, shift in zip(tables, shifts, strict=True)
+        ])
+        for p in range(2)
+    ]  # fmt: skip
+    seen, weight = torch.zeros(2, room, dtype=torch.int32), torch.ones(H)
+    sent = [torch.randn(2, generator.randint(1, 3) * world, H) for _ in range(2)]
+    got: list[list[Tensor]] = [[] for _ in sent]
+    for p in range(2):
+        with streams.of(p):
+            for x, results in zip(sent, got, strict=True):
+                found = all_reduce_norm_long.all_reduce_norm_long(
+                    x[p], None, weight, 1e-5, peers[p], seen[p], ranks.counts[p][0], ranks.status[p],
+                    rank=mine[p], room=room, spins=SPINS, box=box,
+                )  # fmt: skip
+                results.append(found[1])
+    streams.run(generator)
+    assert ranks.gave_up() == [0, 0]
+    for x, results in zip(sent, got, strict=True):
+        groups = x.view(2, -1, world, H)
+        owned = [
+            groups[p][:, mine[p]] + groups[1 - p][:, [to for to in range(world) if to != mine[1 - p]]].sum(1)
+            for p in range(2)
+        ]
+        for p in range(2):
+            wanted = owned[1 - p][:, None].repeat(1, world, 1)
+            wanted[:, mine[p]] = owned[p]
+            torch.testing.assert_close(results[p].view_as(wanted), wanted, atol=1e-5, rtol=0)
 
 
 @few

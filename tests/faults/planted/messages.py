@@ -7,6 +7,7 @@ from tests.faults.planted.fault import Fault
 MESSAGES = ("tests/dist/test_exchange.py::test_messages_hold_each_share_then_padding",)
 VAIN = ("tests/kernels/test_collectives.py::test_a_wait_in_vain_ends_and_the_next_is_short",)
 AHEAD = "tests/kernels/test_interleavings.py::"
+LONG = AHEAD + "test_all_reduce_norm_of_long_chunks"
 COLLECTIVES = "tests/kernels/test_collectives.py::"
 
 FAULTS = [
@@ -77,6 +78,22 @@ FAULTS = [
     Fault(
         "an owner's rows share a box", "kernels/peers/all_reduce_norm_rows.py",
         "n % RANKS, n // RANKS", "n % RANKS, n // RANKS // 2", (AHEAD + "test_all_reduce_norm_of_rows",),
+    ),
+    Fault(
+        "a box is filled before it has been read", "kernels/peers/all_reduce_norm_long.py",
+        "        arrived = _await_flag(seen + slot, tag - 1, rank, status, looks)\n", "        pass\n", (LONG,),
+    ),
+    Fault(
+        "a flag is raised before the sum is there", "kernels/peers/all_reduce_norm_long.py",
+        """            tl.store(box + cell, summed, mask=inside)
+        to = tl.arange""",
+        """            tl.atomic_xchg(_flags_of(peers, SUM_FLAGS, to, RANKS) + slot, tag)
+            tl.store(box + cell, summed, mask=inside)
+        to = tl.arange""", (LONG,),
+    ),
+    Fault(
+        "a flag of the last launch will do", "kernels/peers/all_reduce_norm_long.py",
+        "    tag = turn(count) * ROUNDS + group // ROOM\n", "    tag = ROUNDS + group // ROOM\n", (LONG,),
     ),
     Fault(
         "squares are added before they are there", "kernels/peers/all_reduce_norm.py",
