@@ -267,6 +267,11 @@ def _flash_prefill_sm90_kernel(
         for i in gl.static_range(STAGES):
             mbarrier.init(ready.index(i), count=1)
             mbarrier.init(free.index(i), count=2)
+        # Bounds and queries are on their way together.
+        row = row_0 + gl.arange(0, 2 * ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        live = row // GROUP < length
+        row_lo = gl.load(lo + begin + row // GROUP, mask=live, other=0)
+        row_hi = gl.load(hi + begin + row // GROUP, mask=live, other=0)
         # One row per query token and head of the group: the group's heads read the same keys.
         c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
         for side in gl.static_range(2):
@@ -277,11 +282,6 @@ def _flash_prefill_sm90_kernel(
                 x = gl.load(rows[:, None] + (k * 64 + c)[None, :], mask=inside, other=0.0)
                 q_shared.index(side).slice(k * 64, 64, dim=1).store(x)
         fence_async_shared()
-
-        row = row_0 + gl.arange(0, 2 * ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        live = row // GROUP < length
-        row_lo = gl.load(lo + begin + row // GROUP, mask=live, other=0)
-        row_hi = gl.load(hi + begin + row // GROUP, mask=live, other=0)
         reads = row_lo < row_hi
         stop = gl.max(gl.where(reads, row_hi, 0), 0)
         start = gl.min(gl.where(reads, row_lo, stop), 0)

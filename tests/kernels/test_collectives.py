@@ -269,7 +269,8 @@ def test_all_reduce_norm_of_long_chunks(W: int, N: int, H: int, dtype: torch.dty
     """Ranks on streams of one GPU, where all programs have a place at once; boxes are used again and again."""
     room, box = 2 * W, 32 << 10
     ranks = Ranks(W, room * (box + 4) // 4, device)
-    tables, seen = tables_of_groups(ranks, room, box), torch.zeros(W, room, dtype=torch.int32, device=device)
+    tables = tables_of_groups(ranks, room, box)
+    seen = [torch.zeros(room, dtype=torch.int32, device=device) for _ in range(W)]  # aligned alike: one kernel
     streams = [torch.cuda.Stream() for _ in range(W)]
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(H, generator=generator).to(device, dtype)
