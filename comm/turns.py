@@ -19,6 +19,7 @@ import torch
 
 from comm.base import Communicator, T
 
+WHOLE = 2  # most ranks that send nothing but sums whose steps are not cut: benchmarks/LOG.md
 LEAST = 2048  # tokens of a half: smaller messages gain nothing, and use boxes (`comm.symm_mem`) bound to one stream
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import sdpa_kernel
@@ -109,12 +110,8 @@ def measure_chunks(given: Given, q_heads: int, kv_heads: int, length: int, chunk
 
 def _by(least_rows: int, chunk: Chunk) -> None:
     """Attention by Hopper's kernel for chunks of at least so many rows."""
-    limits = flash_prefill_sm90.MIN_ROWS, flash_prefill_sm90.MIN_KEYS
-    flash_prefill_sm90.MIN_ROWS, flash_prefill_sm90.MIN_KEYS = least_rows, 1 << 40
-    try:
+    with patch.multiple(flash_prefill_sm90, MIN_ROWS=least_rows, OF_KEYS=0, MIN_KEYS=1 << 40):
         chunk.attend()
-    finally:
-        flash_prefill_sm90.MIN_ROWS, flash_prefill_sm90.MIN_KEYS = limits
 
 
 def matrix_tflops(device: torch.device) -> float:

@@ -211,11 +211,11 @@ class Engine:
         most = max(min(self.prefill_chunk, room), 1)
         small = [1 << i for i in range(LARGE.bit_length()) if 1 << i <= most]
         yield from ((1, size, 0) for size in sorted({*small, min(2 * LARGE, most), most}))
-        yield from ((1, size, deep) for size in small if size + deep <= room)
+        yield from ((1, size, min(deep, room - size)) for size in small if size < room)
         slots = self.runner.max_batch
         several = sorted({min(1 << i, slots) for i in range(1, slots.bit_length() + 1)} - {1})
         stripes, shares = self.runner.placement.stripes, not self.runner.drafter.own_pages
-        for n, depth in product(several, [0, deep] if room > deep else [0]):
+        for n, depth in product(several, [0, min(deep, room - 1)]):
             if shares or n * stripes.pages_for(depth + 1) <= self._pages:
                 yield n, 1, depth
 

@@ -34,8 +34,9 @@ from kernels.sm90 import COPIED, SHARED, silence
 ROWS = gl.constexpr(64)  # per group of warps
 PIECE = gl.constexpr(64)  # keys of one load, all in one page
 SHAPES = {128: {"KEYS": 128, "STAGES": 3}, 256: {"KEYS": 64, "STAGES": 2}}  # by head dim: keys of a tile, pairs held
-# Least rows (queries x heads) or keys; smaller sizes are faster in programs of one group, which start sooner.
-MIN_ROWS = 24 << 10
+# Least rows (queries x heads) and keys, or keys alone; smaller sizes are faster in programs of one group, of which
+# several run on a multiprocessor: one begins while others end.
+MIN_ROWS, OF_KEYS = 24 << 10, 1536
 MIN_KEYS = 16 << 10
 
 
@@ -331,7 +332,7 @@ def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
     rows = max_q * q.shape[1]
     return (
         # A program of one group also reads the keys of one group's rows only once.
-        (rows >= MIN_ROWS or (max_k >= MIN_KEYS and rows > ROWS.value * keys.k.shape[2]))
+        ((rows >= MIN_ROWS and max_k >= OF_KEYS) or (max_k >= MIN_KEYS and rows > ROWS.value * keys.k.shape[2]))
         and q.dtype in (torch.bfloat16, torch.float16)
         and keys.k.shape[-1] in SHAPES
         and slots_suit(keys)

@@ -11,24 +11,29 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.reference.lse_combine import lse_combine as reference
 
-MANY = 2048  # rows; below, each is one program; a GPU starts about one program per nanosecond
-ROWS = 16  # per program from MANY on
+ROWS = 8  # per program: a GPU starts about one program per nanosecond
+AT_ONCE = tl.constexpr(16)  # sources whose LSEs are compared
 
 
-@triton.jit(do_not_specialize=["W", "rows"])
+# Sources and rows change from chunk to chunk, and with them the stride of LSEs.
+@triton.jit(do_not_specialize=["W", "rows", "l_w"])
 def _lse_combine_kernel(
     partials, lse, out, out_lse,
     p_w, p_n, p_h, l_w, l_n, l_h, o_n, o_h, ol_n, ol_h,
-    W, H, rows, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    W, H, rows, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     n, h = row // H, row % H
     lse += n * l_n + h * l_h
     partials += (n * p_n + h * p_h)[:, None]
-    w = tl.arange(0, BLOCK_W)[None, :]
-    inside = live[:, None] & (w < W)
-    peak = tl.max(tl.load(lse[:, None] + w.to(tl.int64) * l_w, mask=inside, other=float("-inf")), 1)
+    w = tl.arange(0, AT_ONCE)[None, :]
+    peaks = tl.full([ROWS, AT_ONCE], float("-inf"), tl.float32)
+    for first in range(0, W, AT_ONCE):
+        inside = live[:, None] & (first + w < W)
+        at = lse[:, None] + (first + w).to(tl.int64) * l_w
+        peaks = tl.maximum(peaks, tl.load(at, mask=inside, other=float("-inf")))
+    peak = tl.max(peaks, 1)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     d = tl.arange(0, BLOCK_D)[None, :]
     total = tl.zeros([ROWS], tl.float32)
@@ -103,11 +108,10 @@ def lse_combine(
     out = torch.empty(N, H, D, dtype=partials.dtype, device=partials.device) if out is None else out
     out_lse = torch.empty(N, H, dtype=torch.float32, device=lse.device) if out_lse is None else out_lse
     assert partials.stride(3) == out.stride(2) == 1
-    block_d, rows = triton.next_power_of_2(D), 1 if N * H < MANY else ROWS
-    _lse_combine_kernel[(triton.cdiv(N * H, rows),)](
+    block_d = triton.next_power_of_2(D)
+    _lse_combine_kernel[(triton.cdiv(N * H, ROWS),)](
         partials, lse, out, out_lse,
         *partials.stride()[:3], *lse.stride(), *out.stride()[:2], *out_lse.stride(),
-        W, H, N * H, D=D, ROWS=rows, BLOCK_W=triton.next_power_of_2(W), BLOCK_D=block_d,
-        num_warps=4 if rows > 1 else max(1, block_d // 128),
+        W, H, N * H, D=D, ROWS=ROWS, BLOCK_D=block_d, num_warps=2 * max(1, block_d // 128),
     )  # fmt: skip
     return (out, out_lse) if return_lse else out

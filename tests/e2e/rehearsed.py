@@ -104,6 +104,9 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
 def rehearsed(family: str, kvp: str, *pads: str) -> None:
     driver.set_active(NoGPU())
     dispatch.on_gpu = lambda t: True
+    for name, module in [*sys.modules.items()]:  # else nothing is split, as where there is one multiprocessor
+        if name.startswith("kernels.") and hasattr(module, "sm_count"):
+            module.sm_count = lambda device: 132
     JITFunction._do_compile = note  # type: ignore[method-assign]
     # A library's products compute, unlike kernels, and nobody reads what they give.
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))

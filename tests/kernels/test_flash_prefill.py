@@ -180,6 +180,7 @@ LONG |= {f"{name}-dim-256": dict(dim=256) | shape for name, shape in LONG.items(
 def test_hopper(shape: str, splits: int, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into outputs full of NaN, and bitwise the same when repeated."""
     monkeypatch.setattr(flash_prefill_sm90, "MIN_ROWS", 1)
+    monkeypatch.setattr(flash_prefill_sm90, "OF_KEYS", 0)
     split_into(monkeypatch, splits)
     case = make_case(**dict(dim=128, page_size=64, dtype=torch.bfloat16, device="cuda") | LONG[shape])
     keys = in_blocks(case.paged()) if blocks else case.paged()
@@ -199,7 +200,7 @@ def test_long_chunks_take_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch)
     launch = flash_prefill_sm90.launch
     monkeypatch.setattr(flash_prefill_sm90, "launch", lambda *args: (launched.append(args), launch(*args)))
     for queries in (767, 768):
-        case = make_case([queries], [900], heads=(32, 8), dim=128, page_size=64, dtype=torch.bfloat16, device="cuda")
+        case = make_case([queries], [1600], heads=(32, 8), dim=128, page_size=64, dtype=torch.bfloat16, device="cuda")
         check(*run(flash_prefill, case), case)
     assert [len(args[0]) for args in launched] == [768]
 
@@ -209,6 +210,7 @@ def test_long_chunks_take_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch)
 def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last pages of caches of 2^32 elements hold what is read."""
     monkeypatch.setattr(flash_prefill_sm90, "MIN_ROWS", rows)
+    monkeypatch.setattr(flash_prefill_sm90, "OF_KEYS", 0)
     case = make_case([100], [1200], heads=(1, 1), dim=128, page_size=64, dtype=torch.bfloat16, device="cuda")
     pages = (1 << 32) // (64 * 128) + 1
     k_cache, v_cache = (torch.empty(pages, 64, 1, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -226,6 +228,7 @@ def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) 
         ({}, True),
         ({"dtype": torch.float16, "page_size": 192}, True),
         ({"max_q": 6143}, False),
+        ({"max_k": 1535}, False),
         ({"max_q": 100, "max_k": 16 << 10}, True),
         ({"max_q": 100, "max_k": (16 << 10) - 1}, False),
         ({"max_q": 32, "max_k": 16 << 10}, False),  # a program of one group reads the keys once as well
@@ -243,7 +246,7 @@ def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) 
     ids=str,
 )
 def test_shapes_of_the_kernel_for_hopper(change: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = dict(max_q=6144, max_k=3, scale=0.1, kv_heads=2, capability=(9, 0), blocks=False)
+    given: dict[str, Any] = dict(max_q=6144, max_k=1536, scale=0.1, kv_heads=2, capability=(9, 0), blocks=False)
     given |= dict(dim=128, dtype=torch.bfloat16, page_size=64) | change
     names = "max_q", "max_k", "scale", "kv_heads", "capability", "blocks"
     max_q, max_k, scale, kv_heads, capability, blocks = (given.pop(name) for name in names)
