@@ -16,6 +16,14 @@ from triton.runtime.jit import JITFunction
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
 
 
+_contexts = 0  # of `compiled_ahead` that have not ended
+
+
+def rehearses() -> bool:
+    """Returns whether kernels are compiled now, not launched: one of several forms then takes all that may come."""
+    return _contexts > 0
+
+
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
     """Compiles Triton kernels within the context instead of launching them, on this process's share of the cores.
@@ -26,6 +34,7 @@ def compiled_ahead() -> Iterator[None]:
     Raises:
         Exception: the compiler's.
     """
+    global _contexts
     launch = JITFunction.run
 
     def prepare(self: JITFunction, *args: Any, **options: Any) -> Any:
@@ -34,10 +43,12 @@ def compiled_ahead() -> Iterator[None]:
     share = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)  # there is a process for each GPU
     with ThreadPoolExecutor(max(share, 1)) as threads, _Once(threads):
         JITFunction.run = prepare
+        _contexts += 1
         try:
             with _Zeros():
                 yield
         finally:
+            _contexts -= 1
             JITFunction.run = launch
 
 

@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.ahead import rehearses
 from kernels.reference.lse_combine import lse_combine as reference
 
-ROWS = 8  # per program: a GPU starts about one program per nanosecond
+MANY = 2048  # rows; below, each is one program; a GPU starts about one program per nanosecond
+ROWS = 8  # per program from MANY on
 AT_ONCE = tl.constexpr(16)  # sources whose LSEs are compared
 
 
@@ -109,9 +111,11 @@ def lse_combine(
     out_lse = torch.empty(N, H, dtype=torch.float32, device=lse.device) if out_lse is None else out_lse
     assert partials.stride(3) == out.stride(2) == 1
     block_d = triton.next_power_of_2(D)
-    _lse_combine_kernel[(triton.cdiv(N * H, ROWS),)](
-        partials, lse, out, out_lse,
-        *partials.stride()[:3], *lse.stride(), *out.stride()[:2], *out_lse.stride(),
-        W, H, N * H, D=D, ROWS=ROWS, BLOCK_D=block_d, num_warps=2 * max(1, block_d // 128),
-    )  # fmt: skip
+    # Which chunks share keys among programs depends on their sizes, of which a rehearsal has few.
+    for rows in (1, ROWS) if rehearses() else (1 if N * H < MANY else ROWS,):
+        _lse_combine_kernel[(triton.cdiv(N * H, rows),)](
+            partials, lse, out, out_lse,
+            *partials.stride()[:3], *lse.stride(), *out.stride()[:2], *out_lse.stride(),
+            W, H, N * H, D=D, ROWS=rows, BLOCK_D=block_d, num_warps=max(1, block_d // 128) * (2 if rows > 1 else 1),
+        )  # fmt: skip
     return (out, out_lse) if return_lse else out

@@ -243,7 +243,14 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for dtype in (bf16, fp32):
         head = {"A": 512, "B": 128, "w_a": 1, "PDL": True, **head_blocks(512, 16, dtype)}
         yield "each-head", dtype, _each_head_kernel, head, {"num_warps": 4}
-    yield "combine", bf16, _lse_combine_kernel, {"D": 128, "ROWS": 8, "BLOCK_D": 128}, {"num_warps": 2}
+    for rows, warps in ((1, 1), (8, 2)):
+        yield (
+            f"combine-{rows}",
+            bf16,
+            _lse_combine_kernel,
+            {"D": 128, "ROWS": rows, "BLOCK_D": 128},
+            {"num_warps": warps},
+        )
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
     yield "angles", bf16, _angles_kernel, {"HALF": 64, "BLOCK": 64}, {"num_warps": 1}

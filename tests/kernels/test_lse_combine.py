@@ -50,7 +50,12 @@ def check(out: Tensor, out_lse: Tensor, partials: Tensor, lse: Tensor) -> None:
 @pytest.mark.parametrize("W, N, H, D", [(1, 3, 2, 64), (2, 1, 1, 8), (3, 5, 3, 80), (8, 2, 4, 128), (39, 2, 1, 256)])
 @pytest.mark.parametrize("empty", [0.0, 0.6])
 @pytest.mark.parametrize("op", [lse_combine, reference], ids=["kernel", "reference"])
-def test_against_float64(op: Any, W: int, N: int, H: int, D: int, empty: float, device: torch.device) -> None:
+@pytest.mark.parametrize("many", [2048, 0], ids=["one a program", "several a program"])
+def test_against_float64(
+    op: Any, W: int, N: int, H: int, D: int, empty: float, many: int, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("kernels.attention.lse_combine.MANY", many)
     partials, lse = case(W, N, H, D, empty, torch.float32, device)
     options = {} if op is reference else {"return_lse": True}
     check(*op(partials, lse, **options), partials, lse)

@@ -174,6 +174,12 @@ FAULTS = [
         ("tests/e2e/test_rehearsal.py::test_what_is_served_later_needs_no_other_kernel",),
     ),
     Fault(
+        "a merge is rehearsed in one form", "kernels/attention/lse_combine.py",
+        "for rows in (1, ROWS) if rehearses() else (1 if N * H < MANY else ROWS,):",
+        "for rows in (1 if N * H < MANY else ROWS,):",
+        ("tests/e2e/test_rehearsal.py::test_what_is_served_later_needs_no_other_kernel",),
+    ),
+    Fault(
         "a heartbeat is left out", "helix/control/serving.py",
         "self._launch(Decision.nothing(captures=captures))", "pass",
         (SERVE + "test_an_idle_engine_lives_and_its_ranks_hear_from_it",),
