@@ -38,43 +38,48 @@ CHUNKS = [
     (8, 1, 128 * K, (8 * K, K, 256, 100)),
     (7, 1, 256 * K, (8 * K, 256)),
 ]
+TOGETHER = [(32, 512), (16, 1024), (8, 2 * K), (4, 4 * K)]  # prompts of a chunk, and the tokens of each
 PROMPTS = ["1x32768", "1x131072", "1x262144", "1x1048576"]
 VLLM_TP2_S = {32 * K: 0.572, 128 * K: 4.46, 256 * K: 14.6}
 WORK = 4 * DIM  # of a query, a head and a key
 
 
 class Chunk:
-    """The last `queries` tokens of a prompt of `length`, in pages, with causal bounds.
+    """The last `queries` tokens of each of some prompts of `length`, in pages, with causal bounds.
 
     Raises:
         AssertionError: the kernel's last row is not that of torch's attention in fp32.
     """
 
-    def __init__(self, given: Given, q_heads: int, kv_heads: int, queries: int, length: int) -> None:
+    def __init__(
+        self, given: Given, q_heads: int, kv_heads: int, queries: int, length: int, prompts: int = 1
+    ) -> None:
         device, pages = given.device, -(-length // PAGE)
         dtype = torch.bfloat16 if given.gpu else torch.float32
-        shape = (pages, PAGE, kv_heads, DIM)
+        shape = (prompts * pages, PAGE, kv_heads, DIM)
         k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-        table = torch.randperm(pages, device=device).int()[None]
-        hi = (torch.arange(queries, device=device) + length - queries + 1).int()
-        self.q = torch.randn(queries, q_heads, DIM, device=device, dtype=dtype)
+        table = torch.randperm(prompts * pages, device=device).int().view(prompts, pages)
+        hi = (torch.arange(queries, device=device) + length - queries + 1).int().repeat(prompts)
+        self.q = torch.randn(prompts * queries, q_heads, DIM, device=device, dtype=dtype)
         self.keys = PagedKeys(k_cache, v_cache, table, torch.zeros_like(hi), hi, DIM**-0.5)
-        self.cu_q = torch.tensor([0, queries], dtype=torch.int32, device=device)
+        self.cu_q = torch.arange(prompts + 1, dtype=torch.int32, device=device) * queries
+        self.queries = queries
         self.work = WORK * q_heads * float(hi.double().sum())
         self.length = length
         k, v = self.contiguous()
-        last = scaled_dot_product_attention(self.q[-1, None, :, None].float(), k.float(), v.float(), enable_gqa=True)
+        k, v = k[-1:].float(), v[-1:].float()
+        last = scaled_dot_product_attention(self.q[-1, None, :, None].float(), k, v, enable_gqa=True)
         error = (self.attend()[-1].float() - last[0, :, 0]).norm() / last.norm()
         # bf16 weights, parts and outputs: three roundings of 2^-9 each.
         assert error < 1e-2, f"flash_prefill is off by {float(error):.1e} of its norm"
 
     def attend(self) -> torch.Tensor:
-        return flash_prefill(self.q, self.keys, self.cu_q, len(self.q), self.length)[0]
+        return flash_prefill(self.q, self.keys, self.cu_q, self.queries, self.length)[0]
 
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [1, Hkv, S, D]."""
+        """Keys and values [B, Hkv, S, D]."""
         k, v = (c[self.keys.table.long()].flatten(1, 2).transpose(1, 2) for c in (self.keys.k, self.keys.v))
-        return k.contiguous(), v.contiguous()
+        return k[:, :, : self.length].contiguous(), v[:, :, : self.length].contiguous()
 
 
 def measure_kernel(given: Given, q_heads: int, kv_heads: int, queries: int, length: int, rate: float) -> list[Row]:
@@ -106,6 +111,17 @@ def measure_chunks(given: Given, q_heads: int, kv_heads: int, length: int, chunk
         for name, rows in (("general", 1 << 40), ("sm90", 0)) if given.gpu else ():
             row[f"{name}_us"] = 1e6 * _replayed(partial(_by, rows, chunk), given.device)
         yield row
+
+
+def measure_together(given: Given, q_heads: int, kv_heads: int, prompts: int, length: int) -> list[Row]:
+    """A chunk of several whole prompts, by the kernel that is chosen, the general one and Hopper's."""
+    chunk = Chunk(given, q_heads, kv_heads, length, length, prompts)
+    row: Row = {"kind": "together", "heads": f"{q_heads}/{kv_heads}", "prompts": prompts, "length": length}
+    row["us"] = 1e6 * _replayed(chunk.attend, given.device)
+    row |= {"tflops": chunk.work / row["us"] / 1e6, "general_us": None, "sm90_us": None}
+    for name, rows in (("general", 1 << 40), ("sm90", 0)) if given.gpu else ():
+        row[f"{name}_us"] = 1e6 * _replayed(partial(_by, rows, chunk), given.device)
+    return [row]
 
 
 def _by(least_rows: int, chunk: Chunk) -> None:
@@ -144,6 +160,13 @@ def chunk_cases(given: Given) -> list[tuple[int, int, int, tuple[int, ...]]]:
     return [] if given.emulated else CHUNKS if given.gpu else [(4, 2, 512, (128, 16))]
 
 
+def together_cases(given: Given) -> list[tuple[int, int, int, int]]:
+    if given.emulated:
+        return []
+    heads = [(28, 4), (32, 8), (14, 2), (8, 1)] if given.gpu else [(4, 2)]
+    return [(*of, *sizes) for of in heads for sizes in (TOGETHER if given.gpu else [(3, 20)])]
+
+
 def measure_prompts(given: Given) -> list[Row]:
     """Prompts of Qwen2.5-7B's shape, in one job; on a CPU one of the demo model."""
     model, ranks = "qwen2.5-7b" if given.gpu else "demo", given.ranks
@@ -164,6 +187,12 @@ KERNEL_PARTS = (
         measure_chunks,
         "heads q_tokens length us tflops of_largest kernel general_us sm90_us",
         title="chunks at the end of a prompt; of largest: the rate beside that of the largest chunk",
+    ),
+    Part(
+        together_cases,
+        measure_together,
+        "heads prompts length us tflops general_us sm90_us",
+        title="chunks of several whole prompts",
     ),
 )
 KERNELS_ALONE = Benchmark("the prefill kernel alone, on one GPU", __doc__, KERNEL_PARTS)

@@ -98,8 +98,12 @@ def kernels(rows: list[Row]) -> Figure:
     )  # fmt: skip
 
 
+STEP = 2 << 20  # bytes of a step's messages; those of prompts would hide them
+
+
 def comm(rows: list[Row]) -> Figure:
-    """Collectives over symmetric memory beside NCCL's."""
+    """Collectives of decode steps over symmetric memory beside NCCL's."""
+    rows = [row for row in rows if row["message_bytes"] <= STEP]
     lines: dict[str, Style] = {
         "symm_us": {"label": "ours", "color": BLUE, "marker": "o"},
         "nccl_us": {"label": "NCCL", "color": ORANGE, "marker": "s"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.records.columns import POINT, Columns, at, kilo, lines, of, page, us
+from benchmarks.records.columns import Columns, at, kilo, lines, of, page, us
 from benchmarks.records.rows import Row, results
 from launch.inputs.compose import ROOT
 
@@ -199,9 +199,8 @@ def kernels() -> list[str]:
     return page(table)
 
 
-def prefill() -> list[str]:
-    """The prefill kernel, chunks of several lengths at the end of a prompt, and prompts, those of eight ranks too."""
-    kernel: Columns = {
+PREFILL: dict[str, Columns] = {
+    "kernel": {
         "heads": at("heads"),
         "queries": kilo("q_tokens"),
         "keys": kilo("length"),
@@ -209,27 +208,37 @@ def prefill() -> list[str]:
         "of the matrix rate": lambda r: f"{r['tflops'] / r['matrix_tflops']:.0%}",
         "cuDNN": of("cudnn_tflops", "", 0),
         "flash": of("flash_tflops", "", 0),
-    }
-    chunk: Columns = {
+    },
+    "chunk": {
         "heads": at("heads"),
         "keys": kilo("length"),
         "chunk": of("q_tokens", "", 0),
         "rate": of("tflops", "TFLOP/s", 0),
         "of the longest chunk's": of("of_largest", "", 2),
-    }
-    prompt: Columns = {
-        "prompt": lambda r: " | ".join(cell(r) for cell in POINT.values()).replace(" | 1 x ", " 1 x "),
+    },
+    "together": {
+        "heads": at("heads"),
+        "prompts": lambda r: f"{r['prompts']} x {r['length']:,}",
+        "rate": of("tflops", "TFLOP/s", 0),
+        "the general kernel": us("general_us", 0),
+        "Hopper's": us("sm90_us", 0),
+    },
+    "prompt": {
+        "model": at("model"),
+        "prompt": lambda r: f"1 x {kilo('length')(r)}",
         "layout": lambda r: f"{r['layout']}{', emulated' * ('emulated_by' in r)}",
         "seconds": of("prefill_s", "", 2),
         "tokens/s": of("tokens_per_s", "", 0),
-    }
-    key = "kind", "model", "heads", "q_tokens", "length", "layout"
-    found = [r for name in ("prefill", "prefill.emulated-8") for r in results(name, *key)]
-    tables = [
-        lines(columns, [r for r in found if r["kind"] == kind])
-        for kind, columns in (("kernel", kernel), ("chunk", chunk), ("prompt", prompt))
-    ]
-    return [*tables[0], "", *tables[1], "", *tables[2]]
+    },
+}
+
+
+def prefill(kind: str) -> list[str]:
+    """Tabulates one kind of what `helix bench prefill` recorded, eight emulated ranks' too."""
+    key = "kind", "model", "heads", "q_tokens", "prompts", "batch", "length", "layout", "note"
+    found = [r for name in ("prefill", "prefill.emulated-8") for r in results(name, *key) if r["kind"] == kind]
+    # Notes are of other trees. Of several prompts at once only the chunk is timed warm.
+    return lines(PREFILL[kind], [r for r in found if "note" not in r and r.get("batch", 1) == 1])
 
 
 def hosts() -> list[str]:
