@@ -33,14 +33,15 @@ PARTS, SUMS, PART_FLAGS, SUM_FLAGS = (tl.constexpr(i) for i in range(4))  # rows
 def _await_flag(at, tag, source, status, looks):
     """Waits for a flag, so that what was stored before it can be read; returns whether it came.
 
-    After `looks` polls that it did not, `status` holds 1 + the source.
+    After `looks` polls that it did not, `status` holds 1 + the source; -1: the flag is this rank's own, and whom its
+    program waits for is said there.
     """
     got = tl.load(at, volatile=True)
     left = looks
     while (got != tag) & (left > 0):
         got = tl.load(at, volatile=True)
         left -= 1
-    if got != tag:
+    if (got != tag) & (source >= 0):
         tl.store(status, source + 1)
     return tl.atomic_add(at, 0, sem="acquire", scope="sys") == tag
 
@@ -76,7 +77,7 @@ def _all_reduce_norm_long_kernel(
     part = tl.load(x + at, mask=inside, other=0.0)
     arrived = True
     if group >= ROOM:
-        arrived = _await_flag(seen + slot, tag - 1, rank, status, looks)
+        arrived = _await_flag(seen + slot, tag - 1, -1, status, looks)
     if owner == rank:
         added = tl.zeros([GROUP, BLOCK], tl.float32)
         for source in range(RANKS):  # in their order, so that sums are the same as other transports'

@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "a box is filled before it has been read", "kernels/peers/all_reduce_norm_long.py",
-        "        arrived = _await_flag(seen + slot, tag - 1, rank, status, looks)\n", "        pass\n", (LONG,),
+        "        arrived = _await_flag(seen + slot, tag - 1, -1, status, looks)\n", "        pass\n", (LONG,),
     ),
     Fault(
         "a flag is raised before the sum is there", "kernels/peers/all_reduce_norm_long.py",
