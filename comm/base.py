@@ -61,11 +61,13 @@ class Communicator(ABC):
         half: which half of a step communicates, 0 or 1 (`comm.turns`): neither's messages wait for the other's. What is
             sent beside a whole step is half 1's.
         alone: whether nothing communicates beside the current stream.
+        sums_at_once: whether sums of long chunks and the norm behind them are one kernel, if `alone`.
     """
 
     capturable = False
     half = 0
     alone = True
+    sums_at_once = False
     wire_rate = 2e11  # NVLink: docs/results/kernels.md#collectives
 
     def __init__(self, rank: int, world_size: int, kvp_group: Sequence[int], device: torch.device | str) -> None:

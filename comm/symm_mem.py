@@ -62,6 +62,8 @@ class SymmMemCommunicator(TorchDistCommunicator):
         RuntimeError: symmetric memory cannot be set up.
     """
 
+    sums_at_once = True
+
     def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
         super().__init__(kvp_groups, device, timeout)
         self._spins = int(min(timeout.total_seconds() / LOOK_S, 2**31 - 1))

@@ -372,8 +372,8 @@ class Decoder:
         # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
         # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's. Two ranks
         # that send sums alone, in one kernel with the norm, take less than halves lose.
-        few = self.own.world_size <= turns.WHOLE and len(self.own.kvp_group) == 1
-        whole = few or step.cu_q is None or step.staged is not None or cache.has_states
+        few = self.own.sums_at_once and self.own.world_size <= turns.WHOLE and len(self.own.kvp_group) == 1
+        whole = few or self.own.world_size == 1 or step.cu_q is None or step.staged is not None or cache.has_states
         if whole or step.dealt is not None or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
             *_, found = self._through(cache, step, policy, until_attention)
             assert found is not None
