@@ -14,13 +14,14 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.jit import JITFunction
 
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
-
-
-_contexts = 0  # of `compiled_ahead` that have not ended
+_contexts = 0  # of `compiled_ahead` that have not ended: ranks may be threads
 
 
 def rehearses() -> bool:
-    """Returns whether kernels are compiled now, not launched: one of several forms then takes all that may come."""
+    """Returns whether kernels are compiled now, and not launched.
+
+    Who chooses a kernel by sizes then compiles all that other sizes may need.
+    """
     return _contexts > 0
 
 

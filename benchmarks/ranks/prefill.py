@@ -54,12 +54,13 @@ def run(task: Task) -> Done:
         found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.prefill_chunk}
         turn, few, many = (min(n, length) for n in (TURN, SHORT, engine.prefill_chunk))
         (turn_s, _), (few_s, _) = (_last(engine, ids[:1], n) for n in (turn, few))
-        together = ids[: engine.prefill_chunk // many, -many:]
-        many_s, traced = _last(engine, ids[: len(together)], many)
+        several = ids[: engine.prefill_chunk // many]
+        many_s, traced = _last(engine, several, many)
         found["used_bytes_per_gpu"] = comm.all_gather_object(used(comm.device))
         found |= {"turn_ms": 1e3 * turn_s, "short_ms": 1e3 * few_s, "long_ms": 1e3 * many_s}
         engine.close()
-        found |= {"long_tokens": together.numel(), "short_of_long": few / few_s / (together.numel() / many_s)}
+        many *= len(several)
+        found |= {"long_tokens": many, "short_of_long": few / few_s / (many / many_s)}
         return [found | traced]
 
     return {"points": at_each(plan, comm, measure)}, 0

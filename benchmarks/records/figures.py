@@ -98,7 +98,7 @@ def kernels(rows: list[Row]) -> Figure:
     )  # fmt: skip
 
 
-STEP = 2 << 20  # bytes of a step's messages; those of prompts would hide them
+STEP = 2 << 20  # bytes of a decode step's longest message: beside a prompt's the others could not be told apart
 
 
 def comm(rows: list[Row]) -> Figure:

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.paged_tiles import with_sink
-from kernels.attention.split_prefill import attend_split, tiles_of_rows, tiles_of_split
+from kernels.attention.split_prefill import attend_split, place_of_tile, tiles_of_rows, tiles_of_split
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
@@ -220,7 +220,7 @@ def _add(a, b):
 
 @gluon.jit
 def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
-    """Finds the segment of a tile of 128 rows; see `kernels.attention.split_prefill.tile_of_segment`."""
+    """Finds the segment of a tile of 128 rows, as `kernels.attention.split_prefill.tile_of_segment` does."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     segment = tile * 0
     before = tile * 0
@@ -233,15 +233,7 @@ def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
         segment += gl.sum((ends <= tile).to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(ends <= tile, ends, 0), 0))
         counted = gl.max(ends, 0)
-    if segments == 0:
-        segment = tile
-        before = tile
-    start = tile * 0
-    length = tile * 0
-    if (segment < segments) | (segments == 0):
-        start = gl.load(cu_q + segment)
-        length = gl.load(cu_q + segment + 1) - start
-    return segment, tile - before, start, length
+    return place_of_tile(cu_q, segments, tile, segment, before)
 
 
 @gluon.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk

@@ -50,6 +50,12 @@ def tile_of_segment(cu_q, segments, tile, GROUP: tl.constexpr, BLOCK_M: tl.const
         segment += tl.sum((ends <= tile).to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(ends <= tile, ends, 0), 0))
         counted = tl.max(ends, 0)
+    return place_of_tile(cu_q, segments, tile, segment, before)
+
+
+@triton.jit
+def place_of_tile(cu_q, segments, tile, segment, before):
+    """Returns what `tile_of_segment` does, once it has found the segment and how many tiles stand before its own."""
     if segments == 0:
         segment = tile
         before = tile

@@ -2,8 +2,8 @@
 
 A program takes a group of rows, and sends it to the group's owner, which adds up and sends the sum to all ranks; every
 rank then adds the residual and normalises. Words without tags are half the bytes of tagged ones, and a flag is raised
-behind them with a fence, which is cheap for the 32 KB of a group. The library sums at the same bytes, but in a kernel
-that norms wait for.
+behind them with a fence, which is cheap for the 32 KB of a group. The library sends as many bytes, and the norm is a
+kernel of its own behind it.
 
 A box holds one group, and serves every ROOM-th group of a launch: a program looks first whether what the box held
 before has been read on this rank. The owner has read this rank's rows by then, since it has sent their sum. So boxes
@@ -33,8 +33,8 @@ PARTS, SUMS, PART_FLAGS, SUM_FLAGS = (tl.constexpr(i) for i in range(4))  # rows
 def _await_flag(at, tag, source, status, looks):
     """Waits for a flag, so that what was stored before it can be read; returns whether it came.
 
-    After `looks` polls that it did not, `status` holds 1 + the source; -1: the flag is this rank's own, and whom its
-    program waits for is said there.
+    If it has not come after `looks` polls, `status` holds 1 + the source. A source of -1 leaves `status` alone: the
+    flag is this rank's own, and the program that raises it says whom it waits for.
     """
     got = tl.load(at, volatile=True)
     left = looks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -57,6 +58,28 @@ def test_collectives_in_a_cuda_graph(transport: str) -> None:
     on_ranks(transport, 2, 2, check_graph)
 
 
+def replay(
+    comm: Communicator, step: Callable[..., None], sizes: Sequence[tuple[int, ...]], replays: int, late: float
+) -> None:
+    """Runs a step of each size once, then captured, in one random order on all ranks, of which one may be late."""
+    graphs = []
+    for size in sizes:
+        step(*size)
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], capture_error_mode="thread_local"):
+            step(*size)
+    same, own = random.Random(0), random.Random(comm.rank)
+    for _ in range(replays):
+        if own.random() < late:
+            torch.cuda._sleep(own.randrange(2_000_000))  # up to a millisecond
+        same.choice(graphs).replay()
+    torch.cuda.synchronize()
+    comm.check()
+    for graph in graphs:
+        graph.reset()
+
+
 def check_replays(comm: Communicator, replays: int) -> int:
     """Wrong elements over many replays of graphs of several sizes, a random rank late now and then."""
     K, H, D, F = len(comm.kvp_group), 3584, 128, 384
@@ -106,23 +129,8 @@ def check_replays(comm: Communicator, replays: int) -> int:
         )
         wrong.add_((total != wanted).sum())
 
-    graphs = {}
-    for N in (1, 2, 7, 16, 40):
-        step(N)
-        torch.cuda.synchronize()
-        graphs[N] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[N], capture_error_mode="thread_local"):
-            step(N)
-    same, own = random.Random(0), random.Random(comm.rank)
-    for _ in range(replays):
-        if own.random() < 0.01:
-            torch.cuda._sleep(own.randrange(2_000_000))  # up to a millisecond
-        graphs[same.choice(list(graphs))].replay()
-    torch.cuda.synchronize()
-    comm.check()
-    assert int(number) == replays + len(graphs)
-    for graph in graphs.values():
-        graph.reset()
+    replay(comm, step, [(1,), (2,), (7,), (16,), (40,)], replays, late=0.01)
+    assert int(number) == replays + 5
     return int(wrong)
 
 
@@ -154,25 +162,11 @@ def check_long(comm: Communicator, replays: int) -> int:
         # Rounded to bf16 once, and the square root's own error.
         wrong.add_(((y.float() - wanted.float() * (squares + 1e-5).rsqrt()).abs() > 2**-7 * y.float().abs() + 1e-6).sum())
 
-    graphs = {}
     for shape in shapes:
         rows = torch.empty(shape, dtype=torch.bfloat16, device=comm.device)
         assert comm._way(rows) == ("long" if len(rows) > 3 else "one_shot")
-        step(*shape)
-        torch.cuda.synchronize()
-        graphs[shape] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[shape], capture_error_mode="thread_local"):
-            step(*shape)
-    same, own = random.Random(0), random.Random(comm.rank)
-    for _ in range(replays):
-        if own.random() < 0.05:
-            torch.cuda._sleep(own.randrange(2_000_000))
-        graphs[same.choice(shapes)].replay()
-    torch.cuda.synchronize()
-    comm.check()
-    assert int(number) == replays + len(graphs)
-    for graph in graphs.values():
-        graph.reset()
+    replay(comm, step, shapes, replays, late=0.05)
+    assert int(number) == replays + len(shapes)
     return int(wrong)
 
 
