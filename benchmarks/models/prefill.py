@@ -51,9 +51,7 @@ class Chunk:
         AssertionError: the kernel's last row is not that of torch's attention in fp32.
     """
 
-    def __init__(
-        self, given: Given, q_heads: int, kv_heads: int, queries: int, length: int, prompts: int = 1
-    ) -> None:
+    def __init__(self, given: Given, q_heads: int, kv_heads: int, queries: int, length: int, prompts: int = 1) -> None:
         device, pages = given.device, -(-length // PAGE)
         dtype = torch.bfloat16 if given.gpu else torch.float32
         shape = (prompts * pages, PAGE, kv_heads, DIM)
