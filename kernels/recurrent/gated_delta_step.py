@@ -43,8 +43,12 @@ def _prefetch_taps(
 
 
 @triton.jit
-def _run(at, mask, ALIGNED: tl.constexpr):
-    """Loads RUN numbers from each pointer on, by one instruction if they are aligned; returns as many tensors."""
+def _run(at, i, there, D: tl.constexpr, ALIGNED: tl.constexpr):
+    """Loads RUN numbers from each pointer on, by one instruction if they are aligned; returns as many tensors.
+
+    These are numbers `i` to `i` + RUN - 1 of a row of D; 0 behind the last, and where `there` is not true.
+    """
+    mask = (i < D) & there
     if ALIGNED:
         a, b, c, d = tl.inline_asm_elementwise(
             """{
@@ -65,8 +69,8 @@ def _run(at, mask, ALIGNED: tl.constexpr):
         )  # fmt: skip
     else:
         return (
-            tl.load(at, mask=mask, other=0.0), tl.load(at + 1, mask=mask, other=0.0),
-            tl.load(at + 2, mask=mask, other=0.0), tl.load(at + 3, mask=mask, other=0.0),
+            tl.load(at, mask=mask, other=0.0), tl.load(at + 1, mask=(i + 1 < D) & there, other=0.0),
+            tl.load(at + 2, mask=(i + 2 < D) & there, other=0.0), tl.load(at + 3, mask=(i + 3 < D) & there, other=0.0),
         )  # fmt: skip
 
 
@@ -103,7 +107,7 @@ def _with_rows(
     for x in tl.static_range(COUNT):
         there = begin + x < end
         at = rows + (begin + x) * ROW
-        k = _run(at + d4, (d4 < DK) & there, ALIGNED)
+        k = _run(at + d4, d4, there, DK, ALIGNED)
         delta = tl.load(at + DK + e4, mask=(e4 < DV) & there, other=0.0)
         delta *= tl.exp(last - tl.load(decays + (begin + x) * VALUES, mask=there, other=0.0))
         S0, S1 = tl.fma(k[0], delta, S0), tl.fma(k[1], delta, S1)
@@ -154,12 +158,16 @@ def _gated_delta_step_kernel(
     key, value = (h // (BLOCK_V // VI) * KI + c // VI) * RUN, h % (BLOCK_V // VI) * VI + c % VI
     states = state + (slot * VALUES + head) * (DK * DV) + key * DV + value
     whole = (key < DK) & (value < DV)
+    whole1, whole2, whole3 = whole, whole, whole
+    if DK // RUN * RUN != DK:  # the last run is not whole
+        whole1, whole2 = (key + 1 < DK) & (value < DV), (key + 2 < DK) & (value < DV)
+        whole3 = (key + 3 < DK) & (value < DV)
     tile: tl.constexpr = (BLOCK_K // RUN // KI, BLOCK_V // VI, KI, VI)
     flat: tl.constexpr = (BLOCK_K // RUN // KI * (BLOCK_V // VI), KI * VI)
     S0 = tl.reshape(tl.load(states, mask=whole, other=0.0), tile)
-    S1 = tl.reshape(tl.load(states + DV, mask=whole, other=0.0), tile)
-    S2 = tl.reshape(tl.load(states + 2 * DV, mask=whole, other=0.0), tile)
-    S3 = tl.reshape(tl.load(states + 3 * DV, mask=whole, other=0.0), tile)
+    S1 = tl.reshape(tl.load(states + DV, mask=whole1, other=0.0), tile)
+    S2 = tl.reshape(tl.load(states + 2 * DV, mask=whole2, other=0.0), tile)
+    S3 = tl.reshape(tl.load(states + 3 * DV, mask=whole3, other=0.0), tile)
     d4 = tl.arange(0, tile[0])[:, None, None, None] * (RUN * KI) + tl.arange(0, KI)[None, None, :, None] * RUN
     e4 = tl.arange(0, tile[1])[None, :, None, None] * VI + tl.arange(0, VI)[None, None, None, :]
     pair: tl.constexpr = 1 if MOST == 1 else 2  # rows whose loads are under way at once
@@ -174,9 +182,9 @@ def _gated_delta_step_kernel(
                 pair, aligned,
             )  # fmt: skip
         tl.store(states, tl.reshape(S0, flat), mask=whole)
-        tl.store(states + DV, tl.reshape(S1, flat), mask=whole)
-        tl.store(states + 2 * DV, tl.reshape(S2, flat), mask=whole)
-        tl.store(states + 3 * DV, tl.reshape(S3, flat), mask=whole)
+        tl.store(states + DV, tl.reshape(S1, flat), mask=whole1)
+        tl.store(states + 2 * DV, tl.reshape(S2, flat), mask=whole2)
+        tl.store(states + 3 * DV, tl.reshape(S3, flat), mask=whole3)
     decay, bias = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
     gain = tl.load(norm + e, mask=e < DV, other=0.0).to(tl.float32)
 
@@ -238,8 +246,8 @@ def _gated_delta_step_kernel(
         in_delta, in_output = (), ()
         for x in tl.static_range(together):
             there = x0 + x < ROWS
-            k_x = _run(last_rows + (x0 + x) * row + d4, (d4 < DK) & there, aligned)
-            q_x = _run(ours + (x0 + x) * (VALUES * WORK) + d4, (d4 < DK) & there, aligned)
+            k_x = _run(last_rows + (x0 + x) * row + d4, d4, there, DK, aligned)
+            q_x = _run(ours + (x0 + x) * (VALUES * WORK) + d4, d4, there, DK, aligned)
             if ROWS == 1:
                 in_output = _and(in_output, _times_state(q_x, k_x))
             by_keys = _and(by_keys, _times_state(k_x, (S0, S1, S2, S3)))

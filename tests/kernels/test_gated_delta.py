@@ -36,7 +36,10 @@ class Heads(NamedTuple):
         return 2 * self.keys * self.key + self.values * self.value
 
 
-HEADS = [Heads(3, 0, 3, 16, 16), Heads(4, 1, 2, 12, 10), Heads(1, 2, 3, 128, 128), Heads(2, 0, 1, 20, 40)]
+HEADS = [
+    Heads(3, 0, 3, 16, 16), Heads(4, 1, 2, 12, 10), Heads(1, 2, 3, 128, 128), Heads(2, 0, 1, 20, 40),
+    Heads(2, 0, 1, 10, 12), Heads(2, 1, 2, 5, 8),
+]  # fmt: skip
 
 
 def parameters(h: Heads, conv: int, dtype: torch.dtype, device: torch.device) -> GatedDelta:
