@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.indexer.choose_many_rows import choose_among_many
-from kernels.indexer.keys import DIGITS, SCORE_PASSES, digit_of, find_bound, keys_of
+from kernels.indexer.keys import DIGITS, SCORE_PASSES, at_least, begin_alike, digit_of, find_bound, keys_of
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.choose_tokens import Shard
 from kernels.reference.choose_tokens import choose_tokens as reference
@@ -81,7 +81,7 @@ def _count_digits_kernel(
             if SEVERAL:
                 x = _tile(scored, at, end, TILE)
             keys = keys_of(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
-            counted = inside & (keys >> (shift + 8) == bound >> (shift + 8))
+            counted = inside & begin_alike(keys, bound, shift + 8)
             # From the third digit on, hardly any tile has keys that count.
             if tl.max(counted.to(tl.int32), 0) > 0:
                 found += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=counted)
@@ -121,7 +121,7 @@ def _list_best(
         inside = j < length
         x = tl.load(scored + j, mask=inside, other=0.0)
         keys = keys_of(x, j, turn, CYCLE, BLOCK_TOKENS, BITS)
-        taken = (inside & (keys >= low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
+        taken = (inside & at_least(keys, low) & (keys >> SHIFT == bound >> SHIFT)).to(tl.int32)
         tl.store(listed + done + tl.cumsum(taken, 0), keys, mask=taken > 0)  # behind their number
         done += tl.sum(taken, 0)
     tl.store(listed, done.to(tl.int64))
@@ -155,8 +155,9 @@ def _list_between_kernel(
         if SEVERAL:
             x = _tile(scored, at, end, TILE)
         keys = keys_of(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
-        count += tl.sum((inside & (keys >= chosen_from)).to(tl.int32), 0)
-        between = (inside & (keys >= bound) & (keys < chosen_from)).to(tl.int32)
+        chosen = at_least(keys, chosen_from)
+        count += tl.sum((inside & chosen).to(tl.int32), 0)
+        between = (inside & at_least(keys, bound) & (chosen == 0)).to(tl.int32)
         some = tl.sum(between, 0)
         if some > 0:
             first = tl.atomic_add(listed, some.to(tl.int64), sem="relaxed")  # in any order: keys are distinct
@@ -245,7 +246,7 @@ def _write_chosen_kernel(
             keys = tl.load(listed + 1 + i, mask=i < own, other=-1)
             at_token = (1 << BITS) - 1 - (keys & ((1 << BITS) - 1))
             local = at_token // (RANKS * BLOCK_TOKENS) * BLOCK_TOKENS + at_token % BLOCK_TOKENS
-            taken = (i < own) & (keys >= bound)
+            taken = (i < own) & at_least(keys, bound)
             total += tl.sum(taken.to(tl.int32), 0)
             place += tl.sum((taken & (local < begin)).to(tl.int32), 0)
     if part == 0:
@@ -258,7 +259,7 @@ def _write_chosen_kernel(
         if SEVERAL:
             x = _tile(scored, at, end, TILE)
         keys = keys_of(x, j, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS)
-        chosen = (inside & (keys >= bound)).to(tl.int32)
+        chosen = (inside & at_least(keys, bound)).to(tl.int32)
         page = tl.load(pages + j // PAGE, mask=chosen > 0, other=0)
         to = place + tl.cumsum(chosen, 0) - 1
         tl.store(chosen_slots + n * width + to, page * PAGE + j % PAGE, mask=(chosen > 0) & (to < width))

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.indexer.keys import DIGITS, SCORE_PASSES, find_bound, keys_of
+from kernels.indexer.keys import DIGITS, SCORE_PASSES, at_least, begin_alike, find_bound, keys_of
 from kernels.overlap import overlapped, start_successor, store_in_place, wait_for_predecessor
 from kernels.reference.choose_tokens import Shard
 
@@ -183,7 +183,7 @@ def _count_listed_kernel(
         found = tl.zeros([256], tl.int32)
         for at in range(0, number, TILE):
             keys, _, inside = _listed_keys(listed, at, number, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE)
-            counted = inside & (keys >> (shift + 8) == bound >> (shift + 8))
+            counted = inside & begin_alike(keys, bound, shift + 8)
             # From the third digit on, hardly any tile has keys that count.
             if tl.max(counted.to(tl.int32), 0) > 0:
                 found += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=counted)
@@ -212,7 +212,7 @@ def _write_listed_kernel(
     done = 0 * number
     for at in range(0, number, TILE):
         keys, j, inside = _listed_keys(listed, at, number, turn, RANKS * BLOCK_TOKENS, BLOCK_TOKENS, BITS, TILE)
-        chosen = inside & (keys >= bound)
+        chosen = inside & at_least(keys, bound)
         page = tl.load(pages + j // PAGE, mask=chosen, other=0)
         to = done + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(chosen_slots + n * width + to, page * PAGE + j % PAGE, mask=chosen & (to < width))

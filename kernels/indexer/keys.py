@@ -31,6 +31,21 @@ def keys_of(x, j, turn, CYCLE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BITS: t
 
 
 @triton.jit
+def at_least(keys, bound):
+    """Tells which keys are at least `bound`: of 64 bits the first is no sign."""
+    return keys.to(tl.uint64, bitcast=True) >= bound.to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def begin_alike(keys, bound, BIT: tl.constexpr):
+    """Tells which keys have the bits of `bound` from bit BIT on; all, if there are none."""
+    if BIT < 64:
+        return keys >> BIT == bound >> BIT
+    else:
+        return keys == keys
+
+
+@triton.jit
 def digit_of(counts, left, VALUES: tl.constexpr):
     """Finds the digit of the `left`-th largest key, of which `counts` have each value.
 

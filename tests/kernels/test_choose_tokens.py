@@ -166,6 +166,22 @@ def test_the_best_of_all_ranks(
         assert found == [wanted(scores[n], lengths[n], topk) for n in range(5)]
 
 
+@pytest.mark.usefixtures("short_tiles")
+@pytest.mark.parametrize("kvp", [1, 2])
+@pytest.mark.parametrize("few_rows", [32, 0])
+def test_blocks_of_many_tokens(monkeypatch: pytest.MonkeyPatch, few_rows: int, kvp: int, device: torch.device) -> None:
+    """A position may take 25 bits, and a key all 64."""
+    monkeypatch.setattr(choose, "FEW_ROWS", few_rows)
+    gen = torch.Generator().manual_seed(0)
+    scores, lengths = torch.randn(3, 300, generator=gen).round(decimals=1), [300, 7, 150]
+    for counted in (False, True):
+        found = chosen(
+            choose_tokens, scores, lengths, [0, kvp - 1, 0], 33, HelixLayout.create("helix", kvp), 1 << 24, 16, device,
+            counted=counted,
+        )  # fmt: skip
+        assert found == [wanted(scores[n], lengths[n], 33) for n in range(3)]
+
+
 @pytest.mark.parametrize("few_rows", [32, 0])
 def test_a_full_list_lacks_keys_of_the_same_digits(
     monkeypatch: pytest.MonkeyPatch, few_rows: int, device: torch.device
