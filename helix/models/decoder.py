@@ -248,6 +248,8 @@ class NextTokenLayer:
         DeepSeek-V3, section 2.2 (https://arxiv.org/abs/2412.19437).
     """
 
+    window: int | None = None
+
     def __init__(
         self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecoderSpec, model: Decoder
     ) -> None:
@@ -272,7 +274,6 @@ class NextTokenLayer:
         return self.layer.mixer.project(normed, self._rotary.angles(step.positions), cache, step), x
 
     def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        policy.prepare(step, {None})
         normed, x = self.layer.ffn_norm(self.layer.mixer.finish(queries, cache, step, policy), x)
         return self.norm(self.layer.feed(normed, step), x)[0]
 

@@ -27,6 +27,10 @@ class DraftLayer(Protocol):
     vocab_rows: range
     choice: int
 
+    @property
+    def window(self) -> int | None:
+        """Sliding window of its attention, in tokens; None: it reads all keys."""
+
     def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
         """Adds the keys of a step's tokens, each from its token and the state before it alone, to the cache.
 
@@ -39,7 +43,11 @@ class DraftLayer(Protocol):
         """
 
     def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Computes states [N, width] of a step's rows from what `append` returned for them."""
+        """Computes states [N, width] of a step's rows from what `append` returned for them.
+
+        Args:
+            policy: prepared for the step before a kernel that comes before this call: attention reads bounds early.
+        """
 
     def logits(self, states: Tensor) -> Tensor:
         """Computes this rank's logits [n, V_local] fp32 from its own states [n, width]."""

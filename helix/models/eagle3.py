@@ -207,7 +207,6 @@ class Eagle3Layer:
         return q, normed if self.spec.normed_residual else x
 
     def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        policy.prepare(step, {self.window})
         normed, x = self.ffn_norm(self.mixer.finish(queries, cache, step, policy), x)
         return self.norm(self.ffn(normed), x)[1]
 

@@ -148,14 +148,16 @@ class LayerDrafter(Drafter):
         last = (step.span.after - step.span.before - 1).clamp(min=0)
         at = verified.slots * verified.max_q + last
         own.lengths[:rows] += last
-        queries, x = (of_rows.index_select(0, at) for of_rows in parts)
         newest = own.decode_step(rows)
+        self.policy.prepare(newest, {self.layer.window})
         if verified.chosen is not None:
             to = [kept[:rows] for kept in self._choice] if self.layer.choice else [None] * 3
             newest = newest.reading(
                 tuple(torch.index_select(x, 0, at, out=of_rows) for x, of_rows in zip(verified.chosen, to, strict=True))
             )
+        queries, x = (of_rows.index_select(0, at) for of_rows in parts)  # last: attention reads what is older early
         self._states[:rows] = self.layer.attend(queries, x, self.cache, newest, self.policy)
 
     def _ahead(self, step: Step, states: Tensor, own: bool = False) -> Tensor:
+        self.policy.prepare(step, {self.layer.window})
         return self.layer.attend(*self.layer.append(self.cache, step, states, own=own), self.cache, step, self.policy)
