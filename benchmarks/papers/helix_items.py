@@ -81,11 +81,8 @@ def _exchange() -> str:
 
 
 def _longest(model: str) -> str:
-    rows: Sequence[Row] = [
-        r
-        for r in results("fp8", "kind", "model", "batch", "length", "layout_name", "weights", "kv", "gpu")
-        if r["kind"] == "step-fp8" and r["model"] == model and r["length"] == M
-    ]
+    found = results("fronts", *WORKLOAD, "device")
+    rows: Sequence[Row] = [r for r in found if (r["model"], r["batch"], r["length"]) == (model, 1, M)]
     return span([r["ttl_p50_us"] / 1e3 for r in rows], ".1f", "ms")
 
 
@@ -181,7 +178,7 @@ def items() -> list[Item]:
         Item(
             "3.1: lengths of a million and more",
             "done",
-            f"Llama-405B at 1 x 1M, FP8: {_longest('Llama-3.1-405B')}; DeepSeek-R1: {_longest('DeepSeek-R1')}",
+            f"Llama-405B at 1 x 1M, FP8: {_longest('llama-3.1-405b')}; DeepSeek-R1: {_longest('deepseek-r1')}",
             FRONTS,
         ),
         Item(
