@@ -1,4 +1,10 @@
-"""The demo of `make run`: the demo model over four CPU ranks, or over all GPUs of this machine."""
+"""The demo of `make run`: the demo model decodes assets/prompts.jsonl, over four CPU ranks or all GPUs here.
+
+  helix demo [KEY=VALUE ...]
+
+The keys are those of `helix run` (`helix run --help`). The last line says whether the answer to the first prompt has
+the number that is hidden in it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,16 @@ from tempfile import TemporaryDirectory
 import torch
 
 from launch import run
-from launch.inputs.arguments import need_checkout
+from launch.inputs.arguments import helped, need_checkout
 from launch.inputs.compose import ROOT
 
 
 def main() -> None:
+    given = sys.argv[1:]
+    if helped(given, __doc__):
+        return
     need_checkout("helix demo")
-    gpus, given = torch.cuda.device_count(), sys.argv[1:]
+    gpus = torch.cuda.device_count()
     kvp, tpa = (2, 2) if gpus == 0 else (gpus // 2, 2) if gpus % 2 == 0 else (gpus, 1)
     if any(text.startswith("layout") for text in given):  # then all of it is the user's
         kvp, tpa = 1, 1
