@@ -100,7 +100,8 @@ class Talk:
                 text = json.loads(text)["error"]["message"]
             raise ValueError(f"{self.url}: {text}") from error
         except (URLError, OSError) as error:
-            raise ValueError(f"{self.url} does not answer: {getattr(error, 'reason', error)}") from error
+            reason = getattr(error, "reason", error)
+            raise ValueError(f"{self.url} does not answer: {reason}; `helix serve DIR` starts a server") from error
 
 
 @contextmanager

@@ -211,7 +211,9 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
     check_cache(config, spec)
     config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
     if given["context"] > spec.max_positions:
-        raise ValueError(f"context={given['context']} exceeds {given['model']}'s {spec.context}")
+        raise ValueError(
+            f"context={given['context']} exceeds {given['model']}'s {spec.context}: give at most {spec.max_positions}"
+        )
     backend = given.get("backend", "auto")
     question = Question(
         replace(spec, draft=None, taps=()),
