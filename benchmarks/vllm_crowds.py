@@ -20,7 +20,8 @@ CHUNK = 16384  # tokens of a step
 
 def main() -> None:
     """Appends a JSON line for each crowd to a file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_crowds", description=main.__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.vllm_crowds", description=__doc__, formatter_class=raw)
     parser.add_argument("model", help="directory with config.json")
     parser.add_argument("output", type=Path, help="JSON lines")
     parser.add_argument("--tp", type=int, default=1, help="GPUs")

@@ -74,7 +74,8 @@ ENGINES = {"vllm": by_vllm, "helix": by_helix}
 
 def main() -> None:
     """Appends a JSON line to a file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_drafts", description=main.__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.vllm_drafts", description=__doc__, formatter_class=raw)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model", type=Path, help="directory of a checkpoint")
     parser.add_argument("output", type=Path, help="JSON lines")
