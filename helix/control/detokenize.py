@@ -21,6 +21,7 @@ class TextStream:
         self._stop = stop
         self._tokenizer = tokenizer
         self._ids: list[int] = []
+        self._pending: list[int] = []  # tokens whose text is not out
         self._special = special
         self._decoder = DecodeStream(skip_special_tokens=not special)
         self._held = ""  # possible beginning of a stop text
@@ -35,19 +36,36 @@ class TextStream:
         if self._tokenizer is None:
             return "", False
         self._ids.append(token)
-        return self._release(self._decoder.step(self._tokenizer.backend_tokenizer, token) or "")
+        return self._release(self._decoded(self._tokenizer, token))
 
     def finish(self) -> str:
         """Returns the text still held when the continuation ends: part of a stop text, or an incomplete character."""
         if self._tokenizer is None:
             return ""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=not self._special)
+        whole = self._whole(self._tokenizer, self._ids)
         seen = self.text + self._held
+        if not whole.startswith(seen):  # see `_decoded`
+            whole = seen + self._whole(self._tokenizer, self._pending)
         # An incomplete character holds back its token's text, which may contain a complete stop text.
-        ready, _ = self._release(whole[len(seen) :] if whole.startswith(seen) else "")
+        ready, _ = self._release(whole[len(seen) :])
         rest, self._held = self._held, ""
         self._said.append(rest)
         return ready + rest
+
+    def _decoded(self, tokenizer: Any, token: int) -> str:
+        """Decodes one more token; returns the text that cannot change any more."""
+        self._pending.append(token)
+        try:
+            text = self._decoder.step(tokenizer.backend_tokenizer, token)
+        except Exception:  # bytes that never became a character also spoil the text of bytes before them, which is out
+            text = self._whole(tokenizer, self._pending)
+            self._decoder = DecodeStream(self._pending, skip_special_tokens=not self._special)
+        if text:
+            self._pending = []
+        return text or ""
+
+    def _whole(self, tokenizer: Any, ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=not self._special))
 
     def _release(self, new: str) -> tuple[str, bool]:
         self._held += new

@@ -56,6 +56,33 @@ def test_a_torn_character_waits_for_its_rest(tokenizer: Any) -> None:
     assert whole == "🙂" and all("\ufffd" not in d for d in deltas)
 
 
+@pytest.fixture(scope="session")
+def of_bytes() -> Any:
+    """A tokenizer with a token for each byte that is in no other, as Llama 2's and Gemma's."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "x": 257, "▁y": 258}
+    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize(
+    "tokens, text",
+    [
+        ([0x0A, 0xF0, 257, 258, 0x0A, 258], "\n\ufffdx y\n y"),
+        ([0x0A, 0xF0, 0x9F, 258, 0xF0, 257, 257], "\n\ufffd\ufffd y\ufffdxx"),
+        ([0x0A, 0xF0], "\n\ufffd"),
+        ([0x0A, 0xF0, 0x9F, 0x99, 0x82, 257], "\n🙂x"),
+    ],
+)
+def test_bytes_that_are_no_character_leave_what_is_out(of_bytes: Any, tokens: list[int], text: str) -> None:
+    """The tokenizer takes a whole run of such bytes for none: the text before them would be another."""
+    whole, deltas, _ = stream(of_bytes, tokens)
+    assert whole == "".join(deltas) == text
+
+
 def test_special_tokens_are_not_text(tokenizer: Any) -> None:
     assert stream(tokenizer, [*ids(tokenizer, "abc"), tokenizer.eos_token_id])[0] == "abc"
 
