@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from helix.config import ScheduleConfig
+from helix.config import MAX_QUERIES, ScheduleConfig
 from helix.control.block_tables import BlockTables
 from helix.control.inbox import Inbox
 from helix.control.prefill_time import PrefillTime, doubling_depth
@@ -382,6 +382,7 @@ class Engine:
         if self._calling:
             raise RuntimeError("a call is under way on this engine: iterate it to its end, or close() it")
         self._calling = True
+        self.runner.state.draft_limits.fill_(MAX_QUERIES)  # a new policy does not know those of the last call
         try:
             if self.comm.rank == 0:
                 yield from self._lead(lead())

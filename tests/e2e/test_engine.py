@@ -24,6 +24,7 @@ from helix.control.text import TextStream
 from helix.control.timings import Timings
 from helix.events.decision import StepKind
 from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
 from kernels.tokens.commit import Candidates
@@ -82,6 +83,16 @@ def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: Ngra
     outputs = last(list(small.generate([Request(0, PROMPT, 82), Request(1, PROMPT, 81)])))
     assert outputs[0].finish_reason == "error" and "max_length=100" in (outputs[0].reason or "")
     assert len(outputs[1].output_ids) == 81
+
+
+def test_the_limits_of_one_call_are_not_those_of_the_next() -> None:
+    """A sequence whose log-probabilities are reported takes no drafts; who has its slot in the next call does."""
+    e, prompt = alone(max_batch=2, drafter=NgramDrafter(4, 3), adaptive=False), (1, 2, 3, 4) * 6
+    steps = []
+    for sampling in SamplingParams(), SamplingParams(logprobs=0), SamplingParams():
+        deque(e.generate([Request(0, prompt, 60, sampling)]))
+        steps.append(e.timings.sequence_steps)
+    assert steps[0] == steps[2] < steps[1] == 59
 
 
 @pytest.mark.parametrize("broken", range(4), ids="step {}".format)
