@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from helix.events.decision import Admission
-from helix.events.follower import Retired, Taken
+from helix.events.follower import Begun, Retired, Taken
 from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
 from helix.memory.keeps import Keeps
@@ -94,16 +94,16 @@ class TieredLayer(LayerCache):
                 to.narrow(tokens, 0, known).copy_(of.narrow(tokens, 0, known))
 
     def end(self, part: ChunkPart, table: Tensor) -> None:
-        """Writes a chunk's full pages to the host pages of `table` [P], and the unfinished one to its ring."""
+        """Writes a chunk's pages to the host pages of `table` [P], and the unfinished one to its ring as well."""
         page_size, heads = self.block.page_size, self.block.heads
-        first, last = part.begin // page_size, part.end // page_size
+        first, last = part.begin // page_size, -(-part.end // page_size)
         if last > first:
             at = torch.arange(part.page, part.page + last - first, device=table.device)
             pages = table[first:last]
             copy_blocks(self.chunk, self.host, self.blocks(at, pages))
             self.hot.place_of.index_fill_(1, pages.long(), NOWHERE)
         if part.end % page_size:
-            here, ring = (part.page + last - first) * heads, self._ring(part.row, last)
+            here, ring = (part.page + last - 1 - first) * heads, self._ring(part.row, last - 1)
             self.places[0, ring : ring + heads] = self.chunk[0, here : here + heads]
 
     def _ring(self, row: int, column: int) -> int:
@@ -150,6 +150,7 @@ class TieredCache(KVCache):
         self.store, self.host = store, store.tensor
         self._heads, layers = self.block.heads, len(self.host)
         super().__init__(keeps, pages, placement, device, sizes, score, host_states)
+        self._decoding = torch.zeros(sizes.slots, dtype=torch.bool, device=device)
         self.ring_pages = self.rings[None] = ring_pages(placement.page_size, sizes.rows)
         heads, words = self._heads, self.block.words
         self._rings = sizes.slots * self.ring_pages * heads
@@ -197,6 +198,7 @@ class TieredCache(KVCache):
 
     def _admit(self, admission: Admission) -> None:
         super()._admit(admission)
+        self._decoding[admission.slot].fill_(False)
         where = self.placement
         local = where.local_length(admission.known, admission.start)
         column, heads = local // where.page_size, self._heads
@@ -204,6 +206,9 @@ class TieredCache(KVCache):
             ring = (admission.slot * self.ring_pages + column % self.ring_pages) * heads
             page = int(admission.pages[column]) * heads
             self.places[:, ring : ring + heads] = self.host[:, page : page + heads]
+
+    def begun(self, begun: Begun) -> None:
+        self._decoding.index_fill_(0, begun.slots, True)
 
     def retire(self, *gone: Retired) -> None:
         for one in gone:
@@ -216,7 +221,8 @@ class TieredCache(KVCache):
         heads = torch.arange(self._heads, device=gone.table.device)
         page = gone.table[column.clamp(max=len(gone.table) - 1)]
         source = (gone.slot * self.ring_pages + column % self.ring_pages) * self._heads + heads
-        unfinished = (local % where.page_size > 0) * self._heads
+        # Before, the host has all of it, and what its length and its ring say may be another sequence's.
+        unfinished = (local % where.page_size > 0) * self._decoding[gone.slot] * self._heads
         target = page * self._heads + heads
         blocks = BlockList(source.int()[None], target.int()[None], unfinished.int())
         copy_blocks(self.places, self.host, blocks)

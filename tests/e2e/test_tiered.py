@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +19,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention import tiered
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.control.engine import Engine
+from helix.control.inbox import Inbox
 from helix.events.decision import Admission
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
@@ -333,6 +334,35 @@ def test_where_memory_is_full_the_next_waits() -> None:
     found, refused = run_ranks(2, body, timeout_s=120.0)[0]
     assert found == wanted("qwen2", SHORT_WINDOW)
     assert refused is not None and refused.startswith("error: prompt of 450") and "raise kv.host_bytes" in refused
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["begins with another's pages", "pages of its own"])
+def test_who_is_aborted_before_its_first_token_writes_to_nobodys_pages(shared: bool) -> None:
+    """Its slot was somebody's, whose length and unfinished page are still there."""
+    everything = Sparse(replace(BUDGET, topk=40), choice="local", hot=ALL)
+    long = prompts()[2][:180]
+    last = long if shared else long[::-1]
+
+    def served(*names: str) -> list[int]:
+        world = LoopbackWorld(1)
+        engine = build_engine(
+            checkpoint("qwen2"), HelixLayout.create(), world.communicator(0, [0]), PAGE, page_size=PAGE,
+            sparse=everything, max_batch=2,
+        )  # fmt: skip
+        deque(engine.generate([Request(i, (7 + i,) * 39, 3 + 20 * i) for i in range(2)]))  # in both slots
+        inbox, found = Inbox(), list[int]()
+        for name in names:
+            inbox.submit(Request(name, long if name == "stays" else last, 20))
+        for update in engine.serve(inbox):
+            found += update.new_ids if update.id == "stays" else ()
+            if update.prefilled >= 64:
+                inbox.abort("goes")
+                inbox.close()
+        # What was computed of the other one is right, too.
+        found += next(o.output_ids for o in engine.generate([Request("again", last, 20)]) if o.output_ids)
+        return found
+
+    assert served("stays", "goes") == served("stays")
 
 
 @pytest.mark.parametrize("kind, world", KINDS)
