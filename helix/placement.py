@@ -70,6 +70,11 @@ class Stripes:
         """
         return -(-self.layout.local_length(length, 0, self.append_block) // self.page_size)
 
+    def tokens_in(self, pages: int) -> int:
+        """Counts the most tokens of a sequence that so many pages hold, for any `start`: see `pages_for`."""
+        rounds, rest = divmod(pages * self.page_size, self.append_block)
+        return rounds * self.append_block * self.layout.kvp + rest
+
     def pages_for_all(self, tokens: int, sequences: int) -> int:
         """Computes an upper bound of the pages of `sequences` sequences totalling `tokens` tokens."""
         # Each sequence but one may round up by a block, and by a page.

@@ -236,7 +236,7 @@ def build_engine(
         needs = replace(needs, room=room, draft_page=draft.page_bytes(placement))
     make = make_tiered if kv.tier == "host" else make_cache
     cache = make(config, spec, dtype, placement, comm, needs)
-    budget = min(wanted, cache.pages * placement.stripes.page_tokens)
+    budget = min(wanted, max(placement.stripes.tokens_in(cache.pages) - drafts, 1))  # drafts lie behind a sequence
     most = min(budget, spec.max_positions)
     if (longest := config.decode.max_length) is not None and longest < most:
         most, cache.remedy = longest, "raise decode.max_length"

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
+from helix.build import engine as build
+from helix.config import Config
 from helix.control.engine import Engine, Output
 from helix.control.text import TextStream
 from helix.control.timings import Timings
@@ -29,7 +31,7 @@ from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.parity import build_engine
+from tests.e2e.parity import build_engine, build_model
 from tests.pool import Pool
 
 FAMILY = "qwen3"
@@ -83,6 +85,20 @@ def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: Ngra
     outputs = last(list(small.generate([Request(0, PROMPT, 82), Request(1, PROMPT, 81)])))
     assert outputs[0].finish_reason == "error" and "max_length=100" in (outputs[0].reason or "")
     assert len(outputs[1].output_ids) == 81
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_the_longest_sequence_of_an_engine_fits(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sets no limit asks for as many tokens as a sequence may have."""
+    monkeypatch.setattr(build, "free_bytes", lambda device: 700_000)
+    config = Config()
+    config.speculation.drafter, config.decode.prefill_chunk = drafter, "64"
+    layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
+    model = build_model(checkpoint(FAMILY), layout, comm, torch.float32)
+    e = build.build_engine(layout, comm, model, config, 4, 4 * 512)
+    assert e.runner.max_length < 200, "the test needs a cache that is shorter than the context"
+    ends = [list(e.generate([Request(0, PROMPT, e.runner.max_length + n - len(PROMPT))]))[-1] for n in range(2)]
+    assert [end.finish_reason for end in ends] == ["length", "error"]
 
 
 def test_the_limits_of_one_call_are_not_those_of_the_next() -> None:

@@ -26,6 +26,12 @@ def test_a_sequence_takes_what_its_fullest_rank_needs(stripes: Stripes, length: 
     assert max(needs) - min(needs) <= -(-block // page_size)
 
 
+@given(grids, st.integers(0, 40))
+def test_pages_hold_so_many_tokens_and_no_more(stripes: Stripes, pages: int) -> None:
+    most = stripes.tokens_in(pages)
+    assert stripes.pages_for(most) <= pages < stripes.pages_for(most + 1)
+
+
 @given(grids, st.integers(0, 3), st.integers(0, 7))
 def test_a_stripe_is_the_least_run_that_fills_pages_everywhere(stripes: Stripes, before: int, start: int) -> None:
     layout, block, page_size = stripes.layout, stripes.append_block, stripes.page_size
