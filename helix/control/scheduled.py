@@ -28,7 +28,7 @@ class Scheduled:
         reserved: tokens that its pages have room for.
         ended: it has ended; later tokens are discarded.
         leased: resumed after a preemption; exempt from another until its pages run out.
-        work: work of its prompt when it began to wait.
+        work: work of its prompt, less what was cached when it began to wait.
         refused: time at which it first did not fit.
         room, again: retry once `room` pages are free, or at time `again`.
     """

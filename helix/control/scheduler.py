@@ -403,7 +403,9 @@ class Scheduler:
         return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._runner.drafts
 
     def _queue(self, s: Scheduled) -> None:
-        s.work = int(self._times.work(0, s.known))
+        text = s.text()
+        cached = max(home.tree.match(text, s.request.salt).tokens for home in self._homes)
+        s.work = int(self._times.work(self._resumes(cached), len(text)))
         self._queued += s.work
         insort(self._waiting, (s.order, s))
 

@@ -205,6 +205,28 @@ def admitted(decision: Decision | None) -> list[int]:
     return [] if decision is None else [int(a.id) for a in decision.admit]
 
 
+@pytest.mark.parametrize("known, longest", [(True, 0.0501), (False, 0.4)])
+def test_what_is_cached_is_no_queue(known: bool, longest: float) -> None:
+    """Ten prompts wait for a slot beside a long one: pauses grow if they are still to be computed."""
+    serving = Serving(9000, kvp=1, append_block=4, page_size=4, goal="balance")
+    prompts = [words(1000, number) for number in range(10)]
+    for prompt in prompts if known else []:
+        serving.submit(prompt, 2)
+    serving.drain()
+    for number in range(3):
+        serving.submit(words(10, 100 + number), 3000)
+    for _ in range(10):
+        serving.turn()
+    long = serving.submit(words(4000, 200), 5)
+    serving.turn()
+    for prompt in prompts:
+        serving.submit([*prompt, 1, 2, 3], 2)
+    serving.longest_s = 0.0
+    while not serving.served[long].times:
+        serving.turn()
+    assert 0.8 * longest < serving.longest_s <= longest * 1.001
+
+
 def test_by_priority_then_by_arrival() -> None:
     serving = Serving(100, max_batch=2, ahead=0)
     for priority in (0, 0, 1, -1):
