@@ -6,6 +6,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+HELD = 16  # tokens without text after which they are taken to be broken: a character has four bytes
+
 
 class TextStream:
     """Text of one continuation, released as soon as it can neither change nor become part of a stop text.
@@ -62,7 +64,22 @@ class TextStream:
             self._decoder = DecodeStream(self._pending, skip_special_tokens=not self._special)
         if text:
             self._pending = []
+        elif len(self._pending) > HELD:
+            text = self._cut(tokenizer)
         return text or ""
+
+    def _cut(self, tokenizer: Any) -> str:
+        """Returns the text of pending tokens but the last ones: a character may begin in those, and in no others.
+
+        A stream decodes all pending tokens for each new one, and broken ones would be pending for ever.
+        """
+        pending, whole = self._pending, self._whole(tokenizer, self._pending)
+        for last in (3, 2, 1):  # whichever begins with a character
+            parts = pending[:-last], pending[-last:]
+            if "".join(self._whole(tokenizer, part) for part in parts) == whole:
+                break
+        self._pending, self._decoder = [], DecodeStream(skip_special_tokens=not self._special)
+        return self._whole(tokenizer, parts[0]) + "".join(self._decoded(tokenizer, token) for token in parts[1])
 
     def _whole(self, tokenizer: Any, ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=not self._special))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helix.control.detokenize import HELD
 from helix.control.text import OutputStream, TextStream
 from helix.events.request import Request
 
@@ -81,6 +82,20 @@ def test_bytes_that_are_no_character_leave_what_is_out(of_bytes: Any, tokens: li
     """The tokenizer takes a whole run of such bytes for none: the text before them would be another."""
     whole, deltas, _ = stream(of_bytes, tokens)
     assert whole == "".join(deltas) == text
+
+
+@pytest.mark.parametrize("text", ["\ufffd" * 500, "a\ufffd\ufffdb" + "\ufffd" * 99 + "é🙂"])
+def test_replacement_characters_come_as_they_are_drawn(tokenizer: Any, text: str) -> None:
+    """They look like characters that lack bytes; nor do they take a time that grows with their number."""
+    whole, deltas, _ = stream(tokenizer, ids(tokenizer, text))
+    assert whole == "".join(deltas) == text
+    assert max(map(len, deltas)) <= HELD and not deltas[-1].startswith(HELD * "\ufffd")
+
+
+def test_a_character_behind_broken_bytes_is_whole(of_bytes: Any) -> None:
+    for broken in range(40):
+        whole, _, _ = stream(of_bytes, [257, *broken * [0x80], 257, 0xF0, 0x9F, 0x99, 0x82, 258])
+        assert whole == "x" + broken * "\ufffd" + "x🙂 y"
 
 
 def test_special_tokens_are_not_text(tokenizer: Any) -> None:
