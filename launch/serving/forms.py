@@ -57,7 +57,8 @@ class Format(Schema):
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Format:
-        if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict):
+        wanted = self.type == "json_schema" or (self.type == "json_object" and self.json_schema is not None)
+        if wanted and not isinstance((self.json_schema or {}).get("schema"), dict):
             raise ValueError('json_schema needs a schema: {"name": NAME, "schema": {...}}')
         if self.type == "structural_tag":
             self._tags()

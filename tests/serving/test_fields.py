@@ -150,6 +150,8 @@ CALL = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * (1 << 20)}}}},
             "response_format.json_schema is too large",
         ),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "x"}}}, "json_schema needs a schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": 5}}}, "json_schema needs a schema"),
         (LARGE | {"tool_choice": "required"}, "tools is too large"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern goes with guided_json"),
         ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structural_tag.format is not supported"),
