@@ -93,7 +93,7 @@ class Sampling(Schema):
     @classmethod
     def _ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for name in bias or ():
-            if not name.isascii() or not name.isdecimal() or int(name[:11]) >= 1 << 31:
+            if not name.isascii() or not name.isdecimal() or len(name) > 10 or int(name) >= 1 << 31:
                 raise ValueError(f"has the key {name!r:.40}, which is not a token id")
         return bias
 

@@ -500,6 +500,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "stop_token_ids": [9999]}, 400, "stop_token_ids has 9999"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "not a token id"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"9999": 1}}, 400, "logit_bias has 9999"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"0" * 5000: 1}}, 400, "not a token id"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"1": 101}}, 400, "logit_bias"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): "x" for i in range(301)}}, 400, "301 keys"),
     ("/v1/completions", {"prompt": [[1]] * 300}, 400, "300 continuations"),
