@@ -5,7 +5,7 @@ from __future__ import annotations
 from reprlib import Repr
 from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
 SAID = Repr()  # shortens values for messages
 
@@ -19,6 +19,9 @@ class FirstMistake(FailFast):
 
 T = TypeVar("T")
 Some = Annotated[list[T], FirstMistake()]
+# Switches; null is as good as unset, as clients send it for what they leave alone.
+Off = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
+On = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
 
 
 class Schema(BaseModel):

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from launch.serving.blocks import Block, BlockAnswer, Event
-from launch.serving.checked import Schema, Some
+from launch.serving.checked import Off, Schema, Some
 from launch.serving.errors import ApiError
 from launch.serving.fields import MESSAGES
 from launch.serving.prompts import ids_of_chat
@@ -54,7 +54,7 @@ class Result(Schema):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Some[Text] = ""
-    is_error: bool = False
+    is_error: Off = False
 
 
 Part = Annotated[Text | Thought | Redacted | Use | Result, Field(discriminator="type")]
@@ -77,7 +77,7 @@ class OwnTool(Schema):
 class OwnChoice(Schema):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: Off = False
 
 
 class Thinking(Schema):
@@ -111,7 +111,7 @@ class Messages(Count, Sampling):
     """Body of /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=1 << 31)
-    stream: bool = False
+    stream: Off = False
     stop_sequences: Stops | None = None
 
 

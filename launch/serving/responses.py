@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from launch.serving.blocks import Block, BlockAnswer, Event
-from launch.serving.checked import Schema, Some
+from launch.serving.checked import Off, On, Schema, Some
 from launch.serving.errors import ApiError
 from launch.serving.fields import RESPONSES
 from launch.serving.schemas import SHORT, Arguments, Chat, Effort, Function, Sampling, checked
@@ -90,10 +90,10 @@ class Responses(Sampling):
     input: str | Annotated[Some[Annotated[Item, BeforeValidator(_typed)]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    stream: bool = False
+    stream: Off = False
     tools: Some[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: On = True
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[str, str], SHORT] | None = None

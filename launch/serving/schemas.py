@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from helix.answers.grammars import Shape
-from launch.serving.checked import SAID, Schema, Some
+from launch.serving.checked import SAID, Off, On, Schema, Some
 from launch.serving.errors import ApiError
 from launch.serving.fields import CHATS, REFUSED, field_of
 from launch.serving.fields import Field as Known
@@ -67,7 +67,7 @@ Arguments = Annotated[dict[str, Scalar], SHORT, AfterValidator(_short_texts)]
 
 
 class StreamOptions(Schema):
-    include_usage: bool = False
+    include_usage: Off = False
 
 
 class Sampling(Schema):
@@ -80,14 +80,14 @@ class Sampling(Schema):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop_token_ids: Annotated[Some[TokenId], SHORT] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
-    ignore_eos: bool = False
+    ignore_eos: Off = False
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], SHORT] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    skip_special_tokens: bool = True
+    skip_special_tokens: On = True
 
     @field_validator("logit_bias")
     @classmethod
@@ -107,12 +107,12 @@ class Generation(Sampling):
     """Common fields of completions and chats."""
 
     model: str | None = None
-    stream: bool = False
+    stream: Off = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Stops | None = None
-    return_progress: bool = False
+    return_progress: Off = False
     response_format: Format | None = None
     structured_outputs: Structured | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -159,9 +159,9 @@ class Completion(Generation):
     """Body of /v1/completions."""
 
     prompt: str | Ids | Some[str] | Some[Ids]
-    echo: bool = False
+    echo: Off = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    add_special_tokens: bool = True
+    add_special_tokens: On = True
 
     @model_validator(mode="after")
     def _no_logprobs_of_the_prompt(self) -> Completion:
@@ -244,7 +244,7 @@ class Conversation(Schema):
     documents: Some[dict[str, str]] | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: Off = False
 
     @model_validator(mode="after")
     def _continues_an_answer(self) -> Conversation:
@@ -285,11 +285,11 @@ class Chat(Generation, Conversation):
 
     messages: Some[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    logprobs: bool = False
+    logprobs: Off = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
+    parallel_tool_calls: On = True
+    include_reasoning: On = True
 
     @model_validator(mode="after")
     def _consistent(self) -> Chat:
@@ -339,7 +339,7 @@ class Tokenize(Conversation):
     model: str | None = None
     prompt: str | None = None
     messages: Some[ChatMessage] | None = Field(None, min_length=1)
-    add_special_tokens: bool = True
+    add_special_tokens: On = True
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Tokenize:

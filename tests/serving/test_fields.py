@@ -113,6 +113,15 @@ def test_fields_are_what_the_table_says(route: str, tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_null_is_as_good_as_unset(route: str) -> None:
+    schema = SCHEMAS[route]
+    for name, field in schema.model_fields.items():
+        if isinstance(field.default, bool):
+            body = parsed(schema, json.dumps(BODIES[route] | {name: None}).encode())
+            assert getattr(body, name) is field.default, name
+
+
 LARGE = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": "x" * (1 << 20)}}}]}
 MANY = json.dumps({"enum": [1] * (1 << 20)})
 UNTRIGGERED = {"type": "structural_tag", "structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}
