@@ -269,8 +269,8 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
         plain["content"] = message.text
     for call in plain.get("tool_calls", ()):
         try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except ValueError:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "{}")
+        except (ValueError, RecursionError):
             raise ApiError(
                 400, f"arguments of {call['function']['name']!r:.80} are not JSON", param="messages.tool_calls"
             ) from None

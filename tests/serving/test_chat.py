@@ -277,6 +277,17 @@ def test_a_template_that_refuses_is_400(tmp_path: Path, model: Path) -> None:
     run(check, tmp_path, model, "x")
 
 
+@pytest.mark.parametrize("arguments, status", [("", 200), (" {} ", 200), ("{", 400), ("[" * 9000, 400)])
+def test_arguments_of_earlier_calls(arguments: str, status: int, tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        answer = await front.post("/v1/chat/completions", {"messages": [USER, turn, USER]})
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "arguments of 'f' are not JSON" in answer.json()["error"]["message"]
+
+    run(check, tmp_path, model, "x")
+
+
 # Templates as families have them: of thoughts that a switch turns off, of an effort, of texts that are trimmed.
 SWITCHED = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}
