@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -112,7 +112,6 @@ class Tokens:
             raise ApiError(
                 400, "the model has no chat template: continue texts with /v1/completions", code="no_chat_template"
             )
-        conversation = [_plain(message) for message in chat.said]
         given = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
         try:
@@ -126,18 +125,23 @@ class Tokens:
             raise ApiError(400, "tools are given, and the chat template does not read them", param="tools")
         taken = inspect.signature(tokenizer.apply_chat_template).parameters
         more = _variables(chat, read - OTHERS - taken.keys(), read)
-        try:
-            text = tokenizer.apply_chat_template(
-                conversation,
-                tools=given,
-                tokenize=False,
-                add_generation_prompt=chat.prompts_answer,
-                continue_final_message=chat.continue_final_message,
-                **more,
-            )
-        except Exception as error:  # a template is a program, and may raise anything
-            what = f"the chat template refuses the messages: {_line(error)}"
-            raise ApiError(400, what, param="messages") from error
+        first: Exception | None = None
+        for conversation in _ways(chat.said):
+            try:
+                text = tokenizer.apply_chat_template(
+                    conversation,
+                    tools=given,
+                    tokenize=False,
+                    add_generation_prompt=chat.prompts_answer,
+                    continue_final_message=chat.continue_final_message,
+                    **more,
+                )
+                break
+            except Exception as error:  # a template is a program, and may raise anything
+                first = first or error
+        else:
+            what = f"the chat template refuses the messages: {_line(first or ValueError())}"
+            raise ApiError(400, what, param="messages") from first
         self._check_length(text, most, "messages")
         return self.encode_segments(text), text
 
@@ -260,6 +264,23 @@ def _names(names: frozenset[str]) -> str:
 
 def _line(error: Exception) -> str:
     return f"{' '.join(str(error).split()):.300}"
+
+
+def _ways(messages: Sequence[ChatMessage]) -> Iterator[list[dict[str, Any]]]:
+    """Yields a conversation in the ways that templates may read calls: most know the first, DeepSeek's do not.
+
+    A message of calls alone has no content, or null, or an empty one; arguments are objects, or texts.
+    """
+    plain = [_plain(message) for message in messages]
+    yield plain
+    if not any(message.get("tool_calls") for message in plain):
+        return
+    for written in (False, True):
+        for message in plain if written else ():
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        for content in (None, ""):
+            yield [{"content": content} | message for message in plain]
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:

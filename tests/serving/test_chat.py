@@ -288,6 +288,28 @@ def test_arguments_of_earlier_calls(arguments: str, status: int, tmp_path: Path,
     run(check, tmp_path, model, "x")
 
 
+@pytest.mark.parametrize("content", ["is none", "== ''"])
+def test_templates_that_join_texts_read_calls(content: str, tmp_path: Path, model: Path) -> None:
+    """As DeepSeek's do: they want a null content beside calls, and arguments as a text."""
+
+    async def check(front: Front) -> None:
+        tokenizer = front.api._reader.tokens.tokenizer  # type: ignore[union-attr]
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.tool_calls %}{% if not m['content'] "
+            + content
+            + " %}{{ m['content'] + '!' }}{% endif %}{{ '(' + m.tool_calls[0].function.arguments + ')' }}"
+            "{% else %}{{ m['content'] + ';' }}{% endif %}{% endfor %}"
+        )
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":"é"}'}}
+        turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        turns.append({"role": "tool", "tool_call_id": "c", "content": "sunny"})
+        answer = await front.post("/v1/chat/completions", {"messages": turns})
+        assert answer.status_code == 200, answer.text
+        assert tokenizer.decode(front.job.submits[-1].ids) == f'{USER["content"]};({{"a": "é"}})sunny;'
+
+    run(check, tmp_path, model, "x")
+
+
 # Templates as families have them: of thoughts that a switch turns off, of an effort, of texts that are trimmed.
 SWITCHED = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}
