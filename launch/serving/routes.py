@@ -330,7 +330,8 @@ class Api:
 
 def _header(name: str) -> str:
     """Escapes a field's name for a header."""
-    return name.encode("ascii", errors="backslashreplace").decode().replace("\n", " ").replace("\r", " ")[:80]
+    plain = name.encode("ascii", errors="backslashreplace").decode()
+    return "".join(letter if letter.isprintable() else " " for letter in plain)[:80]
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -109,6 +109,8 @@ def test_fields_are_what_the_table_says(route: str, tmp_path: Path) -> None:
             more = {"user": "u", "nobody": 1, "stream": True, "stream_options": {"include_obfuscation": False}}
             answer = await post(more | {"use_beam_search": False})
             assert answer.headers["x-ignored-fields"] == "nobody,stream_options.include_obfuscation,user"
+            answer = await post({"a\0\x7f\nb": 1})
+            assert (answer.status_code, answer.headers["x-ignored-fields"]) == (200, "a   b")
 
     asyncio.run(check())
 
