@@ -176,7 +176,7 @@ class Answer:
         if self.chat:
             return {
                 "content": [
-                    _logprob(text_of(token), own) | {"top_logprobs": [_logprob(text_of(i), p) for i, p in top]}
+                    self._logprob(token, own) | {"top_logprobs": [self._logprob(i, p) for i, p in top]}
                     for token, own, top in drawn
                 ]
             }
@@ -191,6 +191,10 @@ class Answer:
             "top_logprobs": [{text_of(i): p for i, p in top} for _, _, top in drawn],
             "text_offset": offsets,
         }
+
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        told = {"token": self.tokens.token_text(token), "logprob": logprob}
+        return told | {"bytes": list(self.tokens.token_bytes(token))}
 
     def _progress(self) -> dict[str, Any] | None:
         done = sum(choice.flight.progress or 0 for choice in self.choices)
@@ -277,10 +281,6 @@ def answer_of(
 
 def _call(part: Any) -> dict[str, Any]:
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
-
-
-def _logprob(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", errors="surrogatepass"))}
 
 
 def _event(content: dict[str, Any]) -> bytes:

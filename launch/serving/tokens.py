@@ -31,6 +31,10 @@ COUNTED = 1 << 14  # characters at a time
 OTHERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # tags of transformers' own
 SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on and off
+# Bytes by the letters that spell them in byte-level tokens: most stand for themselves.
+LETTERS = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OF_LETTER = {chr(byte): byte for byte in LETTERS}
+OF_LETTER |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in LETTERS)}
 # Texts around special tokens, where tokenizers differ in stripping and prefixing.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
 
@@ -100,6 +104,17 @@ class Tokens:
     def token_text(self, token: int) -> str:
         """Decodes a single token; its number if there is no tokenizer."""
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns a single token's bytes, which may be a part of a character."""
+        text = self.token_text(token)
+        if "\ufffd" in text:
+            name = str(self._needed().convert_ids_to_tokens(token))
+            if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
+                return bytes.fromhex(found[1])
+            if all(letter in OF_LETTER for letter in name):
+                return bytes(OF_LETTER[letter] for letter in name)
+        return text.encode("utf-8", errors="surrogatepass")
 
     def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, most: int) -> tuple[np.ndarray, str]:
         """Encodes a conversation up to the answer: its ids [n] int32 and its text.

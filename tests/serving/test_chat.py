@@ -13,7 +13,8 @@ import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helix.answers.dialects import dialect_of
 from launch.serving.frames import Submit
@@ -275,6 +276,20 @@ def test_a_template_that_refuses_is_400(tmp_path: Path, model: Path) -> None:
             assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
     run(check, tmp_path, model, "x")
+
+
+def test_bytes_of_tokens_join_to_the_text(tmp_path: Path, model: Path) -> None:
+    """Of byte-level tokens, and of bytes beside words as SentencePiece has them, even within a character."""
+    text = "é👩\u200d🔬 日本\x00\n\ufffd"
+    tokens = Tokens(str(model))
+    assert any("\ufffd" in tokens.token_text(token) for token in tokens.encode("👩", 99).tolist())
+    assert b"".join(map(tokens.token_bytes, tokens.encode(text, 99).tolist())).decode() == text
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    tokens = Tokens(str(tmp_path))
+    assert b"".join(map(tokens.token_bytes, tokens.encode(text, 99).tolist())).decode() == text
 
 
 @pytest.mark.parametrize("arguments, status", [("", 200), (" {} ", 200), ("{", 400), ("[" * 9000, 400)])
