@@ -96,11 +96,14 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Counts the tokens so far."""
         new = sum(choice.tokens for choice in self.choices)
+        cached: dict[int, int] = {}  # by prompt: its choices share the array of its ids
+        for flight in (choice.flight for choice in self.choices):
+            cached[id(flight.submit.ids)] = max(flight.cached or 0, cached.get(id(flight.submit.ids), 0))
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": new,
             "total_tokens": self.prompt_tokens + new,
-            "prompt_tokens_details": {"cached_tokens": max((c.flight.cached or 0 for c in self.choices), default=0)},
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
     async def news(self) -> AsyncIterator[list[tuple[int, News]]]:

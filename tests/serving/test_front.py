@@ -367,6 +367,18 @@ def test_metrics_count_what_went_through(tmp_path: Path) -> None:
     run(check, tmp_path, FakeJob(cached))
 
 
+def test_cached_tokens_of_several_prompts_are_added_up(tmp_path: Path) -> None:
+    async def cached(job: FakeJob, submit: Submit) -> None:
+        await job.say(submit, [100], "length", cached=2)
+
+    async def check(front: Front) -> None:
+        body = {"prompt": [[1, 2, 3], [1, 2, 4]], "n": 2, "max_tokens": 1}
+        usage = (await front.post("/v1/completions", body)).json()["usage"]
+        assert usage["prompt_tokens"] == 6 and usage["prompt_tokens_details"] == {"cached_tokens": 4}
+
+    run(check, tmp_path, FakeJob(cached))
+
+
 def test_every_documented_metric_moves(tmp_path: Path) -> None:
     """The page names all that there are, and none of them stays at 0 whatever happens."""
     documented = set(re.findall(r"`helix:(\w+)`", (ROOT / "docs" / "serving.md").read_text()))
