@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 import uvloop
 
 from helix.config import ServeConfig, check
+from helix.files import read_text
 from helix.hub import find_models, is_hub_id
 from launch.inputs import compose, front
 from launch.job import lifeline
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         key = os.environ.pop(front.API_KEY, None)  # the ranks have no use for it
         check_exposure(config.serve, key)
         keys = Keys(config.serve.api_keys, key)
+        if config.serve.chat_template is not None:  # not after the weights, which take minutes
+            read_text(Path(config.serve.chat_template))
         listener = listen(config.serve)
     except ValueError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)

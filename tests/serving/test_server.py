@@ -233,6 +233,7 @@ def test_an_idle_server_outlives_its_collectives_deadline(server: Server) -> Non
         ("serve.host=127.0.0.256", "serve.api_keys=FILE"),
         ("serve.host=192.0.2.1 serve.open=true", "serve.host=192.0.2.1"),
         ("serve.api_keys=/nowhere", "/nowhere"),
+        ("serve.chat_template=/nowhere", "/nowhere"),
         ("serve.port=70000", "serve.port=70000"),
         ("serve.hang_s=0", "serve.hang_s"),
         ("serve.hosts=x", "serve.hosts is unknown"),
