@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -106,6 +107,10 @@ def chat_of(body: Responses) -> Chat:
     Raises:
         ApiError: 400, its fields contradict each other.
     """
+    try:
+        json.dumps(body.model_dump(include={"tools", "text", "tool_choice"}), allow_nan=False)  # which come back
+    except ValueError as error:
+        raise ApiError(400, "tools and text may hold what is JSON, and NaN and Infinity are not") from error
     turns: list[dict[str, Any]] = []
     if body.instructions:
         turns.append({"role": "system", "content": body.instructions})

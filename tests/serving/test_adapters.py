@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from launch.serving.errors import ApiError
 from launch.serving.messages import Messages
 from launch.serving.messages import chat_of as of_messages
 from launch.serving.responses import Responses
@@ -240,6 +241,18 @@ def test_a_response_is_a_chat(body: dict[str, Any], expected: dict[str, Any]) ->
 
 OWN = {"name": "get_weather", "input_schema": PARAMETERS}
 ASKS = {"messages": [USER], "max_tokens": 200}
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_what_comes_back_in_a_response_is_json(number: str) -> None:
+    for what in (
+        '"tools": [{"type": "function", "name": "f", "parameters": {"x": NUMBER}}], "tool_choice": "none"',
+        '"text": {"format": {"type": "text", "x": [NUMBER]}}',
+    ):
+        body = parsed(Responses, f'{{"input": "x", {what.replace("NUMBER", number)}}}'.encode())
+        with pytest.raises(ApiError, match="NaN and Infinity are not") as refused:
+            of_responses(body)
+        assert refused.value.status == 400
 
 
 def test_events_of_a_message(tmp_path: Path, model: Path) -> None:  # noqa: F811
