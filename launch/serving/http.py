@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,6 +26,25 @@ MOST_URL, MOST_HEAD = 16 << 10, 64 << 10  # bytes of a target, and of everything
 MOST_HEADERS = 256
 
 
+class Parser(httptools.HttpRequestParser):
+    """A parser that goes on in HTTP/1.1 where a client offers another protocol, as Java's do beside each body.
+
+    Args:
+        asked: called with what stands behind the head of such a request, which the parser itself would skip.
+    """
+
+    def __init__(self, protocol: HttpToolsProtocol, asked: Callable[[bytes], None]) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._asked = asked
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._asked(data[upgrade.args[0] :])
+
+
 class Server(uvicorn.Server):
     """A uvicorn server that leaves signals to its caller."""
 
@@ -39,6 +59,8 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
 
         def connection_made(self, transport: object) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
+            self._again = False  # a parser reads a head that another one has read
+            self.parser = Parser(self, self._go_on)
             self._refused: ApiError | None = None  # once set, later data is dropped
             self._unread = 0  # bytes since the parser last completed a head or a part of a body
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
@@ -51,7 +73,19 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             if self._unread > MOST_HEAD and self._refused is None:
                 self._refuse(431, f"what stands before the body is larger than {MOST_HEAD} bytes")
 
+        def _go_on(self, rest: bytes) -> None:
+            """Reads the body of a request that offers another protocol, with a parser that knows its length alone."""
+            named = [(k, v) for k, v in self.headers if k in (b"content-length", b"transfer-encoding")]
+            head = b"".join(b"%s: %s\r\n" % header for header in named)
+            self.parser, self._again = Parser(self, self._go_on), True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + head + b"\r\n")
+            self._again = False
+            if rest:
+                self.parser.feed_data(rest)
+
         def on_message_begin(self) -> None:
+            if self._again:
+                return
             super().on_message_begin()
             self._size = 0  # of headers, including trailers
             self.scope["helix.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
@@ -59,11 +93,15 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
 
         def on_url(self, url: bytes) -> None:
+            if self._again:
+                return
             if len(self.url) + len(url) > MOST_URL:
                 raise self._refuse(414, f"the URL is longer than {MOST_URL} bytes")
             super().on_url(url)
 
         def on_header(self, name: bytes, value: bytes) -> None:
+            if self._again:
+                return
             self._size += len(name) + len(value)
             if self._size > MOST_HEAD:
                 raise self._refuse(431, f"the headers are larger than {MOST_HEAD} bytes")
@@ -72,6 +110,8 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
+            if self._again:
+                return
             self._unread = 0
             self._late.cancel()
             super().on_headers_complete()
@@ -82,6 +122,8 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
 
         def on_message_complete(self) -> None:
             self._unread = 0
+            if self.parser.should_upgrade():  # it has read the head alone
+                return
             super().on_message_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:

@@ -491,6 +491,34 @@ def test_a_request_that_does_not_come_whole_is_given_up(tmp_path: Path, monkeypa
     run(check, tmp_path)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("cut", [None, 30, -60, -3])
+def test_a_client_that_offers_another_protocol_is_read_in_this_one(
+    cut: int | None, chunked: bool, tmp_path: Path
+) -> None:
+    """As Java's HttpClient does with each request; two more behind it use the same connection."""
+
+    async def check(front: Front) -> None:
+        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "u" * 99}).encode()
+        framed = b"Transfer-Encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        length, sent = framed if chunked else (b"Content-Length: %d" % len(body), body)
+        upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + upgrade + length + b"\r\n\r\n" + sent
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        for request in (post, b"GET /livez HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n", post):
+            writer.write(request[:cut])
+            if cut is not None:
+                await asyncio.sleep(0.05)
+                writer.write(request[cut:])
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            answer = await reader.readexactly(int(re.search(r"content-length: (\d+)", head)[1]))  # type: ignore[index]
+            assert head.startswith("HTTP/1.1 200"), (head, answer)
+        assert [submit.ids.tolist() for submit in front.job.submits] == [[1, 2, 3]] * 2
+        writer.close()
+
+    run(check, tmp_path)
+
+
 BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", b"{", 400, "not JSON"),
     ("/v1/completions", b"\xff", 400, "not JSON"),
