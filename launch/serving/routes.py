@@ -246,6 +246,8 @@ class Api:
         ready = self._core.refuse_unless_ready()
         body = await self._body(request, Detokenize, max(ready.context, COUNTED_IDS))
         reader, ids = self._known(body.model), body.ids
+        if len(ids) and (largest := ids.max()) >= ready.vocab:  # a tokenizer leaves out what it does not know
+            raise ApiError(400, f"tokens has {largest}, and the vocabulary is [0, {ready.vocab})", param="tokens")
         return JSONResponse({"prompt": await reader.run(ids.nbytes, reader.tokens.decode, ids)})
 
     async def _metrics(self, request: Request) -> ASGIApp:

@@ -561,6 +561,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, 400, "tools"),
     ("/tokenize", {}, 400, "prompt or messages"),
     ("/detokenize", {"tokens": "x"}, 400, "tokens='x'"),
+    ("/detokenize", {"tokens": [1, 4096]}, 400, "tokens has 4096"),
     ("/v1/completion", {}, 404, "/v1/completion"),
     ("/v1/models", {}, 405, "Method"),
 ]  # fmt: skip
