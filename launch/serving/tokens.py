@@ -103,7 +103,14 @@ class Tokens:
 
     def token_text(self, token: int) -> str:
         """Decodes a single token; its number if there is no tokenizer."""
-        return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
+        if self.tokenizer is None:
+            return str(token)
+        text = str(self.tokenizer.decode([token]))
+        if str(self.tokenizer.convert_ids_to_tokens(token)).startswith(
+            "▁"
+        ):  # SentencePiece's: a first space is dropped
+            text = str(self.tokenizer.decode([token, token]))[len(text) :]
+        return text
 
     def token_bytes(self, token: int) -> bytes:
         """Returns a single token's bytes, which may be a part of a character."""

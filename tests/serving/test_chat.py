@@ -292,6 +292,17 @@ def test_bytes_of_tokens_join_to_the_text(tmp_path: Path, model: Path) -> None:
     assert b"".join(map(tokens.token_bytes, tokens.encode(text, 99).tolist())).decode() == text
 
 
+def test_texts_of_tokens_keep_their_spaces(tmp_path: Path) -> None:
+    """Tokenizers of Llama 2 and Mistral drop the first space of a text, which each token alone begins with."""
+    vocab = {"<unk>": 0, "▁": 1, "▁a": 2, "a": 3, "▁▁": 4}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path)
+    tokens = Tokens(str(tmp_path))
+    assert [tokens.token_text(token) for token in range(5)] == ["<unk>", " ", " a", "a", "  "]
+
+
 @pytest.mark.parametrize("arguments, status", [("", 200), (" {} ", 200), ("{", 400), ("[" * 9000, 400)])
 def test_arguments_of_earlier_calls(arguments: str, status: int, tmp_path: Path, model: Path) -> None:
     async def check(front: Front) -> None:
