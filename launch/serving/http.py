@@ -26,23 +26,23 @@ MOST_URL, MOST_HEAD = 16 << 10, 64 << 10  # bytes of a target, and of everything
 MOST_HEADERS = 256
 
 
-class Parser(httptools.HttpRequestParser):
+class UpgradeParser(httptools.HttpRequestParser):
     """A parser that goes on in HTTP/1.1 where a client offers another protocol, as Java's do beside each body.
 
     Args:
-        asked: called with what stands behind the head of such a request, which the parser itself would skip.
+        go_on: called with what stands behind the head of such a request, which the parser itself would skip.
     """
 
-    def __init__(self, protocol: HttpToolsProtocol, asked: Callable[[bytes], None]) -> None:
+    def __init__(self, protocol: HttpToolsProtocol, go_on: Callable[[bytes], None]) -> None:
         super().__init__(protocol)
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self._asked = asked
+        self._go_on = go_on
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._asked(data[upgrade.args[0] :])
+            self._go_on(data[upgrade.args[0] :])
 
 
 class Server(uvicorn.Server):
@@ -60,7 +60,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
         def connection_made(self, transport: object) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
             self._again = False  # a parser reads a head that another one has read
-            self.parser = Parser(self, self._go_on)
+            self.parser = UpgradeParser(self, self._go_on)
             self._refused: ApiError | None = None  # once set, later data is dropped
             self._unread = 0  # bytes since the parser last completed a head or a part of a body
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
@@ -77,7 +77,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             """Reads the body of a request that offers another protocol, with a parser that knows its length alone."""
             named = [(k, v) for k, v in self.headers if k in (b"content-length", b"transfer-encoding")]
             head = b"".join(b"%s: %s\r\n" % header for header in named)
-            self.parser, self._again = Parser(self, self._go_on), True
+            self.parser, self._again = UpgradeParser(self, self._go_on), True
             self.parser.feed_data(b"POST / HTTP/1.1\r\n" + head + b"\r\n")
             self._again = False
             if rest:

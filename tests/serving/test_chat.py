@@ -279,7 +279,7 @@ def test_a_template_that_refuses_is_400(tmp_path: Path, model: Path) -> None:
 
 
 def test_bytes_of_tokens_join_to_the_text(tmp_path: Path, model: Path) -> None:
-    """Of byte-level tokens, and of bytes beside words as SentencePiece has them, even within a character."""
+    """Tokens of byte-level tokenizers, and bytes beside words as SentencePiece has them, even within a character."""
     text = "é👩\u200d🔬 日本\x00\n\ufffd"
     tokens = Tokens(str(model))
     assert any("\ufffd" in tokens.token_text(token) for token in tokens.encode("👩", 99).tolist())
@@ -316,7 +316,7 @@ def test_arguments_of_earlier_calls(arguments: str, status: int, tmp_path: Path,
 
 @pytest.mark.parametrize("content", ["is none", "== ''"])
 def test_templates_that_join_texts_read_calls(content: str, tmp_path: Path, model: Path) -> None:
-    """As DeepSeek's do: they want a null content beside calls, and arguments as a text."""
+    """Templates such as DeepSeek's want a null content beside calls, and arguments as a text."""
 
     async def check(front: Front) -> None:
         tokenizer = front.api._reader.tokens.tokenizer  # type: ignore[union-attr]

@@ -496,7 +496,7 @@ def test_a_request_that_does_not_come_whole_is_given_up(tmp_path: Path, monkeypa
 def test_a_client_that_offers_another_protocol_is_read_in_this_one(
     cut: int | None, chunked: bool, tmp_path: Path
 ) -> None:
-    """As Java's HttpClient does with each request; two more behind it use the same connection."""
+    """Java's HttpClient offers one with each request; two more behind it use the same connection."""
 
     async def check(front: Front) -> None:
         body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "u" * 99}).encode()
