@@ -40,19 +40,22 @@ class TextStream:
         self._ids.append(token)
         return self._release(self._decoded(self._tokenizer, token))
 
-    def finish(self) -> str:
-        """Returns the text still held when the continuation ends: part of a stop text, or an incomplete character."""
+    def finish(self) -> tuple[str, bool]:
+        """Returns the text still held when the continuation ends, and whether it completes a stop text.
+
+        It is a part of a stop text, or holds an incomplete character.
+        """
         if self._tokenizer is None:
-            return ""
+            return "", False
         whole = self._whole(self._tokenizer, self._ids)
         seen = self.text + self._held
         if not whole.startswith(seen):  # see `_decoded`
             whole = seen + self._whole(self._tokenizer, self._pending)
         # An incomplete character holds back its token's text, which may contain a complete stop text.
-        ready, _ = self._release(whole[len(seen) :])
+        ready, stopped = self._release(whole[len(seen) :])
         rest, self._held = self._held, ""
         self._said.append(rest)
-        return ready + rest
+        return ready + rest, stopped
 
     def _decoded(self, tokenizer: Any, token: int) -> str:
         """Decodes one more token; returns the text that cannot change any more."""

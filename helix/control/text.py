@@ -40,7 +40,9 @@ class OutputStream:
             reason = "length"
         self.ended = reason is not None
         if reason and not stopped:
-            delta += self._text.finish()
+            rest, stopped = self._text.finish()
+            delta += rest
+            reason = "stop" if stopped else reason
         name, prompt, new = self._request.id, len(self._request.prompt), (token,)
         if reason is None:
             return Output(name, prompt, (), delta, "", None, new_ids=new)

@@ -94,10 +94,12 @@ class Choice:
                 break
         news.logprobs = flight.logprobs[self.tokens : self.tokens + len(news.ids)]
         self.tokens += len(news.ids)
-        self.stop = self._stop_text() if stopped else None
         self.ended = self.ended or flight.finish_reason
         if self.ended is not None and not stopped:
-            said.append(self._text.finish())
+            text, stopped = self._text.finish()
+            said.append(text)
+            self.ended = "stop" if stopped else self.ended
+        self.stop = self._stop_text() if stopped else None
         news.text = "".join(said)
         if self._parser is not None:
             news.parts = self._parser.feed(news.text)

@@ -202,11 +202,10 @@ class ResponsesAnswer(BlockAnswer):
 
     def _whole(self) -> dict[str, Any]:
         usage = self.usage()
-        cut = self.finish_reason == "length"
         return self._response(
-            "incomplete" if cut else "completed",
-            output=[self._item(block, "completed") for block in self.blocks],
-            incomplete_details=INCOMPLETE if cut else None,
+            "incomplete" if self._cut else "completed",
+            output=[self._item(block, self._status(block)) for block in self.blocks],
+            incomplete_details=INCOMPLETE if self._cut else None,
             usage={
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
@@ -215,6 +214,14 @@ class ResponsesAnswer(BlockAnswer):
                 "total_tokens": usage["total_tokens"],
             },
         )
+
+    @property
+    def _cut(self) -> bool:
+        return self.finish_reason == "length"
+
+    def _status(self, block: Block) -> str:
+        """Returns the status of a closed block: the last one of a cut answer is not complete."""
+        return "incomplete" if self._cut and block is self.blocks[-1] else "completed"
 
     @property
     def _thought(self) -> int:
@@ -264,7 +271,7 @@ class ResponsesAnswer(BlockAnswer):
                 yield self._of("output_text.done", block, text=block.text, logprobs=[])
         if block.kind != "call":
             yield self._of("content_part.done", block, part=_piece(block))
-        item = self._item(block, "completed")
+        item = self._item(block, self._status(block))
         yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
 
     def _ended(self) -> Iterator[Event]:

@@ -165,6 +165,10 @@ def test_a_response_that_is_cut_is_incomplete_and_one_that_fails_says_why(tmp_pa
             answer = await front.post("/v1/responses", {"input": "x", "stream": True})
             last = events(answer.text)[-1]
             assert last["type"] == kind and last["response"]["status"] == kind.removeprefix("response.")
+            said = [i["status"] for i in last["response"]["output"]]
+            assert said == (["incomplete"] if finish == "length" else [])
+            done = [event["item"]["status"] for event in events(answer.text) if event["type"].endswith("item.done")]
+            assert done == said
             error = last["response"]["error"]
             assert error == ({"code": "server_error", "message": "planted"} if finish == "error" else None)
             answer = await front.post("/v1/responses", {"input": "x"})

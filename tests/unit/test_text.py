@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helix.control.detokenize import HELD
 from helix.control.text import OutputStream, TextStream
@@ -18,8 +20,6 @@ DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(DEMO)
 
 
@@ -36,8 +36,8 @@ def stream(tokenizer: Any, tokens: list[int], *stop: str) -> tuple[str, list[str
         deltas.append(delta)
         if stopped:
             return text.text, deltas, True
-    deltas.append(text.finish())
-    return text.text, deltas, False
+    rest, stopped = text.finish()
+    return text.text, [*deltas, rest], stopped
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,6 @@ def test_a_torn_character_waits_for_its_rest(tokenizer: Any) -> None:
 @pytest.fixture(scope="session")
 def of_bytes() -> Any:
     """A tokenizer with a token for each byte that is in no other, as Llama 2's and Gemma's."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "x": 257, "▁y": 258}
     made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -98,6 +95,16 @@ def test_a_character_behind_broken_bytes_is_whole(of_bytes: Any) -> None:
         assert whole == "x" + broken * "\ufffd" + "x🙂 y"
 
 
+def test_a_stop_text_before_a_torn_character_ends_the_text() -> None:
+    """Its token is held back, and there is no other."""
+    made = Tokenizer(models.BPE({"x": 0, "y\u00f0": 1}, []))  # a letter for the byte 0xF0
+    made.decoder = decoders.ByteLevel()
+    torn = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert stream(torn, [0, 1], "y") == ("x", ["x", "", ""], True)
+    outputs = OutputStream(Request(0, (1,), 2, stop=("y",)), (), torn)
+    assert [outputs.push(token).finish_reason for token in (0, 1)] == [None, "stop"]
+
+
 def test_special_tokens_are_not_text(tokenizer: Any) -> None:
     assert stream(tokenizer, [*ids(tokenizer, "abc"), tokenizer.eos_token_id])[0] == "abc"
 
@@ -125,12 +132,12 @@ def test_what_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
     text = TextStream(tokenizer, ("\n# The end",))
     said = "".join(text.push(t)[0] for t in ids(tokenizer, "x\n# The"))
     assert said == "x"
-    assert said + text.finish() == "x\n# The"
+    assert said + text.finish()[0] == "x\n# The"
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     text = TextStream(None)
-    assert text.push(5) == ("", False) and text.finish() == "" and text.text == ""
+    assert text.push(5) == ("", False) and text.finish() == ("", False) and text.text == ""
 
 
 def kept_bytes(tokenizer: Any, count: int) -> int:
