@@ -22,16 +22,19 @@ def check_tokenizer_files(path: str | Path | None) -> None:
 def load_tokenizer(path: str | Path | None) -> Any | None:
     """Loads the tokenizer of a checkpoint directory; returns None if it has none.
 
+    It splits texts as `tokenizer.json` says. For some classes that `tokenizer_config.json` names, such as
+    LlamaTokenizerFast of DeepSeek's distilled models, AutoTokenizer would put the class's own splitting in its place.
+
     Raises:
         ValueError: it cannot be read.
     """
     if not has_tokenizer(path):
         return None
-    from transformers import AutoTokenizer  # takes seconds, and only rank 0 needs it
+    from transformers import PreTrainedTokenizerFast  # takes seconds, and only rank 0 needs it
 
     check_tokenizer_files(path)
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     except BaseException as error:  # of any type that the library raises for bad files, including panics
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise

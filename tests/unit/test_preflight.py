@@ -205,7 +205,11 @@ def test_a_link_names_the_file_that_it_leads_to(model: Path, prompts: Path, tmp_
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json is not UTF-8"),
         ("tokenizer.json", None, "tokenizer.json cannot be read: it is a FIFO"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds a list"),
-        ("tokenizer_config.json", '{"tokenizer_class": 5}', "the tokenizer in .*demo cannot be read: AttributeError: "),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": 5}',
+            "the tokenizer in .*demo cannot be read: AttributeError: ",
+        ),
         ("tokenizer_config.json", None, "tokenizer_config.json cannot be read: it is a FIFO"),
     ],
 )
@@ -240,7 +244,7 @@ def test_whatever_a_tokenizer_file_raises_is_one_line(kind: type[BaseException],
     def broken(*args: Any, **kwargs: Any) -> None:
         raise kind("data did not match\nat line 1")
 
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", broken)
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.from_pretrained", broken)
     with pytest.raises(ValueError, match=f"tokenizer in {DEMO} cannot be read: {kind.__name__}: data") as caught:
         load_tokenizer(DEMO)
     assert "\n" not in str(caught.value)
