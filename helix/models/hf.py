@@ -146,6 +146,7 @@ def decoder_spec(
     if not _is_size(head_dim) or head_dim % 2 or head_dim > MOST_HEAD_DIM:
         known = f"must be a positive even integer of at most {MOST_HEAD_DIM}"
         raise ValueError(f"config.json: head_dim={head_dim!r}{of_head} {known}")
+    _check_kinds(config, windows)
     if bad := [w for w in windows or () if w is not None and not _is_size(w)]:
         raise ValueError(f"config.json: sliding_window={bad[0]!r} must be a positive integer or null")
     if not config.rms_norm_eps >= 0:
@@ -238,6 +239,18 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
             "false)"
         )
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def _check_kinds(config: Any, windows: tuple[int | None, ...] | None) -> None:
+    """Raises ValueError if `layer_types` names sliding, chunked or full attention where the family has another."""
+    layers = config.num_hidden_layers
+    slides = {"sliding_attention": True, "full_attention": False, "chunked_attention": None}
+    for kind, window in zip(getattr(config, "layer_types", None) or (), windows or (None,) * layers, strict=False):
+        if slides.get(kind, window is not None) != (window is not None):
+            what = "none" if window is None else f"sliding_window={window}"
+            raise ValueError(
+                f"config.json: layer_types has {kind}, and in {config.model_type} models this layer's window is {what}"
+            )
 
 
 def _context(config: Any) -> tuple[int, str]:

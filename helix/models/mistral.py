@@ -1,12 +1,14 @@
-"""Mistral: one sliding window for all layers, where the config has one."""
+"""Mistral: one sliding window for all layers, or for those that `layer_types` names, where the config has one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from helix.models.decoder import DecoderSpec
-from helix.models.hf import decoder_spec
+from helix.models.hf import decoder_spec, layer_windows
 
 
 def spec(config: Any) -> DecoderSpec:
-    return decoder_spec(config, windows=(config.sliding_window,) * config.num_hidden_layers)
+    alike = getattr(config, "layer_types", None) is None  # else transformers runs it as Ministral
+    windows = (config.sliding_window,) * config.num_hidden_layers if alike else layer_windows(config)
+    return decoder_spec(config, windows=windows)

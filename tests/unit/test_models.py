@@ -277,6 +277,27 @@ def test_layer_types_that_are_not_computed_are_refused() -> None:
         spec(Qwen2Config(layer_types=["sliding_attention"] * 32), "Qwen2ForCausalLM")
 
 
+def test_mistral_with_layer_types_is_ministral() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 16
+    assert spec(MistralConfig(), "MistralForCausalLM", layer_types=kinds).windows == (4096, None) * 16
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "kind"),
+    [
+        (LlamaConfig(), "LlamaForCausalLM", "sliding_attention"),
+        (LlamaConfig(), "LlamaForCausalLM", "chunked_attention"),
+        (MixtralConfig(), "MixtralForCausalLM", "sliding_attention"),
+        (MixtralConfig(sliding_window=64), "MixtralForCausalLM", "full_attention"),
+    ],
+)
+def test_layer_types_that_a_family_does_not_read_are_refused(config: Any, architecture: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"layer_types has {kind}"):
+        spec(config, architecture, layer_types=[kind] * config.num_hidden_layers)
+    same = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    assert spec(config, architecture, layer_types=[same] * config.num_hidden_layers)
+
+
 # Without these, the defaults are no model.
 NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}, "Glm4MoeForCausalLM": {"head_dim": 128}}
 
