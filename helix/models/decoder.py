@@ -74,6 +74,7 @@ class DecoderSpec:
         norms: placement of norms: before, after or around each half of a layer.
         gain_offset: number that gains of norms have more than their tensors.
         embedding_scale, logit_scale: factors on what is embedded, and on logits.
+        rounds_scale: whether the first is rounded to the dtype of activations.
         brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
         brought_names: names of its tensors.
         brought_choice: tokens that its indexer chooses for the first draft of a step, and the others read, too; 0: each
@@ -98,6 +99,7 @@ class DecoderSpec:
     gain_offset: float = 0.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    rounds_scale: bool = False
     brought: LayerSpec | None = None
     brought_names: NextTokenNames = BEHIND
     brought_choice: int = 0
@@ -307,6 +309,8 @@ class Decoder:
         self.weights = weights = Weights(dtype, device, formats, spec.gain_offset)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
+        scale = spec.embedding_scale
+        self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if spec.rounds_scale else scale
         self.pipeline = Pipeline(device if comm.capturable else None)
         self.turns = turns.Turns(self.own)
         parts = weights, comm, self.own, layout, spec
@@ -427,7 +431,7 @@ class Decoder:
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Computes this rank's parts [N, H] of the embedded tokens [N]."""
         parts = self.embedding(tokens)
-        return parts if self.spec.embedding_scale == 1 else parts.mul_(self.spec.embedding_scale)
+        return parts if self._embedding_scale == 1 else parts.mul_(self._embedding_scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""

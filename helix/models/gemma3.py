@@ -22,4 +22,4 @@ def spec(config: Any) -> DecoderSpec:
         scale=config.query_pre_attn_scalar**-0.5,
         activation="gelu_tanh",
     )
-    return replace(found, norms="around", gain_offset=1.0, embedding_scale=found.hidden**0.5)
+    return replace(found, norms="around", gain_offset=1.0, embedding_scale=found.hidden**0.5, rounds_scale=True)

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     CONFIG_MAPPING,
+    Gemma3TextConfig,
+    Gemma3TextModel,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -296,6 +298,18 @@ def test_layer_types_that_a_family_does_not_read_are_refused(config: Any, archit
         spec(config, architecture, layer_types=[kind] * config.num_hidden_layers)
     same = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
     assert spec(config, architecture, layer_types=[same] * config.num_hidden_layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_scale_of_gemma_s_embedding_is_of_the_model_s_type(dtype: torch.dtype) -> None:
+    config = Gemma3TextConfig(vocab_size=9, hidden_size=48, num_hidden_layers=1, head_dim=8)
+    theirs = Gemma3TextModel(config).to(dtype)
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    decoder = Decoder(spec(config, "Gemma3ForCausalLM"), HelixLayout.create(), comm, dtype, torch.device("cpu"))
+    decoder.embedding.weight.copy_(theirs.embed_tokens.weight.detach())
+    tokens = torch.arange(9)
+    with torch.no_grad():
+        assert torch.equal(decoder._embedded(tokens), theirs.embed_tokens(tokens))
 
 
 # Without these, the defaults are no model.
