@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from helix.config import Config
 
 ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can hold programs
+TWICE = ["consolidated*", "original/*"]  # the same weights again, in a form of the authors' own
 INDEX = "model.safetensors.index.json"
 
 
@@ -40,10 +42,11 @@ def local_directory(name: str, weights: bool = True) -> Path:
     found = ID.fullmatch(name)
     assert found is not None, "is_hub_id looked"
     repository, revision = found.groups()
-    patterns = FILES if weights else FILES[1:]
+    wanted: dict[str, Any] = {"revision": revision, "ignore_patterns": TWICE}
+    wanted["allow_patterns"] = FILES if weights else FILES[1:]
     missing = ["config.json"]
     try:
-        path = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=patterns))
+        path = Path(snapshot_download(repository, **wanted, local_files_only=True))
         if not (missing := missing_files(path, weights)):
             return path
     except (OSError, ValueError):  # not one file is in the cache
@@ -52,7 +55,7 @@ def local_directory(name: str, weights: bool = True) -> Path:
     if constants.HF_HUB_OFFLINE:
         raise ValueError(f"{where}, and HF_HUB_OFFLINE=1 forbids downloads: unset it, or set model.path=DIR")
     try:
-        path = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        path = Path(snapshot_download(repository, **wanted))
     except GatedRepoError as error:
         raise ValueError(
             f"{name} is for those who agreed to its terms: do so at {constants.ENDPOINT}/{repository}, and set HF_TOKEN"
