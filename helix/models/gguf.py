@@ -223,6 +223,8 @@ def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _rope(value: Any, head_dim: int, stretched: np.ndarray | None) -> dict[str, Any]:
     kind, theta = value("rope.scaling.type", "none"), value("rope.freq_base", 10000.0)
+    if stretched is not None and kind != "none":
+        raise ValueError(f"rope.scaling.type={kind} beside {ROPE_FACTORS} is not supported")
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": value("rope.scaling.factor")}
     if kind == "yarn":

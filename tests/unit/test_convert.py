@@ -374,6 +374,11 @@ def tensor(name: str) -> Change:
     return lambda writer: writer.add_tensor(name, np.ones(96, np.float32))
 
 
+def linear(writer: GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(2.0)
+
+
 @pytest.mark.parametrize(
     "kind, change, words",
     [
@@ -384,6 +389,7 @@ def tensor(name: str) -> Change:
         ("llama", add("llama.rope.scaling.type", "longrope"), "rope.scaling.type=longrope is not supported"),
         ("llama", add("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.factor is missing"),
         ("llama", tensor("rope_freqs.weight"), "the factors in rope_freqs.weight are not those of a Llama 3.1"),
+        ("llama 3.1", linear, "rope.scaling.type=linear beside rope_freqs.weight is not supported"),
         ("llama", tensor("blk.0.attn_sinks.weight"), "the tensor blk.0.attn_sinks.weight is not supported"),
         (
             "llama",
