@@ -12,7 +12,7 @@ from helix.config import Config
 ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can hold programs
 TWICE = ["consolidated*", "original/*"]  # the same weights again, in a form of the authors' own
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def is_hub_id(name: str) -> bool:
@@ -92,9 +92,10 @@ def missing_files(path: Path, weights: bool = True) -> list[str]:
     """Lists the files that a directory lacks to be a checkpoint, weights among them where they are wanted."""
     wanted = ["config.json"]
     if weights and (path / INDEX).exists():
-        wanted += sorted({*json.loads((path / INDEX).read_text(encoding="utf-8")).get("weight_map", {}).values()})
+        listed = {*json.loads((path / INDEX).read_text(encoding="utf-8")).get("weight_map", {}).values()}
+        wanted += [SINGLE] if (path / SINGLE).exists() and SINGLE not in listed else sorted(listed)
     elif weights:
-        wanted.append("model.safetensors")
+        wanted.append(SINGLE)
     return [name for name in wanted if not (path / name).exists()]
 
 

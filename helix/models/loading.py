@@ -85,6 +85,8 @@ class Checkpoint:
                 if not _is_within(file):
                     raise ValueError(f"{path / INDEX} has {tensor} in {file!r:.80}, which is not a path within {path}")
             files = sorted(set(listed.values()))
+            if SINGLE not in files and os.path.lexists(path / SINGLE):  # the one that transformers reads
+                listed, files = None, [SINGLE]
         elif os.path.lexists(path / SINGLE):
             listed, files = None, [SINGLE]
         else:

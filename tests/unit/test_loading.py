@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from comm.loopback import LoopbackWorld
+from helix.hub import missing_files
 from helix.layers.weights import Formats, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.models import Decoder, spec_from_config
@@ -95,6 +96,22 @@ def test_the_ranks_together_hold_every_element(directory: Path, kvp: int, tpa: i
             assert (count == kvp).all(), f"{name} is replicated in the kvp group alone"
         else:
             assert (count == 1).all(), f"{name} is on one rank"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_one_file_beside_an_index_that_does_not_name_it_is_what_is_read(directory: Path, named: bool) -> None:
+    whole = load_file(directory / "model.safetensors")
+    shard(directory, 2)
+    if named:
+        (directory / "model-0.safetensors").rename(directory / "model.safetensors")
+        index = directory / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace("model-0.safetensors", "model.safetensors"))
+    else:
+        save_file({name: tensor + 1 for name, tensor in whole.items()}, directory / "model.safetensors")
+    model = decoder(HelixLayout.create(), 0)
+    Checkpoint(directory).load(model.weights)
+    expected = whole["model.norm.weight"] + (not named)
+    assert torch.equal(model.norm.read.weight, expected) and missing_files(directory) == []
 
 
 @pytest.fixture
