@@ -20,7 +20,8 @@ FP8: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "compressed-tensors": ("format", ("float-quantized",)),
 }
 SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; its values are multiplied by either
-UNUSED = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")  # of activations and caches, which stay unscaled
+# Scales of activations and caches, which stay unscaled.
+UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale")
 SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
 BLOCK = (128, 128)  # rows and columns that share a scale where weights are rounded to e4m3 here
 # Routers and choices of tokens, which rounding would change, and gates of states, whose errors add up over all tokens.

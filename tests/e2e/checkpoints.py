@@ -450,8 +450,9 @@ def write_fp8(
         whole[name] = stored[name].float() * spread(scales.float(), size, weight.shape)
         fine = section["quant_method"] == "fp8"
         stored[f"{name}{'_scale_inv' if fine else '_scale'}"] = scales.reshape(()) if block == (None, None) else scales
-        if not fine:
-            stored[f"{name.removesuffix('.weight')}.input_scale"] = torch.ones(())
+        if not fine or section.get("activation_scheme") == "static":
+            of_inputs = "activation_scale" if fine else "input_scale"
+            stored[f"{name.removesuffix('.weight')}.{of_inputs}"] = torch.ones(())
     save_file(stored, directory / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": section}))

@@ -15,6 +15,7 @@ from tests.e2e.parity import Continuation, build_kept, check, loopback
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 16]}, (16, 16)
 WIDE = {"quant_method": "fp8", "weight_block_size": [128, 128]}, (128, 128)
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, (None, None)  # Ministral-3
 ROWS = {"quant_method": "fbgemm_fp8"}, (1, None)
 
 
@@ -31,7 +32,7 @@ def quantised(tmp_path: Path, family: str, stored: Any) -> tuple[Path, list[Cont
     "family, stored",
     [
         *(("llama-llama3", ROWS), ("qwen3", BLOCKS), ("qwen3-moe", BLOCKS), ("deepseek-v3-yarn", BLOCKS)),
-        *(("qwen3-next", BLOCKS), ("qwen3.5-moe", ROWS), ("glm-5", BLOCKS)),
+        *(("qwen3-next", BLOCKS), ("qwen3.5-moe", ROWS), ("glm-5", BLOCKS), ("ministral3", STATIC)),
     ],
 )
 def test_tokens_are_those_of_the_unpacked_weights(tmp_path: Path, family: str, stored: Any) -> None:
