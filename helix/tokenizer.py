@@ -8,6 +8,8 @@ from typing import Any
 
 from helix.files import read_json
 
+LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
+
 
 def has_tokenizer(path: str | Path | None) -> bool:
     return path is not None and os.path.lexists(Path(path) / "tokenizer.json")
@@ -30,13 +32,27 @@ def load_tokenizer(path: str | Path | None) -> Any | None:
     """
     if not has_tokenizer(path):
         return None
+    assert path is not None
     from transformers import PreTrainedTokenizerFast  # takes seconds, and only rank 0 needs it
 
     check_tokenizer_files(path)
     try:
-        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        begin, empty = tokenizer.bos_token_id, tokenizer.backend_tokenizer.encode("").ids
+        if begin is not None and begin not in empty and _begins_texts(Path(path)):
+            tokenizer.add_bos_token = True
+        return tokenizer
     except BaseException as error:  # of any type that the library raises for bad files, including panics
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         what = " ".join(str(error).split())
         raise ValueError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {what:.300}") from error
+
+
+def _begins_texts(path: Path) -> bool:
+    """Returns whether texts begin with a special token by `tokenizer_config.json`; DeepSeek's say so there alone.
+
+    It counts for the class whose tokenizers followed it before version 5 of transformers, which ignores it.
+    """
+    config = read_json(path / "tokenizer_config.json") if os.path.lexists(path / "tokenizer_config.json") else {}
+    return config.get("add_bos_token") is True and config.get("tokenizer_class") in LLAMA

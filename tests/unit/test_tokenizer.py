@@ -1,4 +1,4 @@
-"""load_tokenizer: texts are split as `tokenizer.json` says, whatever class `tokenizer_config.json` names."""
+"""load_tokenizer: texts are split as `tokenizer.json` says, and begin as `tokenizer_config.json` does."""
 
 from __future__ import annotations
 
@@ -51,3 +51,24 @@ def test_texts_are_split_as_the_file_says(tmp_path: Path, model_type: str, named
     ids = raw.encode(TEXT).ids
     assert tokenizer(TEXT)["input_ids"] == ids
     assert tokenizer.decode(ids) == TEXT and tokenizer.eos_token == "</s>"
+
+
+@pytest.mark.parametrize(
+    ("named", "asked", "begins"),
+    [
+        ("LlamaTokenizerFast", True, True),  # DeepSeek-V3, R1 and the distilled models
+        ("LlamaTokenizerFast", False, False),
+        ("LlamaTokenizerFast", None, False),
+        ("PreTrainedTokenizerFast", True, False),
+    ],
+)
+def test_texts_begin_as_the_config_says(tmp_path: Path, named: str, asked: bool | None, begins: bool) -> None:
+    raw = write(tmp_path)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": named, "add_eos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": asked}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    ids = raw.encode(TEXT).ids
+    begin = [tokenizer.bos_token_id] * begins
+    assert tokenizer.backend_tokenizer.encode(TEXT).ids == [*begin, *ids]
+    assert tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False).ids == ids
