@@ -48,7 +48,10 @@ class DraftDrawing:
         else:
             q, best = distribution(logits[:, None], first, sampling, self.comm, filtered=self.kind.filtered)
             self._sampled_from.append(q)
-            tokens = draw_drafts(q, best, first, positions[:, None], sampling.seed, self.comm)[:, 0]
+            # A position that is drafted again has new noise, for it is nearer: a refused draft may have changed q, by
+            # the keys that it chose.
+            counters = positions + (len(self._tokens) << 32)
+            tokens = draw_drafts(q, best, first, counters[:, None], sampling.seed, self.comm)[:, 0]
         self._tokens.append(tokens)
         return tokens
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Streams: draws for one (seed, position) that must be independent use different streams. A position that is drafted
-# again after an earlier rejection reuses its first draft's numbers: no kept token depends on them.
+# again after an earlier rejection has new numbers: see `helix.speculation.drawing`.
 TARGET = 0  # the target's own token, also after accepted drafts
 DRAFT = 1
 ACCEPT = 2
