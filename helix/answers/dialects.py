@@ -13,8 +13,18 @@ THINKING = {"open": "<think>", "close": "</think>"}
 BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>"}  # text to ignore
 JSON = {"content": "json", "content_args": {"allow_non_json": True}}
 NO_ANCHOR = "\0"  # replaces an anchor: parsing begins at the turn
+MOST_REFERENCES = 16  # of a schema, one behind the other
 UNTOLD = 1024  # characters of a prompt to parse if the begin of the turn is unknown
-
+# Types of a schema that a JSON value has.
+_KINDS: dict[type, set[str]] = {
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
 
 THOUGHT = ("<think>", "</think>", "\n\n")
 
@@ -283,6 +293,8 @@ class Parser:
         self.calls = 0
         self._many = many
         self._parser: Any = None
+        # Parameters of functions whose arguments are written one by one, as texts or as JSON.
+        self._parameters: dict[str, Any] = {}
         self._raw = ""  # text of the call being read
         self._kind = ""  # kind of the last part
         self._spaces = ""  # spaces after it, dropped unless it goes on
@@ -293,6 +305,9 @@ class Parser:
             fields = {name: f for name, f in template["fields"].items() if tools or name != "tool_calls"}
             spec = template | {"fields": fields, "start_anchor": NO_ANCHOR}
             self._parser = ResponseParser(spec, prefix=turn, tools=[*tools])
+            if template["fields"].get("tool_calls", {}).get("content") == "xml-inline":
+                functions = [tool["function"] for tool in tools]
+                self._parameters = {f["name"]: f.get("parameters") for f in functions}
             self._parts(self._parser.initial_events)
             self.calls, self._spaces = 0, ""  # spaces after the prompt belong to the answer
             if turn:
@@ -351,13 +366,22 @@ class Parser:
 
     def _called(self, value: Any) -> list[AnswerPart]:
         raw, self._raw = self._raw, ""
-        calls = [_function(one) for one in (value if isinstance(value, list) else [value])]
+        calls = [_function(self._typed(one)) for one in (value if isinstance(value, list) else [value])]
         if not calls or None in calls:  # it only looked like a call
             return self._said("content", raw)
         calls = calls if self._many else calls[:1]
         self._kind = "call"
         self.calls += len(calls)
         return [_called(*call) for call in filter(None, calls)]
+
+    def _typed(self, call: Any) -> Any:
+        """Reads arguments that are JSON as `Calls.argument` says; the parser itself knows the plain types alone."""
+        function = call.get("function") if isinstance(call, dict) else None
+        if self._parameters and isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            parameters, arguments = self._parameters.get(str(function.get("name"))), function["arguments"]
+            for name, text in arguments.items():
+                arguments[name] = _read(text, _member(parameters, "properties", name), parameters)
+        return call
 
 
 class PlainParser(Parser):
@@ -403,6 +427,60 @@ def _json_values(text: str, at: int = 0) -> list[Any]:
             return found
         found.append(value)
         at += len(LIST_OF_CALLS.between or "")
+
+
+def is_text(schema: Any) -> bool:
+    """Returns whether an argument is written as a text where arguments are written one by one; others are JSON."""
+    if not isinstance(schema, dict):
+        return False
+    texts = schema.get("enum")
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        return True
+    return schema.get("type") == "string"
+
+
+def _read(text: Any, schema: Any, root: Any) -> Any:
+    """Returns the value that an argument's text stands for: JSON that its schema allows, or the text."""
+    if not isinstance(text, str) or not isinstance(schema, dict) or is_text(schema):
+        return text
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # a number may be too large
+    except (ValueError, RecursionError):
+        return text
+    return value if _allows(schema, value, root, MOST_REFERENCES) else text
+
+
+def _allows(schema: Any, value: Any, root: Any, depth: int) -> bool:
+    """Returns whether a schema allows values of a value's kind, and this one where it lists them.
+
+    Args:
+        root: the schema in which references are looked up.
+        depth: most references and alternatives inside each other; deeper ones allow anything.
+    """
+    if not isinstance(schema, dict) or depth == 0:
+        return schema is not False
+    types = schema.get("type")
+    if isinstance(types, str | list) and not _KINDS[type(value)] & {*([types] if isinstance(types, str) else types)}:
+        return False
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(listed, list) and not any(type(one) is type(value) and one == value for one in listed):
+        return False
+    for name, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        inner = schema.get(name)
+        if isinstance(inner, list) and not enough(_allows(one, value, root, depth - 1) for one in inner):
+            return False
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#"):
+        return _allows(_member(root, *ref.split("/")[1:]), value, root, depth - 1)
+    return True
+
+
+def _member(schema: Any, *path: str) -> Any:
+    """Returns what lies at a path inside a schema; None if there is nothing."""
+    for name in path:
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
 
 
 def _called(name: str, arguments: str) -> AnswerPart:

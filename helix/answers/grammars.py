@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from helix.answers.dialects import Calls, Dialect
+from helix.answers.dialects import Calls, Dialect, is_text
 
 MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
 # Spaces between JSON tokens: one space, or a line break with indentation. Unbounded, some models write spaces for ever.
@@ -224,10 +224,9 @@ def _arguments(rules: _Rules, argument: str, parameters: dict[str, Any]) -> str:
     for name, schema in properties.items() if isinstance(properties, dict) else ():
         before, after = (text.replace("KEY", name) for text in argument.split("VALUE"))
         schema = schema if isinstance(schema, dict) else {}
-        texts = schema.get("enum")
-        if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        if is_text(schema) and isinstance(texts := schema.get("enum"), list):
             value = "(" + " | ".join(map(rules.text, texts)) + f") {rules.text(after)}"
-        elif schema.get("type") == "string":
+        elif is_text(schema):
             value = rules.add("/(?s:.*)/", f"[suffix={json.dumps(after)}]")
         else:
             value = f"{_json(schema | shared)} {rules.text(after)}"

@@ -148,6 +148,59 @@ def test_any_walk_is_calls_that_the_parser_reads(name: str, inside: bool) -> Non
     assert 1 in numbers and (calls.between is None or len(numbers) > 1), "several calls, where there can be"
 
 
+COLOURS = {"$defs": {"colour": {"type": "string", "enum": ["red", "1"]}}}
+
+
+@pytest.mark.parametrize("name", [dialect.name for dialect in WITH_CALLS])
+@pytest.mark.parametrize(
+    "schema, wanted",
+    [
+        ({"$ref": "#/$defs/colour"}, ["red", "1"]),
+        ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]}, ["red", "1", None]),
+        ({"allOf": [{"$ref": "#/$defs/colour"}]}, ["red", "1"]),
+        ({"oneOf": [{"const": "a"}, {"const": True}]}, ["a", True]),
+        ({"type": ["string", "null"], "enum": ["a", None]}, ["a", None]),
+        ({"enum": ["1", 1, 2, None]}, ["1", 1, 2, None]),
+        ({"enum": ["1", "null", " a"]}, ["1", "null", " a"]),
+        ({"const": {"k": ["v"]}}, [{"k": ["v"]}]),
+    ],
+)
+def test_arguments_are_what_their_schema_says(name: str, schema: dict[str, Any], wanted: list[Any]) -> None:
+    only = {"required": ["x"], "additionalProperties": False}
+    parameters = {"type": "object", "properties": {"x": schema}} | only | COLOURS
+    tools = [Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})]
+    grammar, found = grammar_of(name, tools, many=False), set[str]()
+    for seed in range(30):
+        answer = walk(name, grammars_of(name).begun(grammar), seed)
+        if answer is not None:
+            _, ((_, arguments),) = read(name, "", answer, tools)
+            assert list(arguments) == ["x"], answer
+            found.add(json.dumps(arguments["x"]))
+    assert found and found <= {json.dumps(one) for one in wanted}
+
+
+@pytest.mark.parametrize(
+    "schema, text, wanted",
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "42", "42"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "Paris", "Paris"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": "string"}, '"Paris"', '"Paris"'),
+        ({"$ref": "#/$defs/colour"}, "red", "red"),
+        ({"$ref": "#/$defs/point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/nowhere"}, "[1]", [1]),
+        ({"type": "number"}, "1e999", "1e999"),
+    ],
+)
+def test_arguments_may_be_written_without_quotes(schema: dict[str, Any], text: str, wanted: Any) -> None:
+    """Where nothing forces a form, models of Qwen3-Coder write texts as they are."""
+    more = {"$defs": {"point": {"type": "object"}} | COLOURS["$defs"]}
+    parameters = {"type": "object", "properties": {"x": schema}} | more
+    tools = [Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})]
+    answer = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert read("qwen3-coder", "", answer, tools) == ("", [("f", {"x": wanted})])
+
+
 @pytest.mark.parametrize("base", [None, "thinking"])
 @pytest.mark.parametrize("function", [None, "set.note-1"])
 def test_any_walk_of_plain_json_is_calls(base: str | None, function: str | None) -> None:
