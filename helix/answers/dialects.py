@@ -300,18 +300,16 @@ class Parser:
         self._spaces = ""  # spaces after it, dropped unless it goes on
         self._held = 0  # characters of the turn that may begin a mark; else they come with the answer's first
         if template is not None:
-            from transformers.utils.chat_parsing import ResponseParser  # seconds
-
             fields = {name: f for name, f in template["fields"].items() if tools or name != "tool_calls"}
             spec = template | {"fields": fields, "start_anchor": NO_ANCHOR}
-            self._parser = ResponseParser(spec, prefix=turn, tools=[*tools])
+            self._parser = _reader(spec, turn, tools)
             if template["fields"].get("tool_calls", {}).get("content") == "xml-inline":
                 functions = [tool["function"] for tool in tools]
                 self._parameters = {f["name"]: f.get("parameters") for f in functions}
             self._parts(self._parser.initial_events)
             self.calls, self._spaces = 0, ""  # spaces after the prompt belong to the answer
             if turn:
-                held = ResponseParser(spec, prefix=turn).finalize()[1]
+                held = _reader(spec, turn, []).finalize()[1]
                 self._held = sum(len(event["text"]) for event in held if event["type"] == "region_chunk")
 
     @property
@@ -416,6 +414,22 @@ class PlainParser(Parser):
         return [part for part in parts if part.kind != "content"]
 
 
+def _reader(spec: dict[str, Any], turn: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """Creates transformers' parser; a call whose JSON is too deep or has a number too long closes with its text."""
+    from transformers.utils.chat_parsing import ResponseParser  # seconds
+
+    class CallReader(ResponseParser):
+        def _close_current(self, events: list[dict[str, Any]]) -> None:
+            field, text = self._current, self._body
+            try:
+                super()._close_current(events)
+            except (ValueError, RecursionError):
+                events.append({"type": "region_close", "field": field, "value": text})
+                self._reset_to_implicit()
+
+    return CallReader(spec, prefix=turn, tools=[*tools])
+
+
 def _json_values(text: str, at: int = 0) -> list[Any]:
     """Returns the JSON values that stand in a text from a place on, as calls do in a list, up to one that is cut."""
     decoder = json.JSONDecoder()
@@ -423,7 +437,7 @@ def _json_values(text: str, at: int = 0) -> list[Any]:
     while True:
         try:
             value, at = decoder.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             return found
         found.append(value)
         at += len(LIST_OF_CALLS.between or "")
@@ -491,7 +505,7 @@ def _function(value: Any) -> tuple[str, str] | None:
     """Returns name and JSON arguments of a call; None if it is not a call."""
     if not isinstance(value, dict):
         return None
-    function = value.get("function", value)
+    function = inner if isinstance(inner := value.get("function"), dict) else value
     arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(function.get("name"), str) or arguments is None:
         return None

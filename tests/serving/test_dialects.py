@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helix.answers.dialects import DIALECTS, AnswerPart, Parser, dialect_of, turn_of
+from helix.answers.dialects import DIALECTS, AnswerPart, Parser, PlainParser, dialect_of, turn_of
 from launch.serving.schemas import Tool
 
 TOOLS = [
@@ -107,6 +107,35 @@ def test_recorded_answers(
     *got, parser = read(dialect, prompt, answer, size, TOOLS)
     assert got == [thinking, content, calls]
     assert parser.calls == len(calls)
+
+
+DEEP, LONG = "[" * 3000, "1" * 5000
+
+
+@pytest.mark.parametrize("size", [7, 10_000])
+@pytest.mark.parametrize(
+    "dialect, answer, content",
+    [
+        ("qwen", '<tool_call>{"function": "now", "arguments": {}}</tool_call>', '{"function": "now", "arguments": {}}'),
+        ("llama3", '{"function": null, "parameters": {}}', '{"function": null, "parameters": {}}'),
+        ("qwen", f"So: <tool_call>{DEEP}</tool_call>.", f"So: {DEEP}."),
+        ("qwen", f"So: <tool_call>{LONG}</tool_call>.", f"So: {LONG}."),
+        ("mistral", f"[TOOL_CALLS]now[ARGS]{DEEP}", DEEP),
+        ("llama3", f'{{"a": {DEEP}', f'{{"a": {DEEP}'),
+    ],
+)
+def test_what_is_no_call_is_content(dialect: str, answer: str, content: str, size: int) -> None:
+    """JSON of another kind, or such that Python reads none: nested without end, or with thousands of digits."""
+    template = next(d.template for d in DIALECTS if d.name == dialect)
+    parser = Parser(template, "", [tool.model_dump(exclude_none=True) for tool in TOOLS])
+    cuts = [answer[begin : begin + size] for begin in range(0, len(answer), size)]
+    parts = [part for cut in cuts for part in parser.feed(cut)] + parser.finish()
+    assert {part.kind for part in parts} == {"content"} and parser.calls == 0
+    assert "".join(part.text for part in parts) == content
+    for function in (None, "now"):
+        plain = PlainParser(None, "", function)
+        text = f'[{{"name": "now", "parameters": {DEEP}'
+        assert [(p.kind, p.text) for p in [*plain.feed(text), *plain.finish()]] == [("content", text)]
 
 
 def test_without_tools_calls_are_text() -> None:
