@@ -509,4 +509,9 @@ def _function(value: Any) -> tuple[str, str] | None:
     arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(function.get("name"), str) or arguments is None:
         return None
-    return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        return function["name"], arguments
+    try:
+        return function["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a number that is too large was read as infinite
+        return None

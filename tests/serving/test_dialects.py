@@ -110,6 +110,7 @@ def test_recorded_answers(
 
 
 DEEP, LONG = "[" * 3000, "1" * 5000
+LARGE = '{"name": "now", "arguments": {"a": 1e999}}'
 
 
 @pytest.mark.parametrize("size", [7, 10_000])
@@ -118,6 +119,7 @@ DEEP, LONG = "[" * 3000, "1" * 5000
     [
         ("qwen", '<tool_call>{"function": "now", "arguments": {}}</tool_call>', '{"function": "now", "arguments": {}}'),
         ("llama3", '{"function": null, "parameters": {}}', '{"function": null, "parameters": {}}'),
+        ("qwen", f"<tool_call>{LARGE}</tool_call>", LARGE),
         ("qwen", f"So: <tool_call>{DEEP}</tool_call>.", f"So: {DEEP}."),
         ("qwen", f"So: <tool_call>{LONG}</tool_call>.", f"So: {LONG}."),
         ("mistral", f"[TOOL_CALLS]now[ARGS]{DEEP}", DEEP),
