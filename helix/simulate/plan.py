@@ -231,12 +231,12 @@ def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
 
 def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[PlannedLayout | None, Refused | None]:
     """Finds the best settings of one layout, or the memory that it lacks."""
-    batches = np.array([q.batch]) if q.batch is not None else BATCHES
+    batches = np.array([q.batch]) if q.batch is not None else BATCHES[row[2] <= BATCHES]  # or groups would idle
     points = Points.crossed([row], batches)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
     options = _beside_prompts(q, points.layout(0), float(memory.weight_bytes[0]), options)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
-    fits = (points.batch <= memory.largest_batch) & (points.dp <= points.batch)
+    fits = points.batch <= memory.largest_batch
     if not fits.any():
         weights = float(memory.weight_bytes[0])
         room = (q.hardware.memory_bytes.value - weights) * options.memory_fraction
@@ -426,9 +426,8 @@ def _nothing_fits(q: Question, refused: list[Refused]) -> str:
 
 def _holds(q: Question) -> bool:
     """Returns whether any layout has memory for the question's sequences."""
-    batch = np.array([q.batch or 1])
-    candidates = ((Points.crossed([row], batch), options) for row, options in _rows(q))
-    return any(memory_of(q.spec, q.hardware, p, q.context, o).largest_batch[0] >= batch[0] for p, o in candidates)
+    candidates = ((Points.crossed([row], np.array([q.batch or row[2]])), options) for row, options in _rows(q))
+    return any(memory_of(q.spec, q.hardware, p, q.context, o).largest_batch[0] >= p.batch[0] for p, o in candidates)
 
 
 def _ms(seconds: float) -> str:

@@ -117,6 +117,10 @@ def test_mode_dp_is_compared_where_the_runtime_has_it() -> None:
     for more in ({"batch": 7}, {"batch": 8, "acceptance": 0.5}):
         found = ask("qwen3-30b-a3b", context=M // 8, modes=modes, **more).choices
         assert {c.layout.mode for c in found} == {"tp", "helix"}
+    found = ask("qwen3-30b-a3b", context=M // 8, batch=None, ttl_s=0.05, modes=modes).choices
+    assert any(c.layout.mode == "dp" and c.batch >= 8 for c in found), "of the batches that are tried"
+    with pytest.raises(ValueError, match="no layout of 2 x NVIDIA H200"):
+        ask("deepseek-r1", gpus=2, context=M // 8, batch=None, ttl_s=0.05, modes=modes)
 
 
 def test_every_layout_of_the_runtime_is_ranked_by_its_prediction() -> None:
