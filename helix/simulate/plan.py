@@ -367,12 +367,16 @@ def _speed(ranking: Ranking, choice: PlannedLayout) -> float:
 def _verdict(ranking: Ranking) -> str:
     split = next((c for c in ranking.choices if c.layout.mode == "helix" and c.layout.kvp > 1), None)
     whole = next((c for c in ranking.choices if c.layout.kvp == 1), None)
+    q = ranking.question
+    left_out = f"Helix is not compared here: modes={','.join(q.modes)} leave out"
     if split is None:
-        none = any(r.layout.mode == "helix" and r.layout.kvp > 1 for r in ranking.refused)
-        why = "none of its layouts has memory for it" if none else "a single GPU has nobody to split KV with"
+        if q.gpus > 1 and "helix" not in q.modes:
+            return f"{left_out} helix."
+        why = "a single GPU has nobody to split KV with" if q.gpus == 1 else "none of its layouts has memory for it"
         return f"Helix does not help here: {why}."
     if whole is None and not any(r.layout.kvp == 1 for r in ranking.refused):
-        q = ranking.question
+        if "tp" not in q.modes:
+            return f"{left_out} tp."
         of = q.spec.attention
         heads = f"{of.kv_heads} KV heads and {of.q_heads} query heads cannot be split into {q.gpus}"
         return f"Helix is not compared here: there is no plain TP over {q.gpus} GPUs, {heads}."
@@ -409,6 +413,9 @@ def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
 
 
 def _nothing_fits(q: Question, refused: list[Refused]) -> str:
+    if not refused:
+        dp = ": dp is for as many sequences as GPUs, for dense steps without drafts" if "dp" in q.modes else ""
+        return f"modes={','.join(q.modes)} have no layout of {q.gpus} GPUs for this question{dp}"
     least = min(refused, key=lambda r: r.missing_bytes)
     batch, memory = q.batch or 1, q.hardware.memory_bytes.value
     wanted = f"{batch} sequence{'s' if batch > 1 else ''} of {q.context} tokens"

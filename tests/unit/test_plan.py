@@ -231,6 +231,8 @@ def test_helix_helps_where_kv_is_most_and_not_where_it_is_little() -> None:
     # 8 x 2M tokens of KV that TP doubles: 240 GB a GPU.
     assert "without splitting KV (kvp=1) nothing fits" in ask(context=2 * M).verdict
     assert "no plain TP over 3 GPUs, 4 KV heads and 28 query heads cannot be split" in ask(gpus=3, batch=1).verdict
+    assert ask(batch=1, modes=("tp",)).verdict == "Helix is not compared here: modes=tp leave out helix."
+    assert ask(batch=1, modes=("helix",)).verdict == "Helix is not compared here: modes=helix leave out tp."
 
 
 def test_the_reason_is_the_phase_that_differs() -> None:
@@ -266,6 +268,10 @@ def test_what_cannot_be_planned() -> None:
         ask(gpus=16)
     with pytest.raises(ValueError, match="give batch, or ttl_ms"):
         ask(batch=None)
+    with pytest.raises(ValueError, match="modes=dp have no layout of 8 GPUs for this question: dp is for as many seq"):
+        ask(batch=7, modes=("dp",))
+    with pytest.raises(ValueError, match=r"modes=helix have no layout of 1 GPUs for this question$"):
+        ask(gpus=1, batch=1, modes=("helix",))
     for wrong in ({"gpus": 0}, {"context": 0}, {"batch": 0}, {"gamma": 0, "acceptance": 0.5}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0 must be at least 1"):
             ask(**wrong)
