@@ -205,8 +205,10 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
     """
     attention, share = sparse_overrides(given), drafted_share(given)
     storage = [f"{key}={given[name]}" for name, key in STORAGE.items() if name in given]
-    drafter = drafter_overrides(given)
+    drafter, tier = drafter_overrides(given), tier_of(given)
     config, spec, model = load_model(given["model"], [*attention, *drafter], storage)
+    if tier is not None:  # it is checked with the rest
+        config.kv.tier, config.kv.host_bytes, config.kv.ahead = "host", tier.host_bytes, tier.ahead is not None
     check_config(config)
     check_cache(config, spec)
     config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
@@ -227,7 +229,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
         share,
         layer_drafts(config.speculation, spec),
         tuple(given.get("modes", MODES)),
-        replace(planned(config, spec), tier=tier_of(given)),
+        replace(planned(config, spec), tier=tier),
     )
     model += ["comm.backend=nccl"] if backend == "nccl" else []
 
@@ -244,7 +246,6 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
             settings += [f"speculation.sparsity={share:g}"] if share is not None else []
         if choice.gamma and question.priced:
             settings += [f"bench.acceptance={given['acceptance']:g}"] if random else []
-        tier = question.options.tier
         tokens = 0 if tier is not None else None if question.options.sparse is None else pays_from(question, choice)
         if tokens is not None:
             settings += [*attention, f"attention.from_tokens={tokens}"]

@@ -434,6 +434,11 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("model=demo gpus=8 context=1 sparse=8 tier=host ahead=2", "ahead=2 must be from 0 to 1"),
         ("model=demo gpus=8 context=1 sparse=8 tier=host host_bytes=-1", "host_bytes=-1 must be positive"),
         ("model=demo gpus=8 context=1 sparse=8 tier=disk", "tier=disk must be one of host"),
+        (
+            "model=granite-3.3-8b gpus=8 context=1K sparse=8 attention=parts tier=host kv=fp8",
+            "attention.part=16 with kv.tier=host needs keys and values of equal size, and kv.dtype is fp8",
+        ),
+        ("model=demo gpus=8 context=1 sparse=0 tier=host ahead=1", "kv.ahead=true guesses what attention.topk=0 never"),
         ("model=demo gpus=8", "context missing"),
         ("model=demo gpus=8 gpus=4 context=1", "gpus is given twice"),
         ("model=demo gpus=two context=1", "gpus=two must be a whole number"),
