@@ -26,8 +26,8 @@ INTERRUPTED = 130  # exit code after control-C, as in shells
 LOOK_S = 0.1  # between two polls of the ranks
 GONE_S = 15.0  # for a process that was killed to be gone
 REFUSED = 3  # exit code if some requests were refused and the others served
-# Lines of a failed job that tell the cause, the most reliable first: a killed rank, an error line, an exception.
-CAUSES = (r"rank \d+ was killed", r"error\b", r"[\w.]+(Error|Exception): ")
+# Lines of a failed job that tell the cause, the most reliable first: a lost process, an error line, an exception.
+CAUSES = (r"(rank \d+|the launcher) was (killed|stopped)", r"error\b", r"[\w.]+(Error|Exception): ")
 
 
 def launch(world_size: int, work: Callable[[], int], command: Sequence[str]) -> int:

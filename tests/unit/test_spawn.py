@@ -138,4 +138,6 @@ def test_the_surest_cause_is_named() -> None:
     assert cause(trace) == "RuntimeError: NaN"
     assert cause([*trace, "error: no room"]) == "no room" and cause(["error on rank 1: x"]) == "error on rank 1: x"
     assert cause([*trace, "rank 3 was killed by signal 9"]) == "rank 3 was killed by signal 9"
+    for line in ("rank 1 was stopped by a signal, and stayed so", "the launcher was stopped by a signal, and stayed"):
+        assert cause([*trace, line]) == line
     assert cause(["a warning"]) == ""
