@@ -28,6 +28,7 @@ def begin() -> None:
     for number in SIGNALS:  # a forked rank has its launcher's handlers
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or who ignores it would have no exit codes of ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocked them
     # Characters that a terminal cannot show are escaped instead of ending the run. Lines are flushed when they end.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]

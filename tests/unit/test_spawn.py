@@ -99,6 +99,16 @@ def test_ranks_are_copies_that_leave_the_rest_to_their_launcher() -> None:
     assert "rank 0 was killed by signal 11 (SIGSEGV)" in ended.stderr
 
 
+def test_a_launcher_whose_parent_ignored_ended_children_has_their_exit_codes() -> None:
+    """Children ignore from their start what their parent ignores, such as a shell after `trap '' CHLD`."""
+    code = (
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from launch.job import lifeline, spawn; lifeline.begin(); print(spawn.launch(2, lambda: 7, []))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("7\n", "")
+
+
 def test_what_jobs_say_is_heard_and_shown(capfd: pytest.CaptureFixture[str]) -> None:
     with heard() as lines:
         subprocess.run([sys.executable, "-c", "import sys; print('error: no room', file=sys.stderr)"], check=True)
