@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Integral
@@ -484,6 +484,8 @@ def as_prompts(given: Any) -> list[Prompt]:
     Raises:
         ValueError: a prompt is neither a text nor token ids.
     """
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+        raise ValueError(f"prompts are {given!r:.60}: give a text, a list of token ids, or a list of either")
     several: list[Any] = [given] if isinstance(given, str) else list(given)
     if several and all(isinstance(one, Integral) for one in several):
         several = [several]
@@ -506,9 +508,18 @@ def _is_conversation(given: Any) -> bool:
 def _parsed(schema: type[Body], fields: Mapping[str, Any]) -> Body:
     """Checks a body as a server does; raises ValueError for what is wrong in it."""
     try:
-        return parsed(schema, json.dumps(fields).encode(), MOST_IDS)
+        return parsed(schema, json.dumps(fields, default=_plain).encode(), MOST_IDS)
     except ApiError as error:
         raise ValueError(error.message) from error
+    except TypeError as error:
+        raise ValueError(f"the options or messages cannot be written as JSON: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Converts what NumPy and torch count with to Python's own numbers and lists."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"{value!r:.60} is of type {type(value).__name__}")
+    return value.tolist()
 
 
 def _refused(error: ApiError, prompt_tokens: int = 0) -> RequestOutput:
