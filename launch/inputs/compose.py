@@ -264,7 +264,13 @@ def _swept(override: Override, settings: Settings) -> list[str]:
             known = ", ".join(settings.groups.get(key, [])) or "none, as it is not a group"
             raise ValueError(f"{override.input_line}: glob takes options of {key}; known: {known}")
         return names
-    return [*override.sweep_string_iterator()]
+    try:
+        values = [*override.sweep_string_iterator()]
+    except (HydraException, ValueError) as error:  # a step of 0
+        raise ValueError(f"{override.input_line}: {_line(error)}") from error
+    if not values:
+        raise ValueError(f"{override.input_line}: there is no value in it")
+    return values
 
 
 def _literal_paths(key: str, text: str, sweeps: bool) -> str:

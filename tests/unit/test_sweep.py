@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.program import PROGRAM
+from launch.inputs.compose import sweep_points
 from launch.job import spawn
 from launch.sweep import Point, check, run
 from tests.laboratory import composed
@@ -50,3 +52,11 @@ def test_figures_are_of_each_timed_point_and_of_this_sweep(
     if not code:
         assert [row["reason"] for row in rows] == ["", "no room"]
         assert [(row["batch"], row["kv_bytes_per_rank_max"]) for row in rows] == [(1, 4), (9, None)]
+
+
+@pytest.mark.parametrize("text", ["layout.kvp=range(1,1)", "layout.tpa=range(5,1)"])
+def test_a_range_without_values_is_a_mistake(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{text}: there is no value in it")):
+        sweep_points([text])
+    with pytest.raises(ValueError, match=r"^decode.temperature=range\(0,1,0.0\): Invalid range values"):
+        sweep_points(["decode.temperature=range(0,1,0.0)"])
