@@ -318,11 +318,12 @@ def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
     """Lists the rules of layouts, each with the points that break it; in the runtime's modes these are its rules."""
     grid = (p.mode == HELIX) | (p.mode == MEDHA)
     heads, experts = spec.attention, 1 if spec.experts is None else spec.experts.experts
-    whole = (heads.kv_heads % p.tpa == 0) | ((p.tpa % heads.kv_heads == 0) & (p.tpa <= heads.q_heads))
+    tpa = np.maximum(p.tpa, 1)  # a width of 0 breaks the first rule
+    whole = (heads.kv_heads % tpa == 0) | ((p.tpa % heads.kv_heads == 0) & (p.tpa <= heads.q_heads))
     return [
         ("every width and the batch are at least 1", np.min([getattr(p, f.name) for f in fields(p)[1:]], axis=0) < 1),
         ("tpf * ep is the number of FFN ranks", p.tpf * p.ep != p.ffn_ranks),
-        (f"in modes helix and medha tpa divides the {heads.kv_heads} KV heads", grid & (heads.kv_heads % p.tpa != 0)),
+        (f"in modes helix and medha tpa divides the {heads.kv_heads} KV heads", grid & (heads.kv_heads % tpa != 0)),
         ("in modes tp and dp tpa divides the KV heads, or they divide it and it is at most the query heads", ~whole),
         ("modes tp and dp have kvp = 1", ~grid & (p.kvp > 1)),
         ("modes tp and medha have dp = 1", ((p.mode == TP) | (p.mode == MEDHA)) & (p.dp > 1)),

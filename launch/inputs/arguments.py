@@ -11,6 +11,7 @@ from typing import Any
 
 HOME = Path(__file__).resolve().parents[2]  # the checkout, or where a wheel is installed
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
+MOST = 1 << 40  # of whole numbers: arrays hold 64 bits, of products, too
 
 
 def boolean(text: str) -> bool:
@@ -98,6 +99,8 @@ def parse(
             values[key] = kinds[key](text)
         except ValueError as error:
             raise ValueError(f"{argument} must be {KINDS.get(kinds[key]) or error}") from None
+        if isinstance(values[key], int) and abs(values[key]) > MOST:
+            raise ValueError(f"{argument} must be at most {MOST}")
     if missing := [key for key in needed if key not in values]:
         raise ValueError(f"{' and '.join(missing)} missing: add {' '.join(f'{key}=VALUE' for key in missing)}")
     return values

@@ -442,6 +442,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("model=demo gpus=8", "context missing"),
         ("model=demo gpus=8 gpus=4 context=1", "gpus is given twice"),
         ("model=demo gpus=two context=1", "gpus=two must be a whole number"),
+        (f"model=demo gpus=8 context=1 batch={1 << 70}", f"batch={1 << 70} must be at most {1 << 40}"),
         (
             "model=demo gpu=8 context=1",
             "gpu is unknown; known: model, gpus, context, batch, ttl_ms, hardware, backend, ",

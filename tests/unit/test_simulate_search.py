@@ -286,6 +286,8 @@ def test_a_point_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments, words",
     [
         ("point hardware=h200 model=llama-3.1-70b ep=0", "every width and the batch are at least 1"),
+        ("point hardware=h200 model=llama-3.1-70b tpa=0", "every width and the batch are at least 1"),  # no warning
+        (f"point hardware=h200 model=llama-3.1-70b context={1 << 70}", f"must be at most {1 << 40}"),
         ("point hardware=h200 model=llama-3.1-70b mode=cp", "mode=cp must be one of tp, dp, medha, helix"),
         ("point hardware=h200 model=llama-3.1-70b hopb=no", "hopb=no must be true or false"),
         ("point hardware=h200 model=llama-3.1-70b kpv=2", "(did you mean kvp?)"),
