@@ -50,9 +50,7 @@ def choose(
     if device is None:
         tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
         chosen = HelixLayout.create("helix", world_size // tpa, tpa)
-        allowed = (
-            f"the largest tpa that divides {spec.attention.kv_heads} KV heads and {world_size} ranks; kvp is the rest"
-        )
+        allowed = f"the largest tpa that divides {spec.attention.kv_heads} KV heads and {world_size} ranks"
         return chosen, f"no predictions on CPUs: {allowed}; kvp is the rest"
     hardware = hardware_of(device)
     if config.comm.backend == "nccl":

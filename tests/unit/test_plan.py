@@ -512,6 +512,9 @@ def test_auto_counts_the_longest_prompt_and_the_slots() -> None:
 
 def test_auto_on_cpus_and_where_it_cannot_be() -> None:
     assert auto(world=6, device=None) == "helix kvp=3 tpa=2 -> tpf=6 ep=1"  # four KV heads: tpa 2, of 1, 2, 3, 6
+    _, why = choose(composed("layout=auto"), load_spec("qwen2.5-7b"), (), 6, None, (1, 1))
+    assert why.endswith("the largest tpa that divides 4 KV heads and 6 ranks; kvp is the rest")
+    assert why.count("the rest") == 1
     with pytest.raises(
         ValueError, match=r"no hardware profile is called 'NVIDIA A100'; there are .*NVIDIA H200 \(h200\)"
     ):
