@@ -106,9 +106,9 @@ def preflight(
         check_eagle3(config, layout, spec, rank)
     files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
     files |= work.files
-    named = [os.path.realpath(path) for path in files.values() if path is not None]
-    if len(set(named)) < len(named):
-        *all_but_last, last = (f"{key}={path}" for key, path in files.items())
+    given = {key: path for key, path in files.items() if path is not None}
+    if len({os.path.realpath(path) for path in given.values()}) < len(given):
+        *all_but_last, last = (f"{key}={path}" for key, path in given.items())
         raise ValueError(f"{', '.join(all_but_last)} and {last} must be different files")
     finished = False
     if rank == 0:

@@ -317,9 +317,9 @@ BAD_COMMAND_LINES = [
     (
         ["decode.output=PROMPTS"],
         1,
-        "decode.prompts=PROMPTS, decode.output=PROMPTS and record=None must be different files",
+        "decode.prompts=PROMPTS and decode.output=PROMPTS must be different files",
     ),
-    (["record=PROMPTS"], 1, "decode.prompts=PROMPTS, decode.output=None and record=PROMPTS must be different files"),
+    (["record=PROMPTS"], 1, "decode.prompts=PROMPTS and record=PROMPTS must be different files"),
     (["record=/nowhere/r.json"], 1, "record=/nowhere/r.json cannot be written: No such file or directory"),
     (
         ["record=x.json", "decode.output=./x.json"],
