@@ -17,7 +17,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.build.checks import CheckedDraft
 from helix.build.parts import load_eagle3, make_formats
 from helix.config import Config, ModelConfig
-from helix.errors import ConfigError
+from helix.errors import ConfigError, RankError
 from helix.hub import find_models
 from helix.layers.weights import Formats
 from helix.library import import_transformers
@@ -96,6 +96,8 @@ def _rank(config: Config, work: Work, run: Callable[[Task], Done]) -> int:
         return _joined(job, config, work, run)
     except ConfigError as error:
         job.end(f"error: {error}")
+    except SystemExit:  # of rich, which makes it of a broken pipe
+        job.fail(RankError("nobody reads the output any more: stdout is a pipe whose other end is closed"))
     except Exception as error:
         job.fail(error)
 

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from launch.demo import verdict
 from launch.inputs.files import claim
 from launch.job import spawn
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ENTRY, LABORATORY, Ended, Job, torchrun
+from tests.e2e.cli import ENTRY, LABORATORY, ROOT, Ended, Job, environment, torchrun
 from tests.e2e.parity import build_engine
 
 FAMILY = "qwen3"  # no tokenizer: jobs start in three seconds
@@ -173,6 +174,19 @@ def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -
     assert ended.output.count(said) == 1, ended.output
     assert "Traceback" not in ended.output and "rank 1" not in ended.output, ended.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "out.jsonl"]
+
+
+def test_a_reader_who_leaves_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2]})
+    overrides = [f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2"]
+    read, end = os.pipe()
+    os.close(read)
+    with open(end, "w") as closed:
+        ended = subprocess.run(
+            [*ENTRY, *overrides], cwd=ROOT, env=environment(), stdout=closed, stderr=subprocess.PIPE, text=True
+        )
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
+    assert ended.stderr.startswith("error: nobody reads the output any more: stdout is a pipe")
 
 
 def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) -> None:
