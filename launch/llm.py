@@ -288,13 +288,13 @@ class LLM:
     # ---- bodies of requests, as servers get them
 
     def _completion(self, prompt: Prompt, options: SamplingOptions) -> Completion:
-        return _parsed(Completion, self._fields(options) | {"prompt": prompt})
+        return checked_body(Completion, self._fields(options) | {"prompt": prompt})
 
     def _chat(self, messages: Any, options: SamplingOptions, more: Mapping[str, Any]) -> Chat:
         fields = self._fields(options) | {name: value for name, value in more.items() if value is not None}
         if (best := fields.pop("logprobs", None)) is not None:
             fields |= {"logprobs": True, "top_logprobs": best}
-        return _parsed(Chat, fields | {"messages": [*messages]})
+        return checked_body(Chat, fields | {"messages": [*messages]})
 
     def _fields(self, options: SamplingOptions) -> dict[str, Any]:
         """Collects what options say, and the settings where they do not.
@@ -505,7 +505,7 @@ def _is_conversation(given: Any) -> bool:
     return isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
 
 
-def _parsed(schema: type[Body], fields: Mapping[str, Any]) -> Body:
+def checked_body(schema: type[Body], fields: Mapping[str, Any]) -> Body:
     """Checks a body as a server does; raises ValueError for what is wrong in it."""
     try:
         return parsed(schema, json.dumps(fields, default=_plain).encode(), MOST_IDS)

@@ -18,7 +18,7 @@ import torch
 
 import helix
 from launch.cli import COMMANDS
-from launch.llm import LLM, _parsed, as_prompts
+from launch.llm import LLM, as_prompts, checked_body
 from launch.serving.schemas import Completion
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ROOT, Job, as_copies, torchrun
@@ -234,10 +234,10 @@ def test_what_are_no_prompts(given: Any) -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     fields = {"max_tokens": np.int64(2), "temperature": np.float32(0.5), "stop_token_ids": torch.tensor([3])}
-    body = _parsed(Completion, fields | {"prompt": "text", "ignore_eos": np.bool_(True)})
+    body = checked_body(Completion, fields | {"prompt": "text", "ignore_eos": np.bool_(True)})
     assert (body.max_tokens, body.temperature, body.stop_token_ids, body.ignore_eos) == (2, 0.5, [3], True)
     with pytest.raises(ValueError, match=r"cannot be written as JSON: \{3\} is of type set"):
-        _parsed(Completion, {"prompt": "text", "stop_token_ids": {3}})
+        checked_body(Completion, {"prompt": "text", "stop_token_ids": {3}})
 
 
 def test_the_command_names_all_commands() -> None:
