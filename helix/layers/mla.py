@@ -338,7 +338,8 @@ class MLA(ShardedAttention):
         page, ranks, heads = placement.page_size, placement.layout.kvp, q.shape[1]
         most = min(-(-step.max_k // page), step.block_tables.shape[1])
         sequences = len(step.slots) - step.padded
-        of_column = sequences * ranks * page * len(self.expand) * q.itemsize
+        # By the most heads of a rank: all gather the same columns at a time.
+        of_column = sequences * ranks * page * max(self.shares) * (spec.nope + spec.value) * q.itemsize
         unit = placement.append_block // math.gcd(placement.append_block, page)  # columns of whole blocks
         each = max(1, min(EXPANDED // max(of_column, 1), DEEP // page) // unit) * unit
         hi, found = torch.where(step.live, step.positions + 1, 0), list[tuple[Tensor, Tensor]]()

@@ -67,9 +67,15 @@ def test_baseline_modes(family: str, mode: str, kvp: int, tpa: int) -> None:
 @pytest.mark.parametrize("family", MLA_FAMILIES)
 @pytest.mark.parametrize(
     "mode, kvp, tpa, block, gathers",
-    [("helix", 1, 1, 16, False), ("tp", 1, 2, 16, True), ("helix", 2, 1, 16, True), ("helix", 3, 1, 5, False)],
+    [
+        ("helix", 1, 1, 16, False),
+        ("tp", 1, 2, 16, True),
+        ("helix", 2, 1, 16, True),
+        ("helix", 3, 1, 5, False),
+        ("medha", 2, 1, 16, False),
+    ],
 )
-@pytest.mark.parametrize("piece", [1, 1 << 28])
+@pytest.mark.parametrize("piece", [1, 1 << 12, 1 << 28])
 def test_expanded_keys(
     monkeypatch: pytest.MonkeyPatch,
     family: str,
@@ -80,7 +86,7 @@ def test_expanded_keys(
     gathers: bool,
     piece: int,
 ) -> None:
-    """Every step of prompts, in one piece or in as many as there can be."""
+    """Every step of prompts, in one piece, in some or in as many as there can be: as many on ranks of few heads."""
     choose(monkeypatch, values=False, gathers=gathers)
     monkeypatch.setattr(model_runner, "expanding_rows", lambda spec: 0.01)
     monkeypatch.setattr(mla, "EXPANDED", piece)
