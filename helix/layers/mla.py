@@ -316,7 +316,10 @@ class MLA(ShardedAttention):
             return append(q, kv, angles.of(dealt.own), self.w_uk, torch.full_like(slots[dealt.own], -1))
         if step.expands:
             append(q.new_empty(len(x), 0, spec.query), kv, angles, self.w_uk[:0], slots)
-            return angles.scaled(_rotated(q if self.gathers else q[:, self.own], angles, spec.nope))
+            makes_own = self.gathers and self.made == self.shares
+            if self.gathers and not makes_own:  # mode medha: the first rank keeps all heads
+                q = self._gather(q.contiguous(), step)
+            return angles.scaled(_rotated(q if makes_own else q[:, self.own], angles, spec.nope))
         gathers, w_uk = self.gathers, self.own_w_uk
         if gathers and step.cu_q is not None and gathers_first(spec, len(x), self.comm.wire_rate):
             q, gathers, w_uk = self._gather(q.contiguous(), step), False, self.w_uk

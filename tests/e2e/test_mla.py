@@ -73,6 +73,7 @@ def test_baseline_modes(family: str, mode: str, kvp: int, tpa: int) -> None:
         ("helix", 2, 1, 16, True),
         ("helix", 3, 1, 5, False),
         ("medha", 2, 1, 16, False),
+        ("medha", 3, 1, 16, True),
     ],
 )
 @pytest.mark.parametrize("piece", [1, 1 << 12, 1 << 28])
