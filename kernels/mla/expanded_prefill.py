@@ -153,6 +153,8 @@ def expanded_prefill(
     assert q.stride(2) == keys.stride(3) == ropes.stride(2) == 1 and hi.is_contiguous() and cu_q.is_contiguous()
     out = q.new_empty(N, heads, V)
     lse = torch.empty(N, heads, dtype=torch.float32, device=q.device)
+    if not heads:  # a rank may keep none, and TMA has no tensors without columns
+        return out, lse
     if q.is_cuda and expanded_prefill_sm90.fits(q, keys, ropes, max_q):
         expanded_prefill_sm90.launch(q, keys, ropes, cu_q, max_q, hi, scale, out, lse)
         return out, lse

@@ -78,6 +78,7 @@ FEW_BITS = {
     "a row more": ([257], [257], 1),
     "fewer rows than a program's": ([64, 40], [500, 40], 2),
     "many segments": ([2 * n for n in MANY], [2 * n for n in MANY], 2),
+    "of a rank that keeps no head": ([300], [300], 0),
 }
 
 
