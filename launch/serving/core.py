@@ -45,10 +45,11 @@ RETRY_S = {"starting": 10, "restarting": 10, "draining": 30, "failed": 60}
 class Stage(IntEnum):
     """A stage of a job's work on a continuation."""
 
-    SENT = 0
-    QUEUED = 1  # read by the job
-    ADMITTED = 2
-    RUNNING = 3  # part of it has been computed
+    HELD = 0  # no job has it
+    SENT = 1
+    QUEUED = 2  # read by the job
+    ADMITTED = 3
+    RUNNING = 4  # part of it has been computed
 
 
 class Flight:
@@ -285,12 +286,19 @@ class Core:
         """Handles the end of a job that had, or may have had, work.
 
         If only one request was being read or begun with, it is the likely cause and is not retried. Requests that
-        waited for admission are not to blame.
+        waited for admission are not to blame, and none is for a job that ended before it had them.
 
         Returns:
             A continuation of the request that was given up.
         """
         self._state, self._why = "restarting", why
+        given_up = self._blame(why)
+        for flight in self.flights.values():
+            flight.stage = Stage.HELD
+        return given_up
+
+    def _blame(self, why: str) -> Flight | None:
+        """Ends the requests that may have ended a job; returns a continuation of the one that has."""
         new: dict[object, Flight] = {}
         for flight in self.flights.values():
             if flight.stage in (Stage.SENT, Stage.ADMITTED):
@@ -300,7 +308,7 @@ class Core:
             for flight in [flight for flight in self.flights.values() if flight.request == request]:
                 self._end(flight, "error", f"the engine failed when it began with this request: {why}")
             return given_up
-        for flight in [flight for flight in self.flights.values() if flight.stage is not Stage.QUEUED]:
+        for flight in [one for one in self.flights.values() if one.stage not in (Stage.HELD, Stage.QUEUED)]:
             flight.crashes += 1
             if flight.crashes >= CRASHES:
                 self._end(flight, "error", f"the engine failed {CRASHES} times while it worked on this request: {why}")

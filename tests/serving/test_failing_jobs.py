@@ -40,6 +40,40 @@ def test_a_job_that_dies_is_a_pause(tmp_path: Path) -> None:
     run(check, tmp_path, FakeJob(dying))
 
 
+class LoadingJob(FakeJob):
+    """A job whose second start fails before it is ready."""
+
+    starts = 0
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.starts += 1
+        if self.starts == 2:
+            writer.transport.abort()
+        else:
+            await super()._serve(reader, writer)
+
+
+def test_a_start_that_fails_is_no_request_s_fault(tmp_path: Path) -> None:
+    async def dying(job: FakeJob, submit: Submit) -> None:
+        if submit.drawn:
+            await counting(job, submit)
+            return
+        await job.say(submit, [100 + len(submit.ids)])
+        await asyncio.sleep(0.05)
+        if job.writers:
+            job.die()
+
+    async def check(front: Front) -> None:
+        answers = await asyncio.gather(
+            *(front.post("/v1/completions", {"prompt": [1] * n, "max_tokens": 4}) for n in (1, 2))
+        )
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        assert all(answer.json()["usage"]["completion_tokens"] == 4 for answer in answers)
+
+    run(check, tmp_path, job := LoadingJob(dying))
+    assert job.starts == 3
+
+
 def test_a_request_that_sees_two_deaths_is_given_up(tmp_path: Path) -> None:
     """One that decodes, beside which nothing is new."""
 
