@@ -35,7 +35,7 @@ class Keys:
             if len(words) != 2:
                 raise ValueError(f"serve.api_keys={path}, line {number}: a line is OWNER KEY, two words")
             self._digests.append((words[0], _digest(words[1])))
-        if len(self._digests) == (key is not None):
+        if len(self._digests) == bool(key):
             raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
 
     @property

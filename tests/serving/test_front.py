@@ -23,6 +23,7 @@ from launch.serving.messages import Count, Messages
 from launch.serving.responses import Responses
 from launch.serving.routes import PAGE, PAGE_TYPES
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
+from launch.serving.security import Keys
 from launch.serving.tokens import read_defaults
 from tests.serving.front import (
     READY,
@@ -452,6 +453,14 @@ def test_keys_and_their_owners(tmp_path: Path) -> None:
         assert len({submit.salt for submit in front.job.submits}) == 4
 
     run(check, tmp_path, api_keys=str(keys))
+
+
+def test_a_file_without_keys_is_refused_beside_an_empty_key_too(tmp_path: Path) -> None:
+    """HELIX_API_KEY may be set to nothing: a server of other hosts would be everybody's."""
+    (keys := tmp_path / "keys").write_text("# none yet\n")
+    for key in (None, "", "key-1"):
+        with pytest.raises(ValueError, match="holds no key"):
+            Keys(str(keys), key)
 
 
 @pytest.mark.parametrize("declared", [True, False])
