@@ -239,10 +239,10 @@ class Link:
             with peer:
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
                 connection += 1
-                with self._lock:
-                    self._peer, self._prefix = peer, f"{connection}:"
-                    peer.sendall(encode(ready))
                 try:
+                    with self._lock:
+                        self._peer, self._prefix = peer, f"{connection}:"
+                        peer.sendall(encode(ready))
                     self._read(peer)
                 except OSError:  # it has left
                     pass

@@ -181,3 +181,13 @@ def test_tokens_of_a_step_are_one_message(link: tuple[Link, Inbox, Path]) -> Non
     made.flush()
     assert isinstance(mine := front.next(), StepDeltas) and mine.ids.tolist() == [1, 12]
     front.close()
+
+
+def test_who_left_before_it_was_served_is_nobody(tmp_path: Path) -> None:
+    """Another job looks so whether the socket is in use, and front ends are killed."""
+    link = Link(path := tmp_path / "job.sock", Inbox())
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(str(path))
+    link.open(READY, dict)
+    Front(path).close()
+    link.close()
