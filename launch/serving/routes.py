@@ -144,9 +144,7 @@ class Api:
         ready = self._core.refuse_unless_ready()
         body = await self._body(request, Completion, self._serve.waiting * ready.max_length)
         reader, prompts = self._known(body.model), body.prompts
-        if (wanted := len(prompts) * (body.n or 1)) > self._serve.waiting:
-            what = f"the request wants {wanted} continuations, and serve.waiting={self._serve.waiting} may wait"
-            raise ApiError(400, what, param="prompt")
+        self._check_wanted(len(prompts) * (body.n or 1), "prompt")
         has_text = body.echo or body.shape is not None or any(isinstance(prompt, str) for prompt in prompts)
         size = request.state.size if has_text else 0
         return await self._answer(request, body, ready, await reader.run(size, read, *self._of(body, ready)), body)
@@ -154,6 +152,7 @@ class Api:
     async def _chat(self, request: Request) -> ASGIApp:
         """Answers a conversation, by the checkpoint's chat template."""
         body = await self._body(request, Chat)
+        self._check_wanted(body.n or 1, "n")
         return await self._converse(request, body, body, Answer)
 
     async def _respond(self, request: Request) -> ASGIApp:
@@ -295,6 +294,12 @@ class Api:
                 return Response(status_code=GONE)
 
         return answered
+
+    def _check_wanted(self, wanted: int, param: str) -> None:
+        """Raises ApiError 400 if a request wants more continuations than may ever wait."""
+        if wanted > self._serve.waiting:
+            what = f"the request wants {wanted} continuations, and serve.waiting={self._serve.waiting} may wait"
+            raise ApiError(400, what, param=param)
 
     def _known(self, model: str | None) -> Reader:
         """Returns the reader of a request's model.

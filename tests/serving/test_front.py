@@ -301,6 +301,24 @@ def test_the_queue_has_an_end(tmp_path: Path) -> None:
     run(check, tmp_path, FakeJob(silent), waiting=2)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [1], "n": 3}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 3}, "n"),
+    ],
+)
+def test_more_continuations_than_may_ever_wait_are_not_to_be_tried_again(
+    path: str, body: dict[str, Any], param: str, tmp_path: Path
+) -> None:
+    async def check(front: Front) -> None:
+        refused = await front.post(path, body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+        assert "retry-after" not in refused.headers
+
+    run(check, tmp_path, waiting=2)
+
+
 def test_the_page_needs_no_other_host(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         names = re.findall(r'(?:src|href)="page/(.*?)"', (await front.get("/")).text)
