@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from threading import Thread, Timer
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -52,7 +53,7 @@ class Talk:
         """Streams the answer to a question; both become part of the conversation, what was said before a stop too.
 
         Raises:
-            ValueError: the server refuses it, with the reason.
+            ValueError: the server refuses it, with the reason, or the answer broke off.
         """
         self.turns.append({"role": "user", "content": question})
         told = [{"role": "system", "content": self.system}] if self.system else []
@@ -61,7 +62,9 @@ class Talk:
         try:
             with self._open("/v1/chat/completions", body) as stream:
                 for line in stream:
-                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    if line.startswith(b"data: [DONE]"):
+                        return
+                    if not line.startswith(b"data: "):
                         continue
                     event = json.loads(line[6:])
                     if "error" in event:
@@ -70,9 +73,12 @@ class Talk:
                         if piece := choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
                             said.append(piece)
                             yield piece
-        except ValueError:
+            raise ValueError(f"{self.url}: the answer broke off")
+        except (ValueError, OSError, HTTPException) as error:
             self.turns.pop()
-            raise
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(f"{self.url}: the answer broke off: {error}") from error
         finally:
             if self.turns and self.turns[-1]["role"] == "user" and said:
                 self.turns.append({"role": "assistant", "content": "".join(said)})

@@ -6,11 +6,13 @@ import json
 import os
 import pty
 import signal
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import SO_LINGER, SOL_SOCKET
 from threading import Event, Thread
 from typing import Any
 
@@ -57,7 +59,11 @@ class Double:
                 except OSError:
                     double.ended.set()
                     return None
-                self.wfile.write(b"data: [DONE]\n\n")
+                if question == "reset":
+                    self.connection.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+                    return self.connection.close()
+                if question != "cut":
+                    self.wfile.write(b"data: [DONE]\n\n")
                 return None
 
             def event(self, of: dict[str, Any]) -> None:
@@ -102,6 +108,15 @@ def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys:
     ]  # fmt: skip
     assert all(body["stream"] and body["max_tokens"] == 9 and body["temperature"] == 0 for body in double.bodies)
     assert double.keys == ["Bearer secret"]
+
+
+@pytest.mark.parametrize("how", ["cut", "reset"])
+def test_an_answer_that_breaks_off_is_said_to(how: str, double: Double) -> None:
+    """What a killed server said is no answer, and the chat goes on."""
+    chat = Talk(double.url, None, {})
+    with pytest.raises(ValueError, match="the answer broke off"):
+        list(chat.ask(how))
+    assert chat.turns == [] and list(chat.ask("one")) == ["one "]
 
 
 def test_what_is_said_where_nobody_answers() -> None:
