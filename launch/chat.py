@@ -55,6 +55,8 @@ class Talk:
         Raises:
             ValueError: the server refuses it, with the reason, or the answer broke off.
         """
+        if self.turns and self.turns[-1]["role"] == "user":
+            self.turns.pop()  # it was stopped before a word: many templates refuse two questions in a row
         self.turns.append({"role": "user", "content": question})
         told = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": told + self.turns, "stream": True, **self.options}

@@ -119,6 +119,21 @@ def test_an_answer_that_breaks_off_is_said_to(how: str, double: Double) -> None:
     assert chat.turns == [] and list(chat.ask("one")) == ["one "]
 
 
+def test_a_question_that_was_stopped_before_a_word_is_not_told_with_the_next(
+    double: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*of: object) -> None:
+        raise KeyboardInterrupt
+
+    chat = Talk(double.url, None, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(chat, "_open", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            list(chat.ask("one"))
+    assert list(chat.ask("two")) == ["two "]
+    assert [turn["content"] for turn in double.bodies[-1]["messages"]] == ["two"]
+
+
 def test_what_is_said_where_nobody_answers() -> None:
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9 does not answer: .*refused"):
         Talk("http://127.0.0.1:9", None, {})
