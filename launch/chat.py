@@ -52,6 +52,8 @@ class Talk:
     def ask(self, question: str) -> Iterator[str]:
         """Streams the answer to a question; both become part of the conversation, what was said before a stop too.
 
+        The model's thoughts are streamed, and are not told to it again.
+
         Raises:
             ValueError: the server refuses it, with the reason, or the answer broke off.
         """
@@ -72,7 +74,9 @@ class Talk:
                     if "error" in event:
                         raise ValueError(event["error"]["message"])
                     for choice in event["choices"]:
-                        if piece := choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
+                        if thought := choice["delta"].get("reasoning_content"):
+                            yield thought
+                        if piece := choice["delta"].get("content"):
                             said.append(piece)
                             yield piece
             raise ValueError(f"{self.url}: the answer broke off")

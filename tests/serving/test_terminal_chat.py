@@ -48,6 +48,9 @@ class Double:
                     return self.reply(400, b'{"error": {"message": "no such word"}}')
                 self.send_response(200)
                 self.end_headers()
+                if question == "think":
+                    self.event({"choices": [{"delta": {"reasoning_content": "well, "}}]})
+                    self.event({"choices": [{"delta": {"reasoning_content": "yes. ", "content": "I "}}]})
                 for word in question.split():
                     self.event({"choices": [{"delta": {"content": word + " "}}]})
                 if question == "halfway":
@@ -132,6 +135,13 @@ def test_a_question_that_was_stopped_before_a_word_is_not_told_with_the_next(
             list(chat.ask("one"))
     assert list(chat.ask("two")) == ["two "]
     assert [turn["content"] for turn in double.bodies[-1]["messages"]] == ["two"]
+
+
+def test_thoughts_are_shown_and_not_told_again(double: Double) -> None:
+    chat = Talk(double.url, None, {})
+    assert "".join(chat.ask("think")) == "well, yes. I think "
+    list(chat.ask("one"))
+    assert [turn["content"] for turn in double.bodies[-1]["messages"]] == ["think", "I think ", "one"]
 
 
 def test_what_is_said_where_nobody_answers() -> None:
