@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -64,6 +65,15 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             self._refused: ApiError | None = None  # once set, later data is dropped
             self._unread = 0  # bytes since the parser last completed a head or a part of a body
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
+            self._slow: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._await_reading(self.transport.get_write_buffer_size())
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_awaiting()
 
         def data_received(self, data: bytes) -> None:
             if self._refused is not None:
@@ -128,11 +138,26 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._late.cancel()
+            self._stop_awaiting()
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
             if self._refused is None:
                 super().send_400_response(msg)
+
+        def _await_reading(self, left: int) -> None:
+            """Ends the connection once its client has read nothing of what is left for `slow_s` seconds."""
+            self._slow = self.loop.call_later(serve.slow_s, self._look, left)
+
+        def _look(self, left: int) -> None:
+            if (size := self.transport.get_write_buffer_size()) < left:
+                self._await_reading(size)
+            else:
+                self.transport.abort()
+
+        def _stop_awaiting(self) -> None:
+            if self._slow is not None:
+                self._slow.cancel()
 
         def _refuse(self, status: int, message: str) -> ApiError:
             """Sends a refusal, and returns the error that stops the parser."""

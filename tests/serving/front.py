@@ -129,7 +129,8 @@ class Front:
 
     async def connect(self, path: str, body: Any, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection on which a request has been sent; its bytes are the test's to read."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **more)
+        where = () if "sock" in more else ("127.0.0.1", self.port)
+        reader, writer = await asyncio.open_connection(*where, **more)
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
         writer.write(head.encode() + content)

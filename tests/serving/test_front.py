@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import re
+import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
+from helix.config import ServeConfig
 from launch.serving.errors import ApiError
 from launch.serving.frames import Delta, Progress, Queued, Stats, Submit
+from launch.serving.http import listen
 from launch.serving.messages import Count, Messages
 from launch.serving.responses import Responses
 from launch.serving.routes import PAGE, PAGE_TYPES
@@ -226,6 +230,39 @@ def test_a_slow_reader_gets_larger_pieces_and_then_the_end(tmp_path: Path) -> No
         writer.close()
 
     run(check, tmp_path, FakeJob(flood), slow_s=0.5)
+
+
+def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold the answer's memory for as long as it likes; one that reads on, however slowly, has all of it."""
+
+    def listening(serve: ServeConfig) -> socket.socket:
+        (made := listen(serve)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return made
+
+    async def telling(job: FakeJob, submit: Submit) -> None:
+        every = [(-1.0, [(token, -1.0) for token in range(20)])] * 400
+        await job.say(submit, [100] * 400, "length", logprobs=tuple(every))
+
+    async def check(front: Front) -> None:
+        turns = [{"role": "user", "content": "a"}]
+        body = {"messages": turns, "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
+        for reads in (False, True):
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", front.port))
+            reader, _ = await front.connect("/v1/chat/completions", body, sock=client, limit=4096)
+            got = 0
+            if not reads:
+                await asyncio.sleep(3)
+            with suppress(ConnectionError):
+                while piece := await reader.read(4096):
+                    got += len(piece)
+                    if reads and got < 300_000:
+                        await asyncio.sleep(0.03)
+            assert (got > 350_000) == reads, got
+
+    monkeypatch.setattr("tests.serving.front.listen", listening)
+    run(check, tmp_path, FakeJob(telling), slow_s=1.0)
 
 
 def test_the_time_in_the_queue_ends_with_admission(tmp_path: Path) -> None:
