@@ -99,9 +99,9 @@ function locked() {
 
 async function trouble() {
   const answer = await fetch("health").catch(() => null);
-  if (!answer) return "The server does not answer";
-  const {state, reason} = await answer.json();
-  return answer.ok ? "" : `The server is ${state}: ${reason}`;
+  const told = await answer?.json().catch(() => null);  // what a proxy says for a server that is away is no JSON
+  if (!told) return "The server does not answer";
+  return answer.ok ? "" : `The server is ${told.state}: ${told.reason}`;
 }
 
 async function look() {
@@ -296,7 +296,9 @@ async function stream(path, wanted, take) {
     if (!answer.ok) {
       lost = answer.status === 503;
       if (answer.status === 401) locked();
-      throw new Error(`${lost ? "The server is " : ""}${(await answer.json()).error.message}`);
+      const told = await answer.json().catch(() => null);
+      lost ||= !told;
+      throw new Error(told ? `${lost ? "The server is " : ""}${told.error.message}` : "The server does not answer.");
     }
     for await (const event of events(answer)) {
       heard = performance.now();
