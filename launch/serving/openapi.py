@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 from launch.serving.checked import Schema
 from launch.serving.fields import DONE, field_of
 
+KINDS = {"/metrics": "text/plain", "/": "text/html", "/page/{name}": "*/*"}  # of answers that are no JSON
 REF = "#/components/schemas/{model}"
 ERROR = {
     "type": "object",
@@ -29,23 +30,26 @@ ERROR = {
 }
 
 
-def document(version: str, routes: Iterable[tuple[str, str, str, type[Schema] | None]], keyed: bool) -> dict[str, Any]:
+def document(
+    version: str, routes: Iterable[tuple[str, str, str, type[Schema] | None, bool]], keyed: bool
+) -> dict[str, Any]:
     """Creates the document.
 
     Args:
-        routes: path, method, summary and body of each.
-        keyed: whether requests need a key.
+        routes: path, method, summary and body of each, and whether it is open to all.
+        keyed: whether requests of other routes need a key.
     """
     routes = [*routes]
-    bodies = {body for *_, body in routes if body is not None}
+    bodies = {body for *_, body, _ in routes if body is not None}
     _, found = models_json_schema([(body, "validation") for body in sorted(bodies, key=str)], ref_template=REF)
     schemas = found.get("$defs", {})
     for known in bodies:
         _describe(schemas[known.__name__], known.route)
     paths: dict[str, Any] = {}
-    for path, method, summary, body in routes:
+    for path, method, summary, body, is_open in routes:
         path = re.sub(r"{(\w+):path}", r"{\1}", path)
-        paths.setdefault(path, {})[method.lower()] = _operation(path, summary, body)
+        keyless: dict[str, Any] = {"security": []} if keyed and is_open else {}
+        paths.setdefault(path, {})[method.lower()] = _operation(path, summary, body) | keyless
     about = {"title": "Helix", "version": version}
     parts = {"schemas": schemas | {"Error": ERROR}, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": parts} | (
@@ -60,7 +64,7 @@ def _describe(schema: dict[str, Any], route: str) -> None:
 
 
 def _operation(path: str, summary: str, body: type[Schema] | None) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {}}
+    content: dict[str, Any] = {KINDS.get(path, "application/json"): {}}
     if body is not None and "stream" in body.model_fields:
         content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}

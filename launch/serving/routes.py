@@ -130,6 +130,11 @@ class Api:
             ("/livez", "GET", self._livez, None),
         ]
 
+    @property
+    def _open(self) -> tuple[Handler, ...]:
+        """Handlers that need no key."""
+        return self._health, self._livez, self._page, self._openapi
+
     def app(self) -> ASGIApp:
         """Creates the ASGI application."""
         routes = [Route(path, self._answered(handler), methods=[method]) for path, method, handler, _ in self._routes]
@@ -263,7 +268,10 @@ class Api:
 
     async def _openapi(self, request: Request) -> ASGIApp:
         """Describes the routes, as OpenAPI."""
-        routes = [(path, method, str(handler.__doc__), body) for path, method, handler, body in self._routes]
+        routes = [
+            (path, method, str(handler.__doc__), body, handler in self._open)
+            for path, method, handler, body in self._routes
+        ]
         return JSONResponse(document(version("helix-runtime"), routes, self._keys.needed))
 
     async def _health(self, request: Request) -> ASGIApp:
@@ -284,7 +292,7 @@ class Api:
     # ---- shared by all routes
 
     def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
-        open_to_all = handler in (self._health, self._livez, self._page, self._openapi)
+        open_to_all = handler in self._open
 
         async def answered(request: Request) -> ASGIApp:
             request.state.owner = None if open_to_all else self._keys.owner(request.headers)

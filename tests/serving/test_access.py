@@ -196,6 +196,23 @@ def test_the_description_is_complete(tmp_path: Path) -> None:
     run(check, tmp_path)
 
 
+def test_the_description_says_what_answers_are_and_which_need_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada key-1\n")
+
+    async def check(front: Front) -> None:
+        told = (await front.get("/openapi.json")).json()
+        for path in ("/", "/page/{name}", "/health", "/livez", "/openapi.json", "/metrics", "/v1/models", "/v1/loads"):
+            operation, url = told["paths"][path]["get"], path.format(name="page.css")
+            needed = operation.get("security", told["security"]) != []
+            assert (await front.get(url)).status_code == (401 if needed else 200), path
+            answer = await front.get(url, headers={"authorization": "Bearer key-1"})
+            (kind,) = operation["responses"]["200"]["content"]
+            assert kind in ("*/*", answer.headers["content-type"].partition(";")[0]), path
+
+    run(check, tmp_path, api_keys=str(keys))
+
+
 def references(value: Any) -> set[str]:
     if isinstance(value, dict):
         own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
