@@ -73,7 +73,7 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
     core = Core(serve.waiting)
     api = Api(serve, core, keys)
     loop = asyncio.get_running_loop()
-    core.on_first = lambda ready: _begin(api, ready, serve, listener, loop)
+    core.on_first = lambda ready: _begin(api, ready, keys.needed, listener, loop)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, arguments, directory)
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -112,13 +112,13 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
     return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={front.CPU_TOKENS}"])
 
 
-def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
+def _begin(api: Api, ready: Ready, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
     """Reads the model's tokenizer and template, and prints the address; in a thread beside the loop."""
     api.know(ready, loop)
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = " -H 'Authorization: Bearer KEY'" if serve.api_keys is not None else ""
+    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
     body = json.dumps({"prompt": "def read_json(path):", "max_tokens": 64, "stream": True})
     room = f"context {ready.context:,} tokens, KV cache {ready.kv_tokens:,} tokens, {ready.max_batch} sequences"
     print(

@@ -153,6 +153,15 @@ def test_the_printed_line_works(server: Server) -> None:
     assert '"finish_reason":"length"' in said or '"finish_reason":"stop"' in said  # it is drawn
 
 
+def test_the_printed_line_has_a_key_where_one_is_needed(tmp_path: Path) -> None:
+    server = Server(tmp_path, "--api-key=key-1")
+    line = next(line for line in server.log.read_text().splitlines() if line.startswith("curl -N "))
+    line = line.replace("KEY", "key-1")
+    said = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60).stdout
+    server.kill()
+    assert said.endswith("data: [DONE]\n\n")
+
+
 def test_a_client_that_leaves_makes_room(server: Server) -> None:
     """The engine gives up what nobody reads: the next request does not wait for 4,000 tokens."""
     stream = server.complete("x", max_tokens=4000, stream=True)
