@@ -25,7 +25,7 @@ class Keys:
     """
 
     def __init__(self, path: str | None, key: str | None = None) -> None:
-        self._digests: list[tuple[str, bytes]] = [] if not key else [("key", _digest(key))]
+        self._digests: list[tuple[str, bytes]] = [] if not key else [("key", _digest(key.encode()))]
         if path is None:
             return
         for number, line in enumerate(read_text(Path(path)).splitlines(), 1):
@@ -34,7 +34,7 @@ class Keys:
                 continue
             if len(words) != 2:
                 raise ValueError(f"serve.api_keys={path}, line {number}: a line is OWNER KEY, two words")
-            self._digests.append((words[0], _digest(words[1])))
+            self._digests.append((words[0], _digest(words[1].encode())))
         if len(self._digests) == bool(key):
             raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
 
@@ -53,7 +53,7 @@ class Keys:
             return None
         of_anthropic = f"Bearer {headers.get('x-api-key', '')}"
         scheme, _, key = headers.get("authorization", of_anthropic).partition(" ")
-        given, found = _digest(key.strip()), None
+        given, found = _digest(key.strip(" \t").encode("latin-1")), None  # as the client has sent it
         for owner, digest in self._digests:  # all of them, so that timing reveals nothing
             if hmac.compare_digest(given, digest):
                 found = owner
@@ -77,5 +77,5 @@ def check_exposure(serve: ServeConfig, key: str | None = None) -> None:
         )
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

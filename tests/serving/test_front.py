@@ -542,6 +542,16 @@ def test_keys_and_their_owners(tmp_path: Path) -> None:
     run(check, tmp_path, api_keys=str(keys))
 
 
+def test_a_key_may_have_any_letters(tmp_path: Path) -> None:
+    """Clients send UTF-8, and the server sees its bytes one by one."""
+    (path := tmp_path / "keys").write_text("ada clé-à\n", encoding="utf-8")
+    keys = Keys(str(path))
+    assert keys.owner({"authorization": "Bearer clé-à".encode().decode("latin-1")}) == "ada"
+    assert keys.owner({"x-api-key": "clé-à".encode().decode("latin-1")}) == "ada"
+    with pytest.raises(ApiError):
+        keys.owner({"x-api-key": "cle-a"})
+
+
 def test_a_file_without_keys_is_refused_beside_an_empty_key_too(tmp_path: Path) -> None:
     """HELIX_API_KEY may be set to nothing: a server of other hosts would be everybody's."""
     (keys := tmp_path / "keys").write_text("# none yet\n")
