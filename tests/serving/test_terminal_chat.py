@@ -144,6 +144,16 @@ def test_thoughts_are_shown_and_not_told_again(double: Double) -> None:
     assert [turn["content"] for turn in double.bodies[-1]["messages"]] == ["think", "I think ", "one"]
 
 
+def test_a_terminal_obeys_no_model(
+    double: Double, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Escapes could write the clipboard, or hide what was said."""
+    typed = iter(["a\x1b]52;c;eA==\x07b\u009b2J", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    converse(Talk(double.url, None, {}))
+    assert "\na]52;c;eA==b2J \n" in capsys.readouterr().out.replace("control-C   stop an answer", "")
+
+
 def test_what_is_said_where_nobody_answers() -> None:
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9 does not answer: .*refused"):
         Talk("http://127.0.0.1:9", None, {})
