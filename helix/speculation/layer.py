@@ -38,8 +38,6 @@ class LayerDrafter(Drafter):
         max_batch, max_length: those of the engine.
     """
 
-    # The last row of a hit belongs to the token after it: it is written again.
-    lacking = 1.0
     reads_states = True
 
     def __init__(
@@ -56,6 +54,8 @@ class LayerDrafter(Drafter):
         max_length: int,
     ) -> None:
         super().__init__(limit)
+        # The last row of a hit belongs to the token after it: it is written again, of an exact state.
+        self.lacking = cache.lacking + 1
         self.layer = layer
         self.comm = comm
         self.cache = cache
@@ -87,11 +87,12 @@ class LayerDrafter(Drafter):
         counts = [len(p.tokens) for p in chunk.prompts]
         prompts, states = [], []
         for p, of_tokens in zip(chunk.prompts, chunk.states.split(counts), strict=True):
+            known = max(p.known - 1, 0)  # rows of a hit, which states that lack their windows would spoil for all
             if self._read.get(p.slot) == p.begin:  # it goes on where a chunk ended
                 states.append(self._ends[p.slot : p.slot + 1])
-                prompts.append(PromptChunk(p.slot, p.begin - 1, p.tokens))
+                prompts.append(PromptChunk(p.slot, p.begin - 1, p.tokens, known))
             elif len(p.tokens) > 1:
-                prompts.append(PromptChunk(p.slot, p.begin, p.tokens[1:]))
+                prompts.append(PromptChunk(p.slot, p.begin, p.tokens[1:], known))
             states.append(of_tokens[:-1])
             self._read[p.slot] = p.end
         if prompts:

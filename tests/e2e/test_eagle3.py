@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.parts import make_eagle3
@@ -96,6 +97,25 @@ def test_drafts_are_those_of_the_layer(
     found, oracle = drafters[0], eagle3.oracle(family, kind, window)
     assert len(found.drafted) > 20
     assert unlike(found, oracle.drafts) == []
+
+
+def test_who_hits_a_prefix_spoils_no_row_of_it() -> None:
+    """The states computed again lack their windows, and the rows lie in pages that sequences share."""
+    prompt = torch.randint(90, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+    drafters = list[Any]()
+
+    def body(world: LoopbackWorld, rank: int) -> None:
+        drafts = LayerDrafts(3, kind=Recorded, eagle3=config("gpt-oss", "shared", 120))
+        comm = world.communicator(rank, [0])
+        engine = build_engine(eagle3.target("gpt-oss"), HelixLayout.create(), comm, 16, drafter=drafts, adaptive=False)
+        assert 1 < engine.runner.lacking < len(prompt) / 2
+        drafters.append(engine.runner.drafter)
+        for i in range(3):
+            list(engine.generate([Request(i, (*prompt, *range(9, 9 + i)), 12)]))
+
+    run_ranks(1, body, timeout_s=120.0)
+    assert len(drafters[0].drafted) > 20
+    assert unlike(drafters[0], eagle3.oracle("gpt-oss", "shared", 120).drafts) == []
 
 
 def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:

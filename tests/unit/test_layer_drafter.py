@@ -64,7 +64,7 @@ def test_a_launch_is_between_bounds_and_attention() -> None:
     events: list[str] = []
     cpu = torch.device("cpu")
     drafter = LayerDrafter(
-        2, Layer(events), torch.float32, SoloCommunicator(cpu), SimpleNamespace(device=cpu, rings={}),
+        2, Layer(events), torch.float32, SoloCommunicator(cpu), SimpleNamespace(device=cpu, rings={}, lacking=0.0),
         Placement(HelixLayout.create("helix", 1), 0, 16, 16), noise="shared", max_batch=2, max_length=32,
     )  # fmt: skip
     drafter.policy = Logged(events)
