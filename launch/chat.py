@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 from launch.inputs import compose, front
 from launch.inputs.arguments import parse, tokens
 from launch.inputs.front import API_KEY, Line
+from launch.inputs.terminal import harmless
 from launch.job.lifeline import LAUNCHER
 
 START_S = 1800.0  # for a model to be loaded
@@ -29,7 +30,6 @@ NUMBERS: dict[str, tuple[str, Callable[[str], Any]]] = {  # fields of a request
     "--max-tokens": ("max_tokens", tokens),
     "--temperature": ("temperature", float),
 }
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal would obey
 COMMANDS = """\
 /new        forget the conversation      /system TEXT  tell the model something first
 /retry      answer once more             /quit         end (also control-D)
@@ -188,7 +188,7 @@ def _answer(chat: Talk, question: str) -> None:
         for piece in answer:
             first = first or time.monotonic()
             pieces += 1
-            print(CONTROL.sub("", piece), end="", flush=True)
+            print(harmless(piece), end="", flush=True)
     except KeyboardInterrupt:
         answer.close()  # type: ignore[attr-defined]
         print(" (stopped)", end="")

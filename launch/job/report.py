@@ -28,6 +28,7 @@ from helix.models import Decoder
 from helix.models.quantized import rounded
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
+from launch.inputs.terminal import harmless
 from launch.job.lifeline import age_s
 from launch.job.membership import Job
 
@@ -68,7 +69,7 @@ class Console:
             self._terminal.width = FILE_WIDTH
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._text = OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))
+        self._text = OneAtATime(lambda text: self._terminal.out(harmless(text), end="", highlight=False))
         where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
         if plan.config.model.load == "random":

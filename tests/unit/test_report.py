@@ -61,13 +61,13 @@ def test_no_bar_is_left_behind_that_is_not_full(
     place = SimpleNamespace(world_size=1)
     console = Console(plan, SimpleNamespace(leads=True, device=torch.device("cpu"), backend="gloo", place=place))
     console.prefill(8192, 8222)
-    console.show(out("a", "one "))
+    console.show(out("a", "one \x1b[2J"))
     console.prefill(8222, 8222)
     console.show(out("b", "two"))
     lines = screen(capsys.readouterr().out)
     bars = [line for line in lines if line.startswith("prefill")]
     assert [("8222/8222" in bar) for bar in bars] == ([] if streams else [True]), lines
-    assert any("[a] one" in line for line in lines) == streams
+    assert any("[a] one [2J" in line for line in lines) == streams, "a model's escapes are not obeyed"
 
 
 def screen(written: str) -> list[str]:
