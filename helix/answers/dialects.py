@@ -8,23 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from helix.answers.arguments import read_arguments
+
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
 THINKING = {"open": "<think>", "close": "</think>"}
 BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>"}  # text to ignore
 JSON = {"content": "json", "content_args": {"allow_non_json": True}}
 NO_ANCHOR = "\0"  # replaces an anchor: parsing begins at the turn
-MOST_REFERENCES = 16  # of a schema, one behind the other
 UNTOLD = 1024  # characters of a prompt to parse if the begin of the turn is unknown
-# Types of a schema that a JSON value has.
-_KINDS: dict[type, set[str]] = {
-    str: {"string"},
-    bool: {"boolean"},
-    int: {"integer", "number"},
-    float: {"number"},
-    list: {"array"},
-    dict: {"object"},
-    type(None): {"null"},
-}
 
 THOUGHT = ("<think>", "</think>", "\n\n")
 
@@ -373,12 +364,11 @@ class Parser:
         return [_called(*call) for call in filter(None, calls)]
 
     def _typed(self, call: Any) -> Any:
-        """Reads arguments that are JSON as `Calls.argument` says; the parser itself knows the plain types alone."""
+        """Reads the arguments of a call that are written one by one; the parser itself knows the plain types alone."""
         function = call.get("function") if isinstance(call, dict) else None
         if self._parameters and isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-            parameters, arguments = self._parameters.get(str(function.get("name"))), function["arguments"]
-            for name, text in arguments.items():
-                arguments[name] = _read(text, _member(parameters, "properties", name), parameters)
+            parameters = self._parameters.get(str(function.get("name")))
+            function["arguments"] = read_arguments(function["arguments"], parameters)
         return call
 
 
@@ -441,60 +431,6 @@ def _json_values(text: str, at: int = 0) -> list[Any]:
             return found
         found.append(value)
         at += len(LIST_OF_CALLS.between or "")
-
-
-def is_text(schema: Any) -> bool:
-    """Returns whether an argument is written as a text where arguments are written one by one; others are JSON."""
-    if not isinstance(schema, dict):
-        return False
-    texts = schema.get("enum")
-    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
-        return True
-    return schema.get("type") == "string"
-
-
-def _read(text: Any, schema: Any, root: Any) -> Any:
-    """Returns the value that an argument's text stands for: JSON that its schema allows, or the text."""
-    if not isinstance(text, str) or not isinstance(schema, dict) or is_text(schema):
-        return text
-    try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False)  # a number may be too large
-    except (ValueError, RecursionError):
-        return text
-    return value if _allows(schema, value, root, MOST_REFERENCES) else text
-
-
-def _allows(schema: Any, value: Any, root: Any, depth: int) -> bool:
-    """Returns whether a schema allows values of a value's kind, and this one where it lists them.
-
-    Args:
-        root: the schema in which references are looked up.
-        depth: most references and alternatives inside each other; deeper ones allow anything.
-    """
-    if not isinstance(schema, dict) or depth == 0:
-        return schema is not False
-    types = schema.get("type")
-    if isinstance(types, str | list) and not _KINDS[type(value)] & {*([types] if isinstance(types, str) else types)}:
-        return False
-    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(listed, list) and not any(type(one) is type(value) and one == value for one in listed):
-        return False
-    for name, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
-        inner = schema.get(name)
-        if isinstance(inner, list) and not enough(_allows(one, value, root, depth - 1) for one in inner):
-            return False
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and ref.startswith("#"):
-        return _allows(_member(root, *ref.split("/")[1:]), value, root, depth - 1)
-    return True
-
-
-def _member(schema: Any, *path: str) -> Any:
-    """Returns what lies at a path inside a schema; None if there is nothing."""
-    for name in path:
-        schema = schema.get(name) if isinstance(schema, dict) else None
-    return schema
 
 
 def _called(name: str, arguments: str) -> AnswerPart:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from helix.answers.dialects import Calls, Dialect, is_text
+from helix.answers.arguments import is_text, texts_of
+from helix.answers.dialects import Calls, Dialect
 
 MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
 # Spaces between JSON tokens: one space, or a line break with indentation. Unbounded, some models write spaces for ever.
@@ -224,7 +225,7 @@ def _arguments(rules: _Rules, argument: str, parameters: dict[str, Any]) -> str:
     for name, schema in properties.items() if isinstance(properties, dict) else ():
         before, after = (text.replace("KEY", name) for text in argument.split("VALUE"))
         schema = schema if isinstance(schema, dict) else {}
-        if is_text(schema) and isinstance(texts := schema.get("enum"), list):
+        if texts := texts_of(schema):
             value = "(" + " | ".join(map(rules.text, texts)) + f") {rules.text(after)}"
         elif is_text(schema):
             value = rules.add("/(?s:.*)/", f"[suffix={json.dumps(after)}]")

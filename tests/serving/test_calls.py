@@ -179,6 +179,17 @@ def test_arguments_are_what_their_schema_says(name: str, schema: dict[str, Any],
     assert found and found <= {json.dumps(one) for one in wanted}
 
 
+@pytest.mark.parametrize("name", [dialect.name for dialect in WITH_CALLS if dialect.calls and dialect.calls.argument])
+@pytest.mark.parametrize("listed", [["a", None], [1], []], ids=str)
+def test_a_text_that_lists_other_values_is_any_text(name: str, listed: list[Any]) -> None:
+    def grammar(**more: Any) -> str:
+        parameters = {"type": "object", "properties": {"x": {"type": "string"} | more}, "required": ["x"]}
+        tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+        return grammar_of(name, [tool], many=False)
+
+    assert grammar(enum=listed) == grammar() != grammar(enum=["a"])
+
+
 @pytest.mark.parametrize(
     "schema, text, wanted",
     [
@@ -193,7 +204,7 @@ def test_arguments_are_what_their_schema_says(name: str, schema: dict[str, Any],
     ],
 )
 def test_arguments_may_be_written_without_quotes(schema: dict[str, Any], text: str, wanted: Any) -> None:
-    """Where nothing forces a form, models of Qwen3-Coder write texts as they are."""
+    """Models of Qwen3-Coder write texts as they are where nothing forces a form."""
     more = {"$defs": {"point": {"type": "object"}} | COLOURS["$defs"]}
     parameters = {"type": "object", "properties": {"x": schema}} | more
     tools = [Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})]
