@@ -115,7 +115,7 @@ def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.parametrize("how", ["cut", "reset"])
 def test_an_answer_that_breaks_off_is_said_to(how: str, double: Double) -> None:
-    """What a killed server said is no answer, and the chat goes on."""
+    """The chat goes on, without the words of a server that was killed."""
     chat = Talk(double.url, None, {})
     with pytest.raises(ValueError, match="the answer broke off"):
         list(chat.ask(how))

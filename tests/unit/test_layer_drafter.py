@@ -30,7 +30,7 @@ class Logged(DenseAttention):
 
 
 class Parts:
-    """What a layer projects; choosing rows is a launch."""
+    """Projections of a layer; choosing rows of them is a launch."""
 
     def __init__(self, events: list[str], rows: int) -> None:
         self.events, self.rows = events, rows
