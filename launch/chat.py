@@ -81,10 +81,11 @@ class Talk:
                             said.append(piece)
                             yield piece
             raise ValueError(f"{self.url}: the answer broke off")
-        except (ValueError, OSError, HTTPException) as error:
+        except ValueError:
             self.turns.pop()
-            if isinstance(error, ValueError):
-                raise
+            raise
+        except (OSError, HTTPException) as error:
+            self.turns.pop()
             raise ValueError(f"{self.url}: the answer broke off: {error}") from error
         finally:
             if self.turns and self.turns[-1]["role"] == "user" and said:
