@@ -31,10 +31,6 @@ COUNTED = 1 << 14  # characters at a time
 OTHERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # tags of transformers' own
 SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on and off
-# Bytes by the letters that spell them in byte-level tokens: most stand for themselves.
-LETTERS = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OF_LETTER = {chr(byte): byte for byte in LETTERS}
-OF_LETTER |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in LETTERS)}
 # Texts around special tokens, where tokenizers differ in stripping and prefixing.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
 
@@ -106,9 +102,8 @@ class Tokens:
         if self.tokenizer is None:
             return str(token)
         text = str(self.tokenizer.decode([token]))
-        if str(self.tokenizer.convert_ids_to_tokens(token)).startswith(
-            "▁"
-        ):  # SentencePiece's: a first space is dropped
+        name = str(self.tokenizer.convert_ids_to_tokens(token))
+        if name.startswith("▁"):  # SentencePiece's: a first space is dropped
             text = str(self.tokenizer.decode([token, token]))[len(text) :]
         return text
 
@@ -119,8 +114,9 @@ class Tokens:
             name = str(self._needed().convert_ids_to_tokens(token))
             if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
                 return bytes.fromhex(found[1])
-            if all(letter in OF_LETTER for letter in name):
-                return bytes(OF_LETTER[letter] for letter in name)
+            letters = _bytes_of_letters()
+            if all(letter in letters for letter in name):
+                return bytes(letters[letter] for letter in name)
         return text.encode("utf-8", errors="surrogatepass")
 
     def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, most: int) -> tuple[np.ndarray, str]:
@@ -282,6 +278,14 @@ def _variables(chat: Conversation, free: frozenset[str], read: frozenset[str]) -
 
 def _names(names: frozenset[str]) -> str:
     return ", ".join(sorted(names)) or "none"
+
+
+@lru_cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Returns the bytes that the letters of byte-level tokens stand for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def _line(error: Exception) -> str:
