@@ -5,6 +5,9 @@ rank sends. Messages for any other rank go to the other process, as if from an a
 waits is filled once a turn, and each direction of a GPU's link carries as many bytes as with W ranks. A single process
 sends to itself, and no link is crossed.
 
+A message for rank `to` arrives as if from rank `to`, except between the two emulated ranks, whose messages arrive as
+what they are. So two processes that emulate two ranks compute exactly what two ranks compute.
+
 Tokens mean nothing, since messages are not what the absent ranks would send. Times lack two effects of W GPUs: more
 ranks to be the slowest of, and a busier switch. Where slices of rows do not divide evenly among owners, or have several
 sizes (hidden size 2880), they are summed in one shot, or over NCCL if there are too many; messages too large for boxes
@@ -118,14 +121,29 @@ class EmulatedTransport(TorchDistCommunicator):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return self.all_to_all(x).sum(0)
+        return self._parts(x.contiguous(), self.rank, self._peer).sum(0)
 
     def all_to_all(self, send: Tensor) -> Tensor:
-        """Keeps the first part, and swaps the others as they lie: W GPUs would not sort them either."""
+        return self._parts(send, self.kvp_rank, self._peer_in_group)
+
+    def _parts(self, send: Tensor, mine: int, theirs: int) -> Tensor:
+        """Keeps part `mine` and swaps the others, as `addresses` does, without copies, which W GPUs do not make either.
+
+        One of the two emulated ranks is the first of its group, so both see the same runs of parts between them.
+        """
         received = torch.empty_like(send)
-        received[:1] = send[:1]
-        if len(send) > 1:
-            self._swap(send[1:], received[1:])
+        received[mine] = send[mine]
+        if mine == theirs:
+            if len(send) > 1:
+                self._swap(send[1:], received[1:])
+            return received
+        last = max(mine, theirs)
+        runs = [run for run in (slice(theirs, theirs + 1), slice(1, last), slice(last + 1, None)) if len(send[run])]
+        group = self._groups.world
+        operations = [dist.P2POp(dist.isend, send[run], self._other, group) for run in runs]
+        operations += [dist.P2POp(dist.irecv, received[run], self._other, group) for run in runs]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
         return received
 
     def all_gather_object(self, obj: T) -> list[T]:

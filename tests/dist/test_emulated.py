@@ -11,6 +11,7 @@ from torch import Tensor
 
 from comm.emulated import EmulatedCommunicator, EmulatedTransport, rank_of
 from comm.symm_mem import SymmMemCommunicator
+from kernels.reference.lse_combine import lse_combine
 from tests.pool import pool
 
 LAYOUTS = [(2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2), (6, 3), (5, 5)]  # ranks, kvp
@@ -47,20 +48,46 @@ def in_worker(process: int, processes: int, kind: type[EmulatedTransport], world
 @pytest.mark.parametrize("world, kvp", LAYOUTS)
 def test_over_gloo(world: int, kvp: int, processes: int) -> None:
     """The first collective of each kind, by what each process sent."""
+    lanes = 2 * kvp - 1
+    shapes = (kvp, 5), (3, 4), (3, 4), (3, 64), (3, lanes, 16), (3, lanes), (8, 2880), (world, 3, 4)
     sent = []
     for process in range(processes):
         generator = torch.Generator().manual_seed(process)
-        sent.append([torch.randn(*shape, generator=generator) for shape in ((kvp, 5), (3, 4), (3, 4), (3, 64))])
+        sent.append([torch.randn(*shape, generator=generator) for shape in shapes])
     half = world // processes
+
+    def parts(x: Tensor, other_x: Tensor, mine: int, theirs: int) -> list[Tensor]:
+        """Part s comes from rank s: its own, that of the other emulated rank, or what the other sends to rank s."""
+        return [x[s] if s == mine else other_x[mine if s == theirs else s] for s in range(len(x))]
+
     for p, found in enumerate(pool(processes, "gloo").run(in_worker, EmulatedTransport, world, kvp)):
         other = processes - 1 - p
-        (messages, x, y, rows), (their_messages, their_x, their_y, their_rows) = sent[p], sent[other]
-        rank = p * half
-        assert torch.equal(found[0], torch.cat((messages[:1], their_messages[1:])))
-        assert torch.equal(found[1], torch.stack([x if r == rank else their_x for r in range(world)]))
-        torch.testing.assert_close(found[2], y + (world - 1) * their_y)
-        torch.testing.assert_close(found[3], rows + (world - 1) * their_rows)
+        (messages, x, y, rows, out, lse, _, scattered), of_other = sent[p], sent[other]
+        rank, peer = p * half, other * half
+        mine, theirs = rank % kvp, peer % kvp
+        assert torch.equal(found[0], torch.stack(parts(messages, of_other[0], mine, theirs)))
+        assert torch.equal(found[1], torch.stack([x if r == rank else of_other[1] for r in range(world)]))
+        torch.testing.assert_close(found[2], y + (world - 1) * of_other[2])
+        torch.testing.assert_close(found[3], rows + (world - 1) * of_other[3])
+        heads = [range(2 * k, min(2 * k + 2, lanes)) for k in range(kvp)]
+        # A rank that owns one head more than the destination of a message meant for it receives an empty lane.
+        outs, logs = (
+            torch.stack(parts(*(padded_lanes(t, heads, empty) for t in (a, b)), mine, theirs))
+            for a, b, empty in ((out, of_other[4], 0.0), (lse, of_other[5], -torch.inf))
+        )
+        wanted, _ = lse_combine(outs, logs, out=None, out_lse=None)
+        torch.testing.assert_close(found[4], wanted[:, : len(heads[mine])], atol=2**-19, rtol=0)
+        torch.testing.assert_close(found[6], sum(parts(scattered, of_other[7], rank, peer)), atol=2**-19, rtol=0)
         assert found[-1] == [min(r // half, processes - 1) for r in range(world)]
+
+
+def padded_lanes(x: Tensor, heads: list[range], empty: float) -> Tensor:
+    """Returns [ranks, rows, 2, ...]: the heads of each rank, of two lanes each, where the last rank owns one head."""
+    shape = len(heads), len(x), 2, *x.shape[2:]
+    lanes = torch.full(shape, empty)
+    for rank, run in enumerate(heads):
+        lanes[rank, :, : len(run)] = x[:, run.start : run.stop]
+    return lanes
 
 
 @pytest.mark.parametrize(
