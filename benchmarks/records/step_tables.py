@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from benchmarks.records.columns import POINT, Columns, Show, lines, ms, of, page, where_it_fits
-from benchmarks.records.rows import WORKLOAD, Row, kv, results, shape
+from benchmarks.records.rows import WORKLOAD, Row, grouped, kv, results, shape, tokens
 from benchmarks.timer import READ_CEILING
 from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
@@ -117,6 +117,32 @@ def headline() -> list[str]:
         "vLLM 0.25.1": vllm,
     }  # fmt: skip
     return lines(columns, [r for r in _best("step", WHOLE) if _key(r) in HEADLINE])
+
+
+def vllm_splits() -> list[str]:
+    """Steps with one KV head a GPU: vLLM with 32 and with 128 splits in its decode graphs, next to Helix."""
+    table: list[tuple[str, ...]] = [
+        (
+            "shape",
+            "GPUs",
+            "KV",
+            "vLLM 0.25.1, 32 splits",
+            "128 splits",
+            "plain TP",
+            "Helix, kvp=2",
+            "vLLM's best over ours",
+        )
+    ]
+    rows = results("vllm-splits", "model", "batch", "length", "layout", "splits")
+    for (model, gpus, batch, length), found in grouped(rows, "model", "gpus", "batch", "length").items():
+        ttl = {r["splits"] or r["layout"]: r["ttl_p50_us"] for r in found}
+        plain = ttl.get("tp kvp=1 tpa=2", ttl.get("helix kvp=1 tpa=1"))
+        ours = [us for us in (plain, ttl.get("helix kvp=2 tpa=1")) if us is not None]
+        cells = (ttl[32], ttl[128], plain, ttl.get("helix kvp=2 tpa=1"))
+        context = f"{batch} x {tokens(length)}" if length & (length - 1) == 0 else f"{batch} x {length:,}"
+        times = ("-" if us is None else f"{us / 1e3:.2f} ms" for us in cells)
+        table.append((model, str(gpus), context, *times, f"{min(ttl[32], ttl[128]) / min(ours):.2f}"))
+    return page(table)
 
 
 def whole() -> list[str]:

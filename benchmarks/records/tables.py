@@ -160,6 +160,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "steps.4gpu": partial(step_tables.steps, "step.4gpu"),
     "steps.emulated-8": partial(step_tables.steps, "step.emulated-8"),
     "four-gpus": step_tables.four_gpus,
+    "vllm-splits": step_tables.vllm_splits,
     "gap": step_tables.gap,
     "agreement": step_tables.agreement,
     "emulated-eight": step_tables.emulated_eight,
