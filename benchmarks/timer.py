@@ -14,6 +14,7 @@ from comm.base import Communicator
 from helix.run.clock import Moment, seconds_of_each
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
+PRODUCT_CEILING = 700e12  # FLOP/s in bf16; the library's products in long prompts, an H200 at 700 W (benchmarks/LOG.md)
 READ_CEILING_H100 = 3.0e12
 PAGE, DIM = 64, 128
 ROTATED = 256 << 20  # bytes of KV that pass before the first one is read again: four times the L2

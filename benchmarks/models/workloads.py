@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.timer import READ_CEILING
+from benchmarks.timer import PRODUCT_CEILING, READ_CEILING
+from helix.layers.mla import MLASpec
 from helix.layers.moe import MoESpec
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
@@ -28,8 +29,9 @@ SHAPES = tuple(sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.ya
 class Workload:
     """Attributes:
     target: the most that TTL should be, in floors, for the best layout with kvp of at least 2; None: there is none.
-    vllm_ms: TTL of vLLM 0.25.1 on eight H200 in its best configuration (TP=8; 4 where heads do not go on 8; DCP=4 where
-        there are two KV heads), measured on the host that set the targets.
+    vllm_ms: TTL of vLLM 0.25.1 on eight H200 (TP=8; 4 where heads do not go on 8; DCP=4 where there are two KV heads),
+        with its decode graphs' default of 32 splits. It was measured once, on the host that set the targets. There
+        is no record, command or log of it, and tables say so.
     """
 
     model: str
@@ -86,7 +88,9 @@ BF16 = Items()
 
 
 def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items = BF16) -> float:
-    """Seconds that reading takes: a layer's matrices and the head, and what it keeps of all sequences, each once.
+    """Seconds that reading alone takes: a layer's matrices and the head, and what it keeps of all sequences, each once.
+
+    Products may take longer: `attention_over_reading_s`.
 
     Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window; of
     latents behind an indexer, those that it chooses. A state is read and written.
@@ -100,6 +104,21 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items
     kept = spec.keeps(whole, rank, torch.bfloat16)
     read = sum(_read_bytes(layer, kept, length, items) for layer, kept in zip(spec.layers, kept, strict=True))
     return (weights + batch * read) / ranks / READ_CEILING
+
+
+def attention_over_reading_s(layers: Sequence[LayerSpec], batch: int, length: int, ranks: int) -> float:
+    """Seconds by which the products of attention over latents outlast reading these, in all layers.
+
+    Each latent in bf16 is read once and multiplied twice by every head: with 128 heads that is 242 FLOP a byte, where
+    the machine has 149.
+    """
+    over = 0.0
+    for mixer in (layer.mixer for layer in layers):
+        if isinstance(mixer, MLASpec):
+            tokens = batch * min(mixer.topk or length, length) / ranks
+            flops = 2 * tokens * mixer.q_heads * (2 * mixer.latent + mixer.rope)
+            over += max(0.0, flops / PRODUCT_CEILING - 2 * tokens * (mixer.latent + mixer.rope) / READ_CEILING)
+    return over
 
 
 def _read_bytes(layer: LayerSpec, kept: Sequence[Keeps], length: int, items: Items) -> float:

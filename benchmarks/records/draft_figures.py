@@ -16,15 +16,25 @@ BROKEN_DOWN = (112 << 10, 4)  # length and drafts
 DRAWN = (1, 4, 20)  # batches
 
 
+def _of_one_commit(rows: list[Row]) -> list[Row]:
+    """Keeps the rows of the commit that has the most drafters, of several the newest: others' times do not compare."""
+    by_commit: dict[str, list[Row]] = {}
+    for r in rows:
+        by_commit.setdefault(r["commit"], []).append(r)
+    return max(reversed(by_commit.values()), key=lambda same: len({r["drafter"] for r in same}), default=[])
+
+
 def gains(rows: list[Row]) -> Figure:
     """Gains by measured acceptance over the length of sequences; a panel for each task and batch.
 
     Source: Vegas (arXiv:2602.07223), figures 9 and 11.
     """
     first = rows[0]["model"]
+    found = best([r for r in timed() if r["model"] == first and r["batch"] in DRAWN])
     points = [
         {**r, "task": task, "gain": gain}
-        for r in best([r for r in timed() if r["model"] == first and r["batch"] in DRAWN])
+        for same in grouped(found, "batch").values()
+        for r in _of_one_commit(same)
         for task in TASKS
         if (gain := gained(r, DEMO, task)) is not None
     ]
@@ -48,7 +58,7 @@ def breakdown(rows: list[Row]) -> Figure:
     """
     first, (length, drafts) = rows[0]["model"], BROKEN_DOWN
     found = [r for r in rows if (r["model"], r["length"], r["gamma"]) == (first, length, drafts) and r.get("phase_us")]
-    by_batch = grouped([{**r, "kv": kv(r)} for r in found], "kv")
+    by_batch = {at: _of_one_commit(same) for at, same in grouped([{**r, "kv": kv(r)} for r in found], "kv").items()}
     figure, axes = panels(max(1, len(by_batch)))
     styles = {phase: {"label": phase, "color": colour} for phase, colour in zip(PHASES, COLOURS, strict=False)}
     for panel, ((where,), same) in zip(axes.flat, by_batch.items(), strict=True):

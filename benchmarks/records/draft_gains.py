@@ -6,7 +6,7 @@ import json
 from functools import cache
 
 from benchmarks.models.drafters import SPARSITY
-from benchmarks.records.rows import Row, kv, shape
+from benchmarks.records.rows import Row, check_commit, kv, shape
 from launch.inputs.compose import ROOT
 
 K = 1 << 10
@@ -39,11 +39,15 @@ def gains(row: Row, points: list[Row]) -> Row:
 
     Args:
         points: rows of the same job; without a plain step at the row's point, there is nothing to return.
+
+    Raises:
+        ValueError: the plain step is of another commit.
     """
     at = (row["batch"], row["length"], 0)
     plain = next((p for p in points if (p["batch"], p["length"], p["gamma"]) == at and "failed" not in p), None)
     if "failed" in row or not row["gamma"] or plain is None:
         return {}
+    check_commit(row, plain)
     over = row["ttl_p50_us"] / plain["ttl_p50_us"]
     gain = {name: count / over for name, count in accepted(row["drafter"], row["gamma"]).items()}
     return {"step_over_plain": over, "gain": gain}
@@ -56,10 +60,10 @@ def gained(r: Row, model: str = DEMO, task: str = "") -> float | None:
 
 
 def best(found: list[Row], model: str = DEMO) -> list[Row]:
-    """Keeps of each shape, drafter and point the number of drafts that gains the most on the model's worst task."""
+    """Keeps of each shape, drafter, point and commit the number of drafts that gains the most on the worst task."""
     kept: dict[tuple[str, ...], tuple[float, Row]] = {}
     for r in found:
-        gain, name = gained(r, model), (shape(r), kv(r), r["drafter"])
+        gain, name = gained(r, model), (shape(r), kv(r), r["drafter"], r.get("commit", ""))
         if gain is not None and (name not in kept or gain > kept[name][0]):
             kept[name] = gain, r
     return [r for _, r in kept.values()]

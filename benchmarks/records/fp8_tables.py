@@ -16,7 +16,7 @@ def _over(one: str, other: str) -> Show:
 
 
 def _rows(kind: str, *key: str) -> list[Row]:
-    found = [r for r in results("fp8", "kind", "gpu", *key) if r["kind"] == kind]
+    found = results("fp8", "gpu", *key, kind=kind)
     return sorted(found, key=lambda r: str(r["gpu"]), reverse=True)
 
 

@@ -51,11 +51,16 @@ def simulated(model: str, device: str, length: int, mode: str) -> list[Row]:
     ]
 
 
+def _gpus(r: Row) -> str:
+    """How many GPUs of which kind emulated a row's ranks; one alone has no link."""
+    return f"{r['emulated_by']} {r['device'].removeprefix('NVIDIA ').split()[0]}"
+
+
 def points() -> list[str]:
     """Tabulates measured points beside what the simulator predicts of them."""
     columns: Columns = {
         **POINT,
-        "GPU": lambda r: r["device"].removeprefix("NVIDIA ").split()[0],
+        "emulated on": _gpus,
         "layout": lambda r: r["layout"].split(" ->")[0],
         "time per token": lambda r: "does not fit" if "failed" in r else ms("ttl_p50_us")(r),
         "simulated": lambda r: f"{predicted_us(r) / 1e3:.2f} ms",
@@ -68,7 +73,9 @@ def points() -> list[str]:
 
 def budgets() -> list[str]:
     """Tabulates the largest measured batch within a TTL, in any layout of a mode, and the simulated front's."""
-    table = [("shape", "length", "GPU", "mode", *(f"<= {budget} ms: measured (simulated)" for budget in BUDGETS_MS))]
+    table = [
+        ("shape", "length", "emulated on", "mode", *(f"<= {budget} ms: measured (simulated)" for budget in BUDGETS_MS))
+    ]
     measured = [r for r in results("fronts", *KEY) if "failed" not in r]
     for (model, length, device), same in grouped(measured, "model", "length", "device").items():
         for mode in TIMED:
@@ -80,7 +87,7 @@ def budgets() -> list[str]:
                     for rows in (of_mode, simulated(model, device, length, mode))
                 )
                 cells.append("{} ({})".format(*both))
-            table.append((model, tokens(length), device.removeprefix("NVIDIA ").split()[0], mode, *cells))
+            table.append((model, tokens(length), ", ".join(dict.fromkeys(map(_gpus, same))), mode, *cells))
     return page(table) if len(table) > 1 else []
 
 

@@ -6,19 +6,22 @@ import csv
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.ranks.hopb import PEER_MEMORY
 from benchmarks.records.columns import Columns, at, lines, page, share, us
 from benchmarks.records.rows import Row, grouped, kv, results, shape
 from launch.inputs.compose import ROOT
 
 RECORDS = {"hopb": "", "hopb.emulated-8": "8 emulated ranks", "hopb.emulated-16": "16 emulated ranks"}
 FIRST = "qwen2.5-7b"  # the model that every machine's first record has
-POINT = ("kind", "backend", "model", "link", "layout", "batch", "length", "chunks", "regime")
+POINT = ("backend", "model", "link", "layout", "batch", "length", "chunks", "regime")
 SIMULATED = ROOT / "benchmarks" / "results" / "simulate" / "hopb-lost.csv"
 
 
 def timed(name: str) -> list[Row]:
-    """Timed steps of a record; older lines are of GPUs that reach each other's memory."""
-    return [row for row in results(name, *POINT) if row["kind"] == "ttl"]
+    """Timed steps of a record, the newest of each point; older lines do not say their layout and link."""
+    kvp = {"hopb": 4}.get(name, 8)
+    unsaid = {"link": PEER_MEMORY, "layout": f"helix kvp={kvp} tpa=1 -> tpf={kvp} ep=1"}
+    return [unsaid | row | {"older": "link" not in row} for row in results(name, *POINT, kind="ttl")]
 
 
 def hopb(name: str = "hopb") -> list[str]:
@@ -53,7 +56,7 @@ def chunks() -> list[str]:
 
 
 def _is_first(row: Row) -> bool:
-    return row["model"] == FIRST and "link" not in row  # four GPUs, and eight emulated ranks
+    return bool(row["model"] == FIRST and row["older"])  # four GPUs, and eight emulated ranks
 
 
 def links() -> list[str]:
@@ -71,7 +74,7 @@ def links() -> list[str]:
         "share hidden": share("hidden"),
         "auto": us("auto_us", 0),
     }
-    return lines(columns, [row for name in RECORDS for row in timed(name) if "link" in row])
+    return lines(columns, [row for name in RECORDS for row in timed(name) if not row["older"]])
 
 
 def ablation() -> list[str]:
@@ -85,7 +88,7 @@ def ablation() -> list[str]:
             where = f"simulated, GB200, exchange {row['exchange']}"
             table.append([model, where, f"{float(row['fixed']):.1%}", row["at"], "-", "-"])
         for name, ranks in RECORDS.items():
-            ours = [row for row in timed(name) if row["model"] == model and "link" in row]
+            ours = [row for row in timed(name) if row["model"] == model and not row["older"]]
             for link, backend in dict.fromkeys((row["link"], row["backend"]) for row in ours):
                 of_link = [row for row in ours if (row["link"], row["backend"]) == (link, backend)]
                 where = ", ".join(filter(None, ("measured", ranks, link, backend)))

@@ -40,8 +40,8 @@ def decode_kernel() -> list[str]:
         "of the read ceiling": lambda r: f"{r['of_ceiling']:.0%}",
         "target": us("bar_us"),
     }
-    found = results("kernels", "kind", "heads", "batch", "length", "queries")
-    return lines(columns, [r for r in found if r["kind"] in ("decode", "verify")])
+    key = "kind", "heads", "batch", "length", "queries"
+    return lines(columns, [r for kind in ("decode", "verify") for r in results("kernels", *key, kind=kind)])
 
 
 def shapes() -> list[str]:
@@ -56,8 +56,7 @@ def shapes() -> list[str]:
         "flash": us("flash_us"),
         "ours over cuDNN's": lambda r: f"{r['us'] / r['cudnn_us']:.2f}",
     }
-    found = results("kernels", "kind", "heads", "batch", "length", "queries")
-    return lines(columns, [r for r in found if r["kind"] == "shape"])
+    return lines(columns, results("kernels", "heads", "batch", "length", "queries", kind="shape"))
 
 
 def mla_prefill() -> list[str]:
@@ -76,7 +75,7 @@ def mla_prefill() -> list[str]:
 
 def ragged() -> list[str]:
     """The mixed batch."""
-    (r,) = [r for r in results("kernels", "kind") if r["kind"] == "ragged"]
+    (r,) = results("kernels", kind="ragged")
     return [
         f"100 sequences of 1K tokens with 4 of 128K (8/1 heads) take {r['us']:.1f} us, equal lengths of as many bytes "
         f"{r['uniform_us']:.1f} us: {r['us'] / r['uniform_us']:.2f} x."
@@ -92,8 +91,8 @@ def linear() -> list[str]:
         "cuBLAS (append: two launches)": lambda r: us("cublas_us" if r["kind"] == "linear" else "apart_us")(r),
         "target: bytes / 4.3 TB/s + 2.5 us": us("bar_us"),
     }
-    found = results("kernels", "kind", "matrix", "rows")
-    return lines(columns, [r for r in found if r["kind"] in ("linear", "append")])
+    kinds = "linear", "append"
+    return lines(columns, [r for kind in kinds for r in results("kernels", "kind", "matrix", "rows", kind=kind)])
 
 
 def mla() -> list[str]:
@@ -236,7 +235,9 @@ PREFILL: dict[str, Columns] = {
 def prefill(kind: str) -> list[str]:
     """Tabulates one kind of what `helix bench prefill` recorded, eight emulated ranks' too."""
     key = "kind", "model", "heads", "q_tokens", "prompts", "batch", "length", "layout", "note"
-    found = [r for name in ("prefill", "prefill.emulated-8") for r in results(name, *key) if r["kind"] == kind]
+    free = "prefill_chunk", "halves", "ahead", "emulated_by"  # of a prompt the newest way counts
+    names = "prefill", "prefill.emulated-8"
+    found = [r for name in names for r in results(name, *key, free=free, kind=kind)]
     # Notes are of other trees. Of several prompts at once only the chunk is timed warm.
     return lines(PREFILL[kind], [r for r in found if "note" not in r and r.get("batch", 1) == 1])
 

@@ -23,6 +23,13 @@ from launch.inputs.shapes import load_spec
 KEY = ("model", "layout", "drafter", "batch", "length", "gamma")
 
 
+def _whole(name: str) -> list[Row]:
+    """Iterations of a record; of a model with as many layers as it was measured with at most."""
+    found = results(name, *KEY, "layers")
+    most = {model: max(r["layers"] for r in rows) for (model,), rows in grouped(found, "model").items()}
+    return [r for r in found if r["layers"] == most[r["model"]]]
+
+
 def layers(name: str) -> list[str]:
     """Tabulates drafts of a layer: what parts of an iteration take, and what they gain with the published tokens."""
 
@@ -40,7 +47,7 @@ def layers(name: str) -> list[str]:
         "over a plain step": of("step_over_plain", "x", 2),
         "gain, published tokens": of("gain_published", "x", 2),
     }
-    found = [r for r in results(name, *KEY) if "failed" not in r and r["gamma"]]
+    found = [r for r in _whole(name) if "failed" not in r and r["gamma"]]
     found.sort(key=lambda r: (r["drafter"], r["model"], r["batch"] * r["length"], r["batch"], r["gamma"]))
     return lines(columns, found)
 
@@ -101,7 +108,7 @@ def predicted() -> list[str]:
     gammas = (0, 1, 2, 3, 4, 5, 7)
     table: list[tuple[str, ...]] = [(*POINT, "layout", *(f"{n} drafts" if n else "none" for n in gammas))]
     for name in ("layer-drafts", "layer-drafts.emulated-8"):
-        for (model, layout, batch, length), rows in grouped(results(name, *KEY), *KEY[:2], *KEY[3:5]).items():
+        for (model, layout, batch, length), rows in grouped(_whole(name), *KEY[:2], *KEY[3:5]).items():
             timed = {r["gamma"]: r for r in rows if r["drafter"] == "mtp" and "failed" not in r}
             if timed and rows[0]["layers"] == len(load_spec(model).layers):
                 off = (_error(timed[n], layout) if n in timed else "-" for n in gammas)

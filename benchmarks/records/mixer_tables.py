@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.records.columns import Columns, at, kilo, lines, ms, of, page, us
-from benchmarks.records.rows import WORKLOAD, Row, kv, results
+from benchmarks.records.rows import WORKLOAD, Row, check_commit, kv, results
 
 POINT = "kind", "heads", "batch", "queries", "rows", "ranks", "tokens", "length"
 
 
 def _rows(name: str, kind: str) -> list[Row]:
-    return [row for row in results(name, *POINT) if row["kind"] == kind]
+    return results(name, *POINT, kind=kind)
 
 
 def _with_peer(kind: str) -> list[Row]:
@@ -74,13 +74,17 @@ def hybrid_steps() -> list[str]:
 
 def hybrids_of_eight() -> list[str]:
     """Decode steps of Qwen3.5-397B on eight emulated ranks: Helix beside plain TP."""
-    found = {(r["layout"].split()[0], r["batch"], r["length"]): r for r in _whole("fp8-steps.emulated-8", "qwen3.5")}
+    every = _whole("fp8-steps.emulated-8", "qwen3.5")
+    both = {r["commit"] for r in every if r["layout"].startswith("tp ")}
+    every = [r for r in every if r["commit"] in both]  # newer steps of Helix have none of plain TP beside them
+    found = {(r["layout"].split()[0], r["batch"], r["length"]): r for r in every}
     table: list[tuple[str, ...]] = [
         ("KV", "ideal", "Helix kvp=4 tpa=2", "plain TP=8", "TP / Helix", "memory of a GPU, TP", "Helix")
     ]
     for (mode, *point), r in found.items():
         if mode == "helix":
             tp = found["tp", *point]
+            check_commit(r, tp)
             used = (f"{max(of['used_bytes_per_gpu']) / 1e9:.0f} GB" for of in (tp, r))
             times = (ms("floor_us")(r), ms("ttl_p50_us")(r), ms("ttl_p50_us")(tp))
             table.append((kv(r), *times, f"{tp['ttl_p50_us'] / r['ttl_p50_us']:.2f}", *used))
@@ -104,7 +108,7 @@ def dsa_steps() -> list[str]:
 
 
 def _whole(name: str, model: str) -> list[Row]:
-    return [r for r in results(name, *WORKLOAD) if r["model"].startswith(model) and "failed" not in r]
+    return [r for r in results(name, *WORKLOAD, "commit") if r["model"].startswith(model) and "failed" not in r]
 
 
 PAGE: dict[str, Callable[[], list[str]]] = {

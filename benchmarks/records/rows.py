@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,71 @@ from launch.inputs.shapes import load_spec
 
 Row = dict[str, Any]
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+# Words, flags and whole numbers are settings, which say how a line was measured; but for these, which a run yields, and
+# those with a unit in their names.
+YIELDED = frozenset(
+    {
+        "as_plain",
+        "captured",
+        "commit",
+        "decisions",
+        "failed",
+        "printed",
+        "rows_lost",
+        "rows_lost_graph",
+        "steps",
+        "superseded",
+        "variant",
+    }
+)
+UNIT = re.compile(r"_(?:us|ms|s|bytes|tokens|steps|per_rank|per_gpu)$")
+FRACTIONS = frozenset({"alpha", "repeat", "sparsity", "temperature"})  # settings that are fractions
+UNSAID = {"kv": "auto"}  # what the lines meant that are older than a setting
 WORKLOAD = ("model", "batch", "length", "layout")  # what names a point of a benchmark of decode steps
 
 
-def newest(path: Path, *key: str) -> list[Row]:
+def newest(path: Path, *key: str, free: Collection[str] = (), **only: object) -> list[Row]:
     """The newest line of each point, points in the order of their first lines; none where there is no such file.
 
     Args:
         path: JSON lines, oldest first.
         key: the fields that name a point.
+        free: settings in which the lines of a point may differ, as a later line replaces an earlier one of another.
+        only: fields, and the value that a line must have in each.
+
+    Raises:
+        ValueError: two lines of a point differ in a setting, so that one would be shown for the other.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.strip()]
-    return list({tuple(row.get(field) for field in key): row for row in rows}.values())
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found: dict[tuple[Any, ...], Row] = {}
+    settings: dict[tuple[Any, ...], Row] = {}
+    for row in (json.loads(line) for line in text.splitlines() if line.strip()):
+        if any(row.get(field) != value for field, value in only.items()):
+            continue
+        point = tuple(row.get(field) for field in key)
+        own = {field: value for field, value in _settings(row).items() if field not in {*key, *free}}
+        before = {} if "superseded" in found.get(point, {}) else settings.get(point, {})
+        for field in own.keys() & before.keys():
+            if own[field] != before[field]:
+                where = ", ".join(
+                    f"{name}={value}" for name, value in zip(key, point, strict=True) if value is not None
+                )
+                raise ValueError(
+                    f"{path.name}: lines of {where} have {field}={before[field]} and {field}={own[field]}; "
+                    f"add {field} to the key, or to YIELDED if a run yields it"
+                )
+        found[point], settings[point] = row, before | own
+    return list(found.values())
+
+
+def _settings(row: Row) -> Row:
+    """The fields of a line that say how it was measured; a missing one agrees with any, unless `UNSAID` has it."""
+    kept = {**UNSAID, **row}
+    return {
+        field: value
+        for field, value in kept.items()
+        if field in FRACTIONS or (isinstance(value, str | int) and field not in YIELDED and not UNIT.search(field))
+    }
 
 
 def _natural(values: tuple[Any, ...]) -> list[list[tuple[int, str]]]:
@@ -42,15 +94,26 @@ def grouped(rows: Iterable[Row], *fields: str) -> dict[tuple[Any, ...], list[Row
     return {key: found[key] for key in sorted(found, key=_natural)}
 
 
+def check_commit(*rows: Row) -> None:
+    """Checks that rows whose times are compared are of one commit.
+
+    Raises:
+        ValueError: they are of several, so that a change of the code would look like a difference between the rows.
+    """
+    commits = dict.fromkeys(row.get("commit", "") for row in rows)
+    if len(commits) > 1:
+        raise ValueError(f"{shape(rows[0])}, {kv(rows[0])}: times of commits {', '.join(commits)} are compared")
+
+
 def append(path: Path, rows: Sequence[Row]) -> None:
     """Adds JSON lines to a file."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def results(name: str, *key: str) -> list[Row]:
-    """The newest line of each point of `benchmarks/results/NAME.jsonl`."""
-    return newest(ROOT / "benchmarks" / "results" / f"{name}.jsonl", *key)
+def results(name: str, *key: str, free: Collection[str] = (), **only: object) -> list[Row]:
+    """The newest line of each point of `benchmarks/results/NAME.jsonl`, as `newest` finds it."""
+    return newest(ROOT / "benchmarks" / "results" / f"{name}.jsonl", *key, free=free, **only)
 
 
 def tokens(count: int) -> str:

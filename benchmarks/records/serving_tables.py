@@ -29,24 +29,23 @@ def tiers() -> list[str]:
         "at": lambda r: f"{r['link_gbs']:.1f} GB/s" if r["link_gbs"] else "-",
         "GPU in use": of("used_gb", "GB"),
     }
-    key = "kind", "kv", "tier", "batch", "length", "topk", "repeat", "ahead", "pieces"
+    return lines(columns, [r for r in tier_steps() if "ms" in r])
+
+
+def tier_steps() -> list[Row]:
+    """Reads steps over host memory, the newest of each point; `kv` is set in all."""
+    key = "batch", "length", "topk", "repeat", "ahead"
     # Older records have two ways more, `overlap` and `hopb_chunks`, which are gone: benchmarks/LOG.md says that they
     # gained nothing.
-    every = results("tier-steps", *key, "overlap", "hopb_chunks")
-    found = {
-        (r.get("kv", "auto"), *map(r.get, key[2:])): r
-        for r in every
-        if not r.get("overlap") and r.get("hopb_chunks", 1) == 1
-    }
-    return lines(
-        columns, [r for r in found.values() if r["kind"] == "tier-steps" and "ms" in r and r["tier"] == "host"]
-    )
+    every = results("tier-steps", "kv", *key, "overlap", "hopb_chunks", kind="tier-steps", tier="host")
+    today = [r for r in every if not r.get("overlap") and r.get("hopb_chunks", 1) == 1]
+    return list({(kv, *map(r.get, key)): r | {"kv": kv} for r in today for kv in (r.get("kv", "auto"),)}.values())
 
 
 def fetches() -> list[str]:
     """Blocks of 64 KB that come alone."""
     columns: Columns = {"blocks": at("pieces"), "together": of("us", "us"), "rate": of("gbs", "GB/s")}
-    return lines(columns, [r for r in results("tier-steps", "kind", "pieces") if r["kind"] == "fetch"])
+    return lines(columns, results("tier-steps", "pieces", kind="fetch"))
 
 
 def finding_places() -> list[str]:
@@ -58,8 +57,8 @@ def finding_places() -> list[str]:
         "missing": of("missing", "", 0),
         "time": of("us", "us"),
     }
-    found = results("tier", "kind", "batch", "chosen", "places", "missing", "pieces", "programs", "bytes")
-    return lines(columns, [r for r in found if r["kind"] == "resolve"])
+    key = "batch", "chosen", "places", "missing", "pieces", "programs", "bytes"
+    return lines(columns, results("tier", *key, kind="resolve"))
 
 
 def long_prompts() -> list[str]:
@@ -121,7 +120,9 @@ def crowds() -> list[str]:
         "longest gap": of("gap_max_ms", "ms", 0),
         "pages, slots left": lambda r: f"{r['pages_left']}, {r['slots_left']}" if "pages_left" in r else "-",
     }
-    return lines(columns, [r for r in results("serve", "trace", "requests") if "requests" in r])
+    return lines(
+        columns, [r for r in results("serve", "trace", "requests", "length", "batch", "arrivals") if "requests" in r]
+    )
 
 
 CROWD = "engine", "model", "gpus", "goal", "requests", "length", "new"

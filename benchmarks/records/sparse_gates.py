@@ -11,7 +11,7 @@ from typing import NamedTuple
 from benchmarks.records import sparse_bill
 from benchmarks.records.columns import page
 from benchmarks.records.fidelity_tables import KEY, LONGEST
-from benchmarks.records.rows import WORKLOAD, Row, results, tokens
+from benchmarks.records.rows import WORKLOAD, Row, check_commit, results, tokens
 
 K, M = 1 << 10, 1 << 20
 MODEL, HEADS = "qwen2.5-7b", "28/4"
@@ -51,8 +51,11 @@ def over_dense(batch: int, length: int, blocks: str, name: str = "sparse-steps")
     took = {}
     for r in results(name, *WORKLOAD, "attention"):
         if (r["model"], r["batch"], r["length"]) == (MODEL, batch, length) and "failed" not in r:
-            took[r["attention"].removeprefix("block_sparse, ")] = r["ttl_p50_us"]
-    return took["dense"] / took[blocks] if {"dense", blocks} <= took.keys() else None
+            took[r["attention"].removeprefix("block_sparse, ")] = r
+    if not {"dense", blocks} <= took.keys():
+        return None
+    check_commit(took["dense"], took[blocks])
+    return float(took["dense"]["ttl_p50_us"] / took[blocks]["ttl_p50_us"])
 
 
 def parts_over_dense(batch: int, length: int) -> float | None:
@@ -64,12 +67,8 @@ def parts_over_dense(batch: int, length: int) -> float | None:
 
 
 def _of_the_op() -> list[Gate]:
-    rows = results("sparse", "kind", "heads", "batch", "length", "topk")
-    found = {
-        r["length"]: r["best_dense_over_ours"]
-        for r in rows
-        if r["kind"] == "sparse" and (r["heads"], r["batch"], r["topk"]) == (HEADS, 1, 8)
-    }
+    rows = results("sparse", "length", kind="sparse", heads=HEADS, batch=1, topk=8)
+    found = {r["length"]: r["best_dense_over_ours"] for r in rows}
 
     def ours(length: int, least: float) -> list[tuple[str, bool]]:
         return [(f"{found[length]:.1f} x", found[length] >= least)] if length in found else []
@@ -171,8 +170,7 @@ def _of_parts() -> list[Gate]:
     """Ours: parts beside 32 blocks, bytes of a KV head and time."""
     rows = {
         (r["batch"], r["length"]): r
-        for r in results("sparse", "kind", "heads", "batch", "length", "topk", "candidates")
-        if r["kind"] == "parts" and (r["heads"], r["topk"], r["candidates"]) == (HEADS, 128, 256)
+        for r in results("sparse", "batch", "length", kind="parts", heads=HEADS, topk=128, candidates=256)
     }
     size = [r["read_bytes"] / int(HEADS.split("/")[1]) for point, r in rows.items() if point == (1, M)]
     said = {point: r["over_blocks"] for point, r in rows.items() if point in ((1, M), (8, 128 * K))}

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.records.columns import POINT, Columns, at, lines, ms, of, page, us
-from benchmarks.records.rows import WORKLOAD, Row, kv, results, shape
+from benchmarks.records.rows import WORKLOAD, Row, check_commit, kv, results, shape
 from benchmarks.timer import READ_CEILING
 
 
 def _kind(kind: str, *keys: str) -> list[Row]:
-    return [row for row in results("sparse", "kind", *keys) if row["kind"] == kind]
+    return results("sparse", *keys, kind=kind)
 
 
 def blocks() -> list[str]:
@@ -105,12 +105,16 @@ def steps(name: str, beside: str | None = None) -> list[str]:
         plain = [r for r in results(beside, *WORKLOAD) if tuple(r[k] for k in WORKLOAD) in wanted and "failed" not in r]
         found = [r | {"attention": "dense"} for r in plain] + found
     attentions = list(dict.fromkeys(r["attention"] for r in found))
-    took = {(shape(r), kv(r), r["layout"], r["attention"]): r["ttl_p50_us"] for r in found}
+    took = {(shape(r), kv(r), r["layout"], r["attention"]): r for r in found}
 
     def cell(point: tuple[str, str, str], attention: str) -> str:
         own, dense = took.get((*point, attention)), took.get((*point, "dense"))
-        over = f" ({dense / own:.2f} x)" if own and dense and attention != "dense" else ""
-        return f"{own / 1e3:.2f} ms{over}" if own else "-"
+        if own is None:
+            return "-"
+        if dense is None or dense is own:
+            return ms("ttl_p50_us")(own)
+        check_commit(dense, own)
+        return f"{ms('ttl_p50_us')(own)} ({dense['ttl_p50_us'] / own['ttl_p50_us']:.2f} x)"
 
     points = dict.fromkeys((shape(r), kv(r), r["layout"]) for r in found)
     body = [(*point[:2], *(cell(point, attention) for attention in attentions)) for point in points]

@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
+
+from benchmarks.models.fronts import FP8
+from benchmarks.models.workloads import attention_over_reading_s
 from benchmarks.records.columns import POINT, Columns, Show, lines, ms, of, page, where_it_fits
-from benchmarks.records.rows import WORKLOAD, Row, grouped, kv, results, shape, tokens
+from benchmarks.records.rows import WORKLOAD, Row, check_commit, grouped, kv, results, shape, tokens
 from benchmarks.timer import READ_CEILING
 from helix.simulate.points import Options, Points
-from helix.simulate.step import predict
+from helix.simulate.search import layouts
+from helix.simulate.step import memory_of, predict
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
@@ -35,8 +40,23 @@ def _layout(r: Row) -> str:
     return f"{attention} {ffn}" if load_spec(r["model"]).experts is not None else attention
 
 
-def _over_floor(r: Row) -> str:
-    return f"{r['ttl_p50_us'] / r['floor_us']:.2f}"
+def ideal_us(r: Row) -> float:
+    """Returns the least time of a step: what reading takes, or where that is longer, the products of attention.
+
+    Records have the time of reading, `floor_us`.
+    """
+    widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", r["layout"])}
+    ranks = max(widths.get("kvp", 1) * widths.get("tpa", 1) * widths.get("dp", 1), widths["tpf"] * widths["ep"])
+    layers = load_spec(r["model"]).layers[: r.get("layers")]
+    return float(r["floor_us"] + 1e6 * attention_over_reading_s(layers, r["batch"], r["length"], ranks))
+
+
+def _ideal(r: Row) -> str:
+    return ms("us")({"us": ideal_us(r)})
+
+
+def _over_ideal(r: Row) -> str:
+    return f"{r['ttl_p50_us'] / ideal_us(r):.2f}"
 
 
 def _point(r: Row) -> tuple[str, str]:
@@ -44,15 +64,16 @@ def _point(r: Row) -> tuple[str, str]:
 
 
 LAYOUT: Columns = {**POINT, "layout": _layout}
-IDEAL: Columns = {"time per token": _ttl, "ideal": ms("floor_us"), "x": _over_floor}
-VLLM: Columns = {"vLLM 0.25.1": lambda r: f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"}
+IDEAL: Columns = {"time per token": _ttl, "ideal": _ideal, "x": _over_ideal}
+NO_RECORD = "vLLM 0.25.1, no record"  # constants of `benchmarks/models/workloads.py`
+VLLM: Columns = {NO_RECORD: lambda r: f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"}
 
 
 def steps(name: str = "step") -> list[str]:
     """Whole decode steps: every layout of every workload."""
     more: Columns = {
-        "ideal": ms("floor_us"),
-        "x": _over_floor,
+        "ideal": _ideal,
+        "x": _over_ideal,
         "target (8 GPUs)": lambda r: str(r["bar"] or "-"),
         **VLLM,
         "launches a layer": of("launches_per_layer"),
@@ -94,11 +115,25 @@ def gap() -> list[str]:
 
 
 def _beside(mode: str, *names: str) -> Show:
-    """A mode's best time per token over eight GPUs at a row's workload."""
+    """A mode's best time per token over eight GPUs at a row's workload, with a mark where it is of another commit."""
     found: dict[tuple[Any, ...], Row] = {}
     for r in (r for name in names for r in results(name, *WORKLOAD) if r["layout"].startswith(f"{mode} ")):
         found[_key(r)] = min(found.get(_key(r), r), r, key=lambda r: r.get("ttl_p50_us", float("inf")))
-    return lambda r: _ttl(found[_key(r)]) if _key(r) in found else "-"
+
+    def show(r: Row) -> str:
+        if (other := found.get(_key(r))) is None:
+            return "does not fit, planned" if mode == "tp" and r.get("weights") == "fp8" and _lacks_memory(r) else "-"
+        return _ttl(other) + " ‡" * ("failed" not in other and other.get("commit") != r.get("commit"))
+
+    return show
+
+
+def _lacks_memory(r: Row) -> bool:
+    """Whether plain TP over eight H200 does not hold a workload in FP8, by the planner."""
+    spec = load_spec(r["model"])
+    points = Points.crossed(layouts(spec, (8,), ("tp",), pp=False), np.array([r["batch"]]))
+    memory = memory_of(spec, load_hardware("h200"), points, r["length"], FP8)
+    return bool((memory.largest_batch < r["batch"]).all())
 
 
 def _key(r: Row) -> tuple[Any, ...]:
@@ -114,7 +149,7 @@ def headline() -> list[str]:
 
     columns: Columns = {
         "model": _named, "context": kv, "Helix": _ttl, "plain TP=8": _beside("tp", "baselines", WHOLE),
-        "vLLM 0.25.1": vllm,
+        NO_RECORD: vllm,
     }  # fmt: skip
     return lines(columns, [r for r in _best("step", WHOLE) if _key(r) in HEADLINE])
 
@@ -164,6 +199,28 @@ def modes() -> list[str]:
     return lines({**LAYOUT, "time per token": _ttl}, results("modes", *WORKLOAD))
 
 
+def over_tp() -> list[str]:
+    """Plain TP's time over the best Helix layout's over eight GPUs, of the newest commit that has both."""
+    models = "qwen2.5-7b", "qwen3-30b-a3b", "deepseek-v2-lite", "llama-3.1-8b"
+    heads = (load_spec(model).attention for model in models)
+    kinds = ("1 latent" if a.latent is not None else f"{a.kv_heads} KV heads" for a in heads)
+    table = [("KV", *(f"{model}, {kind}" for model, kind in zip(models, kinds, strict=True)))]
+    found: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for r in (r for name in ("step", "baselines") for r in results(name, *WORKLOAD, "commit")):
+        found.setdefault((r["model"], r["batch"], r["length"]), {}).setdefault(r["commit"], []).append(r)
+    for batch, length in ((1, 128 << 10), (1, 1 << 20), (8, 128 << 10), (8, 1 << 20)):
+        cells = (_over_tp(found.get((model, batch, length), {})) for model in models)
+        table.append((kv({"batch": batch, "length": length}), *cells))
+    return page(table)
+
+
+def _over_tp(by_commit: dict[str, list[Row]]) -> str:
+    both = [(best_step(rows, "helix"), best_step(rows, "tp")) for rows in by_commit.values()]
+    over = [tp["ttl_p50_us"] / helix["ttl_p50_us"] for helix, tp in both if helix and tp]
+    tried = any(r["layout"].startswith("tp ") for rows in by_commit.values() for r in rows)
+    return f"{over[-1]:.2f}" if over else "plain TP does not fit" if tried else "-"
+
+
 def _named(r: Row) -> str:
     return f"{shape(r)}{', FP8' if r.get('weights') == 'fp8' else ''}"
 
@@ -182,7 +239,7 @@ def best_steps(*only: int) -> list[str]:
     """
 
     def target(r: Row) -> str:
-        met = r["bar"] and r["ttl_p50_us"] / r["floor_us"] <= r["bar"]
+        met = r["bar"] and r["ttl_p50_us"] / ideal_us(r) <= r["bar"]
         return f"{r['bar']}{'' if met else ', not met'}" if r["bar"] else "-"
 
     columns: Columns = {
@@ -224,20 +281,18 @@ def agreement() -> list[str]:
 
 
 def emulated_steps() -> list[str]:
-    """Four ranks emulated on two GPUs and on one, beside four GPUs with the same kernels."""
-    real = {
-        tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in results("step.4gpu", *WORKLOAD) if "failed" not in r
-    }
+    """Four ranks emulated on two GPUs and on one, and four GPUs; no commit was timed on four and emulated."""
+    real = {tuple(r[k] for k in WORKLOAD): r for r in results("step.4gpu", *WORKLOAD)}
     emulated = {
         (r["emulated_by"], *(r[k] for k in WORKLOAD)): r for r in results("step.emulated-4", "emulated_by", *WORKLOAD)
     }
-    table = [(*LAYOUT, "four GPUs", "emulated on two", "difference", "emulated on one", "difference")]
+    table = [(*LAYOUT, "four GPUs", "commit", "emulated on two", "on one", "commit", "one over two")]
     for (count, *point), r in emulated.items():
         if count == 2:
-            of_four = real[tuple(point)]
-            times = [emulated[n, *point]["ttl_p50_us"] for n in (2, 1)]
-            cells = (text for us in times for text in (f"{us / 1e3:.2f} ms", f"{us / of_four - 1:+.1%}"))
-            table.append((*_point(r), _layout(r), f"{of_four / 1e3:.2f} ms", *cells))
+            four, one = real[tuple(point)], emulated[1, *point]
+            check_commit(r, one)
+            cells = _ttl(four), four["commit"][:7], _ttl(r), _ttl(one), r["commit"][:7]
+            table.append((*_point(r), _layout(r), *cells, f"{one['ttl_p50_us'] / r['ttl_p50_us'] - 1:+.1%}"))
     return page(table)
 
 
@@ -292,6 +347,7 @@ def baselines(name: str) -> list[str]:
     return lines({**LAYOUT, "time per token": _ttl, **timed}, results(name, *WORKLOAD))
 
 
-def best_ttl(rows: list[Row], mode: str) -> float | None:
-    """Finds the least TTL (us) of a mode among measured `rows`; None: none of them fits."""
-    return min((r["ttl_p50_us"] for r in rows if "failed" not in r and r["layout"].startswith(mode)), default=None)
+def best_step(rows: list[Row], mode: str) -> Row | None:
+    """Finds the fastest of a mode among measured `rows`; None: none of them fits."""
+    found = [r for r in rows if "failed" not in r and r["layout"].startswith(f"{mode} ")]
+    return min(found, key=lambda r: float(r["ttl_p50_us"]), default=None)

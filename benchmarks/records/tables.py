@@ -73,7 +73,7 @@ PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/results/
 
 def gains() -> list[str]:
     """Tokens/s/user with drafts, over those without, at the acceptance rate."""
-    found = [r for r in results("speculate", "kind", "batch", "length", "gamma") if r["kind"] == "synthetic"]
+    found = results("speculate", "batch", "length", "gamma", kind="synthetic")
     counts = sorted({r["gamma"] for r in found} - {0})
     table = [("KV", *(f"{n} drafts" if n > 1 else "1 draft" for n in counts))]
     for point in dict.fromkeys((shape(r), kv(r)) for r in found if "failed" not in r):
@@ -103,8 +103,7 @@ def speculate() -> list[str]:
         ),
         **{name: where_it_fits(cell) for name, cell in timed.items()},
     }
-    found = results("speculate", "kind", "model", "layout", "batch", "length", "gamma")
-    found = [r for r in found if r["kind"] == "synthetic"]
+    found = results("speculate", "model", "layout", "batch", "length", "gamma", kind="synthetic")
     points = [(shape(r), kv(r)) for r in found]
     return lines(columns, sorted(found, key=lambda r: (points.index((shape(r), kv(r))), r["gamma"])))
 
@@ -121,8 +120,7 @@ def edits() -> list[str]:
         "drafts a step": lambda r: f"{r['speculation']['mean_drafts']:.1f}" if r["speculation"] else "-",
         "answers as without": lambda r: f"{r['as_plain']} of {r['prompts']}",
     }
-    found = results("speculate", "kind", "layout", "drafting")
-    return lines(columns, [r for r in found if r["kind"] == "edits"])
+    return lines(columns, results("speculate", "layout", "drafting", kind="edits"))
 
 
 def planner(*names: str) -> list[str]:
@@ -165,6 +163,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "agreement": step_tables.agreement,
     "emulated-eight": step_tables.emulated_eight,
     "whole": step_tables.whole,
+    "over-tp": step_tables.over_tp,
     "modes": step_tables.modes,
     "emulated-four": step_tables.emulated_steps,
     "emulated-comm": step_tables.emulated_comm,

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.ranks.tuning_steps import Measured, Tuned, TuningGrid, run
 from benchmarks.records.columns import POINT, Columns, lines
-from benchmarks.records.rows import Row, grouped, results
+from benchmarks.records.rows import Row, check_commit, grouped, results
 from benchmarks.records.tuned import heat_map
 
 KEY = ("model", "batch", "length", "drafter", "gamma", "sparsity")
@@ -17,6 +17,7 @@ def found(rows: list[Row]) -> tuple[list[Measured], Tuned, Measured]:
 
     Where drafts are kept at a set rate, fewer keys lose nothing: the grid is then of one share of the keys.
     """
+    check_commit(*rows)
     measured = [Measured.of(r) for r in rows]
     own = [m for m in measured if m.way.sparsity is not None]
     sparsities, gammas = sorted({m.way.sparsity for m in own if m.way.sparsity}), sorted({m.way.gamma for m in own})

@@ -35,11 +35,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "step": [
         {"model": model, "batch": 1, "length": 128 * K, "layout": layout, "floor_us": 500.0, "bar": bar,
          "ttl_p50_us": 700.0 + i}
-        for model, bar in (("a-7b", 1.5), ("b-8b", None)) for i, layout in enumerate(LAYOUTS)
-    ] + [{"model": "c-70b", "batch": 1, "length": K, "layout": LAYOUTS[1], "floor_us": 9.0, "bar": 2.0, "failed": "x"}]
+        for model, bar in (("qwen2.5-7b", 1.5), ("llama-3.1-8b", None)) for i, layout in enumerate(LAYOUTS)
+    ] + [{"model": "llama-3.1-70b", "batch": 1, "length": K, "layout": LAYOUTS[1], "floor_us": 9.0, "bar": 2.0,
+          "failed": "x"}]
     + [
-        {"model": "d-30b-a3b", "batch": batch, "length": K * K, "layout": f"helix kvp=4 tpa=2 -> tpf={8 // ep} ep={ep}",
-         "floor_us": 500.0, "bar": None, "ttl_p50_us": 700.0 + ep}
+        {"model": "qwen3-30b-a3b", "batch": batch, "length": K * K,
+         "layout": f"helix kvp=4 tpa=2 -> tpf={8 // ep} ep={ep}", "floor_us": 500.0, "bar": None,
+         "ttl_p50_us": 700.0 + ep}
         for batch in (1, 8) for ep in (1, 2, 8)
     ],
     "hopb": [
@@ -119,12 +121,39 @@ def test_last_line_of_a_point_counts(tmp_path: Path) -> None:
     rows = rows_of("kernels", tmp_path)
     found = [(row["best_peer_over_ours"], row["commit"]) for row in rows]
     assert found == [(1.25, "new"), (other["best_peer_over_ours"], PROVENANCE["commit"])]
-    # A key that misses a field makes one point of two.
-    assert len(newest(tmp_path / "kernels.jsonl", "heads", "batch")) == 1
+    # A key that misses a field would show one of two points.
+    with pytest.raises(ValueError, match=r"lines of heads=8/1, batch=1 have length=4096 and length=65536"):
+        newest(tmp_path / "kernels.jsonl", "heads", "batch")
     (panel,) = records_figures.kernels(rows).axes
     drawn = {point for line in panel.get_lines() for point in zip(*line.get_data(), strict=True)}
     assert (old["length"], 1.25) in drawn and (old["length"], old["best_peer_over_ours"]) not in drawn
     plt.close("all")
+
+
+@pytest.mark.parametrize(
+    "older, newer, options, said",
+    [
+        ({}, {}, {}, None),
+        ({"kv": "fp8"}, {"kv": "auto"}, {}, "have kv=fp8 and kv=auto; add kv to the key, or to YIELDED"),
+        ({}, {"kv": "fp8"}, {}, "have kv=auto and kv=fp8"),  # what lines meant before they said it
+        ({"over": "4 GPUs"}, {"over": "8 ranks"}, {}, "have over=4 GPUs and over=8 ranks"),
+        ({"repeat": 0.0}, {"repeat": 0.8}, {}, "have repeat=0.0 and repeat=0.8"),
+        ({"layers": 12}, {"layers": 61}, {"free": ("layers",)}, None),
+        ({"layers": 12, "superseded": "older kernels"}, {"layers": 61}, {}, None),
+        ({"kind": "other", "layers": 12}, {"kind": "x", "layers": 61}, {"kind": "x"}, None),
+        ({"commit": "a", "steps": 3, "kv_bytes": 7, "share": 0.1}, {"commit": "b", "steps": 4, "share": 0.2}, {}, None),
+    ],
+)
+def test_lines_of_one_point_have_the_same_settings(
+    tmp_path: Path, older: dict[str, Any], newer: dict[str, Any], options: dict[str, Any], said: str | None
+) -> None:
+    """Or a table would show one for the other; what a run yields may differ, and then the newest counts."""
+    write(tmp_path / "r.jsonl", [{"batch": 1, **older}, {"batch": 1, **newer}])
+    if said is None:
+        assert newest(tmp_path / "r.jsonl", "batch", **options) == [{"name": "test", **PROVENANCE, "batch": 1, **newer}]
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"r.jsonl: lines of batch=1 {said}")):
+            newest(tmp_path / "r.jsonl", "batch", **options)
 
 
 def test_the_best_split_of_each_workload_is_drawn() -> None:

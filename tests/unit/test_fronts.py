@@ -70,7 +70,7 @@ def test_measured_points_stand_beside_the_simulated_ones(monkeypatch: pytest.Mon
     first = fronts.predicted_us(rows()[0])
     assert table[2][5] == f"{first / 1e3:.2f} ms" and table[2][6] == f"{first / 8e3 - 1:+.0%}"
     budgets = [[cell.strip() for cell in line.split("|")[1:-1]] for line in fronts.budgets()]
-    of_helix = next(line for line in budgets if line[1:4] == ["128K", "H100", "helix"])
+    of_helix = next(line for line in budgets if line[1:4] == ["128K", "1 H100", "helix"])
     assert [cell.split()[0] for cell in of_helix[4:]] == ["1", "8", "8"]
 
 

@@ -9,12 +9,12 @@ import pytest
 from benchmarks.ranks.hopb import PEER_MEMORY
 from benchmarks.records import hopb_tables
 
-SLOW = "host memory"
+SLOW, LAYOUT = "host memory", "helix kvp=8 tpa=1"
 
 
 def row(model: str, link: str | None, chunks: int, on_us: float, auto_us: float = 1000.0) -> dict[str, Any]:
     found = {
-        "kind": "ttl", "model": model, "backend": "nccl", "layout": "helix kvp=8 tpa=1", "batch": 64, "length": 32768,
+        "kind": "ttl", "model": model, "backend": "nccl", "layout": LAYOUT, "batch": 64, "length": 32768,
         "chunks": chunks, "off_us": 1000.0, "on_us": on_us, "without_us": 800.0, "exchange_us": 200.0, "layers": 3,
         "hidden": (1000.0 - on_us) / 200.0, "auto_us": auto_us, "auto_chunks": chunks,
     }  # fmt: skip
@@ -31,7 +31,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> None:
             row("llama-3.1-405b", PEER_MEMORY, 2, 1010.0),
         ],
     }
-    monkeypatch.setattr(hopb_tables, "results", lambda name, *key: found.get(name, []))
+    monkeypatch.setattr(hopb_tables, "results", lambda name, *key, **only: found.get(name, []))
 
 
 @pytest.mark.usefixtures("records")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.papers.__main__ import PAGE, PAPERS, main, with_items
 from benchmarks.papers.items import NOT_RECORDED, Item, lines_of, span
 from benchmarks.papers.verification_figures import drawable
 from benchmarks.records import draft_gains, sparse_gates
+from benchmarks.records.rows import results
 from benchmarks.records.tables import TABLES
 from launch import cli
 from launch.inputs.compose import ROOT
@@ -79,6 +81,28 @@ def test_a_gate_passes_from_what_it_asks_on(monkeypatch: pytest.MonkeyPatch) -> 
     short, long = "GATE-3: steps at 128K at least 2 x", "GATE-3: steps at 1M at least 5 x"
     assert verdicts(2.0)[short] == [True] * 4 and verdicts(2.0)[long] == [False] * 2
     assert verdicts(1.99)[short] == [False] * 4 and verdicts(5.0)[long] == [True] * 2
+
+
+def test_rows_of_fp8_are_not_those_of_bf16() -> None:
+    """A key without `kv` is refused on what is recorded, and the item has a range for each."""
+    key = "batch", "length", "topk", "repeat", "ahead"
+    with pytest.raises(ValueError, match=r"tier-steps.jsonl: lines of .* have kv=auto and kv=fp8"):
+        results("tier-steps", *key, kind="tier-steps", tier="host", commit="0e072b03182d")
+    (item,) = [item for item in PAPERS["gather"].items() if "24 GB card" in item.what]
+    assert re.fullmatch(r"\d+ to \d+ tokens/s in bf16, \d+ to \d+ in FP8, 1 x 1M", item.ours), item
+
+
+def test_the_readme_has_the_whole_range_of_crowds() -> None:
+    """It covers every row of the tables with the default goal, single prompts too."""
+    said = re.search(r"- \[Many requests at once\].*", (ROOT / "README.md").read_text("utf-8"))
+    assert said is not None
+    ranges = re.findall(r"(\d\.\d\d) to (\d\.\d\d)", said[0])
+    recorded = []
+    for name in ("crowds", "crowds.1gpu", "crowds.8gpu"):
+        head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in TABLES[name]())
+        over = [row[head.index("over vLLM's, balance")] for row in rows]
+        recorded.append((min(over), max(over)))
+    assert ranges == recorded
 
 
 def test_the_best_number_of_drafts_is_that_of_the_worst_task() -> None:
