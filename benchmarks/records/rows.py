@@ -117,9 +117,9 @@ def results(name: str, *key: str, free: Collection[str] = (), **only: object) ->
 
 
 def tokens(count: int) -> str:
-    """A power of two in K or M, if it is that large."""
-    if count < 1 << 10:
-        return str(count)
+    """A multiple of 1,024 in K or M; any other number as it is."""
+    if count % (1 << 10):
+        return f"{count:,}"
     return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.models.fronts import FP8
 from benchmarks.models.workloads import attention_over_reading_s
 from benchmarks.records.columns import POINT, Columns, Show, lines, ms, of, page, where_it_fits
-from benchmarks.records.rows import WORKLOAD, Row, check_commit, grouped, kv, results, shape, tokens
+from benchmarks.records.rows import WORKLOAD, Row, check_commit, grouped, kv, results, shape
 from benchmarks.timer import READ_CEILING
 from helix.simulate.points import Options, Points
 from helix.simulate.search import layouts
@@ -18,13 +18,16 @@ from helix.simulate.step import memory_of, predict
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
-HEADLINE = [
-    ("qwen2.5-7b", 1, 1 << 20, None),
-    ("llama-3.1-8b", 1, 1 << 20, None),
-    ("deepseek-v2-lite", 1, 1 << 20, None),
-    ("deepseek-r1", 1, 1 << 20, "fp8"),
-    ("glm-5.2", 1, 1 << 20, "fp8"),
-]
+HEADLINE: dict[int, list[tuple[Any, ...]]] = {  # by GPUs
+    4: [("qwen2.5-7b", 1, 1 << 20, None)],
+    8: [
+        ("qwen2.5-7b", 1, 1 << 20, None),
+        ("llama-3.1-8b", 1, 1 << 20, None),
+        ("deepseek-v2-lite", 1, 1 << 20, None),
+        ("deepseek-r1", 1, 1 << 20, "fp8"),
+        ("glm-5.2", 1, 1 << 20, "fp8"),
+    ],
+}
 WHOLE = "fp8-steps"  # records of models that eight GPUs hold in FP8 alone
 BUDGETS_MS = (5, 10, 20, 50)  # of TTL
 
@@ -141,43 +144,48 @@ def _key(r: Row) -> tuple[Any, ...]:
 
 
 def headline() -> list[str]:
-    """Some of the best Helix layouts over eight GPUs, beside plain TP, and vLLM on as many as divide the heads."""
+    """The best Helix layouts over two, four and eight GPUs, next to plain TP and vLLM on as many GPUs."""
+    table: list[tuple[str, ...]] = [("model", "KV heads", "GPUs", "context", "Helix", "plain TP", "vLLM 0.25.1")]
 
-    def vllm(r: Row) -> str:
-        gpus = 8 if load_spec(r["model"]).attention.q_heads % 8 == 0 else 4
-        return f"{r['vllm_ms']:.2f} ms, {gpus} GPUs" if r["vllm_ms"] else "-"
+    def add(r: Row, gpus: int, *times: str) -> None:
+        spec = load_spec(r["model"])
+        heads = "1 latent" if spec.attention.latent is not None else str(spec.attention.kv_heads)
+        table.append((_named(r), heads, str(gpus), kv(r), *times))
 
-    columns: Columns = {
-        "model": _named, "context": kv, "Helix": _ttl, "plain TP=8": _beside("tp", "baselines", WHOLE),
-        NO_RECORD: vllm,
-    }  # fmt: skip
-    return lines(columns, [r for r in _best("step", WHOLE) if _key(r) in HEADLINE])
+    for r in (r for r in _splits() if r["gpus"] > 1 and r["length"] == 1_000_000):
+        add(r, r["gpus"], *(f"{r[name] / 1e3:.2f} ms" for name in ("helix", "tp", "vllm")))
+    four: tuple[tuple[str, ...], ...] = ("step.4gpu",), ("baselines.4gpu",)
+    for gpus, (names, baselines) in ((4, four), (8, (("step", WHOLE), ("baselines", WHOLE)))):
+        plain = _beside("tp", *baselines)
+        for r in (r for r in _best(*names) if _key(r) in HEADLINE[gpus]):
+            on = 8 if load_spec(r["model"]).attention.q_heads % 8 == 0 else 4
+            add(r, gpus, _ttl(r), plain(r), f"{r['vllm_ms']:.2f} ms §" if r["vllm_ms"] and on == gpus else "-")
+    return page(table)
+
+
+def _splits() -> list[Row]:
+    """Steps with one KV head a GPU: us of vLLM with 32 and 128 splits in its decode graphs, and of Helix."""
+    names = {32: "splits_32", 128: "splits_128", "helix kvp=1 tpa=1": "tp", "tp kvp=1 tpa=2": "tp"}
+    names["helix kvp=2 tpa=1"] = "helix"
+    key = "model", "gpus", "batch", "length"
+    rows = results("vllm-splits", *key, "engine", "layout", "splits")
+    found = []
+    for point, timed in grouped(rows, *key).items():
+        times = {names[r["splits"] or r["layout"]]: r["ttl_p50_us"] for r in timed}
+        found.append(
+            dict(zip(key, point, strict=True)) | times | {"vllm": min(times["splits_32"], times["splits_128"])}
+        )
+    return found
 
 
 def vllm_splits() -> list[str]:
-    """Steps with one KV head a GPU: vLLM with 32 and with 128 splits in its decode graphs, next to Helix."""
-    table: list[tuple[str, ...]] = [
-        (
-            "shape",
-            "GPUs",
-            "KV",
-            "vLLM 0.25.1, 32 splits",
-            "128 splits",
-            "plain TP",
-            "Helix, kvp=2",
-            "vLLM's best over ours",
-        )
-    ]
-    rows = results("vllm-splits", "model", "batch", "length", "layout", "splits")
-    for (model, gpus, batch, length), found in grouped(rows, "model", "gpus", "batch", "length").items():
-        ttl = {r["splits"] or r["layout"]: r["ttl_p50_us"] for r in found}
-        plain = ttl.get("tp kvp=1 tpa=2", ttl.get("helix kvp=1 tpa=1"))
-        ours = [us for us in (plain, ttl.get("helix kvp=2 tpa=1")) if us is not None]
-        cells = (ttl[32], ttl[128], plain, ttl.get("helix kvp=2 tpa=1"))
-        context = f"{batch} x {tokens(length)}" if length & (length - 1) == 0 else f"{batch} x {length:,}"
-        times = ("-" if us is None else f"{us / 1e3:.2f} ms" for us in cells)
-        table.append((model, str(gpus), context, *times, f"{min(ttl[32], ttl[128]) / min(ours):.2f}"))
-    return page(table)
+    """vLLM's decode graphs with one KV head a GPU, next to Helix."""
+    columns: Columns = {
+        "shape": lambda r: r["model"], "GPUs": lambda r: str(r["gpus"]), "KV": kv,
+        "vLLM, 32 splits": ms("splits_32"), "vLLM, 128 splits": ms("splits_128"), "plain TP": ms("tp"),
+        "kvp=2": ms("helix"), "vLLM over plain TP": lambda r: f"{r['vllm'] / r['tp']:.2f}",
+    }  # fmt: skip
+    return lines(columns, _splits())
 
 
 def whole() -> list[str]:

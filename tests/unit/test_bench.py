@@ -302,7 +302,7 @@ def test_whole_models_stand_beside_plain_tp_and_dp(monkeypatch: pytest.MonkeyPat
     (row,) = step_tables.whole()[2:]
     cells = "kvp=8 tpa=1 tpf=8 ep=1 | 5.00 ms | 3.22 ms | 1.55 | does not fit | 7.00 ms ‡ | 99 GB"
     assert row == f"| deepseek-r1, FP8 | 1 x 1M | {cells} |"
-    assert step_tables.headline()[2:] == ["| deepseek-r1, FP8 | 1 x 1M | 5.00 ms | does not fit | - |"]
+    assert step_tables.headline()[2:] == ["| deepseek-r1, FP8 | 1 latent | 8 | 1 x 1M | 5.00 ms | does not fit | - |"]
     del whole[2]
     assert "| 5.00 ms | does not fit, planned | - |" in step_tables.headline()[2]
 
