@@ -12,7 +12,9 @@ tokenizer_config.json and chat_template.jinja. The file needs its architecture a
   architectures   llama (without experts), qwen2, qwen3, qwen3moe
   tokenizers      gpt2, that is byte-level BPE, split as gpt-2, smollm, qwen2 or llama-bpe
 
-All else is refused by name, and nothing in a file is left out in silence. Exit code 1: it failed, and DIR is as it was.
+Sampling defaults (general.sampling.*) go into generation_config.json. Keys that only describe the model are not copied.
+Every other key or tensor is refused by name, and so is a file in big-endian byte order, or without the merges of its
+tokenizer. Exit code 1: it failed, and DIR is as it was.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from helix.models.gguf import GGUFModel, read_gguf, special_ids
+from helix.models.gguf import GGUFModel, generation_config, read_gguf
 from helix.models.gguf_tokenizer import make_tokenizer
 from helix.models.loading import INDEX, SINGLE
 from launch.inputs.arguments import helped, one_of, parse
@@ -70,7 +72,7 @@ def convert(file: Path, directory: Path, dtype: torch.dtype | None = None) -> No
         new.mkdir()
         try:
             _write_json(new / "config.json", model.config | {"dtype": name})
-            _write_json(new / "generation_config.json", special_ids(model.metadata))
+            _write_json(new / "generation_config.json", generation_config(model.metadata))
             tokenizer.save_pretrained(new)
             _write_weights(new, model, dtype, console)
             new.rename(directory)  # over an empty one

@@ -17,6 +17,7 @@ from helix.files import check_file
 from helix.layers.rotary import RopeSpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, DecoderSpec, spec_from_config
+from helix.models.gguf_tokenizer import KEYS as TOKENIZER_KEYS
 from helix.models.loading import weights_of
 
 # Architectures, as llama.cpp names them, that both this converter and the runtime know.
@@ -26,14 +27,32 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
-# Keys behind the architecture's name that are understood; any other would change what is computed.
-KEYS = {
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-    "attention.value_length", "block_count", "context_length", "embedding_length", "expert_count",
-    "expert_feed_forward_length", "expert_used_count", "feed_forward_length", "rope.dimension_count", "rope.freq_base",
-    "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.type",
-    "vocab_size",
+# Types of the keys after the architecture's name; any other key would change what is computed.
+KEYS: dict[str, type] = dict.fromkeys(
+    ["attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length", "block_count",
+     "context_length", "embedding_length", "expert_count", "expert_feed_forward_length", "expert_used_count",
+     "feed_forward_length", "rope.dimension_count", "rope.scaling.original_context_length", "vocab_size"], int
+) | dict.fromkeys(["attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"], float) | {
+    "rope.scaling.finetuned": bool, "rope.scaling.type": str
 }  # fmt: skip
+# Sampling defaults after `general.sampling.`, and their names in `generation_config.json`.
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
+}  # fmt: skip
+# Keys that change an answer unless they have this value.
+OFF = {
+    "general.sampling.mirostat": 0,
+    "general.sampling.penalty_last_n": -1,  # repetition_penalty counts all tokens
+    "general.sampling.xtc_probability": 0.0,
+    "tokenizer.ggml.add_sep_token": False,
+    "tokenizer.ggml.add_space_prefix": False,
+    "tokenizer.ggml.remove_extra_whitespaces": False,
+}
+# Keys that change no answer: credits, how the file was made, and parameters of samplers that OFF holds back.
+HARMLESS = re.compile(
+    r"GGUF\..*|general\.\w+|general\.(source|base_model|dataset|license)\..*|quantize\.imatrix\..*|mradermacher\..*"
+    r"|split\.(no|tensors\.count)|general\.sampling\.(mirostat_tau|mirostat_eta|xtc_threshold)"
+)
 # Parts of tensors' names. Experts lie in one tensor [E, out, in].
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
@@ -87,15 +106,17 @@ class GGUFModel:
         """Yields the weights of one tensor of the file after another, by the names of `shapes`.
 
         Raises:
-            ValueError: a value does not fit the dtype, or its quantisation is unknown.
+            ValueError: a value is no number or does not fit the dtype, or its quantisation is unknown.
         """
         of = self.spec.attention
         for name, tensor in self._tensors.items():
             values = torch.tensor(_values(tensor, self.path))
             if self.metadata["general.architecture"] == "llama" and re.search(r"\.attn_[qk]\.", name):
                 values = _halves_apart(values, of.q_heads if ".attn_q." in name else of.kv_heads)
-            finite, values = values.isfinite(), values.to(dtype)
-            if not torch.equal(values.isfinite(), finite):
+            if not values.isfinite().all():
+                raise ValueError(f"{name} in {self.path} has NaN or infinite values: the file is damaged")
+            values = values.to(dtype)
+            if not values.isfinite().all():
                 raise ValueError(f"{name} in {self.path} has values beyond {dtype}: set dtype=bfloat16")
             names = _names(name, tensor)
             parts = [values] if values.dim() < 3 else [expert.clone() for expert in values]
@@ -108,20 +129,19 @@ def read_gguf(path: Path) -> GGUFModel:
     Raises:
         ValueError: the file is not a GGUF model, or one that the runtime or the converter does not know.
     """
-    reader = _reader(path)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    architecture = metadata.get("general.architecture")
+    metadata, tensors = _read(path)
+    architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{path} has the architecture {architecture}; those that can be converted: {known}")
     if metadata.get("general.type", "model") != "model":
         raise ValueError(f"{path} is not a model: it has general.type={metadata['general.type']}")
-    if (parts := metadata.get("split.count", 1)) > 1:
+    if (parts := metadata.get("split.count", 1)) not in (0, 1):
         raise ValueError(f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge` first")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(ROPE_FACTORS, None)
     stretched = None if factors is None else _values(factors, path)
     try:
+        _check_keys(metadata, architecture)
         config = _config(metadata, architecture, tensors, stretched)
         spec = spec_from_config(config)
         shapes = {name: shape for tensor in tensors.values() for name, shape in _shapes(tensor).items()}
@@ -138,9 +158,15 @@ def read_gguf(path: Path) -> GGUFModel:
     return GGUFModel(path, metadata, config, spec, shapes, dtype, tensors)
 
 
-def _reader(path: Path) -> Any:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads a file's metadata and tensors by name.
+
+    Raises:
+        ValueError: the file cannot be read, has the other byte order, or its tensors do not fill it one by one.
+    """
     try:
         check_file(path)
+        size = path.stat().st_size
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise ValueError(f"{path} is not a GGUF file: it does not begin with GGUF")
@@ -151,10 +177,47 @@ def _reader(path: Path) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(NEEDED) from error
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # of any kind: the library trusts what it reads
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path} is truncated or damaged ({what:.200})") from error
+    if reader.byte_order == "S":  # the library's dequantize would read the bytes of numbers the wrong way round
+        raise ValueError(
+            f"{path} is in big-endian byte order: convert it first with `gguf-convert-endian {path} little`"
+        )
+    begin, alignment = reader.data_offset, int(reader.alignment)
+    for tensor in reader.tensors:  # one after another, as llama.cpp requires
+        if tensor.data_offset != begin:
+            raise ValueError(
+                f"{path} is damaged: {tensor.name} is at byte {tensor.data_offset} and should be at {begin}"
+            )
+        begin += math.ceil(tensor.n_bytes / alignment) * alignment
+    if size > begin:
+        raise ValueError(f"{path} is damaged: {size - begin} bytes follow its last tensor")
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _check_keys(metadata: dict[str, Any], architecture: str) -> None:
+    """Raises ValueError if a key is unknown or its value has another type: it may change an answer."""
+    types: dict[str, type] = {"split.count": int, "tokenizer.chat_template": str, "tokenizer.chat_templates": list}
+    types |= {f"{architecture}.{key}": kind for key, kind in KEYS.items()}
+    types |= {f"tokenizer.ggml.{key}": kind for key, kind in TOKENIZER_KEYS.items()}
+    types |= {f"general.sampling.{key}": int if key == "top_k" else float for key in SAMPLING}
+    types |= {key: type(value) for key, value in OFF.items()}
+    for key, value in metadata.items():
+        if HARMLESS.fullmatch(key):
+            continue
+        kind = str if key.startswith("tokenizer.chat_template.") else types.get(key)
+        if kind is None or value != OFF.get(key, value):
+            what = f"{key}={value!s:.80} is not supported"
+            if not key.startswith(f"{architecture}."):
+                what += f"; if it changes no answer, `gguf-new-metadata --remove-metadata {key} FILE NEW` removes it"
+            raise ValueError(what)
+        if key.startswith(f"{architecture}.") and isinstance(value, list):
+            raise ValueError(f"{key} differs from layer to layer, which is not supported")
+        if type(value) is not kind:
+            raise ValueError(f"{key}={value!s:.80} should have the type {kind.__name__}")
 
 
 def _config(
@@ -162,14 +225,10 @@ def _config(
 ) -> dict[str, Any]:
     """Returns the content of `config.json`, in full: defaults are those of one checkpoint."""
     own = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items() if k.startswith(f"{architecture}.")}
-    if unknown := sorted(own.keys() - KEYS):
-        raise ValueError(f"{architecture}.{unknown[0]}={own[unknown[0]]} is not supported")
 
     def value(key: str, default: Any = None) -> Any:
-        found = own.get(key, default)
-        if isinstance(found, list) or found is None:
-            what = "is missing" if found is None else "differs from layer to layer, which is not supported"
-            raise ValueError(f"{architecture}.{key} {what}")
+        if (found := own.get(key, default)) is None:
+            raise ValueError(f"{architecture}.{key} is missing")
         return _short(found) if isinstance(found, float) else found
 
     heads, hidden = value("attention.head_count"), value("embedding_length")
@@ -204,9 +263,20 @@ def _config(
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    elif value("expert_count", 0):
-        raise ValueError(f"{architecture}.expert_count={own['expert_count']} is not supported")
+    elif experts := [key for key in own if key.startswith("expert_") and own[key]]:
+        raise ValueError(f"{architecture}.{experts[0]}={own[experts[0]]} is not supported")
     return config
+
+
+def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of `generation_config.json`: special tokens, and sampling defaults if the file has any."""
+    found = {
+        name: _short(value) if isinstance(value, float) else value
+        for key, name in SAMPLING.items()
+        if (value := metadata.get(f"general.sampling.{key}")) is not None
+    }
+    # transformers samples only where do_sample says so, and refuses a temperature of 0 there.
+    return special_ids(metadata) | ({"do_sample": found.get("temperature", 1.0) > 0} | found if found else {})
 
 
 def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +292,9 @@ def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(value: Any, head_dim: int, stretched: np.ndarray | None) -> dict[str, Any]:
-    kind, theta = value("rope.scaling.type", "none"), value("rope.freq_base", 10000.0)
+    scaled_by = value("rope.scaling.factor", 0.0)
+    # llama.cpp reads a factor without a type as linear scaling.
+    kind, theta = value("rope.scaling.type", "linear" if scaled_by else "none"), value("rope.freq_base", 10000.0)
     if stretched is not None and kind != "none":
         raise ValueError(f"rope.scaling.type={kind} beside {ROPE_FACTORS} is not supported")
     if kind == "linear":

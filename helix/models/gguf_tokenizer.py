@@ -38,7 +38,22 @@ SPLITTINGS = {
     "llama-bpe": Splitting(LLAMA3_WORDS, whole=True, bos=True),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # `tokenizer.ggml.token_type`
-NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+TYPES = {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED}
+NAMES = {name: name for name in ("bos", "eos", "mask", "cls")} | {
+    "unk": "unknown",
+    "pad": "padding",
+    "sep": "seperator",
+}
+IDS = (*NAMES.values(), "eot", "eom")  # `tokenizer.ggml.*_token_id`
+# Types of the keys of `tokenizer.ggml.` that are read, and of two kinds that change no token of a text: scores (merges
+# decide) and marks of infill (a caller writes them into the prompt).
+KEYS: dict[str, type] = {
+    "model": str, "pre": str, "tokens": list, "token_type": list, "merges": list, "scores": list,
+    "add_bos_token": bool, "add_eos_token": bool,
+    **{f"{name}_token_id": int for name in IDS},
+    **{f"fim_{name}_token_id": int for name in ("pre", "suf", "mid", "pad", "rep", "sep")},
+    **{f"{name}_token_id": int for name in ("prefix", "suffix", "middle")},
+}  # fmt: skip
 
 
 def bytes_of_characters() -> dict[str, int]:
@@ -66,12 +81,21 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
     if pre not in SPLITTINGS:
         raise ValueError(f"tokenizer.ggml.pre={pre} is not supported; supported: {', '.join(SPLITTINGS)}")
     splitting = SPLITTINGS[pre]
-    texts, merges = value("tokens", []), [tuple(merge.split(" ")) for merge in value("merges", [])]
-    types = value("token_type", [NORMAL] * len(texts))
+    for key, element in (("tokens", str), ("token_type", int), ("merges", str)):
+        if not value(key) or not all(isinstance(entry, element) for entry in value(key)):
+            what = f"is missing, empty or no list of {element.__name__}: texts would become other tokens"
+            raise ValueError(f"tokenizer.ggml.{key} {what}; take a file that was converted with it")
+    texts, types, merges = value("tokens"), value("token_type"), [tuple(m.split(" ")) for m in value("merges")]
     if len(types) != len(texts):
         raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries, and tokenizer.ggml.tokens {len(texts)}")
+    if unknown := set(types) - TYPES:
+        raise ValueError(f"tokenizer.ggml.token_type has {min(unknown)}, which is not supported for byte-level BPE")
     vocabulary = {text: i for i, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ != UNUSED}
     _check(texts, types, merges, vocabulary)
+    in_use = {None, *vocabulary.values()}
+    for key in IDS:
+        if (token := value(f"{key}_token_id")) not in in_use:
+            raise ValueError(f"tokenizer.ggml.{key}_token_id={token} is none of the {len(vocabulary)} tokens in use")
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole))
     if splitting.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -91,8 +115,6 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
     special = {}
     for name, key in NAMES.items():
         if (token := value(f"{key}_token_id")) is not None:
-            if token >= len(texts):
-                raise ValueError(f"tokenizer.ggml.{key}_token_id={token} is none of the {len(texts)} tokens")
             special[f"{name}_token"] = texts[token]
     around = [
         special.get(f"{name}_token") if value(f"add_{name}_token", default) else None
@@ -127,5 +149,5 @@ def _templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
     """Returns the chat template, or all templates by name."""
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
-    default = metadata.get(key)
-    return named | {"default": default} if named and default else default
+    default = {"default": metadata[key]} if key in metadata else {}
+    return named | default if named else default.get("default")

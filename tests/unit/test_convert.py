@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import struct
 import sys
 import unicodedata
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from helix.models.gguf_tokenizer import SPLITTINGS, bytes_of_characters, make_to
 from launch import convert
 from launch.inputs.compose import composed
 from launch.inputs.preflight import prepared
+from launch.serving.tokens import read_defaults
 from tests.e2e.checkpoints import DEMO
 
 FIRST = 500  # of a tokenizer's tokens: few are read in little time
@@ -227,6 +229,30 @@ def test_many_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     assert prepared(composed([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])) == 1
 
 
+def test_sampling_defaults_come_along_and_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    given = dict(temp=0.6, top_k=20, top_p=0.95, min_p=0.1, penalty_repeat=1.1, penalty_last_n=-1, mirostat=0)
+    keys = {f"general.sampling.{key}": value for key, value in given.items()}
+    write(tmp_path / "x.gguf", "llama", change=lambda writer: [add(k, v)(writer) for k, v in keys.items()])
+    write(tmp_path / "y.gguf", "llama", change=add("llama.rope.scaling.factor", 4.0))
+    out = converted(tmp_path)
+    wanted = dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1)
+    assert read_defaults(str(out)) == wanted
+    assert json.loads((out / "generation_config.json").read_text())["do_sample"] is True
+    convert.main([str(tmp_path / "y.gguf"), str(tmp_path / "linear")])
+    rope = json.loads((tmp_path / "linear" / "config.json").read_text())["rope_parameters"]
+    assert rope == {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+
+def test_keys_that_change_no_answer_are_taken(tmp_path: Path) -> None:
+    keys = {
+        "general.source.url": "x", "general.tags": ["x"], "mradermacher.quantized_by": "x", "split.count": 0,
+        "quantize.imatrix.file": "x", "tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.fim_pre_token_id": 1,
+        "general.sampling.mirostat_tau": 5.0, "tokenizer.ggml.scores": [0.5],
+    }  # fmt: skip
+    write(tmp_path / "x.gguf", "llama", change=lambda writer: [add(k, v)(writer) for k, v in keys.items()])
+    assert (converted(tmp_path) / "config.json").exists()
+
+
 # ---- the tokenizer
 
 
@@ -352,6 +378,8 @@ def test_chat_templates_come_along(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|im_start|>user\nHello<|im_end|>\n"
     more = {"tokenizer.chat_template": "A", "tokenizer.chat_template.tool_use": "B"}
     assert make_tokenizer(metadata("smollm") | more).chat_template == {"default": "A", "tool_use": "B"}
+    del more["tokenizer.chat_template"]
+    assert make_tokenizer(metadata("smollm") | more).chat_template == {"tool_use": "B"}
 
 
 # ---- what is refused
@@ -366,7 +394,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def add(key: str, value: Any) -> Change:
-    kinds = {str: "string", int: "uint32", float: "float32", bool: "bool", list: "array"}
+    kinds = {str: "string", int: "int32", float: "float32", bool: "bool", list: "array"}
     return lambda writer: getattr(writer, f"add_{kinds[type(value)]}")(key, value)
 
 
@@ -384,6 +412,26 @@ def linear(writer: GGUFWriter) -> None:
     [
         ("qwen2", add("qwen2.attention.sliding_window", 128), "qwen2.attention.sliding_window=128 is not supported"),
         ("llama", add("llama.expert_count", 8), "llama.expert_count=8 is not supported"),
+        ("llama", add("llama.expert_used_count", 2), "llama.expert_used_count=2 is not supported"),
+        ("llama", add("llama.vocab_size", [8, 8]), "llama.vocab_size differs from layer to layer"),
+        ("llama", add("llama.vocab_size", "8"), "llama.vocab_size=8 should have the type int"),
+        ("llama", add("qwen2.attention.sliding_window", 128), "qwen2.attention.sliding_window=128 is not supported"),
+        ("llama", add("acme.logit_scale", 2.0), "`gguf-new-metadata --remove-metadata acme.logit_scale FILE NEW`"),
+        *(
+            ("llama", add(key, value), f"{key}={value} is not supported; if it changes no answer")
+            for key, value in {
+                "tokenizer.ggml.add_prefix_space": False,
+                "tokenizer.ggml.add_space_prefix": True,
+                "tokenizer.ggml.remove_extra_whitespaces": True,
+                "tokenizer.ggml.add_sep_token": True,
+                "tokenizer.ggml.normalizer.lowercase": True,
+                "tokenizer.huggingface.json": "{}",
+                "general.sampling.mirostat": 2,
+                "general.sampling.sequence": "kt",
+                "general.sampling.penalty_last_n": 64,
+                "general.sampling.dry_base": 2.0,
+            }.items()
+        ),
         ("llama", add("llama.attention.value_length", 16), "llama.attention.value_length=16 is not the heads' size 32"),
         ("llama", add("llama.rope.dimension_count", 16), "llama.rope.dimension_count=16 is not the heads' size 32"),
         ("llama", add("llama.rope.scaling.type", "longrope"), "rope.scaling.type=longrope is not supported"),
@@ -427,7 +475,17 @@ def test_what_would_be_left_out_is_refused(
         ),
         ({"tokens": ["a", "b"], "token_type": [1, 1], "merges": ["a b"]}, "has 'a b', which is not a pair of tokens"),
         ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries, and tokenizer.ggml.tokens 504"),
-        ({"bos_token_id": 5000}, "tokenizer.ggml.bos_token_id=5000 is none of the 504 tokens"),
+        ({"bos_token_id": 5000}, "tokenizer.ggml.bos_token_id=5000 is none of the 503 tokens in use"),
+        ({"eot_token_id": 5000}, "tokenizer.ggml.eot_token_id=5000 is none of the 503 tokens in use"),
+        ({"padding_token_id": 503}, "tokenizer.ggml.padding_token_id=503 is none of the 503 tokens in use"),
+        (
+            {"merges": None},
+            "tokenizer.ggml.merges is missing, empty or no list of str: texts would become other tokens",
+        ),
+        ({"merges": [1]}, "tokenizer.ggml.merges is missing, empty or no list of str"),
+        ({"tokens": []}, "tokenizer.ggml.tokens is missing, empty or no list of str"),
+        ({"token_type": None}, "tokenizer.ggml.token_type is missing, empty or no list of int"),
+        ({"token_type": [6] * 504}, "tokenizer.ggml.token_type has 6, which is not supported"),
     ],
 )
 def test_tokenizers_that_are_not_known_are_refused(more: dict[str, Any], words: str) -> None:
@@ -445,6 +503,13 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
     for size in (6, 40, 20_000, file.stat().st_size - 1000):
         (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:size])
         assert "cut.gguf is truncated or damaged" in refused(capsys, str(tmp_path / "cut.gguf"), out)
+    content = bytearray(file.read_bytes())
+    (tmp_path / "long.gguf").write_bytes(content + bytes(100))
+    assert "long.gguf is damaged: 100 bytes follow its last tensor" in refused(capsys, str(tmp_path / "long.gguf"), out)
+    name = b"output_norm.weight"  # then the number of dimensions, one dimension, type and offset
+    struct.pack_into("<Q", content, content.index(name) + len(name) + 4 + 8 + 4, 0)
+    (tmp_path / "moved.gguf").write_bytes(content)
+    assert "moved.gguf is damaged: output_norm.weight is at byte" in refused(capsys, str(tmp_path / "moved.gguf"), out)
     writer = GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -481,13 +546,33 @@ def test_a_disk_that_is_full(
     assert [f.name for f in tmp_path.iterdir()] == ["x.gguf"], "nothing is left behind"
 
 
-def test_numbers_that_half_precision_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def large(writer: GGUFWriter) -> None:
-        writer.tensors[0]["output_norm.weight"].tensor[0] = 1e6
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (1e6, "has values beyond torch.float16: set dtype=bfloat16"),
+        (math.inf, "has NaN or infinite values: the file is damaged"),
+        (math.nan, "has NaN or infinite values: the file is damaged"),
+    ],
+)
+def test_numbers_that_cannot_be_stored(
+    value: float, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.tensors[0]["output_norm.weight"].tensor[0] = value
 
-    file = write(tmp_path / "x.gguf", "llama", change=large)
+    file = write(tmp_path / "x.gguf", "llama", change=change)
     said = refused(capsys, str(file), str(tmp_path / "out"), "dtype=float16")
-    assert "output_norm.weight" in said and "has values beyond torch.float16: set dtype=bfloat16" in said
+    assert "output_norm.weight" in said and words in said
+
+
+@pytest.mark.parametrize("quantised", [None, GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0])
+def test_the_other_byte_order_is_refused(
+    quantised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(globals(), "GGUFWriter", partial(GGUFWriter, endianess=gguf.GGUFEndian.BIG))
+    file = write(tmp_path / "x.gguf", "llama", quantised=quantised)
+    said = refused(capsys, str(file), str(tmp_path / "out"))
+    assert f"is in big-endian byte order: convert it first with `gguf-convert-endian {file} little`" in said
 
 
 def test_without_the_package_one_line_says_what_to_install(
