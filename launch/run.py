@@ -33,6 +33,7 @@ from launch.inputs.prompts import ResultFile
 from launch.inputs.work import RUNTIME, Program, Work
 from launch.job import spawn
 from launch.job.membership import Job
+from launch.job.memory import shortage
 from launch.job.report import Console, Phases, write_record
 from launch.job.spawn import REFUSED
 from launch.job.task import Done, Task
@@ -152,7 +153,13 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -
         phases.mark("load")
         return model, draft
 
-    measured, refused = run(Task(plan, comm, job.backend, load, tokenizer, results, console, phases))
+    try:
+        measured, refused = run(Task(plan, comm, job.backend, load, tokenizer, results, console, phases))
+    except Exception as error:
+        loaded, built = "load_s" in phases.seconds, "build_s" in phases.seconds or work.timed
+        if (short := shortage(error, config, comm.rank, comm.device, loaded, built)) is not None:
+            raise short from error
+        raise
     phases.mark(work.name)
     comm.barrier()
     if job.leads and config.record is not None:

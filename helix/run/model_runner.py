@@ -19,6 +19,7 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
+from helix.errors import RankError
 from helix.events.decision import Admission, Decision, Segment, StepKind
 from helix.events.follower import Begun, Follower, Prefilled, Taken
 from helix.events.request import Logprobs
@@ -582,7 +583,7 @@ class StepTokens:
 
 def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:
     if min((token for _, token in tokens), default=0) < 0:
-        raise RuntimeError(
+        raise RankError(
             "the model's logits are NaN: a weight, an activation or a rank's partial attention is not a number "
             "(try model.dtype=float32; if it stays, the checkpoint or this machine is at fault; where another rank "
             "says that it waited for one, that is the cause)"

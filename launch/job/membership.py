@@ -135,7 +135,12 @@ class Job:
     def fail(self, error: BaseException) -> NoReturn:
         """Ends this rank with its traceback, or the line of a RankError, and tells the other ranks the reason."""
         if isinstance(error, RankError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            try:
+                first = self.store.add("reported", 1) == 1  # several ranks may have the same error
+            except dist.DistError:
+                first = True
+            if first:
+                print(f"error: {error}", file=sys.stderr, flush=True)
             self._watchdog.stop()  # it must not end this rank first: an exit takes the others down, with tracebacks
             self._watchdog.tell("")
             time.sleep(SAID_S)

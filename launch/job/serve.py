@@ -113,7 +113,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             link.pass_on(update)
     except Exception as error:
         if link is not None:
-            link.fail(f"{type(error).__name__}: {error}")
+            link.fail(str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}")
         raise
     engine.close()
     if link is not None:

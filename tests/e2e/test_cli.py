@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.bench import main as bench_main
 from benchmarks.jobs import COMMAND
@@ -174,6 +176,38 @@ def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -
     assert ended.output.count(said) == 1, ended.output
     assert "Traceback" not in ended.output and "rank 1" not in ended.output, ended.output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "out.jsonl"]
+
+
+def test_a_rank_whose_memory_runs_out_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
+    program = """if True:
+        import os, sys, torch, helix.build.engine
+        from launch.run import entry
+
+        make = helix.build.engine.KVCache
+        def short(*given):
+            if os.environ["RANK"] == "1":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total")
+            return make(*given)
+
+        helix.build.engine.KVCache = short
+        sys.exit(entry(sys.argv[1:]))
+    """
+    ended = run(tmp_path, *common(many), "layout.kvp=2", command=[sys.executable, "-c", program])
+    said = "error: rank 1 ran out of host memory while making the KV cache (2,684,354,560 bytes wanted, "
+    assert ended.code == 1 and ended.output.count("error: ") == ended.output.count(said) == 1, ended.output
+    assert "lower kv.memory_fraction=0.9, decode.max_batch=" in ended.output, ended.output
+    assert "Traceback" not in ended.output and "rank 0" not in ended.output, ended.output
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_end_every_rank_with_one_line(value: float, tmp_path: Path, many: Path) -> None:
+    model = shutil.copytree(checkpoint(FAMILY), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] = value
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    ended = run(tmp_path, *common(many), f"model.path={model}", "layout.kvp=2")
+    assert ended.code == 1 and ended.output.count("error: the model's logits are NaN") == 1, ended.output
+    assert "Traceback" not in ended.output and "rank 1" not in ended.output, ended.output
 
 
 def test_a_reader_who_leaves_ends_the_run_with_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Memory that runs out on one rank: what was wanted, what is free, and which keys take less."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from helix.config import Config
+from helix.errors import RankError
+from helix.memory.kv_cache import free_bytes
+
+# What torch's allocators, CUDA, cuBLAS and numpy say.
+SHORT = re.compile(r"out of memory|can't allocate memory|unable to allocate|_ALLOC_FAILED", re.IGNORECASE)
+WANTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def shortage(
+    error: Exception, config: Config, rank: int, device: torch.device, loaded: bool, built: bool
+) -> RankError | None:
+    """Returns the line of an error if memory ran out; else None.
+
+    Args:
+        loaded: whether the weights were loaded before.
+        built: whether the engine, with its caches, was built before, or times steps as it is.
+    """
+    if isinstance(error, RankError) or not (isinstance(error, MemoryError) or SHORT.search(str(error))):
+        return None
+    found = WANTED.search(str(error))
+    wanted = (
+        f"{round(float(found[1]) * UNITS[found[2]]):,} bytes wanted" if found else "an unknown number of bytes wanted"
+    )
+    memory = "GPU memory" if device.type == "cuda" else "host memory"
+    free = f"{wanted}, {free_bytes(device):,} free"
+    if not loaded:
+        return RankError(
+            f"rank {rank} ran out of {memory} while loading weights ({free}): take more ranks, or a layout whose ranks "
+            "hold fewer weights"
+        )
+    kv, decode = config.kv, config.decode
+    if kv.tier == "host" and kv.gpu_bytes is not None:
+        cache = f"kv.gpu_bytes={kv.gpu_bytes:.0f}"
+    else:
+        cache = f"kv.memory_fraction={kv.memory_fraction}" if kv.tokens is None else f"kv.tokens={kv.tokens}"
+    when = "running steps" if built else "making the KV cache"
+    keys = f"lower {cache}, decode.max_batch={decode.max_batch} or decode.prefill_chunk={decode.prefill_chunk}"
+    return RankError(f"rank {rank} ran out of {memory} while {when} ({free}): {keys}, or take a larger layout.kvp")
