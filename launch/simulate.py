@@ -34,15 +34,15 @@ from rich.table import Table
 from helix.simulate.hardware import PROVENANCE
 from helix.simulate.points import MODES, Options, Points
 from helix.simulate.step import predict
-from launch.inputs.arguments import boolean, helped, one_of, parse, tokens, unknown
+from launch.inputs.arguments import boolean, helped, one_of, parse, positive, tokens, unknown
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
 WIDTHS = {"pp": 1, "dp": 1, "kvp": 1, "tpa": 1, "tpf": None, "ep": 1}
 DEFAULTS: dict[str, Any] = {"mode": "helix", **WIDTHS, "batch": 1, "context": 1 << 20, "dtype": "bf16", "hopb": True}
 KEYS: dict[str, Callable[[str], Any]] = {
-    "hardware": str, "model": str, "mode": one_of(*MODES), **dict.fromkeys((*WIDTHS, "batch"), int), "context": tokens,
-    "dtype": one_of("fp4", "fp8", "bf16"), "hopb": boolean,
+    "hardware": str, "model": str, "mode": one_of(*MODES), **dict.fromkeys((*WIDTHS, "batch"), positive),
+    "context": tokens, "dtype": one_of("fp4", "fp8", "bf16"), "hopb": boolean,
 }  # fmt: skip
 
 
@@ -53,6 +53,8 @@ def print_point(arguments: Sequence[str]) -> None:
         ValueError: a value is wrong; or, after printing, memory does not suffice for the batch.
     """
     given = DEFAULTS | parse(arguments, KEYS, needed=("hardware", "model"), words=("model",))
+    if given["context"] < 1:
+        raise ValueError("context=0 must be at least 1")
     dtype = given["dtype"]
     options = Options(weights=dtype, kv=dtype, messages=dtype, hopb=given["hopb"])
     points = Points.of(given["mode"], given["batch"], **{key: given[key] for key in WIDTHS})

@@ -46,11 +46,13 @@ class Points:
         """Creates a single point; an unset `tpf` takes all FFN ranks that `ep` leaves.
 
         Raises:
-            ValueError: the mode is unknown.
+            ValueError: the mode is unknown, or `ep` does not divide the ranks.
         """
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
         ranks = tpa if mode == "medha" else dp * kvp * tpa
+        if tpf is None and ranks % max(ep, 1):
+            raise ValueError(f"ep={ep} does not divide the {ranks} FFN ranks")
         row = (MODES.index(mode), pp, dp, kvp, tpa, ranks // max(ep, 1) if tpf is None else tpf, ep, batch)
         return cls(*(np.array([value]) for value in row))
 
@@ -339,4 +341,6 @@ def check_points(spec: DecoderSpec, p: Points) -> None:
     """Raises ValueError, with the rule, for the first point that breaks one."""
     for rule, broken in problems(spec, p):
         if broken.any():
-            raise ValueError(f"{p.describe(int(np.argmax(broken)))}: {rule}")
+            i = int(np.argmax(broken))
+            widths = " ".join(f"{field.name}={getattr(p, field.name)[i]}" for field in fields(p)[1:])
+            raise ValueError(f"mode={MODES[p.mode[i]]} {widths}: {rule}")

@@ -20,6 +20,12 @@ def boolean(text: str) -> bool:
     return text == "true"
 
 
+def positive(text: str) -> int:
+    if not text.lstrip("+").isdecimal() or int(text) < 1:
+        raise ValueError("a whole number of at least 1")
+    return int(text)
+
+
 def one_of(*known: str) -> Callable[[str], str]:
     """Returns the kind of a value that is one of these words."""
 

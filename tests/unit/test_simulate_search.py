@@ -187,7 +187,7 @@ def test_unknown_names_are_answered_with_those_known() -> None:
         ("medha", {"dp": 2, "kvp": 2}, BF16, "dp = 1"),
         ("dp", {}, BF16, "dp of at least 2"),
         ("helix", {"dp": 2}, BF16, "dp is at most the batch"),
-        ("helix", {"kvp": 2, "ep": 2}, BF16, "ep is at most the 1 experts"),
+        ("helix", {"kvp": 2, "ep": 2}, BF16, "mode=helix pp=1 dp=1 kvp=2 tpa=1 tpf=1 ep=2 batch=1: ep is at most"),
         ("helix", {"kvp": 2, "tpf": 3}, BF16, "number of FFN ranks"),
         ("tp", {"pp": 33}, BF16, "at most the 32 layers"),
         ("helix", {"kvp": 16}, BF16, "needs 16 GPUs of one NVLink domain; NVIDIA H200 has 8"),
@@ -285,8 +285,14 @@ def test_a_point_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("point hardware=h200 model=llama-3.1-70b ep=0", "every width and the batch are at least 1"),
-        ("point hardware=h200 model=llama-3.1-70b tpa=0", "every width and the batch are at least 1"),  # no warning
+        *(
+            (f"point hardware=h200 model=phi-4 {key}={value}", f"{key}={value} must be a whole number of at least 1")
+            for key in ("pp", "dp", "kvp", "tpa", "tpf", "ep", "batch")
+            for value in (0, -1)
+        ),
+        ("point hardware=h200 model=llama-3.1-70b context=0", "context=0 must be at least 1"),
+        ("point hardware=h200 model=llama-3.1-70b ep=3", "ep=3 does not divide the 1 FFN ranks"),
+        ("point hardware=h200 model=llama-3.1-70b tpf=3", "kvp=1 tpa=1 tpf=3 ep=1 batch=1: tpf * ep is the number"),
         (f"point hardware=h200 model=llama-3.1-70b context={1 << 70}", f"must be at most {1 << 40}"),
         ("point hardware=h200 model=llama-3.1-70b mode=cp", "mode=cp must be one of tp, dp, medha, helix"),
         ("point hardware=h200 model=llama-3.1-70b hopb=no", "hopb=no must be true or false"),
