@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from launch.job.spawn import INTERRUPTED
 
 ANSWER_S = 30  # for the first agent's host to answer
 MEETING_S = 300  # for all agents to be there
+LOOK_S = 0.5  # between two looks at who is there
 GRACE_S = 5  # between asking ranks to end and killing them
 
 
@@ -80,6 +82,38 @@ def meeting_store(endpoint: str) -> dist.Store:
                 raise RuntimeError(absent) from error
 
 
+def meet(store: dist.Store, config: LaunchConfig) -> None:
+    """Waits until all agents of a run are at the store.
+
+    torch's rendezvous goes on as soon as one agent has as many as it wants: with unequal NODES some would run and the
+    others wait.
+
+    Raises:
+        RuntimeError: one of them has another NODES, or too few came in time.
+    """
+    nodes, own = config.max_nodes, socket.gethostname()
+    store = dist.PrefixStore(f"helix/{config.run_id}/agents", store)
+    store.set(str(store.add("count", 1)), f"{nodes} {own}")
+    end = time.monotonic() + MEETING_S
+    while True:
+        count = store.add("count", 0)
+        for number in range(1, count + 1):
+            theirs, _, host = store.get(str(number)).decode().partition(" ")
+            if theirs != str(nodes):
+                time.sleep(4 * LOOK_S)  # the store may end with this agent: the others look first
+                raise RuntimeError(
+                    f"NODES={nodes} on {own}, but NODES={theirs} on {host}: set NODES to the number of hosts on all"
+                )
+        if count >= nodes:
+            return
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"ENDPOINT={config.rdzv_endpoint}: {count} of NODES={nodes} agents came within {MEETING_S} s as "
+                f"RUN={config.run_id}"
+            )
+        time.sleep(LOOK_S)
+
+
 def _store(host: str, port: int, serves: bool) -> dist.Store:
     patience = timedelta(seconds=ANSWER_S)
     return dist.TCPStore(host, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True)
@@ -128,6 +162,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
     try:
         store = meeting_store(config.rdzv_endpoint)  # held here for as long as the agent runs
         print(f"{where}: meeting {config.max_nodes} agents, for {MEETING_S} s at most", file=sys.stderr, flush=True)
+        meet(store, config)
         elastic_launch(config, sys.executable)("-u", *program.command, *line.arguments)
     except (KeyboardInterrupt, SignalException):
         print("interrupted", file=sys.stderr)

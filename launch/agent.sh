@@ -1,5 +1,5 @@
 #!/bin/sh
-# Several hosts, or several agents on one: run this once on each, with the same ENDPOINT (HOST:PORT of the first one).
+# Several hosts, or several agents on one: run this once on each, with the same NODES and ENDPOINT (HOST:PORT of the first).
 #
 #   ENDPOINT=host0:29500 NODES=2 RANKS=4 launch/agent.sh layout.kvp=8 decode.prompts=FILE.jsonl
 #

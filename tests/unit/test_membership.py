@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -189,6 +191,30 @@ def test_what_an_agent_cannot_be_told(
     assert agent.main([], given | variables) == 1
     said = capsys.readouterr().err
     assert words in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "nodes, words",
+    [
+        ((2, 2), []),
+        ((2, 3), ["NODES=2 on a, but NODES=3 on a: set NODES", "NODES=3 on a, but NODES=2 on a: set NODES"]),
+        ((3, 3), ["localhost:1: 2 of NODES=3 agents came within 1 s as RUN=helix"]),
+    ],
+)
+def test_agents_run_once_all_are_there_with_the_same_number_of_hosts(
+    nodes: tuple[int, ...], words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, launched = dist.HashStore(), []
+    monkeypatch.setattr(agent, "meeting_store", lambda endpoint: store)
+    monkeypatch.setattr(agent, "elastic_launch", lambda config, program: lambda *given: launched.append(given))
+    monkeypatch.setattr(agent, "MEETING_S", 1 if nodes == (3, 3) else 30)
+    monkeypatch.setattr(agent.socket, "gethostname", lambda: "a")
+    given = [{"ENDPOINT": "localhost:1", "NODES": str(count), "RANKS": "1"} for count in nodes]
+    with ThreadPoolExecutor(len(nodes)) as agents:
+        codes = [*agents.map(partial(agent.main, []), given)]
+    said = capsys.readouterr().err
+    assert codes == [1 if words else 0] * 2 and len(launched) == (0 if words else 2), said
+    assert all(line in said for line in words), said
 
 
 def test_a_port_on_which_no_agent_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
