@@ -101,12 +101,19 @@ class Checkpoint:
         for name in files:
             with self._open(name) as shard:
                 for within in shard.keys():  # noqa: SIM118 - not a mapping
-                    tensor = f"model.{within.removeprefix(OUTER)}" if within.startswith(OUTER) else within
+                    if listed is not None and listed.get(within, name) != name:
+                        continue  # a stale copy: the index assigns the tensor to another file
+                    tensor = _renamed(within)
+                    if tensor in self.files:
+                        raise ValueError(
+                            f"{path} has {tensor} twice: as {self._stored[tensor]} in {self.files[tensor]}, and as "
+                            f"{within} in {name}; remove one of them, or assign it to one file in {INDEX}"
+                        )
                     self.files[tensor], self._stored[tensor] = name, within
                     stored = shard.get_slice(within)
                     self.shapes[tensor], self.dtypes[tensor] = tuple(stored.get_shape()), stored.get_dtype()
-        lost = sorted(set(listed or ()) - set(self._stored.values()))
-        if lost:
+        held = set(self._stored.values())
+        if lost := sorted(f"{tensor} in {file}" for tensor, file in (listed or {}).items() if tensor not in held):
             raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {_some(lost)}")
         config = read_config(path) if os.path.lexists(path / "config.json") else {}
         self.format = weight_format or WeightFormat.from_config(config.get("quantization_config"))
@@ -115,7 +122,7 @@ class Checkpoint:
     def whole(self, name: str) -> torch.Tensor:
         """Reads a whole tensor."""
         with self._open(self.files[name]) as shard:
-            tensor: torch.Tensor = shard.get_tensor(name)
+            tensor: torch.Tensor = shard.get_tensor(self._stored[name])
             return tensor
 
     def _open(self, name: str, device: str = "cpu") -> Any:
@@ -246,6 +253,11 @@ class Checkpoint:
             s.target.copy_(read_part(stored(s.name), s.ranges))
             if s.plus:
                 s.target.add_(s.plus)
+
+
+def _renamed(name: str) -> str:
+    """Returns a tensor's name in a model of text alone."""
+    return f"model.{name.removeprefix(OUTER)}" if name.startswith(OUTER) else name
 
 
 def _is_within(name: Any) -> bool:

@@ -471,6 +471,55 @@ def test_index_that_promises_too_much(directory: Path) -> None:
     assert "model.ghost" in problem(directory)
 
 
+def reassign(directory: Path, entries: dict[str, str]) -> None:
+    """Changes entries of an index."""
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | entries}))
+
+
+@pytest.mark.parametrize("of", ["a shard", "a file before", "a file behind"])
+def test_the_index_says_which_copy_of_a_tensor_is_read(directory: Path, of: str) -> None:
+    """A stale copy may lie in any other shard, before or behind the one that the index names."""
+    whole, stale = tensors(), {"model.norm.weight": torch.full((24,), -1.0)}
+    shard(directory, 2)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    there = index["model.norm.weight"]
+    other = {"a shard": "model-1.safetensors", "a file before": "a.safetensors", "a file behind": "z.safetensors"}[of]
+    assert there == "model-0.safetensors"
+    if of == "a shard":  # the file sorted last has the stale copy
+        save_file(load_file(directory / other) | stale, directory / other)
+    else:  # an overlay, which the index names, over a shard that has the old one
+        save_file(load_file(directory / there) | stale, directory / there)
+        save_file({"model.norm.weight": whole["model.norm.weight"]}, directory / other)
+        reassign(directory, {"model.norm.weight": other})
+    model = decoder(HelixLayout.create(), 0)
+    checkpoint = Checkpoint(directory)
+    checkpoint.load(model.weights)
+    assert torch.equal(model.norm.read.weight, whole["model.norm.weight"])
+    assert torch.equal(checkpoint.whole("model.norm.weight"), whole["model.norm.weight"])
+
+
+def test_a_tensor_that_is_there_twice_is_refused(directory: Path) -> None:
+    nested = {"model.language_model.norm.weight": torch.ones(24)}
+    save_file(tensors() | nested, directory / "model.safetensors")
+    said = problem(directory)
+    assert "has model.norm.weight twice" in said and "model.language_model.norm.weight in model.safetensors" in said
+    save_file(tensors(), directory / "model.safetensors")
+    shard(directory, 2)
+    for file in ("model-0.safetensors", "model-1.safetensors"):  # the index names neither
+        save_file(load_file(directory / file) | {"more": torch.ones(1)}, directory / file)
+    assert "has more twice: as more in model-0.safetensors, and as more in model-1.safetensors" in problem(directory)
+    reassign(directory, {"more": "model-1.safetensors"})
+    assert "1 unexpected: more" in problem(directory)
+
+
+def test_a_tensor_that_lies_elsewhere_than_the_index_says_is_refused(directory: Path) -> None:
+    shard(directory, 2)
+    reassign(directory, {"model.norm.weight": "model-1.safetensors"})
+    assert "names tensors that its files do not hold: model.norm.weight in model-1.safetensors" in problem(directory)
+
+
 @pytest.mark.parametrize("name", ["../x/s", "/x/s", "a/../s", "..", "", "a\0", None, 3, ["s"], {}])
 def test_an_index_names_shards_of_its_own_directory(tmp_path: Path, name: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
