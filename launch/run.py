@@ -23,7 +23,7 @@ from helix.layers.weights import Formats
 from helix.library import import_transformers
 from helix.memory.kv_cache import free_bytes
 from helix.models import Decoder, DraftLayer
-from helix.models.loading import randomize, weights_of
+from helix.models.loading import is_untrained, randomize, weights_of
 from helix.place import KINDS, Place, gpu_facts, gpu_name
 from helix.speculation import DraftModel
 from helix.tokenizer import load_tokenizer
@@ -182,6 +182,12 @@ def _load(
     else:
         with console.progress("loading", len(model.weights.slices)) as advance:
             plan.checkpoint.load(model.weights, advance)
+        if is_untrained(model.weights):
+            console.note(
+                f"warning: the weights in {config.path} look random: every norm has the value with which training "
+                "begins. A text part that a class of text alone saved from a checkpoint with a vision tower is so: "
+                "give the checkpoint itself"
+            )
     console.loaded(model)
     return model
 

@@ -63,11 +63,16 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "GptOssForCausalLM": ("gpt_oss", gpt_oss.spec),
 }
 
-# Models of text and images -> the architecture of their text part, which alone is run.
+# Models of text and images -> the architectures that their text part can have; it alone is run.
 OUTER = {
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM",),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral4ForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM",),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM",),
 }
+
+# Keys that count for the text part too, where they stand outside of it.
+OF_ALL = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 
 # Architectures and model types that are known and cannot be run -> why not.
 REFUSED = dict.fromkeys(
@@ -85,7 +90,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         ValueError: the architecture is unknown (the message lists those known), or the config is not usable; the
             message names the key.
     """
-    config = _text_part(config)
+    config = text_part(config)
     model_type, spec = FAMILIES[_architecture(config)]
     try:
         return spec(read_as(model_type, config))
@@ -103,17 +108,32 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         raise
 
 
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config of the text part of a model of text and images; of another model, its own."""
-    names, text = config.get("architectures"), config.get("text_config")
-    outer = next((n for n in names if isinstance(n, str) and n in OUTER), None) if isinstance(names, list) else None
+def outer_of(config: Mapping[str, Any]) -> str | None:
+    """Returns the architecture of a model of text and images whose text part can be run; None for other models."""
+    names = config.get("architectures")
+    return next((n for n in names if isinstance(n, str) and n in OUTER), None) if isinstance(names, list) else None
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of the text part of a model of text and images; of another model, its own.
+
+    Raises:
+        ValueError: the config has no text part.
+    """
+    outer, text = outer_of(config), config.get("text_config")
     if outer is None:
         return config
     if not isinstance(text, Mapping):
         raise ValueError(f"config.json: text_config={text!r:.100} must be an object in {outer}")
-    of_all = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-    given = {key: config[key] for key in of_all if config.get(key) is not None}
-    return {**text, **given, "architectures": [OUTER[outer]]}
+    kind = text.get("model_type")
+    inner = next((name for name in OUTER[outer] if kind in (None, FAMILIES[name][0])), OUTER[outer][0])
+    given = {key: config[key] for key in OF_ALL if config.get(key) is not None}
+    return {**text, **given, "architectures": [inner]}
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """Returns transformers' model type of a config's family; raises ValueError if it is unknown."""
+    return FAMILIES[_architecture(config)][0]
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

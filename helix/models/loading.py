@@ -37,7 +37,13 @@ LISTED = 8  # most names shown per kind of problem
 
 IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer, left over in some checkpoints
 HEAD = "lm_head.weight"
-OUTER = "model.language_model."  # of a model's text part, beside one that reads images
+# Beginnings of names of a text part's tensors, next to a part that reads images -> in a model of text alone.
+TEXT_PARTS = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+TOWERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 JOINED = ".experts.gate_up_proj"
 NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of plain floating-point types
 PACKED = ("U8",)  # safetensors' name of mxfp4's type
@@ -173,7 +179,7 @@ class Checkpoint:
         missing = sorted(set(types) - set(self.shapes))
         ignored = IGNORED + (UNUSED if self.scales else ())
         unexpected = sorted(
-            n for n in set(self.shapes) - set(types) if not n.endswith(ignored) and not n.startswith(unused)
+            n for n in set(self.shapes) - set(types) if not n.endswith(ignored) and not n.startswith(unused + TOWERS)
         )
         misshaped = [
             f"{name} {list(self.shapes[name])}, expected {list(shape)}"
@@ -257,7 +263,8 @@ class Checkpoint:
 
 def _renamed(name: str) -> str:
     """Returns a tensor's name in a model of text alone."""
-    return f"model.{name.removeprefix(OUTER)}" if name.startswith(OUTER) else name
+    outer = next((outer for outer in TEXT_PARTS if name.startswith(outer)), "")
+    return TEXT_PARTS.get(outer, "") + name.removeprefix(outer)
 
 
 def _is_within(name: Any) -> bool:
@@ -271,6 +278,12 @@ def weights_of(
     """Returns a rank's weight declarations, on the meta device."""
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
     return Decoder(spec, layout, comm, dtype, torch.device("meta"), formats).weights
+
+
+def is_untrained(weights: Weights) -> bool:
+    """Returns whether all norms have the value with which training begins, as in a model whose weights are random."""
+    norms = [s.target for s in weights.slices if s.name.endswith("norm.weight") and isinstance(s.target, torch.Tensor)]
+    return bool(norms) and all(bool(norm.eq(1).all()) for norm in norms)
 
 
 def randomize(weights: Weights, seed: int) -> None:
