@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can hold programs
 TWICE = ["consolidated*", "original/*"]  # the same weights again, in a form of the authors' own
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Files that decide how texts are read and where answers end; a repository may lack some of them.
+TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 def is_hub_id(name: str) -> bool:
@@ -36,26 +41,41 @@ def local_directory(name: str, weights: bool = True) -> Path:
     """
     if not is_hub_id(name):
         return Path(name)
-    from huggingface_hub import constants, snapshot_download  # takes a second, which directories do not pay
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import constants, hf_hub_download, snapshot_download  # a second, which directories do not pay
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
-    found = ID.fullmatch(name)
-    assert found is not None, "is_hub_id looked"
-    repository, revision = found.groups()
+    parts = ID.fullmatch(name)
+    assert parts is not None, "is_hub_id looked"
+    repository, revision = parts.groups()
     wanted: dict[str, Any] = {"revision": revision, "ignore_patterns": TWICE}
     wanted["allow_patterns"] = FILES if weights else FILES[1:]
-    missing = ["config.json"]
+    missing, instead = ["config.json"], "set model.path=DIR"
     try:
         path = Path(snapshot_download(repository, **wanted, local_files_only=True))
         if not (missing := missing_files(path, weights)):
-            return path
-    except (OSError, ValueError):  # not one file is in the cache
-        pass
+            instead = f"set model.path={path} to run it without"
+            if not weights or not (missing := unknown_files(repository, path)):
+                return path
+    except (OSError, ValueError) as error:  # not one file is in the cache, or some are missing of those listed there
+        if (found := getattr(error, "snapshot_path", None)) is not None:
+            path = Path(found)
+            listed = json.loads((path.parents[1] / "trees" / f"{path.name}.json").read_text(encoding="utf-8"))["files"]
+            names = [n for n in listed if "/" not in n and any(map(partial(fnmatchcase, n), FILES[1:]))]
+            missing = missing_files(path, weights) or [n for n in names if not (path / n).exists()]
     where = f"{constants.HF_HUB_CACHE} lacks {_some(missing)} of {name}"
     if constants.HF_HUB_OFFLINE:
-        raise ValueError(f"{where}, and HF_HUB_OFFLINE=1 forbids downloads: unset it, or set model.path=DIR")
+        raise ValueError(f"{where}, and HF_HUB_OFFLINE=1 forbids downloads: unset it, or {instead}")
     try:
         path = Path(snapshot_download(repository, **wanted))
+        for file in unknown_files(repository, path) if weights else ():  # older clients keep no list of what there is
+            with suppress(RemoteEntryNotFoundError):  # which they do keep
+                hf_hub_download(repository, file, revision=revision)
     except GatedRepoError as error:
         raise ValueError(
             f"{name} is for those who agreed to its terms: do so at {constants.ENDPOINT}/{repository}, and set HF_TOKEN"
@@ -70,7 +90,7 @@ def local_directory(name: str, weights: bool = True) -> Path:
         why = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{where}, and {constants.ENDPOINT} cannot be reached ({why}): download it where there is a network, or "
-            "set model.path=DIR"
+            f"{instead}"
         ) from error
     if missing := missing_files(path, weights):
         raise ValueError(f"{name} at {constants.ENDPOINT} has no {_some(missing)}: safetensors alone are read")
@@ -97,6 +117,23 @@ def missing_files(path: Path, weights: bool = True) -> list[str]:
     elif weights:
         wanted.append(SINGLE)
     return [name for name in wanted if not (path / name).exists()]
+
+
+def unknown_files(repository: str, path: Path) -> list[str]:
+    """Lists the files of texts that a snapshot lacks while nothing says that its repository has none of them.
+
+    A cache into which single files were downloaded looks like one of a repository that has no others.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if (path.parents[1] / "trees" / f"{path.name}.json").exists() or (path / ".gitattributes").exists():
+        return []  # the whole repository was listed, or downloaded
+    missing = [n for n in TEXTS if try_to_load_from_cache(repository, n, revision=path.name) is None]
+    if "tokenizer_config.json" not in missing and TEXTS[3] in missing:
+        found = path / "tokenizer_config.json"
+        if found.exists() and "chat_template" in json.loads(found.read_text(encoding="utf-8")):
+            missing.remove(TEXTS[3])
+    return missing
 
 
 def _some(names: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,3 +142,44 @@ def test_what_cannot_be_had_is_said_in_a_line(hub: Hub, tmp_path: Path) -> None:
     hub.files = {name: data for name, data in hub.files.items() if not name.endswith("safetensors")}
     path, line = resolved(hub.url, tmp_path, "org/tiny")
     assert path is None and "has no model" in line and "safetensors alone are read" in line, line
+
+
+def test_a_cache_of_single_files_is_completed_or_refused(hub: Hub, tmp_path: Path) -> None:
+    """`hf download org/tiny config.json model.safetensors` leaves no word on what else there is."""
+    cache = tmp_path / "hub" / "models--org--tiny"
+    snapshot = cache / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(COMMIT)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_bytes(hub.files[name])
+    none = "http://127.0.0.1:9"  # nobody listens there
+    lacks = "lacks tokenizer.json, tokenizer_config.json, generation_config.json and 1 more files of org/tiny"
+    offline = {"HF_HUB_OFFLINE": "1"}
+    path, line = resolved(none, tmp_path, "org/tiny", **offline)
+    assert path is None and lacks in line and f"or set model.path={snapshot} to run it without" in line, line
+    path, line = resolved(none, tmp_path, "org/tiny")
+    assert path is None and lacks in line and "cannot be reached" in line, line
+    path, line = resolved(none, tmp_path, "org/tiny", weights=False, **offline)
+    assert path == snapshot, "the shape alone needs none of them"
+
+    absent = cache / ".no_exist" / COMMIT  # where libraries note what a repository has not
+    absent.mkdir(parents=True)
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        (absent / name).touch()
+    path, line = resolved(none, tmp_path, "org/tiny", **offline)
+    assert path is None and "lacks tokenizer_config.json of org/tiny" in line, line
+    (absent / "tokenizer_config.json").touch()
+    assert resolved(none, tmp_path, "org/tiny", **offline)[0] == snapshot
+    shutil.rmtree(absent)
+
+    hub.files |= {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"chat_template": ""}'}
+    path, line = resolved(hub.url, tmp_path, "org/tiny")
+    assert path == snapshot and (snapshot / "tokenizer.json").read_bytes() == b"{}", line
+    assert (snapshot / "generation_config.json").exists()
+    count = len(hub.asked)
+    assert resolved(hub.url, tmp_path, "org/tiny")[0] == snapshot and len(hub.asked) == count
+    assert resolved(none, tmp_path, "org/tiny", **offline)[0] == snapshot, "it has no chat_template.jinja, as is known"
+    (snapshot / "tokenizer.json").unlink()
+    path, line = resolved(none, tmp_path, "org/tiny", **offline)
+    assert path is None and "lacks tokenizer.json of org/tiny" in line, line
