@@ -16,7 +16,9 @@ MOST_CHOSEN = 128  # blocks that a query chooses on a rank, for which the select
 class ModelConfig:
     """Attributes:
     path: Hugging Face checkpoint directory.
-    config: config.json keys that override those of `path`, or a whole shape where `path` is unset.
+    config: config.json keys that are merged into those of `path`, or a whole shape where `path` is unset. Objects merge
+        (`model.config.rope_scaling.factor=4` keeps the rest of RoPE, in either spelling), lists replace, null deletes a
+        key. A key that nothing reads is refused; a run warns of one that the model's family ignores.
     dtype: float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU.
     load: checkpoint, or random (weights of the config's shape, none read).
     weights: fp8: matrices stay in the few bits in which a checkpoint stores them; those of an unquantised one are

@@ -168,7 +168,7 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
     try:
         if speculation.model.path is None and not speculation.model.config:
             raise ValueError("speculation=model needs speculation.model.path=DIR")
-        spec = make_spec(replace(config, model=speculation.model))
+        spec = make_spec(replace(config, model=speculation.model), "speculation.model")
         check_weights(speculation.model, "speculation.model")
         _check_latents(config, spec)
         if spec.has_states:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.models.eagle3 import UNUSED, Eagle3Layer, Eagle3Spec, drafted_by
 from helix.models.eagle3 import read as read_eagle3
 from helix.models.loading import Checkpoint, load_spec_config, read_config, weights_of
+from helix.models.overrides import check_overrides, ignored_overrides
 from helix.models.quantized import WeightFormat, rounded
 
 
@@ -23,10 +25,24 @@ def make_layout(config: LayoutConfig) -> HelixLayout:
     return HelixLayout.create(config.mode, config.kvp, config.tpa, config.tpf, config.ep, config.dp)
 
 
-def make_spec(config: Config) -> DecoderSpec:
-    """Creates the spec of the model; raises ValueError if the runtime does not know it, or it lacks a drafter."""
-    path = None if config.model.path is None else Path(config.model.path)
-    spec = spec_from_config(load_spec_config(path, config.model.config))
+def make_spec(config: Config, key: str = "model") -> DecoderSpec:
+    """Creates the spec of the model.
+
+    Args:
+        key: where the model is set, which errors name.
+
+    Raises:
+        ValueError: the runtime does not know the model or an override of its config, or it lacks a drafter.
+    """
+    model = config.model
+    if model.path is not None and "architectures" in model.config:
+        shape = "" if key != "model" else ", or model=NAME, a shape that sets it"
+        raise ValueError(
+            f"{key}.config.architectures={model.config['architectures']} cannot replace the architecture of a "
+            f"checkpoint ({key}.path={model.path}): leave it out{shape}"
+        )
+    check_overrides(stored_config(model), model.config, f"{key}.config")
+    spec = spec_from_config(resolved_config(model))
     if config.speculation.drafter == "eagle3":
         return drafted_by(spec, make_eagle3(config.speculation, spec)[0])
     return spec.with_mtp() if config.speculation.drafter == "mtp" else spec
@@ -116,8 +132,32 @@ def make_formats(config: ModelConfig, checkpoint: Checkpoint | None, on_gpu: boo
 
 def stored_format(config: ModelConfig) -> WeightFormat | None:
     """Returns the format of a model's quantised weights; None if they are not quantised."""
-    path = None if config.path is None else Path(config.path)
-    return WeightFormat.from_config(load_spec_config(path, config.config).get("quantization_config"))
+    return WeightFormat.from_config(resolved_config(config).get("quantization_config"))
+
+
+def stored_config(config: ModelConfig) -> dict[str, Any]:
+    """Returns what a model's checkpoint has as its config; empty for a shape without a checkpoint."""
+    return {} if config.path is None else read_config(Path(config.path))
+
+
+def resolved_config(config: ModelConfig) -> dict[str, Any]:
+    """Returns a model's config as it is run: that of its text part, with overrides."""
+    return load_spec_config(None if config.path is None else Path(config.path), config.config)
+
+
+def models_of(config: Config) -> dict[str, ModelConfig]:
+    """Returns the models of a run by the key under which they are set: the target, and the draft model if any."""
+    draft = {"speculation.model": config.speculation.model} if config.speculation.drafter == "model" else {}
+    return {"model": config.model, **draft}
+
+
+def ignored(config: Config) -> list[str]:
+    """Describes the overrides of models' configs that change nothing, a line each."""
+    return [
+        line
+        for key, model in models_of(config).items()
+        for line in ignored_overrides(stored_config(model), model.config, f"{key}.config")
+    ]
 
 
 def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: int) -> HelixLayout:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.dense.rotary import angles
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")  # besides those needed
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class RopeSpec:
         kind: one of ROPE_TYPES.
         theta: base of the frequencies.
         head_dim: number of rotated dimensions, a head's first.
-        scaling: the kind's own parameters, named as in a Hugging Face config.
+        scaling: the kind's own parameters, named as in a Hugging Face config; those of other kinds are left out.
         resting: number of a head's further dimensions, which are not rotated.
         query_scale: (b, n): queries at position p grow by a factor 1 + b ln(1 + floor(p / n)); None: they do not.
     """
@@ -74,7 +75,10 @@ class RopeSpec:
             raise ValueError("config.json: RoPE's low_freq_factor must be below high_freq_factor")
         if kind == "yarn" and theta <= 1:
             raise ValueError(f"config.json: RoPE's rope_theta={theta!r} must be above 1")
-        return cls(kind, float(theta), rotated, parameters, head_dim - rotated)
+        used = {*needed, *(YARN if kind == "yarn" else () if kind == "default" else ("mscale_all_dim",))}
+        used |= {"llama_4_scaling_beta", trained} if "llama_4_scaling_beta" in parameters else set()
+        scaling = {name: value for name, value in parameters.items() if name in used}
+        return cls(kind, float(theta), rotated, scaling, head_dim - rotated)
 
     def frequencies(self) -> tuple[Tensor, float]:
         """Computes the inverse frequencies [D/2] fp32 and the factor on cos and sin.

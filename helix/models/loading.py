@@ -19,6 +19,7 @@ from helix.layers.moe import MoESpec
 from helix.layers.weights import MXFP4_BLOCK, Formats, Kept, Slice, Weights, unpacked
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
+from helix.models.overrides import overridden
 from helix.models.quantized import (
     UNUSED,
     WeightFormat,
@@ -313,10 +314,10 @@ def _randomize_scaled(target: ScaledMatrix, generator: torch.Generator) -> None:
 
 
 def load_spec_config(path: Path | None, inline: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the model's config from a directory, overridden or replaced by inline keys."""
+    """Reads the config of a model's text part from a directory; inline keys are merged into it, or are all of it."""
     if path is None and not inline:
         raise ValueError("no model: set model.path=DIR, or a shape with model=NAME and model.load=random")
-    return {**(read_config(path) if path is not None else {}), **inline}
+    return overridden(read_config(path) if path is not None else {}, inline)
 
 
 def _some(names: list[str]) -> str:

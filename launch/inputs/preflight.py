@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from helix.build.checks import (
     check_states,
     make_draft,
 )
-from helix.build.parts import check_weights, make_checkpoint, make_layout, make_spec
+from helix.build.parts import check_weights, make_checkpoint, make_layout, make_spec, models_of, resolved_config
 from helix.config import Config, check
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
@@ -45,6 +46,7 @@ class CheckedRun:
         prompts: content of decode.prompts; empty in a benchmark.
         finished: decode.output has results of all prompts, as found by rank 0; False on other ranks.
         reason: reason of layout=auto for this layout; None: it was given.
+        resolved: the config of each model as it is run, overrides included, by the key under which the model is set.
     """
 
     config: Config
@@ -55,6 +57,7 @@ class CheckedRun:
     prompts: list[PromptLine]
     finished: bool
     reason: str | None
+    resolved: dict[str, dict[str, Any]]
 
 
 def preflight(
@@ -81,11 +84,6 @@ def preflight(
         raise ValueError(
             f"{layout.ranks}, but {world_size} were started: use torchrun --nproc-per-node={layout.world_size} or "
             f"change {'layout.dp' if layout.mode == 'dp' else 'layout.kvp or layout.tpa'}"
-        )
-    if config.model.path is not None and "architectures" in config.model.config:
-        raise ValueError(
-            f"model=NAME is a shape of its own, and model.path={config.model.path} a checkpoint of another: leave out "
-            "model=NAME"
         )
     spec = make_spec(config)
     check_weights(config.model, "model")
@@ -118,7 +116,8 @@ def preflight(
         if config.record is not None:
             check_record(Path(config.record))
         finished = 0 < len(prompts) == len(kept_results(config, prompts))
-    return CheckedRun(config, layout, spec, checkpoint, draft, prompts, finished, reason)
+    resolved = {key: resolved_config(model) for key, model in models_of(config).items()}
+    return CheckedRun(config, layout, spec, checkpoint, draft, prompts, finished, reason, resolved)
 
 
 def prepared(config: Config, work: Work | None = None) -> int:

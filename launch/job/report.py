@@ -20,6 +20,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from helix.build.parts import ignored
 from helix.control.timings import Timings
 from helix.errors import RankError
 from helix.events.request import Output
@@ -77,6 +78,8 @@ class Console:
         speculation = plan.config.speculation
         if speculation.drafter == "model" and speculation.model.load == "random":
             self._terminal.print("the draft model's weights are random (speculation.model.load=random)")
+        for line in ignored(plan.config) if job.leads else ():
+            self._terminal.print(f"warning: {line}", markup=False)
         if plan.reason is not None:
             self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
         sizes = {"append_block": plan.config.blocks.append, "page_size": plan.config.blocks.page}
@@ -252,6 +255,7 @@ def write_record(path: Path, plan: CheckedRun, job: Job, phases: Phases, measure
     """Writes config, provenance and measurements as one JSON object; raises RankError if it cannot be written."""
     record = {
         "config": asdict(plan.config),
+        "resolved": plan.resolved,
         "layout": asdict(plan.layout) | {"world_size": plan.layout.world_size},
         "layout_reason": plan.reason,
         "backend": job.backend,

@@ -359,11 +359,16 @@ BAD_COMMAND_LINES = [
     (["model.dtype=8"], 1, "model.dtype='8' is unknown; choose one of auto, float32, bfloat16, float16"),
     (["model.load=magic"], 1, "model.load='magic' is unknown; choose one of checkpoint, random"),
     (["model.config=3"], 1, "model.config=3 must be keys and values, such as {num_hidden_layers:4}"),
+    (
+        ["model.config.max_position_embedings=9000"],
+        1,
+        "model.config.max_position_embedings=9000: no reader of qwen3 models knows this key; the nearest known one is ",
+    ),
     (["model.config=[1]"], 1, "model.config=[1] must be keys and values, such as {num_hidden_layers:4}"),
     (
         ["model=llama-3.1-8b"],
         1,
-        "model=NAME is a shape of its own, and model.path=MODEL a checkpoint of another: leave out m",
+        "model.config.architectures=['LlamaForCausalLM'] cannot replace the architecture of a checkpoint (model.pa",
     ),
     (
         ["~model.config.nothing"],

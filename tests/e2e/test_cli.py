@@ -82,7 +82,8 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     ended, lines = decode(
         tmp_path, f"decode.prompts={prompts}", "layout.kvp=2", "decode.max_new_tokens=12", "kv.tokens=200",
-        "speculation=ngram", f"record={record}", command=["env", "PYTHONIOENCODING=ascii", *ENTRY],
+        "speculation=ngram", f"record={record}", "model.config.rope_parameters.factor=4",
+        command=["env", "PYTHONIOENCODING=ascii", *ENTRY],
     )  # fmt: skip
     assert ended.code == 3, ended.output
     assert [line["id"] for line in lines] == ["plain", 1, "empty", "outside", "sampled", "kühl", "long", "longer"]
@@ -104,6 +105,10 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
 
     found = json.loads(record.read_text())
     assert found["config"]["layout"]["kvp"] == 2 and found["config"]["decode"]["max_new_tokens"] == 12
+    resolved = found["resolved"]["model"]
+    assert resolved["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6, "factor": 4}
+    assert resolved["hidden_size"] == 256 and list(found["resolved"]) == ["model"]
+    assert ended.output.count("warning: model.config.rope_parameters.factor=4 changes nothing") == 1
     assert found["layout"] == {"mode": "helix", "kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "dp": 1, "world_size": 2}
     assert {"torch", "transformers", "python", "triton"} <= set(found["versions"])
     assert {"preflight_s", "connect_s", "load_s", "decode_s"} <= set(found["phases"])

@@ -91,7 +91,11 @@ def test_unset_under_an_automatic_layout() -> None:
         ),
         (["speculation.model.path=/nowhere"], ["draft model", "/nowhere is not a directory"]),
         (["+speculation.model.config.vocab_size=300"], ["300 token ids", "the target 257"]),
-        (["+speculation.model.config.architectures=[GPT2LMHeadModel]"], ["draft model", "GPT2LMHeadModel", "Qwen3"]),
+        (["speculation.model.config.hiden_size=3"], ["speculation.model.config.hiden_size=3", "config.hidden_size"]),
+        (
+            ["+speculation.model.config.architectures=[GPT2LMHeadModel]"],
+            ["draft model", "['GPT2LMHeadModel']", ".path="],
+        ),
         (
             ["+speculation.model.config.num_hidden_layers=3"],
             ["draft model", "num_hidden_layers", "(3)", "(2)"],

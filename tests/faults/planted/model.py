@@ -7,6 +7,7 @@ from tests.faults.planted.fault import Fault
 SAMPLING = tuple(f"tests/unit/test_sampling.py::{kind}" for kind in ("TestTokens", "TestKeptSet"))
 ROTARY = ("tests/unit/test_rotary.py",)
 LOADING = ("tests/unit/test_loading.py",)
+OVERRIDES = ("tests/unit/test_overrides.py",)
 EXPERT_LAYERS = tuple(
     f"tests/unit/test_expert_layers.py::{name}"
     for name in (
@@ -314,5 +315,17 @@ FAULTS = [
     Fault(
         "fp8 without its last, ragged blocks", "helix/models/quantized.py",
         "tuple(-(-n // b) for n, b", "tuple(n // b for n, b", LOADING,
+    ),
+    Fault(
+        "the last shard with a tensor wins", "helix/models/loading.py",
+        "if listed is not None and listed.get(within, name) != name:", "if False:", LOADING,
+    ),
+    Fault(
+        "overrides replace nested objects", "helix/models/overrides.py",
+        "result[key] = _merged(result.get(key), value)\n", "result[key] = value\n", OVERRIDES,
+    ),
+    Fault(
+        "an override in the other spelling of RoPE drops the rest", "helix/models/overrides.py",
+        "        _put(rope, key, own[key], layers, LAYERS[:1])", "        pass", OVERRIDES,
     ),
 ]  # fmt: skip

@@ -1,0 +1,293 @@
+"""Overrides of a model's `config.json`: merged into it, and checked against the keys that its readers know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any
+
+from helix.models import OF_ALL, family_of, outer_of, spec_from_config, text_part
+from helix.models.hf import TWO_ROPES
+from helix.models.quantized import WeightFormat
+
+# Spellings of RoPE. transformers takes one and drops the others, so overrides of any of them become rope_parameters.
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+KEPT = ("rope_theta", "partial_rotary_factor")  # what RoPE without scaling still has
+TRAINED = "original_max_position_embeddings"
+LAYERS = ("full_attention", "sliding_attention")  # kinds of layers whose RoPE differs in families of two
+# Keys within objects that some reader knows.
+WITHIN = {
+    "rope_parameters": (
+        "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", TRAINED, "attention_factor", "beta_fast",
+        "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor",
+        "long_factor", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved",
+    ),
+    "quantization_config": ("quant_method", "fmt", "quant_algo", "format", "weight_block_size", "config_groups"),
+    "dual_chunk_attention_config": ("chunk_size", TRAINED, "local_size"),
+}  # fmt: skip
+# Keys that are not in every config class of transformers: its classes, or families here, read them besides.
+BESIDES = (
+    "model_type", *ROPE[:3], ROPE[4], TRAINED, "quantization_config", "dual_chunk_attention_config",
+    "full_attention_interval", "head_dim", "index_share_for_mtp_iteration", "index_skip_topk_offset", "index_topk_freq",
+    "index_topk_pattern", "indexer_rope_interleave", "is_causal", "layer_types", "mlp_layer_types", "moe_layer_freq",
+    "mtp_num_hidden_layers", "norm_topk_prob", "num_mtp_layers", "num_nextn_predict_layers", "rotary_dim",
+    "scoring_func", "sliding_window_pattern", "swiglu_limit", "topk_method",
+)  # fmt: skip
+
+
+def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a model's config, that of its text part, with overrides merged into it.
+
+    Objects are merged; lists and single values are replaced; null deletes a key. A key with two names, such as
+    `torch_dtype`, and RoPE with its two spellings are overridden by either.
+
+    Args:
+        config: content of `config.json`; empty where the overrides are a whole shape.
+
+    Raises:
+        ValueError: the family is unknown, or an object that must be there is missing.
+    """
+    base, over = _flat(config, overrides)
+    result = dict(base)
+    if not over:
+        return result
+    family = family_of({**base, **over})
+    defaults, names = _defaults(family), _names(family)
+    for given, value in over.items():
+        if given in ROPE:
+            continue
+        key = names.get(given, given)
+        for other in [name for name in result if name != key and names.get(name) == key]:
+            result[key] = result.pop(other)
+        if isinstance(value, Mapping):
+            result[key] = _merged(result.get(key), value)
+        elif value is None and defaults.get(key) in (None, MISSING):
+            result.pop(key, None)
+        else:  # null stays where transformers would put a number in its place, such as a window
+            result[key] = value
+    _override_rope(result, {key: over[key] for key in over if key in ROPE}, family, TRAINED in defaults)
+    return result
+
+
+def check_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], name: str) -> None:
+    """Raises ValueError for an override that no reader of this model's config knows; it names the nearest known one.
+
+    Args:
+        name: what the overrides are set as, such as `model.config`.
+    """
+    if not overrides:
+        return
+    whole = {**config, **overrides}
+    base, over = _flat(config, overrides)
+    family, outer = family_of({**base, **over}), outer_of(whole)
+    inside = "text_config." if outer else ""
+    known = {*_known(family, base)}
+    top = {inside + key for key in known} | ({*OF_ALL, "architectures", "model_type"} if outer else set())
+    if outer:
+        top |= {*_defaults(whole.get("model_type"))} - {"text_config"}
+    if over.get("rope_parameters", 0) is None:
+        raise ValueError(
+            f"{name}.{inside}rope_parameters=null would delete rope_theta too: set {name}.{inside}rope_scaling=null to "
+            "turn scaling off, or single keys of rope_parameters"
+        )
+    for path, value in _leaves(overrides):
+        text = ".".join(map(str, path))
+        levels = {".".join(map(str, path[:n])) for n in range(1, len(path) + 1)}
+        if top & levels and not _is_strange_within(text.removeprefix(inside), known):
+            continue
+        nearest = _nearest(text, top)
+        named = f" ({name}.architectures={whole.get('architectures')})" if not config else ""
+        raise ValueError(
+            f"{name}.{text}={value!r:.100}: no reader of {family} models{named} knows this key; the nearest known one "
+            f"is {name}.{nearest}"
+        )
+
+
+def ignored_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], name: str) -> list[str]:
+    """Describes the overrides that transformers accepts and that change nothing here, a line each."""
+    found = []
+    wanted = _meaning(config, overrides) if overrides else None
+    for path, value in _leaves(overrides):
+        # Neither without the key nor with another value does the model differ, nor is that refused: it is not read.
+        if all(_meaning(config, _replaced(overrides, path, new)) == wanted for new in (MISSING, *_others(value))):
+            resolved = overridden(config, overrides)
+            rope, text = resolved.get("rope_parameters"), ".".join(map(str, path))
+            kind = ""
+            if path[-1] in WITHIN["rope_parameters"] and isinstance(rope, Mapping):
+                kind = f" with rope_type={rope.get('rope_type', 'default')}"
+            found.append(
+                f"{name}.{text}={value!r:.100} changes nothing: {family_of(resolved)} models ignore it here{kind}"
+            )
+    return found
+
+
+def _flat(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Returns a config, that of its text part, and its overrides, in which those of the text part come first."""
+    if not config:
+        return {}, {**text_part(overrides)}
+    if outer_of(config) is None:
+        return config, {**overrides}
+    inner = overrides.get("text_config", {})
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"config.json: text_config={inner!r:.100} must be an object in {outer_of(config)}")
+    return text_part(config), {**inner, **{key: value for key, value in overrides.items() if key in OF_ALL}}
+
+
+def _merged(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges objects, at any depth; null deletes."""
+    result = dict(old) if isinstance(old, Mapping) else {}
+    for key, value in new.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = _merged(result.get(key), value) if isinstance(value, Mapping) else value
+    return result
+
+
+def _override_rope(config: dict[str, Any], over: Mapping[str, Any], family: str, outside: bool) -> None:
+    """Merges overrides of RoPE, in the order given, into a config that may spell it in another way.
+
+    Args:
+        outside: whether the family's config has the trained context outside of rope_parameters too, where it counts.
+    """
+    objects = [part.get(key) for part in (config, over) for key in ROPE[:2]]
+    own = {key: config[key] for key in ROPE if config.get(key) is not None}
+    if not over or not all(isinstance(part, Mapping | None) for part in objects) or (not own and len(over) == 1):
+        for key, value in over.items():  # as they are: one spelling, or what the reader refuses
+            if value is None:
+                config.pop(key, None)
+            else:
+                config[key] = value
+        return
+    layers = LAYERS if family in TWO_ROPES else ()
+    rope: dict[str, Any] = {}
+    scaled = own.get("rope_scaling") and not layers  # transformers then takes no other object
+    for key in sorted(own, key=lambda key: key in ROPE[:2]):  # objects come last: there, their values count
+        if not (scaled and key == "rope_parameters"):
+            _put(rope, key, own[key], layers, LAYERS[:1])
+    for key, value in over.items():
+        _put(rope, key, value, layers, LAYERS if family == "olmo3" else LAYERS[:1])
+        if (outside or TRAINED in config) and isinstance(value, Mapping) and TRAINED in value:
+            config[TRAINED] = value[TRAINED]
+    for key in ROPE:
+        config.pop(key, None)
+    config["rope_parameters"] = rope
+
+
+def _put(rope: dict[str, Any], key: str, value: Any, layers: tuple[str, ...], full: tuple[str, ...]) -> None:
+    """Puts one spelled key into RoPE's parameters, those of each kind of layers if there are such kinds.
+
+    Args:
+        full: kinds of layers that `rope_theta` is for.
+    """
+    if key in ROPE[:2]:
+        if value is None:
+            parts: list[Any] = [rope.get(layer) for layer in layers] or [rope]
+            for part in (part for part in parts if isinstance(part, dict)):
+                for name in {*part} - {*KEPT}:
+                    del part[name]
+            return
+        given = _spelled(value)
+        new = {LAYERS[0]: given} if layers and not {*given} <= {*layers} else given
+    elif key == "rope_local_base_freq":
+        new = {LAYERS[1]: {"rope_theta": value}}
+    else:
+        kinds = full if key == "rope_theta" else layers
+        new = {layer: {key: value} for layer in kinds} if layers else {key: value}
+    merged = _merged(rope, new)
+    rope.clear()
+    rope.update(merged)
+
+
+def _spelled(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns RoPE's parameters with the kind as `rope_type`, which older files call `type`."""
+    found = {key: _spelled(value) if isinstance(value, Mapping) else value for key, value in parameters.items()}
+    if (kind := found.pop("type", None)) is not None:
+        found.setdefault("rope_type", kind)
+    return found
+
+
+def _defaults(model_type: Any) -> dict[str, Any]:
+    """Returns the keys of a config class of transformers, and their defaults; none of a class that there is not."""
+    from transformers import CONFIG_MAPPING  # seconds
+
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    return {field.name: field.default for field in fields(CONFIG_MAPPING[model_type])} if known else {}
+
+
+def _names(family: str) -> dict[str, str]:
+    """Returns the keys that have another name in transformers' config objects, and that name."""
+    from transformers import CONFIG_MAPPING  # seconds
+
+    return {"torch_dtype": "dtype", **CONFIG_MAPPING[family].attribute_map}
+
+
+def _known(family: str, base: Mapping[str, Any]) -> Iterator[str]:
+    """Lists the keys of a family that some reader knows, and those within its objects, with dots."""
+    yield from {**_defaults(family), **_names(family)}
+    yield from BESIDES
+    if family == "gemma3_text":
+        yield "rope_local_base_freq"
+    for key in ROPE[:2]:
+        parts = [f"{key}.{layer}" for layer in LAYERS] if family in TWO_ROPES else [key]
+        parts += [key] if family in TWO_ROPES and key == "rope_scaling" else []
+        yield from (f"{part}.{name}" for part in parts for name in WITHIN["rope_parameters"])
+    for key in ("quantization_config", "dual_chunk_attention_config"):
+        there = base.get(key)
+        yield from (f"{key}.{name}" for name in {*WITHIN[key], *(there if isinstance(there, Mapping) else ())})
+
+
+def _is_strange_within(text: str, known: set[str]) -> bool:
+    """Returns whether a key lies in an object whose keys are known, and is none of them."""
+    return (
+        text.partition(".")[0] in (*ROPE[:2], *WITHIN)
+        and "." in text
+        and not any(text == one or text.startswith(f"{one}.") for one in known if "." in one)
+    )
+
+
+def _nearest(text: str, known: set[str]) -> str:
+    """Returns the known key that is nearest: the same word elsewhere, or the one that is spelled most like it."""
+    elsewhere = sorted(
+        (k for k in known if k.rpartition(".")[2] == text.rpartition(".")[2]), key=lambda k: k.count(".")
+    )
+    return elsewhere[0] if elsewhere else get_close_matches(text, sorted(known), 1, 0.0)[0]
+
+
+def _leaves(overrides: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Lists the values of overrides that are no objects, each with the keys that lead to it."""
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _replaced(overrides: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Returns overrides with another value in a place; MISSING: without it, and objects that it leaves empty."""
+    key, *rest = path
+    inner = _replaced(overrides[key], tuple(rest), value) if rest else value
+    return {
+        name: old
+        for name, old in {**overrides, key: inner}.items()
+        if old is not MISSING and (old != {} or name != key)
+    }
+
+
+def _others(value: Any) -> list[Any]:
+    """Returns other values of the same kind."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, type(value)(0)]
+    return [[*value, *(value[:1] or [0])] if isinstance(value, list) else f"{value}?"]
+
+
+def _meaning(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """Returns all that is read from a config with overrides; None if it is refused."""
+    try:
+        resolved = overridden(config, overrides)
+        return spec_from_config(resolved), WeightFormat.from_config(resolved.get("quantization_config"))
+    except ValueError:
+        return None
