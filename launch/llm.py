@@ -72,7 +72,7 @@ class SamplingOptions(TypedDict, total=False):
         schema: JSON schema that the answer follows.
         stop_token_ids: tokens that end an answer.
         ignore_eos: whether the model's end tokens do not end it.
-        min_tokens: tokens before an end may be drawn.
+        min_tokens: tokens before an end may be drawn or a stop text counts.
         logit_bias: what is added to the logits of tokens, by id.
         repetition_penalty, frequency_penalty, presence_penalty: as in prompt files.
     """

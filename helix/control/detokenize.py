@@ -16,11 +16,15 @@ class TextStream:
         tokenizer: a transformers tokenizer with a `tokenizers` backend, or None: no text.
         stop: texts that end the continuation; the text ends before the first of them.
         special: whether special tokens appear in the text.
+        min_tokens: a stop text that is complete within so many tokens does not end the continuation.
     """
 
-    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...] = (), special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any | None, stop: tuple[str, ...] = (), special: bool = False, min_tokens: int = 0
+    ) -> None:
         self._said: list[str] = []
         self._stop = stop
+        self._min_tokens = min_tokens
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._pending: list[int] = []  # tokens whose text is not out
@@ -88,9 +92,10 @@ class TextStream:
         return str(tokenizer.decode(ids, skip_special_tokens=not self._special))
 
     def _release(self, new: str) -> tuple[str, bool]:
+        known = len(self._held)  # what is complete within it came too early to count
         self._held += new
-        places = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if places:
+        places = [at for stop in self._stop if (at := self._held.find(stop, max(0, known - len(stop) + 1))) >= 0]
+        if places and len(self._ids) > self._min_tokens:
             ready, self._held = self._held[: min(places)], ""
             self._said.append(ready)
             return ready, True

@@ -25,7 +25,7 @@ class OutputStream:
         self._ends = request.sampling.ends(eos)
         self._ids: list[int] = []
         self._logprobs: list[Logprobs] = []
-        self._text = TextStream(tokenizer, request.stop)
+        self._text = TextStream(tokenizer, request.stop, min_tokens=request.sampling.min_tokens)
         self.ended = False
 
     def push(self, token: int, logprobs: Sequence[Logprobs] = ()) -> Output:

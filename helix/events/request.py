@@ -30,7 +30,7 @@ class Request:
         id: identifies the request in outputs and aborts; unique among running requests.
         prompt: token ids, from any sequence of integers; stored as int32 [n] if they fit.
         max_new_tokens: most tokens to draw, the EOS token included.
-        stop: texts that end the continuation; they are not part of the text.
+        stop: texts that end the continuation after `sampling.min_tokens`; they are not part of the text.
         priority: higher ones are admitted first.
         drawn: number of the prompt's last tokens that an earlier engine drew for this request: penalties and the least
             length count them as drawn.

@@ -31,7 +31,8 @@ class SamplingParams:
         min_p: of those, only tokens at least min_p times as likely as the best one; 0 is off.
         seed: fixes, with the position, every draw: what else is in the batch and the layout change nothing.
         logit_bias: token id -> number added to its logit.
-        min_tokens: least length of the answer before the model's end tokens or `stop_token_ids` can be drawn.
+        min_tokens: least length of the answer before `stop_token_ids` or the model's end tokens can be drawn, or a stop
+            text counts.
         repetition_penalty: divides positive logits of tokens in the prompt or the answer, multiplies others; 1 is off.
         frequency_penalty: subtracted from a token's logit for each time that it is in the answer.
         presence_penalty: subtracted from the logit of a token that is in the answer.

@@ -257,6 +257,7 @@ def answer_of(
             abort,
             parser,
             not body.skip_special_tokens,
+            body.min_tokens or 0,
         )
         for index, (flight, parser) in enumerate(zip(flights, parsers, strict=True))
     ]

@@ -40,6 +40,7 @@ class Choice:
         abort: called if it ends before the engine reports its end.
         parser: splits the text into parts; None for a completion.
         special: whether the text includes special tokens.
+        min_tokens: see `TextStream`.
 
     Attributes:
         tokens: number of tokens drawn so far.
@@ -58,6 +59,7 @@ class Choice:
         abort: Callable[[Flight, str], None],
         parser: Parser | None = None,
         special: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self.index = index
         self.flight = flight
@@ -71,7 +73,7 @@ class Choice:
         self._eos = frozenset(eos)
         self._abort = abort
         self._special = special or (parser is not None and parser.wants_special)
-        self._text = TextStream(tokens.tokenizer, self._stops, special=self._special)
+        self._text = TextStream(tokens.tokenizer, self._stops, self._special, min_tokens)
 
     def take(self) -> News:
         """Returns the news since the last call."""

@@ -44,7 +44,7 @@ FIELDS = (
         ("min_p", "0 to 1; unset: that of `generation_config.json`, then 0"),
         ("seed", "fixes what is drawn, choice *i* of `n` with seed + *i*; unset: each request draws its own"),
         ("stop_token_ids", "token ids; the answer ends before them"),
-        ("min_tokens", "number of tokens before an end may be drawn"),
+        ("min_tokens", "number of tokens before an end may be drawn or a stop text counts"),
         ("ignore_eos", "the model's own ends do not end the answer"),
         ("logit_bias", "up to 300 token ids with -100 to 100, which is added to their logits"),
         ("presence_penalty", "-2 to 2, for tokens that were drawn"),

@@ -97,6 +97,8 @@ def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> No
     assert len(short.output_ids) == 6 and longer.output_ids[:6] == short.output_ids
     (stopped,) = demo.generate(PYTHON, max_tokens=12, stop='"""')
     assert stopped.finish_reason == "stop" and longer.text.startswith(f'{stopped.text}"""')
+    (held,) = demo.generate(PYTHON, max_tokens=12, stop='"""', min_tokens=12)
+    assert (held.text, held.finish_reason) == (longer.text, "length")
     (biased,) = demo.generate(PYTHON, max_tokens=3, logit_bias={77: 100.0})
     assert biased.output_ids == (77, 77, 77)
     (other,) = demo.generate(PYTHON, max_tokens=12, repetition_penalty=2.0)

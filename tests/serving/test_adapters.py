@@ -315,6 +315,7 @@ def test_how_a_message_ends(stream: bool, tmp_path: Path, model: Path) -> None: 
         for more, reason, stop, text in (
             ({"stop_sequences": ["nowhere", "wo", " w"]}, "stop_sequence", " w", "Hello"),
             ({"stop_sequences": ["nowhere"]}, "end_turn", None, "Hello world."),
+            ({"stop_sequences": [" w"], "min_tokens": 99}, "end_turn", None, "Hello world."),
         ):
             answer = await front.post("/v1/messages", ASKS | more | {"stream": stream})
             found = events(answer.text) if stream else [answer.json()]

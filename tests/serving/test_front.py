@@ -127,14 +127,19 @@ def test_defaults_that_no_request_could_set_are_told_at_the_start(content: str, 
 def test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told(stream: bool, tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         client = AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-")
-        for more, text in (({"stop": ["\n#", "never"]}, "def f(x):"), ({"stop": "f"}, "de")):
+        early: Any = {"extra_body": {"min_tokens": 2}}  # "def" and " f"
+        for more, text in (
+            ({"stop": ["f", "x", "("]} | early, "def f"),
+            ({"stop": ["\n#", "never"]}, "def f(x):"),
+            ({"stop": "f"}, "de"),
+        ):
             answer = await client.completions.create(
                 model="demo-model", prompt="x", stream=stream, max_tokens=500, **more
             )
             choices = [piece.choices[0] async for piece in answer] if stream else [answer.choices[0]]
             assert "".join(choice.text for choice in choices) == text
             assert choices[-1].finish_reason == "stop"
-        assert front.job.aborts == [1, 2] and front.core.flights == {}
+        assert front.job.aborts == [1, 2, 3] and front.core.flights == {}
         ids = front.api._reader.tokens._whole("(", True).tolist()
         answer = await client.completions.create(
             model="demo-model", prompt="x", max_tokens=500, extra_body={"stop_token_ids": ids}

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from helix.control.detokenize import HELD
 from helix.control.text import OutputStream, TextStream
 from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
@@ -126,6 +127,30 @@ def test_stop_texts(tokenizer: Any, text: str, stop: tuple[str, ...], expected: 
     whole, deltas, stopped = stream(tokenizer, ids(tokenizer, text), *stop)
     assert stopped == (expected is not None)
     assert whole == "".join(deltas) == (text if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    "stop, min_tokens, expected",
+    [
+        (("b",), 1, "a"),
+        (("b",), 2, "abcde"),
+        (("b", "d"), 2, "abc"),
+        (("bc",), 2, "a"),  # begins early, is complete in time
+        (("cde", "bc"), 3, "ab"),  # what is held for the longer one contains the shorter one, too early
+        (("abcde",), 9, "abcde"),
+    ],
+)
+def test_stop_texts_within_min_tokens_do_not_count(
+    tokenizer: Any, stop: tuple[str, ...], min_tokens: int, expected: str
+) -> None:
+    tokens = [i for letter in "abcde" for i in ids(tokenizer, letter)]
+    request = Request(0, (1,), len(tokens), SamplingParams(min_tokens=min_tokens), stop=stop)
+    outputs = OutputStream(request, (), tokenizer)
+    said = []
+    while not outputs.ended:
+        said.append(outputs.push(tokens[len(said)]))
+    ended = said[-1].finish_reason == "stop"
+    assert said[-1].text == "".join(one.delta for one in said) == expected + ("" if ended else "abcde"[len(expected) :])
 
 
 def test_what_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
