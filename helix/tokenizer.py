@@ -49,6 +49,40 @@ def load_tokenizer(path: str | Path | None) -> Any | None:
         raise ValueError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {what:.300}") from error
 
 
+def read_end_token(path: Path) -> int | None:
+    """Reads the id of the tokenizer's `eos_token` from the files of a checkpoint directory; None if it has none.
+
+    Raises:
+        ValueError: a file is not a JSON object.
+    """
+    if not has_tokenizer(path):
+        return None
+
+    def read(name: str) -> dict[str, Any]:
+        return read_json(path / name) if os.path.lexists(path / name) else {}
+
+    config = read("tokenizer_config.json")
+    known = config.get("added_tokens_decoder")
+    text = config.get("eos_token")
+    if not isinstance(known, dict) or not known:  # transformers merges the other file only then
+        known, text = {}, read("special_tokens_map.json").get("eos_token", text)
+    text = text.get("content") if isinstance(text, dict) else text
+    if not isinstance(text, str):
+        return None
+    for i, token in known.items():
+        if isinstance(token, dict) and token.get("content") == text and i.isdecimal():
+            return int(i)
+    whole = read("tokenizer.json")
+    try:
+        added, vocab = whole.get("added_tokens") or (), whole["model"]["vocab"]
+        pieces = vocab.items() if isinstance(vocab, dict) else ((piece, i) for i, (piece, _) in enumerate(vocab))
+        return next(
+            (i for piece, i in [*((one["content"], one["id"]) for one in added), *pieces] if piece == text), None
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):  # `load_tokenizer` tells what is wrong
+        return None
+
+
 def _begins_texts(path: Path) -> bool:
     """Returns whether texts begin with a special token by `tokenizer_config.json`; DeepSeek's say so there alone.
 

@@ -30,6 +30,7 @@ from helix.models.quantized import (
     mxfp4_part,
     read_part,
 )
+from helix.tokenizer import read_end_token
 from kernels.scaled import E4M3_MOST, ScaledMatrix
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -52,7 +53,10 @@ SCALES = (*NUMBERS, "F8_E8M0")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads `config.json` of a checkpoint directory, with the EOS ids of `generation_config.json` if it has any.
+    """Reads `config.json` of a checkpoint directory, with all of its end tokens.
+
+    Its `eos_token_id` is that of `generation_config.json`, or else its own, and the tokenizer's `eos_token` as well:
+    fine-tunes of base models name the end of a turn there alone. vLLM, SGLang and mlx-lm do the same.
 
     Raises:
         ValueError: not a checkpoint directory, or unreadable.
@@ -65,6 +69,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if os.path.lexists(path / "generation_config.json"):
         eos = read_json(path / "generation_config.json").get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+    if (end := read_end_token(path)) is not None:
+        text = config.get("text_config")
+        eos = config.get("eos_token_id")
+        eos = text.get("eos_token_id") if eos is None and isinstance(text, dict) else eos
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        config["eos_token_id"] = eos if end in ends else [*ends, end]
     if not config.get("quantization_config") and os.path.lexists(path / MODELOPT):
         section = read_json(path / MODELOPT).get("quantization")
         config["quantization_config"] = {"quant_method": "modelopt"} | (section if isinstance(section, dict) else {})

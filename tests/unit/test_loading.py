@@ -567,6 +567,34 @@ def test_generation_config_has_the_last_word_on_eos(directory: Path) -> None:
     assert spec_from_config(read_config(directory) | {"eos_token_id": 7}).eos == (7,)
 
 
+END = {"eos_token": "</s>"}
+DECODER = {"added_tokens_decoder": {"2": {"content": "<s>"}, "4": {"content": "</s>", "special": True}}}
+ADDED = {"added_tokens": [{"id": 9, "content": "</s>"}], "model": {"vocab": {"</s>": 8, "a": 1}}}
+
+
+@pytest.mark.parametrize(
+    "stated, tokenizer_config, tokenizer, wanted",
+    [
+        ({"eos_token_id": 1}, END | DECODER, {}, (1, 4)),  # Qwen2.5's base models, tuned for chats
+        ({"eos_token_id": [4, 5]}, END | DECODER, {}, (4, 5)),
+        ({"eos_token_id": 1}, {"eos_token": {"content": "</s>"}}, ADDED, (1, 9)),
+        ({}, END, {"model": {"vocab": {"</s>": 8}}}, (8,)),
+        ({}, END, {"model": {"vocab": [["<unk>", 0.0], ["</s>", -1.5]]}}, (1,)),  # of Unigram
+        ({"eos_token_id": 1}, {"eos_token": "<unknown>"}, ADDED, (1,)),
+        ({"eos_token_id": 1}, {"eos_token": None}, ADDED, (1,)),
+        ({"eos_token_id": 1}, END, {"model": {"vocab": [5, []]}}, (1,)),
+    ],
+)
+def test_the_tokenizers_end_token_is_an_end(
+    stated: dict[str, Any], tokenizer_config: dict[str, Any], tokenizer: dict[str, Any], wanted: Any, directory: Path
+) -> None:
+    (directory / "generation_config.json").write_text(json.dumps(stated))
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    assert spec_from_config(read_config(directory) | {"eos_token_id": 7}).eos == (7,), "it has no tokenizer"
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert spec_from_config(read_config(directory)).eos == wanted
+
+
 def test_what_other_ranks_hold_is_not_unexpected(directory: Path) -> None:
     layout = HelixLayout.create("helix", 4)
     for rank in range(4):  # the first alone has the bias of the output projection
