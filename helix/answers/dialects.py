@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,13 @@ from helix.answers.arguments import read_arguments
 
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
 THINKING = {"open": "<think>", "close": "</think>"}
-BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>"}  # text to ignore
-JSON = {"content": "json", "content_args": {"allow_non_json": True}}
+AT_ONCE = r"(?=[\s\S])"  # closes the region of a mark that is no text
+BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>", "close_pattern": AT_ONCE}
+JSON = {"content": "json"}
+CALLS = "tool_calls"  # fields of a response template
+THOUGHTS = "thinking"
+TEXTS = ("content", "unnamed")
 NO_ANCHOR = "\0"  # replaces an anchor: parsing begins at the turn
-UNTOLD = 1024  # characters of a prompt to parse if the begin of the turn is unknown
 
 THOUGHT = ("<think>", "</think>", "\n\n")
 
@@ -70,11 +74,7 @@ DIALECTS = (
         {
             "start_anchor": "<|start|>assistant",
             "fields": {
-                "content": {
-                    "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)"
-                    r"(?: <\|constrain\|>\w+)?<\|message\|>",
-                    "close_pattern": r"<\|end\|>|<\|return\|>",
-                },
+                "content": {},  # text outside of messages
                 "thinking": {
                     "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
                     "close_pattern": r"<\|end\|>",
@@ -82,13 +82,23 @@ DIALECTS = (
                     "join": "\n",
                 },
                 "tool_calls": {
-                    "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?"
-                    r"to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
-                    r"(?: ?(?:<\|constrain\|>)?json)?<\|message\|>",
+                    "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? ?"
+                    r"to=(?:functions\.)?(?P<name>[\w.-]+)(?:<\|channel\|>\w+)?"
+                    r" ?(?:<\|constrain\|>)?\w*<\|message\|>",
                     "close_pattern": r"<\|call\|>",
                     "repeats": True,
                     "transform": CAPTURED,
                     **JSON,
+                },
+                # Messages of all other channels; of two fields that open alike, the first by name counts.
+                "unnamed": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?"
+                    r"<\|message\|>",
+                    "close_pattern": r"<\|end\|>|<\|return\|>|<\|call\|>",
+                },
+                "nothing": {  # the head of a message that was cut
+                    "open_pattern": r"<\|start\|>(?:assistant)?(?:<\|channel\|>[^<]*)?\Z|<\|channel\|>[^<]*\Z",
+                    "close_pattern": AT_ONCE,
                 },
             },
         },
@@ -104,10 +114,13 @@ DIALECTS = (
             thinking=THINKING,
             tool_calls={
                 "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                "close_pattern": r"</function>\s*</tool_call>",
+                "close_pattern": r"</function>\s*(?:</tool_call>|\Z)",
                 "content": "xml-inline",
                 "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+                    # A value may contain its closing mark: it ends at one that the next argument follows, or nothing.
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?"
+                    r"(?:</parameter>(?=\s*(?:<parameter=|\Z))|\Z)",
+                    "end": "</parameter>",
                 },
                 "repeats": True,
                 "transform": CAPTURED,
@@ -216,7 +229,7 @@ DIALECTS = (
         ),
         Calls('{"name": "NAME", "parameters": ARGUMENTS}'),
     ),
-    Dialect("thinking", ("<think>",), _fields("\n", thinking=THINKING), thought=("<think>", "</think>", "")),
+    Dialect("thinking", ("<think>",), _fields(NO_ANCHOR, thinking=THINKING), thought=("<think>", "</think>", "")),
 )
 
 
@@ -250,9 +263,15 @@ def turn_of(template: dict[str, Any], prompt: str, begun: str | None = None) -> 
     """
     _, found, turn = prompt.rpartition(template["start_anchor"])
     said = (begun or "").strip()
-    if said and said not in turn and said in prompt:  # the message itself contains the anchor
+    if said and said in prompt and not (found and said in turn):  # the message itself may contain the anchor
         return prompt[prompt.rindex(said) :]
-    return turn if found else turn[-UNTOLD:]
+    if found:
+        return turn
+    # No anchor: all that a prompt writes of a turn is a mark that opens or closes a thought. Text before is a user's.
+    thought = template["fields"].get(THOUGHTS, {})
+    begin, end = (re.escape(thought.get(mark, NO_ANCHOR)) for mark in ("open", "close"))
+    turn_begun = re.search(rf"(?:{begin}\s*(?:{end})?|{end})?\s*\Z", prompt)
+    return turn_begun[0] if turn_begun else ""
 
 
 @dataclass
@@ -284,23 +303,20 @@ class Parser:
         self.calls = 0
         self._many = many
         self._parser: Any = None
-        # Parameters of functions whose arguments are written one by one, as texts or as JSON.
-        self._parameters: dict[str, Any] = {}
-        self._raw = ""  # text of the call being read
+        self._functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        self._written = False  # whether arguments are written one by one, as texts or as JSON
         self._kind = ""  # kind of the last part
-        self._spaces = ""  # spaces after it, dropped unless it goes on
+        self._spaces, self._spaced = "", ""  # spaces that wait for what follows, and the kind of text that has them
         self._held = 0  # characters of the turn that may begin a mark; else they come with the answer's first
         if template is not None:
-            fields = {name: f for name, f in template["fields"].items() if tools or name != "tool_calls"}
+            fields = {name: f for name, f in template["fields"].items() if tools or name != CALLS}
             spec = template | {"fields": fields, "start_anchor": NO_ANCHOR}
-            self._parser = _reader(spec, turn, tools)
-            if template["fields"].get("tool_calls", {}).get("content") == "xml-inline":
-                functions = [tool["function"] for tool in tools]
-                self._parameters = {f["name"]: f.get("parameters") for f in functions}
+            self._parser = _reader(spec, turn)
+            self._written = template["fields"].get(CALLS, {}).get("content") == "xml-inline"
             self._parts(self._parser.initial_events)
             self.calls, self._spaces = 0, ""  # spaces after the prompt belong to the answer
             if turn:
-                held = _reader(spec, turn, []).finalize()[1]
+                held = _reader(spec, turn).finalize()[1]
                 self._held = sum(len(event["text"]) for event in held if event["type"] == "region_chunk")
 
     @property
@@ -319,55 +335,67 @@ class Parser:
             return [AnswerPart("content", text)] if text else []
         return self._parts(self._parser.feed(text))
 
-    def finish(self) -> list[AnswerPart]:
-        """Returns the parts that were waiting for more text."""
-        return [] if self._parser is None else self._parts(self._parser.finalize()[1])
+    def finish(self, cut: bool = False) -> list[AnswerPart]:
+        """Returns the parts that were waiting for more text.
+
+        Args:
+            cut: whether the model would have gone on: a call that it has not closed is text then.
+        """
+        if self._parser is None:
+            return []
+        parts = self._parts(self._parser.end(cut))
+        if self._spaces and self._spaced == "content" and self._kind != "call" and not self.full:
+            parts.append(AnswerPart("content", self._spaces))
+        return parts
 
     def _parts(self, events: Sequence[dict[str, Any]]) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
         for event in events:
             if self.full:
                 break
-            match event["type"], event["field"]:
-                case "region_chunk", "tool_calls":
-                    self._raw += event["text"]
-                case "region_chunk", ("content" | "thinking") as kind:
+            kind = "content" if event["field"] in TEXTS else event["field"]
+            match event["type"], kind:
+                case "region_chunk", ("content" | "thinking"):
                     held, self._held = self._held, max(0, self._held - len(event["text"]))
                     parts += self._said(kind, event["text"][held:])
-                case "region_close", field:
+                case "region_close", _:
                     self._held = 0
-                    parts += self._called(event["value"]) if field == "tool_calls" else []
-                case "region_open", field if field != "content":
+                    parts += self._called(event) if kind == CALLS else []
+                case "region_open", _ if event["field"] != "content":
                     self._held = 0
         return parts
 
     def _said(self, kind: str, text: str) -> list[AnswerPart]:
-        """Returns text as a part, without the spaces between parts."""
-        if kind != self._kind:
-            text, self._spaces = text.lstrip(), ""
-            if not text:
-                return []
-            self._kind = kind
+        """Returns text as a part. Its last spaces wait: before a call, and at a thought's end, they are markup."""
+        if kind != self._spaced:
+            self._spaces, self._spaced = "", kind
+        if kind != self._kind and (kind == THOUGHTS or self._kind == "call"):
+            text = text.lstrip()
         text = self._spaces + text
         kept = text.rstrip()
         self._spaces = text[len(kept) :]
-        return [AnswerPart(kind, kept)] if kept else []
+        if not kept:
+            return []
+        self._kind = kind
+        return [AnswerPart(kind, kept)]
 
-    def _called(self, value: Any) -> list[AnswerPart]:
-        raw, self._raw = self._raw, ""
+    def _called(self, event: dict[str, Any]) -> list[AnswerPart]:
+        value = event["value"]
         calls = [_function(self._typed(one)) for one in (value if isinstance(value, list) else [value])]
-        if not calls or None in calls:  # it only looked like a call
-            return self._said("content", raw)
+        # Where no mark says that it is a call, a tool's name does.
+        known = event["head"].strip() or all(call is not None and call[0] in self._functions for call in calls)
+        if not calls or None in calls or not known:  # it only looked like a call
+            return self._said("content", event["text"])
         calls = calls if self._many else calls[:1]
-        self._kind = "call"
+        self._kind, self._spaces = "call", ""
         self.calls += len(calls)
         return [_called(*call) for call in filter(None, calls)]
 
     def _typed(self, call: Any) -> Any:
-        """Reads the arguments of a call that are written one by one; the parser itself knows the plain types alone."""
-        function = call.get("function") if isinstance(call, dict) else None
-        if self._parameters and isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-            parameters = self._parameters.get(str(function.get("name")))
+        """Reads the arguments of a call that are written one by one."""
+        function = call.get("function") if self._written and isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            parameters = self._functions.get(str(function.get("name")))
             function["arguments"] = read_arguments(function["arguments"], parameters)
         return call
 
@@ -388,15 +416,18 @@ class PlainParser(Parser):
     def feed(self, text: str) -> list[AnswerPart]:
         return self._thoughts(super().feed(text))
 
-    def finish(self) -> list[AnswerPart]:
-        parts, text = self._thoughts(super().finish()), self._content
+    def finish(self, cut: bool = False) -> list[AnswerPart]:
+        parts, text = self._thoughts(super().finish(cut)), self._content.strip()
         if self._function is not None:
-            calls = [(self._function, text)] if _json_values(text) else []
+            values, end = _json_values(text, 0, "")
+            calls = [(self._function, text[:end])] if values else []
         else:
-            calls = [*filter(None, map(_function, _json_values(text, len(LIST_OF_CALLS.before))))]
+            values, end = _json_values(text, len(LIST_OF_CALLS.before), LIST_OF_CALLS.between or "")
+            calls = [*filter(None, map(_function, values))]
         self.calls = len(calls)
-        if not calls and text:  # it was cut within the first
-            parts.append(AnswerPart("content", text))
+        rest = text[end if calls else 0 :].removeprefix(LIST_OF_CALLS.between or "")
+        if rest not in ("", LIST_OF_CALLS.after):  # it was cut within a call
+            parts.append(AnswerPart("content", rest))
         return [*parts, *(_called(*call) for call in calls)]
 
     def _thoughts(self, parts: list[AnswerPart]) -> list[AnswerPart]:
@@ -404,33 +435,144 @@ class PlainParser(Parser):
         return [part for part in parts if part.kind != "content"]
 
 
-def _reader(spec: dict[str, Any], turn: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Creates transformers' parser; a call whose JSON is too deep or has a number too long closes with its text."""
+def _reader(spec: dict[str, Any], turn: str) -> Any:
+    """Creates transformers' parser of a response template, which is changed where it would lose or move text.
+
+    A thought begins where the answer does, and up to two line breaks after it are markup. A call ends at a closing mark
+    that is not a part of its arguments. The event of its end has its `value` (None: it is no call), its whole `text`,
+    and the mark that opened it, `head`.
+    """
     from transformers.utils.chat_parsing import ResponseParser  # seconds
+    from transformers.utils.chat_parsing.content_parsers import process_field
 
     class CallReader(ResponseParser):
+        _cut = False
+        _buffer: str
+        _pos: int
+
+        def end(self, cut: bool) -> list[dict[str, Any]]:
+            """Returns the last events."""
+            events: list[dict[str, Any]] = []
+            if cut:  # a mark that could have grown is one if anything else follows
+                events, self._cut = self.feed(NO_ANCHOR), True
+                self._buffer = self._buffer.removesuffix(NO_ANCHOR)
+                self._pos = min(self._pos, len(self._buffer))
+                for event in events:
+                    event["text"] = event.get("text", "").removesuffix(NO_ANCHOR)
+            return [*events, *self.finalize()[1]]
+
+        def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+            super()._open_explicit(events, field, m)
+            self._head, self._begin, self._mark, self._early = m[0], m.end(), None, None
+
+        def _scan(self, watch: Any, eos: bool) -> Any:
+            if self._current != CALLS:
+                return super()._scan(watch, eos)
+            field, last = self._spec.fields[CALLS], eos and self._cut
+            while True:
+                best, hold = (None, len(self._buffer)) if last else super()._scan(watch, eos)
+                if best is None:
+                    self._mark = self._last(field) if eos else None
+                    break
+                closes = self._closes(field, best[2], eos)
+                if closes is None:
+                    return None, min(hold, best[2].start())
+                if closes:
+                    self._mark = best[2] if closes is True else closes
+                    break
+                self._early = self._early or best[2]
+                self._pos = max(best[2].end(), best[2].start() + 1)
+            return (None if self._mark is None else ("close", field, self._mark)), hold
+
+        def _closes(self, field: Any, mark: Any, eos: bool) -> Any:
+            """Returns whether a call ends at a mark, or which earlier one it ends at; None: what follows decides."""
+            early, body = self._early, self._buffer[self._begin : mark.start()]
+            if field.content == "json":
+                try:
+                    json.loads(body)
+                except ValueError as error:  # within a string it is a part of it
+                    return False if str(error).startswith("Unterminated string") else early or True
+                except RecursionError:
+                    pass
+                return True
+            end = field.content_args.get("end", "")
+            if body.strip() and not body.rstrip().endswith(end):
+                return False
+            if early is not None and field.open_re.match(self._buffer[early.end() :].lstrip()):
+                return early  # the next call begins behind it
+            rest = self._buffer[mark.end() :].lstrip()
+            if end and not eos and end.startswith(rest):
+                return None
+            return not (end and rest.startswith(end))
+
+        def _last(self, field: Any) -> Any:
+            """Returns where a call ends that nothing closes: at a mark that came too early, or behind its JSON."""
+            if self._early is not None and not self._cut:
+                return self._early
+            if field.content != "json":
+                return None
+            text = self._buffer[self._begin :]
+            values, end = _json_values(text, 0, ";")
+            return re.compile("").match(self._buffer, self._begin + end) if values else None
+
         def _close_current(self, events: list[dict[str, Any]]) -> None:
-            field, text = self._current, self._body
-            try:
+            if self._current != CALLS:
                 super()._close_current(events)
-            except (ValueError, RecursionError):
-                events.append({"type": "region_close", "field": field, "value": text})
-                self._reset_to_implicit()
+                return
+            mark, self._mark = self._mark, None
+            body = self._buffer[self._begin : mark.start() if mark is not None else len(self._buffer)]
+            event = {"type": "region_close", "field": CALLS, "head": self._head}
+            event["text"] = self._head + body + (mark[0] if mark is not None else "")
+            event["value"] = self._value(self._spec.fields[CALLS], body, bool(mark))
+            events.append(event)
+            self._reset_to_implicit()
 
-    return CallReader(spec, prefix=turn, tools=[*tools])
+        def _value(self, field: Any, body: str, closed: bool) -> Any:
+            if field.content != "json":
+                return process_field(body, field, self._captures) if closed else None
+            name = self._captures.get("name")
+            value: Any = None
+            if name is not None and not body.strip() and (closed or not self._cut):
+                value = {}
+            else:
+                values, end = _json_values(body, 0, ";")
+                if values and not body[end:].strip():
+                    value = values if name is None and len(values) > 1 else values[0]
+                elif name is not None and closed and not values and _is_mistaken(body):
+                    value = body.strip()  # clients tell the model of it
+            return value if name is None or value is None else {"name": name, "arguments": value}
+
+    thought = dict(spec["fields"].get(THOUGHTS, {}))
+    if "open" in thought:
+        thought["open_pattern"] = rf"\A\s*{re.escape(thought.pop('open'))}"
+        thought["close_pattern"] = rf"{re.escape(thought.pop('close'))}\n{{0,2}}"
+        spec = spec | {"fields": spec["fields"] | {THOUGHTS: thought}}
+    return CallReader(spec, prefix=turn)
 
 
-def _json_values(text: str, at: int = 0) -> list[Any]:
-    """Returns the JSON values that stand in a text from a place on, as calls do in a list, up to one that is cut."""
+def _is_mistaken(text: str) -> bool:
+    """Returns whether a text is JSON with a mistake; JSON that is too deep or has a number too long is no mistake."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return isinstance(error, json.JSONDecodeError)
+    return False
+
+
+def _json_values(text: str, at: int, between: str) -> tuple[list[Any], int]:
+    """Returns the JSON values that stand in a text from a place on, up to one that is cut, and where they end."""
     decoder = json.JSONDecoder()
     found: list[Any] = []
+    end = at
     while True:
+        at += len(text[at:]) - len(text[at:].lstrip())
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
-            return found
+            return found, end
         found.append(value)
-        at += len(LIST_OF_CALLS.between or "")
+        end = at
+        at += len(text[at:]) - len(text[at:].lstrip().removeprefix(between.strip()))
 
 
 def _called(name: str, arguments: str) -> AnswerPart:

@@ -75,9 +75,18 @@ def of_shape(
     start, thinks = "@answer", False
     if dialect is not None:
         thinks = _within_thought(dialect, turn)
-        if thinks or not begun:
+        if begins_with_mark(shape, dialect) and not thinks:  # no thought could be told from it
+            start = f"{rules.text(dialect.said)} {start}"
+        elif thinks or not begun:
             start = _behind_thought(rules, dialect, turn, eos, f"{rules.text(dialect.said)} {start}")
     return [_lark(start, rules), {"name": "answer"} | _answer(shape, rules, special)]
+
+
+def begins_with_mark(shape: Shape | None, dialect: Dialect | None) -> bool:
+    """Returns whether an answer of a shape may begin with the mark that opens thoughts."""
+    if shape is None or shape.kind != "choice" or dialect is None or dialect.thought is None:
+        return False
+    return any(text.lstrip().startswith(dialect.thought[0]) for text in shape.value)
 
 
 def of_calls(

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from helix.answers.dialects import AnswerPart, Dialect, Parser, PlainParser
+from helix.answers.dialects import THOUGHTS, AnswerPart, Dialect, Parser, PlainParser
+from helix.answers.grammars import begins_with_mark
 from launch.serving.choice import Choice, News
 from launch.serving.core import Flight
 from launch.serving.errors import ApiError
@@ -217,6 +218,8 @@ def parsers_of(body: Chat | Completion, reading: Reading, dialect: Dialect | Non
     if not isinstance(body, Chat):
         return [None] * count
     template, turn = None if dialect is None else dialect.template, reading.turn or ""
+    if template is not None and begins_with_mark(body.shape, dialect) and not turn.strip():
+        template = template | {"fields": {name: f for name, f in template["fields"].items() if name != THOUGHTS}}
     if body.has_to_call and (dialect is None or dialect.calls is None):
         return [PlainParser(template, turn, body.named) for _ in range(count)]
     given = [tool.model_dump(exclude_none=True) for tool in body.shown_tools]

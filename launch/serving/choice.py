@@ -106,7 +106,7 @@ class Choice:
         if self._parser is not None:
             news.parts = self._parser.feed(news.text)
             if self.ended is not None:
-                news.parts += self._parser.finish()
+                news.parts += self._parser.finish(cut=stopped or self.ended != "stop")
             if self._parser.full:
                 self.ended = "stop"
         if self.ended is not None:

@@ -255,6 +255,13 @@ def test_a_form_begins_behind_a_thought(name: str, inside: bool) -> None:
     assert thoughts == ({True} if inside else {False, True})
 
 
+def test_no_thought_precedes_a_choice_that_begins_as_one() -> None:
+    choices = ["<think> a", "b"]
+    parts = of_shape(Shape("x", "choice", choices), tokenizer_of("qwen")[1], (), [EOS], dialect_of("qwen"))
+    walks = {walk("qwen", grammars_of("qwen").begun(json.dumps({"grammars": parts})), seed) for seed in range(30)}
+    assert walks == {*choices}
+
+
 def test_recorded_calls_are_among_what_may_come() -> None:
     """Token by token, without what was said before them; some families write calls in several ways."""
     followed = set()

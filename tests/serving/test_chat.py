@@ -54,17 +54,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    check: Callable[[Front], Awaitable[None]], directory: Path, model: Path, says: str, guided: bool = False
+    check: Callable[[Front], Awaitable[None]],
+    directory: Path,
+    model: Path,
+    says: str,
+    guided: bool = False,
+    ends: str = "stop",
 ) -> None:
-    """Runs a check beside a job that says a text and ends the turn."""
+    """Runs a check beside a job that says a text and ends the turn, or is at its limit."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     logprobs = (-0.25, ((5, -0.25), (6, -1.5)))
 
     async def script(job: FakeJob, submit: Submit) -> None:
-        for token in [*tokenizer(says, add_special_tokens=False)["input_ids"], end]:
+        tokens = tokenizer(says, add_special_tokens=False)["input_ids"]
+        for at, token in enumerate(tokens := [*tokens, end] if ends == "stop" else tokens, 1):
             more = {"logprobs": (logprobs,)} if "logprobs" in submit.sampling else {}
-            await job.say(submit, [token], "stop" if token == end else None, **more)
+            await job.say(submit, [token], ends if at == len(tokens) else None, **more)
 
     async def with_front() -> None:
         job = FakeJob(script, replace(READY, model=str(model), vocab=4100, eos=(0, end), guided=guided))
@@ -199,7 +205,7 @@ LIST = f'[{{"name": "get_weather", "parameters": {OSLO}}}, {{"name": "now", "par
 def test_calls_of_a_model_of_no_known_family(
     template: str, choice: Any, says: str, calls: list[Any], tmp_path: Path, model: Path
 ) -> None:
-    """They are plain JSON, whether or not its template tells of tools; a first call that is cut is text."""
+    """They are plain JSON, whether or not its template tells of tools; one that is cut is text."""
     shown = "{{ tools | tojson if tools }}" if template == "with tools" else ""
     thinks = "{# <think> #}" if template == "thinking" else ""
 
@@ -218,7 +224,8 @@ def test_calls_of_a_model_of_no_known_family(
             assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in called] == calls
             assert not stream or [call["index"] for call in called] == list(range(len(calls)))
             text = "".join(one.get("content") or "" for one in said)
-            assert (told[-1]["finish_reason"], text) == (("tool_calls", "") if calls else ("stop", says))
+            rest = '{"name": "now", "paramete' if says == LIST[:-9] else ""
+            assert (told[-1]["finish_reason"], text) == (("tool_calls", rest) if calls else ("stop", says))
             assert "".join(one.get("reasoning_content", "") for one in said) == ("Hm." if thinks else "")
         submit = front.job.submits[-1]
         assert '\\"city\\"' in submit.grammar and ("now" in submit.grammar) == (choice == "required")
@@ -240,6 +247,46 @@ def test_calls_that_may_not_be_parallel_end_with_the_first(stream: bool, tmp_pat
         assert "behind" not in answer.text and front.core.flights == {}
 
     run(check, tmp_path, model, f"One.\n{CALL}\n{CALL}\nbehind")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{"max_tokens": 400}, {"stop": "}"}], ids=["limit", "stop"])
+def test_a_call_that_is_cut_is_told_as_text(more: Any, stream: bool, tmp_path: Path, model: Path) -> None:
+    """By the limit or by a stop text: clients would run half a call."""
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"'
+
+    async def check(front: Front) -> None:
+        body = {"messages": [USER], "tools": [WEATHER], "stream": stream} | more
+        answer = await front.post("/v1/chat/completions", body)
+        lines = answer.text.splitlines() if stream else [f"data: {answer.text}"]
+        told = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        said = [one["delta" if stream else "message"] for one in told]
+        assert not any(one.get("tool_calls") for one in said)
+        assert "".join(one.get("content") or "" for one in said) == f"Looking.\n{call}"
+        assert told[-1]["finish_reason"] == ("stop" if "stop" in more else "length")
+
+    run(
+        check,
+        tmp_path,
+        model,
+        f"Looking.\n{call}}}}}\n</tool_call>" if "stop" in more else f"Looking.\n{call}",
+        ends="length",
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("says", ["<think> is no thought", "I <think> so"])
+def test_a_choice_may_contain_marks_of_thoughts(says: str, stream: bool, tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        body = {"messages": [USER], "structured_outputs": {"choice": [says, "x"]}, "stream": stream}
+        answer = await front.post("/v1/chat/completions", body)
+        lines = answer.text.splitlines() if stream else [f"data: {answer.text}"]
+        told = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        said = [one["delta" if stream else "message"] for one in told]
+        assert "".join(one.get("content") or "" for one in said) == says
+        assert not any(one.get("reasoning_content") for one in said)
+
+    run(check, tmp_path, model, says, guided=True)
 
 
 def test_several_choices_and_logprobs(tmp_path: Path, model: Path) -> None:
@@ -443,7 +490,7 @@ def test_what_no_template_reads_is_refused(
 @pytest.mark.parametrize(
     "begun, says, thinking, content",
     [
-        ("Hello,", " world. ", "", " world."),
+        ("Hello,", " world. ", "", " world. "),
         ("<think>\nIs it", "  so?\n</think>\n\nYes.", "  so?", "Yes."),
         ("Is a <", " b?", "", " b?"),
         ("<think>\nYes.</th", "ink>\n\nNo.", "", "No."),
