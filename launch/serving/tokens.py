@@ -6,8 +6,8 @@ import inspect
 import json
 import re
 import sys
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment
 from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Const, Getattr
 
 from helix.files import read_json, read_text
 from helix.library import import_transformers
@@ -30,6 +31,7 @@ COUNTED = 1 << 14  # characters at a time
 # Template variables that requests set by other fields, and functions that transformers provides.
 OTHERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # tags of transformers' own
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an earlier answer's thought
 SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on and off
 # Texts around special tokens, where tokenizers differ in stripping and prefixing.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
@@ -133,7 +135,8 @@ class Tokens:
         given = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
         try:
-            read = variables(tokenizer.get_chat_template(tools=given))
+            template = tokenizer.get_chat_template(tools=given)
+            read, named = variables(template), names(template)
         except Exception as error:  # of jinja2, or of a checkpoint with several templates
             what = f"the chat template cannot be read: {_line(error)}"
             raise ApiError(400, what, code="no_chat_template") from error
@@ -143,17 +146,23 @@ class Tokens:
             raise ApiError(400, "tools are given, and the chat template does not read them", param="tools")
         taken = inspect.signature(tokenizer.apply_chat_template).parameters
         more = _variables(chat, read - OTHERS - taken.keys(), read)
+
+        def rendered(conversation: list[dict[str, Any]]) -> str:
+            text: str = tokenizer.apply_chat_template(
+                conversation,
+                tools=given,
+                tokenize=False,
+                add_generation_prompt=chat.prompts_answer,
+                continue_final_message=chat.continue_final_message,
+                **more,
+            )
+            return text
+
         first: Exception | None = None
-        for conversation in _ways(chat.said):
+        for conversation in _ways(chat.said, next((name for name in THOUGHTS if name in named), THOUGHTS[0])):
             try:
-                text = tokenizer.apply_chat_template(
-                    conversation,
-                    tools=given,
-                    tokenize=False,
-                    add_generation_prompt=chat.prompts_answer,
-                    continue_final_message=chat.continue_final_message,
-                    **more,
-                )
+                text = rendered(conversation)
+                _check_calls(conversation, text, rendered)
                 break
             except Exception as error:  # a template is a program, and may raise anything
                 first = first or error
@@ -247,6 +256,14 @@ def variables(template: str) -> frozenset[str]:
     return frozenset(find_undeclared_variables(environment.parse(GENERATION.sub("", template))))
 
 
+@lru_cache
+def names(template: str) -> frozenset[str]:
+    """Finds the names of what a chat template reads of objects, and all of its other texts."""
+    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+    texts = {const.value for const in tree.find_all(Const) if isinstance(const.value, str)}
+    return frozenset(texts | {found.attr for found in tree.find_all(Getattr)})
+
+
 def _variables(chat: Conversation, free: frozenset[str], read: frozenset[str]) -> dict[str, Any]:
     """Collects the template variables that a request sets.
 
@@ -292,28 +309,104 @@ def _line(error: Exception) -> str:
     return f"{' '.join(str(error).split()):.300}"
 
 
-def _ways(messages: Sequence[ChatMessage]) -> Iterator[list[dict[str, Any]]]:
+def _ways(messages: Sequence[ChatMessage], thought: str) -> Iterator[list[dict[str, Any]]]:
     """Yields a conversation in the ways that templates may read calls: most know the first, DeepSeek's do not.
 
-    A message of calls alone has no content, or null, or an empty one; arguments are objects, or texts.
+    A message of calls alone has no content, or null, or an empty one; arguments are objects, or texts. gpt-oss's
+    template reads a thought or a text beside a call, and one call of a message; Llama 3's refuses several.
+
+    Args:
+        thought: what the template calls thoughts.
     """
-    plain = [_plain(message) for message in messages]
+    plain = [_plain(message, thought) for message in messages]
     yield plain
     if not any(message.get("tool_calls") for message in plain):
         return
-    for written in (False, True):
-        for message in plain if written else ():
-            for call in message.get("tool_calls", ()):
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        for content in (None, ""):
-            yield [{"content": content} | message for message in plain]
+    apart = _one_call_each(plain)
+    bases = [plain]
+    bases += [_one_text_each(plain, thought), apart, _one_text_each(apart, thought)]
+    for at, base in enumerate(bases):
+        if base in bases[:at]:
+            continue
+        if at:
+            yield base
+        for way in (base, [_with_written_calls(message) for message in base]):
+            for content in (None, ""):
+                yield [{"content": content} | message for message in way]
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """Converts a message for templates: content as one text, arguments of tool calls as objects."""
+def _one_text_each(messages: list[dict[str, Any]], thought: str) -> list[dict[str, Any]]:
+    """Adds the text of messages with calls to their thoughts."""
+    return [
+        message | {thought: f"{message[thought]}\n\n{message['content']}", "content": None}
+        if message.get("tool_calls") and message.get(thought) and message.get("content")
+        else message
+        for message in messages
+    ]
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Divides messages with several calls: each call is followed by its result, by id or else in order."""
+    apart: list[dict[str, Any]] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            apart.append(message)
+            continue
+        results: list[dict[str, Any]] = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.popleft())
+        for call in calls:
+            apart.append(message | {"tool_calls": [call]})
+            message = {"role": message["role"]}
+            ids = [result.get("tool_call_id") for result in results]
+            if results:
+                apart.append(results.pop(ids.index(call.get("id")) if call.get("id") in ids else 0))
+        apart += results
+    return apart
+
+
+def _check_calls(
+    conversation: list[dict[str, Any]], text: str, rendered: Callable[[list[dict[str, Any]]], str]
+) -> None:
+    """Raises ValueError if a template has read one call alone of messages with several."""
+    if not any(len(message.get("tool_calls", ())) > 1 for message in conversation):
+        return
+    firsts = [m | {"tool_calls": m["tool_calls"][:1]} if "tool_calls" in m else m for m in conversation]
+    try:
+        lost = rendered(firsts) == text
+    except Exception:  # it looks at the number of calls, or of results
+        return
+    if lost:
+        raise ValueError("a message has several calls, and it reads the first alone")
+
+
+def _with_written_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Writes the arguments of a message's calls as texts."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
+
+
+def _plain(message: ChatMessage, thought: str) -> dict[str, Any]:
+    """Converts a message for templates: content as one text, arguments of calls as objects, and no empty list of calls.
+
+    Args:
+        thought: what the template calls thoughts; clients use any of the names in `THOUGHTS`.
+    """
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = message.text
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]  # templates that ask whether it is there would pass over the text
+    if thoughts := [said for name in THOUGHTS if isinstance(said := plain.get(name), str) and said]:
+        plain = {name: value for name, value in plain.items() if name not in THOUGHTS} | {thought: thoughts[0]}
     for call in plain.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"].strip() or "{}")

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helix.answers.dialects import dialect_of
+from launch.serving.errors import ApiError
 from launch.serving.frames import Submit
+from launch.serving.schemas import Chat, parsed
 from launch.serving.tokens import Tokens
 from tests.serving.front import DEMO, READY, FakeJob, Front, front
 
@@ -359,6 +361,65 @@ def test_arguments_of_earlier_calls(arguments: str, status: int, tmp_path: Path,
         assert status == 200 or "arguments of 'f' are not JSON" in answer.json()["error"]["message"]
 
     run(check, tmp_path, model, "x")
+
+
+HAS_CALLS = "{% if m.tool_calls is defined and m.tool_calls is not none %}"
+# Templates of three kinds: of Llama 3, Mistral (before its third version) and gpt-oss.
+REFUSES = "{% if m.tool_calls|length != 1 %}{{ raise_exception('single tool-calls') }}{% endif %}"
+LOSES = "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}({{ m.content or m.thinking }})"
+ONE, EACH = (
+    "{{ m.tool_calls[0].function.arguments.a }}",
+    "{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}",
+)
+KINDS = {
+    "one": REFUSES + ONE,
+    "several": EACH,
+    "first": ONE,
+    "thinking": LOSES + ONE,
+    "reasoning": "({{ m.reasoning }})" + EACH,
+}
+
+
+def called(*calls: str, **more: Any) -> dict[str, Any]:
+    functions = [{"name": "f", "arguments": json.dumps({"a": call})} for call in calls]
+    return {"role": "assistant", "tool_calls": [{"id": f["arguments"], "function": f} for f in functions]} | more
+
+
+def result(call: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": json.dumps({"a": call}), "content": f"={call}"}
+
+
+@pytest.mark.parametrize(
+    "kind, turns, wanted",
+    [
+        *[(kind, [{"role": "assistant", "content": "said", "tool_calls": []}], "said") for kind in KINDS],
+        ("several", [called("A", "B"), result("A"), result("B")], "AB;=A;=B"),
+        ("one", [called("A", "B"), result("A"), result("B")], "A;=A;B;=B"),
+        ("first", [called("A", "B", "C"), result("B"), result("A")], "A;=A;B;=B;C"),
+        ("thinking", [called("A", "B", reasoning_content="T"), result("A")], "(T)A;=A;()B"),
+        ("thinking", [called("A", reasoning_content="T", content="text"), result("A")], "(T\n\ntext)A;=A"),
+        ("thinking", [called("A", thinking="T")], "(T)A"),
+        ("reasoning", [called("A", reasoning_content="T")], "(T)A"),
+        ("reasoning", [called("A", reasoning_content="", reasoning="T")], "(T)A"),
+    ],
+)
+def test_earlier_answers_are_in_the_prompt(kind: str, turns: list[Any], wanted: str, model: Path) -> None:
+    """Text beside an empty list of calls, further calls, and thoughts, under the template's own name."""
+    tokens = Tokens(str(model))
+    tokens.tokenizer.chat_template = (
+        f"{{% for m in messages %}}{HAS_CALLS}{KINDS[kind]}{{% else %}}{{{{ m.content }}}}{{% endif %}};{{% endfor %}}"
+    )
+    chat = parsed(Chat, json.dumps({"messages": [USER, *turns]}).encode())
+    assert tokens.encode_chat(chat, None, 1000)[1] == f"{USER['content']};{wanted};"
+
+
+def test_a_template_that_cannot_show_all_calls_is_told(model: Path) -> None:
+    tokens = Tokens(str(model))
+    last = "{{ messages[1].tool_calls[0].function.arguments.a if messages|length == 2 else raise_exception('two') }}"
+    tokens.tokenizer.chat_template = last
+    chat = parsed(Chat, json.dumps({"messages": [USER, called("A", "B")]}).encode())
+    with pytest.raises(ApiError, match="several calls, and it reads the first alone"):
+        tokens.encode_chat(chat, None, 1000)
 
 
 @pytest.mark.parametrize("content", ["is none", "== ''"])
