@@ -21,7 +21,8 @@ _KINDS: dict[type, set[str]] = {
 
 def texts_of(schema: Any) -> list[str]:
     """Returns the texts of which an argument is one, by its schema; empty if it lists none, or other values too."""
-    listed = schema.get("enum") if isinstance(schema, dict) else None
+    schema = schema if isinstance(schema, dict) else {}
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return listed if isinstance(listed, list) and all(isinstance(text, str) for text in listed) else []
 
 

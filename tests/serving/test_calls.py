@@ -163,6 +163,8 @@ COLOURS = {"$defs": {"colour": {"type": "string", "enum": ["red", "1"]}}}
         ({"enum": ["1", 1, 2, None]}, ["1", 1, 2, None]),
         ({"enum": ["1", "null", " a"]}, ["1", "null", " a"]),
         ({"const": {"k": ["v"]}}, [{"k": ["v"]}]),
+        ({"type": "string", "const": "1"}, ["1"]),
+        ({"enum": ["</parameter>", "</tool_call>"]}, ["</parameter>", "</tool_call>"]),
     ],
 )
 def test_arguments_are_what_their_schema_says(name: str, schema: dict[str, Any], wanted: list[Any]) -> None:
