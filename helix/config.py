@@ -273,7 +273,7 @@ class ServeConfig:
         waiting: most requests that wait for the engine.
         slow_s: for a client to take what is sent, seconds.
         restarts: of the ranks, in ten minutes, before the server gives up.
-        hang_s: without progress of any request, after which the ranks are started again, seconds.
+        hang_s: without progress of the engine, while it has requests, after which the ranks are restarted, seconds.
         drain_s: for running requests to end once the server is told to, seconds.
     """
 

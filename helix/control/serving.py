@@ -168,6 +168,7 @@ class Serving:
                 progress = self._open[admission.id]
                 progress.cached_tokens = progress.prefilled = admission.resumes
         self._limits = decision.draft_limits or self._limits
+        self._announce(decision)  # before the launch, which on a CPU takes as long as the chunk
         rows, begin = dict(self._scheduler.running), perf_counter()
         steps = deque(self._launch(decision))
         if self._runs and self._runs[-1].holds_draw:
@@ -185,8 +186,7 @@ class Serving:
             return False
         run = self._runs[0]
         now, plan = perf_counter(), run.decision
-        work = sum(self._times.work(s.begin, s.end) for s in plan.prefill) if run.in_chunk else 0.0
-        left_s = (self._times.seconds(work) or 0.0) if work else 0.0
+        left_s = self._chunk_s(plan) if run.in_chunk else 0.0
         steps_s = (run.left - run.in_chunk) * (self._policy.seconds(plan.kind.rows, plan.kind.drafts) or 0.0)
         left_s += steps_s - (now - max(run.begin, self._came))
         ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.expects_chunk else 0.0)
@@ -237,6 +237,19 @@ class Serving:
             self._forget(run.rows)
             self._note_kv()
 
+    def _work(self, decision: Decision) -> float:
+        """Returns the work of a decision's prompt chunk."""
+        return sum(self._times.work(s.begin, s.end) for s in decision.prefill)
+
+    def _chunk_s(self, decision: Decision) -> float:
+        """Predicts the seconds of a decision's prompt chunk; 0 if it has none or no chunk has run."""
+        return self._times.seconds(self._work(decision)) if decision.prefill else 0.0
+
+    def _announce(self, *launched: Decision) -> None:
+        """Updates the predicted time of the chunks under way: so long the engine may be silent and not hang."""
+        unread = (run.decision for run in self._runs if run.in_chunk)
+        self._timings.chunk_s = max(map(self._chunk_s, (*unread, *launched)), default=0.0)
+
     def _forget(self, rows: dict[int, Scheduled]) -> None:
         """Resets draft statistics of slots whose request ended."""
         for slot, sequence in rows.items():
@@ -250,7 +263,8 @@ class Serving:
 
     def _after_chunk(self, run: Run, seconds: float) -> Iterator[RequestUpdate]:
         timings, prefill = self._timings, run.decision.prefill
-        self._times.observe(sum(self._times.work(s.begin, s.end) for s in prefill), seconds)
+        self._times.observe(self._work(run.decision), seconds)
+        self._announce()
         timings.prefill_s += seconds
         timings.prefill_tokens += sum(s.end - s.begin for s in prefill)
         if self._on_prefill:

@@ -292,6 +292,7 @@ class Decoder:
         own: the communicator of the ranks with this rank's sequences: of all ranks, or in mode dp of itself alone.
         pipeline: runs the HOP-B chunks of all layers' attention.
         turns: runs the two halves of long prefill steps.
+        layers_run: layers computed, or launched, since the start: a long step on a CPU shows its progress here.
     """
 
     def __init__(
@@ -305,6 +306,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.full = {*spec.full}
+        self.layers_run = 0
         self.own = SoloCommunicator(comm.device) if layout.dp > 1 else comm
         self.weights = weights = Weights(dtype, device, formats, spec.gain_offset)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
@@ -403,6 +405,7 @@ class Decoder:
         guesses = policy.guesses and step.cu_q is None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             normed, x = layer.input_norm(parts, x, rows)
+            self.layers_run += 1
             yield None
             angles = angles_of[layer.rope]
             if layer.index in self.spec.taps:

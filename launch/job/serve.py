@@ -104,7 +104,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             guided=link.learn(model, spec.vocab, spec.eos),
             random=random,
         )
-        link.open(ready, lambda: _stats(engine))
+        link.open(ready, lambda: engine_stats(engine))
         engine.on_yielded = link.flush
     gc.freeze()  # what stays: to look through it again would stop all ranks for some 150 ms
     try:
@@ -120,7 +120,8 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
         link.close()
 
 
-def _stats(engine: Engine) -> dict[str, float]:
+def engine_stats(engine: Engine) -> dict[str, float]:
+    """Returns the gauges and counters that rank 0 reports every second."""
     pools, timings = [tables.pool for tables in engine.tables], engine.timings
     return {
         "pages": engine.runner.cache.pages * len(pools),
@@ -128,6 +129,9 @@ def _stats(engine: Engine) -> dict[str, float]:
         "pages_cached": sum(pool.cached for pool in pools),
         "pages_free": sum(pool.free for pool in pools),
         "preemptions": timings.preemptions,
+        # Of the engine's thread alone, so that a hang shows: see `Silence`.
+        "progress": timings.decisions + engine.runner.model.layers_run,
+        "chunk_s": timings.chunk_s,
         "drafts": sum(timings.acceptance.tried[:1]),
         **{f"drafts_kept_{place}": kept for place, kept in enumerate(timings.acceptance.kept)},
     }

@@ -104,7 +104,6 @@ class Core:
         draining: whether new continuations are refused because the server is ending.
         on_first: called in a thread with the first job's `Ready`, before the core is ready.
         ready: the job's `Ready` message, once the first job has sent it.
-        heard: time of the job's last message, by the monotonic clock.
         stats: the job's last gauges and counters.
         rate: tokens per second between the job's last two gauges.
         queried, hits: tokens of prompts, and those of them that were in the cache.
@@ -117,7 +116,6 @@ class Core:
         self.on_first: Callable[[Ready], None] = lambda ready: None
         self.ready: Ready | None = None
         self.flights: dict[int, Flight] = {}
-        self.heard = time.monotonic()
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
         self._acceptance = AcceptanceWatch()
@@ -222,8 +220,6 @@ class Core:
                 code="queue_full",
                 retry_s=5,
             )
-        if not self.flights:
-            self.heard = time.monotonic()
         request = object()
         flights = [Flight(replace(submit, id=next(self._numbers)), request, name, changed) for submit in submits]
         try:
@@ -259,7 +255,6 @@ class Core:
         why = ""
         try:
             while data := await reader.read(PIECE):
-                self.heard = time.monotonic()
                 try:
                     messages = decoder.feed(data)
                 except ValueError as error:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,12 +21,33 @@ LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the 
 WINDOW_S = 600.0  # in which `serve.restarts` are counted
 BACKOFF_S = (1.0, 2.0, 4.0)  # delays before the first restarts in the window; the last one repeats
 LOOK_S = 0.05  # between two attempts to connect
+BEAT_S = 1.0  # between two looks at the ranks' progress
 ENDING_S = 20.0  # for ranks to end once they are told to
 LAST_WORDS_S = 3.0  # for a launcher to print the reason, once a rank has failed
 
 
 class GaveUp(Exception):
     """Error: no job will be started again."""
+
+
+class Silence:
+    """Time for which ranks that have work make no progress.
+
+    Progress is the engine's own: `progress` in its statistics counts decisions and layers, and a chunk of a prompt may
+    take the time that `chunk_s` announces. Statistics that arrive prove nothing: a thread sends them even if the engine
+    hangs. Looks are counted, not time: a server that was suspended as a whole can resume.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._seen: float | None = None
+
+    def look(self, busy: bool, stats: Mapping[str, float]) -> float:
+        """Returns the seconds of silence beyond what was announced; to be called every BEAT_S seconds."""
+        progress = stats.get("progress")
+        self._looks = self._looks + 1 if busy and progress == self._seen else 0
+        self._seen = progress
+        return self._looks * BEAT_S - stats.get("chunk_s", 0.0)
 
 
 class Supervisor:
@@ -58,7 +79,10 @@ class Supervisor:
         """
         failures: deque[float] = deque()
         while True:
-            why = await (self._attached() if self._serve.attach else self._job())
+            try:
+                why = await (self._attached() if self._serve.attach else self._job())
+            except TimeoutError as error:
+                why = str(error)
             if self._stopping:
                 return
             if self._core.ready is None and self._serve.attach is None:
@@ -103,7 +127,7 @@ class Supervisor:
             return why or f"the ranks ended ({_exit(process.returncode)})"
         finally:
             working.cancel()
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError, TimeoutError):
                 await working
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
@@ -114,20 +138,25 @@ class Supervisor:
         return why or "the connection to the ranks ended"
 
     async def _work(self, path: Path) -> str:
-        """Exchanges messages with the ranks behind a socket until they leave or hang; returns the reason, if known."""
+        """Exchanges messages with the ranks behind a socket until they leave; returns the reason, if known.
+
+        Raises:
+            TimeoutError: they hang.
+        """
         while True:
             try:
                 reader, writer = await asyncio.open_unix_connection(path)
                 break
             except OSError:
                 await asyncio.sleep(LOOK_S)
-        serving = asyncio.create_task(self._core.serve(reader, writer))
+        core, hang_s, silence = self._core, self._serve.hang_s, Silence()
+        serving = asyncio.create_task(core.serve(reader, writer))
         try:
             while not serving.done():
-                await asyncio.wait((serving,), timeout=1.0)
-                silent = time.monotonic() - self._core.heard
-                if self._core.connected and self._core.flights and silent > self._serve.hang_s:
-                    return f"the ranks made no progress for serve.hang_s={self._serve.hang_s:g} s"
+                await asyncio.wait((serving,), timeout=BEAT_S)
+                busy = core.connected and (bool(core.flights) or self._stopping)
+                if silence.look(busy, core.stats) > (min(hang_s, ENDING_S) if self._stopping else hang_s):
+                    raise TimeoutError(f"the ranks made no progress for serve.hang_s={hang_s:g} s")
             return await serving
         finally:
             serving.cancel()

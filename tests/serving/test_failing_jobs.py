@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
-from launch.serving.frames import HEAD, Delta, Failed, Progress, Queued, Submit
-from tests.serving.front import FakeJob, Front, counting, run, until
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.config import ServeConfig
+from helix.control.inbox import Inbox
+from helix.events.decision import Decision
+from helix.events.request import Request
+from helix.layout import HelixLayout
+from launch.job.serve import Link, engine_stats, serve
+from launch.serving import supervisor
+from launch.serving.core import Core
+from launch.serving.frames import HEAD, Delta, Failed, Progress, Queued, Submit, encode
+from launch.serving.supervisor import Silence, Supervisor
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.parity import build_engine
+from tests.serving.engine import EngineJob
+from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -154,17 +173,121 @@ def test_of_several_new_requests_each_is_tried_again(tmp_path: Path) -> None:
     run(check, tmp_path, FakeJob(reading))
 
 
-def test_a_job_without_progress_is_started_again(tmp_path: Path) -> None:
-    async def once(job: FakeJob, submit: Submit) -> None:
-        await job.say(submit, [100])
+class HungJob(EngineJob):
+    """Ranks of which one stands still at the first request, until it is released; its other threads go on."""
+
+    def __init__(self, ranks: int, hung: int, idle: bool) -> None:
+        self._layout, self._hung, self._idle = HelixLayout.create("helix", ranks), hung, idle
+        self._inbox, self.released = Inbox(), Event()
+
+    async def close(self) -> None:
+        self.released.set()
+        await super().close()
+
+    def _run(self, path: Path) -> None:
+        link = Link(path, self._inbox)
+        run_ranks(self._layout.world_size, partial(self._rank, link), timeout_s=110)
+
+    def _rank(self, link: Link, world: LoopbackWorld, rank: int) -> None:
+        comm = world.communicator(rank, self._layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen2"), self._layout, comm, 4, page_size=4, timeout_s=110)
+        execute, wait = engine.runner.execute, self._inbox.wait
+
+        def standing(decision: Decision) -> Any:
+            assert not decision.prefill or self.released.wait(100)
+            return execute(decision)
+
+        def forgetting(seconds: float) -> bool:
+            return wait(seconds) and self.released.wait(100)
+
+        if self._idle:
+            self._inbox.wait = forgetting  # type: ignore[method-assign]
+        elif rank == self._hung:
+            engine.runner.execute = standing  # type: ignore[method-assign]
+        serve(engine, self._inbox if rank == 0 else Inbox(), link if rank == 0 else None, DEMO)
+
+
+@pytest.mark.parametrize("ranks, hung, idle", [(1, 0, False), (2, 0, False), (2, 1, False), (1, 0, True)])
+def test_a_job_without_progress_is_started_again(ranks: int, hung: int, idle: bool, tmp_path: Path) -> None:
+    """Its statistics still come, and receipts of new requests do."""
 
     async def check(front: Front) -> None:
         request = asyncio.create_task(front.post("/v1/completions", {"prompt": [1], "max_tokens": 2}))
         await until(lambda: front.core.state == "restarting")
-        front.job.script = counting
+        front.supervisor._serve.hang_s = 600  # a busy machine may stop for seconds
+        job.released.set()
         assert (await request).status_code == 200
 
-    run(check, tmp_path, FakeJob(once), hang_s=1)
+    job = HungJob(ranks, hung, idle)
+    run(check, tmp_path, job, hang_s=1)  # type: ignore[arg-type]
+
+
+def test_silence_is_time_without_progress_of_ranks_that_have_work() -> None:
+    """Looks one after another: work, decisions and layers so far, predicted seconds of a chunk, and what is silence."""
+    looks = [
+        (False, None, 0.0, 0.0),  # nothing was asked
+        (True, None, 0.0, 1.0),  # asked, and no statistics yet
+        (True, 5, 0.0, 0.0),
+        (True, 5, 0.0, 1.0),
+        (True, 6, 0.0, 0.0),  # layers of a chunk that was not predicted
+        (True, 6, 30.0, -29.0),  # a chunk that says it takes so long
+        (True, 6, 30.0, -28.0),
+        (True, 0, 0.0, 0.0),  # another job, which counts from 0
+        (True, 0, 0.0, 1.0),
+        (True, 0, 0.0, 2.0),
+        (False, 0, 0.0, 0.0),  # an idle server is silent for ever
+        (True, 0, 0.0, 1.0),
+    ]
+    silence = Silence()
+    for busy, progress, chunk_s, expected in looks:
+        stats = {} if progress is None else {"progress": float(progress), "chunk_s": chunk_s}
+        assert silence.look(busy, stats) == expected, (busy, progress, chunk_s)
+
+
+def test_a_long_chunk_shows_its_layers_and_announces_its_time() -> None:
+    """Each layer of it is progress, also of the first one, whose time is unknown; nothing is announced afterwards."""
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    engine = build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 4, prefill_chunk=8)
+    found: list[dict[str, float]] = []
+    for layer in engine.runner.model.layers:
+        feed = layer.feed
+
+        def noting(*given: Any, feed: Callable[..., Any] = feed) -> Any:
+            found.append(engine_stats(engine))
+            return feed(*given)
+
+        layer.feed = noting  # type: ignore[method-assign]
+    for request in (Request("a", [1] * 20, 1), Request("b", [2] * 8, 1)):
+        assert [output.finish_reason for output in engine.generate([request])] == ["length"]
+        assert engine_stats(engine)["chunk_s"] == 0.0
+    progress, seconds = [stats["progress"] for stats in found], [stats["chunk_s"] for stats in found]
+    layers = len(engine.runner.model.layers)
+    first, second = progress[: 3 * layers], progress[3 * layers :]
+    assert len(second) == layers and all(a < b for of in (first, second) for a, b in pairwise(of))
+    assert not any(seconds[:layers]) and all(seconds[3 * layers :])
+
+
+def test_ranks_that_hang_do_not_keep_a_server_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program := tmp_path / "ranks.py").write_text(
+        "import socket, sys, time\n"
+        "listener = socket.socket(socket.AF_UNIX)\n"
+        "listener.bind(sys.argv[-1].removeprefix('serve.socket='))\n"
+        "listener.listen()\n"
+        "peer, _ = listener.accept()\n"
+        f"peer.sendall({encode(READY)!r})\n"
+        "time.sleep(1000)\n"
+    )
+    monkeypatch.setattr(supervisor, "ENTRY", program)
+
+    async def ended() -> None:
+        core = Core(1)
+        job = Supervisor(core, replace(ServeConfig(), hang_s=1), [], tmp_path)
+        keeping = asyncio.create_task(job.keep())
+        await until(lambda: core.connected)
+        await job.stop()
+        await asyncio.wait_for(keeping, 60)
+
+    asyncio.run(ended())
 
 
 def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

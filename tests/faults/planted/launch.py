@@ -191,7 +191,7 @@ FAULTS = [
     ),
     Fault(
         "a hang is nobody's business", "launch/serving/supervisor.py",
-        "self._core.flights and silent > self._serve.hang_s", "self._core.flights and silent > 1e9",
-        (FAILING + "test_a_job_without_progress_is_started_again",),
+        "else hang_s):", "else 1e9):",
+        (FAILING + "test_a_job_without_progress_is_started_again[1-0-False]",),
     ),
 ]  # fmt: skip
