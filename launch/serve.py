@@ -149,5 +149,5 @@ async def _close(server: Server, answering: asyncio.Task[None]) -> None:
 
 
 if __name__ == "__main__":
-    lifeline.begin()  # a chat that started this server does not leave it behind
+    lifeline.begin(serves=True)  # a chat that started this server does not leave it behind
     sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -10,6 +11,10 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 LAUNCHER = "HELIX_LAUNCHER"  # environment variable of ranks and of a server's launcher: the id of their parent process
 BEAT_S = 1.0
@@ -19,11 +24,39 @@ SET_DEATH_SIGNAL, SET_NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
 STARTED = 19  # index in `status` of a process's start, in ticks since the host's
 
 
-def begin() -> None:
-    """Sets up signals, output and lifetime of a rank or its launcher; its first call.
+class _Log(io.FileIO):
+    """File whose writes do not fail."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        size = memoryview(data).nbytes
+        try:
+            written = super().write(data)
+        except OSError:
+            return size
+        return size if written is None else written  # None: it does not block, and is full
+
+
+def unfailing(stream: TextIO) -> TextIO:
+    """Returns a stream to the same file that drops what cannot be written: a pipe without reader, a full disk.
+
+    A stream that is no file is returned as it is.
+    """
+    try:
+        file = _Log(stream.fileno(), "w", closefd=False)
+    except io.UnsupportedOperation:
+        return stream
+    return io.TextIOWrapper(io.BufferedWriter(file), stream.encoding, "backslashreplace", line_buffering=True)
+
+
+def begin(serves: bool = False) -> None:
+    """Sets up signals, output and lifetime of a rank, its launcher or a server; its first call.
 
     Control-C ends the process at once and without a traceback: results are written as they come. It ends with the
     launcher of this host that started it. `ps` and `top` show a rank's number as its name.
+
+    Args:
+        serves: whether stdout is a log, too: a log that cannot be written ends nothing, and a run whose results have no
+            reader ends.
     """
     for number in SIGNALS:  # a forked rank has its launcher's handlers
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
@@ -32,6 +65,9 @@ def begin() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocked them
     # Characters that a terminal cannot show are escaped instead of ending the run. Lines are flushed when they end.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    sys.stderr = unfailing(sys.stderr)
+    if serves:
+        sys.stdout = unfailing(sys.stdout)
     if sys.platform != "linux":
         return
     linux = ctypes.CDLL(None)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from helix.models.quantized import rounded
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.terminal import harmless
-from launch.job.lifeline import age_s
+from launch.job.lifeline import age_s, unfailing
 from launch.job.membership import Job
 
 FILE_WIDTH = 120  # characters of a line if the output is not a terminal
@@ -65,7 +66,8 @@ class Console:
         self._job = job
         self._speaks = job.leads
         self._streams = plan.config.decode.stream
-        self._terminal = Terminal(quiet=not job.leads, highlight=False)
+        log = unfailing(sys.stdout) if plan.config.serve.socket is not None else None
+        self._terminal = Terminal(file=log, quiet=not job.leads, highlight=False)
         if not self._terminal.is_terminal:
             self._terminal.width = FILE_WIDTH
         self._bar: Progress | None = None

@@ -13,7 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -219,7 +219,8 @@ def heard() -> Iterator[list[str]]:
     def listen() -> None:
         with os.fdopen(read, errors="replace") as pipe:
             for line in pipe:
-                os.write(terminal, line.encode())
+                with suppress(OSError):  # a terminal that is gone ends no job that writes here
+                    os.write(terminal, line.encode())
                 lines.append(line.strip())
         os.close(terminal)  # no other writer: the pipe ends after stderr is the terminal again
 

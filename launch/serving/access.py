@@ -6,7 +6,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from starlette.middleware.cors import CORSMiddleware
@@ -75,8 +74,7 @@ class Logged:
         finally:
             path = scope["raw_path"].partition(b"?")[0].decode("latin-1")  # percent-encoded: one word
             if path not in PROBES:
-                with suppress(BrokenPipeError):  # a reader that is gone, as of `helix serve | head`, ends no request
-                    self._log(visit.line(scope["method"], path, state.get("owner")))
+                self._log(visit.line(scope["method"], path, state.get("owner")))
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

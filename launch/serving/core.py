@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
+import logging
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
@@ -37,6 +37,7 @@ from launch.serving.frames import (
 )
 from launch.serving.metrics import ENGINE, Metrics
 
+LOG = logging.getLogger("helix.serving")
 PIECE = 1 << 20  # bytes read at a time
 CRASHES = 2  # crashes of the job during one continuation after which it is taken for the cause
 RETRY_S = {"starting": 10, "restarting": 10, "draining": 30, "failed": 60}
@@ -337,7 +338,7 @@ class Core:
             tried, kept = (self._more(key, message.values) for key in ("drafts", "drafts_kept_0"))
             self.metrics.drafts.inc(tried)
             if (fallen := self._acceptance.add(tried, kept, time.monotonic())) is not None:
-                print(fallen, file=sys.stderr, flush=True)
+                LOG.warning(fallen)
             for key in (key for key in message.values if key.startswith("drafts_kept_")):
                 self.metrics.kept.labels(key.removeprefix("drafts_kept_")).inc(self._more(key, message.values))
             self.stats = message.values

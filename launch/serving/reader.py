@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import pickle
 import sys
@@ -17,6 +18,7 @@ from launch.serving.tokens import Tokens
 from launch.serving.workers import Answerer, Workers, answer
 
 T = TypeVar("T")
+LOG = logging.getLogger("helix.serving")
 RECEIVE_S = 60.0  # for a client to send a request, and then for its body to be read
 LARGE = 1 << 15  # bytes, or characters: less is read within some 30 ms
 PROCESSES = 4  # at most
@@ -93,7 +95,7 @@ class Reader:
             what = f"the request could not be read within {self._deadline_s:g} s"
             raise ApiError(413, what, code="too_large") from None
         except EOFError as error:
-            print(error, file=sys.stderr, flush=True)
+            LOG.warning("%s", error)
             raise ApiError(500, "the process that read the request ended") from error
         if not done:
             raise result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from helix.config import ServeConfig
 from launch.serving.core import Core, Flight
 from launch.serving.workers import ROOT
 
+LOG = logging.getLogger("helix.serving")  # unlike a print, a log that cannot be written raises nothing
 ENTRY = ROOT / "torchrun_entry.py"
 LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the process that it must not outlive
 WINDOW_S = 600.0  # in which `serve.restarts` are counted
@@ -89,13 +91,13 @@ class Supervisor:
                 raise GaveUp("the ranks did not start")
             given_up = self._core.lost(why)
             if given_up is not None:
-                print(f"not tried again: {_described(given_up)}", file=sys.stderr, flush=True)
+                LOG.warning("not tried again: %s", _described(given_up))
             failures.append(time.monotonic())
             while failures[0] < time.monotonic() - WINDOW_S:
                 failures.popleft()
             if self._serve.attach is None and len(failures) > self._serve.restarts:
                 raise GaveUp(f"serve.restarts={self._serve.restarts} restarts in ten minutes were not enough: {why}")
-            print(f"{why}: {len(self._core.flights)} requests wait for it to come back", file=sys.stderr, flush=True)
+            LOG.warning("%s: %d requests wait for it to come back", why, len(self._core.flights))
             self._core.metrics.restarts.inc()
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 

@@ -38,11 +38,10 @@ def test_no_fall_is_told(after: float, tried: int, every_s: float) -> None:
         assert watch.add(tried, tried * (0.9 if i < 30 else after), every_s * i) is None
 
 
-def test_a_server_tells_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_tells_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Counters of a job grow; those of the next one begin at 0."""
     monkeypatch.setattr(acceptance, "EACH_S", 0.0)
     core = Core(1)
     for drafts, kept in [(1000, 900), (2000, 1800), (1000, 850), (2000, 1400)]:
         core._take(Stats({"drafts": drafts, "drafts_kept_0": kept, "drafts_kept_1": kept // 2}))
-    said = capsys.readouterr().err.splitlines()
-    assert [line[:49] for line in said] == ["drafts: 55% of first drafts are kept, and 90% wer"]
+    assert [line[:49] for line in caplog.messages] == ["drafts: 55% of first drafts are kept, and 90% wer"]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
 from helix.config import check
 from launch.inputs.compose import composed
-from launch.serving.access import Logged
 from launch.serving.frames import Delta, Progress, Stats, Submit
 from launch.serving.schemas import Chat, Completion
 from tests.serving.front import READY, FakeJob, Front, metrics_of, run, silent, until
@@ -74,19 +71,6 @@ def test_the_log_has_a_line_for_each_request(tmp_path: Path, capsys: pytest.Capt
     assert len(lines) == len(expected), lines
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} " + pattern, line), (line, pattern)
-
-
-def test_a_log_that_nobody_reads_ends_no_request() -> None:
-    def gone(line: str) -> None:
-        raise BrokenPipeError
-
-    async def answered(*given: Any) -> None:
-        said.append("answer")
-
-    said: list[str] = []
-    scope = {"type": "http", "method": "GET", "raw_path": b"/v1/models", "headers": []}
-    asyncio.run(Logged(answered, gone)(scope, AsyncMock(), AsyncMock()))
-    assert said == ["answer"]
 
 
 def test_a_client_that_left_is_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,8 +33,13 @@ from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, unti
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_job_that_dies_is_a_pause(tmp_path: Path) -> None:
-    """Drawn tokens go in again with the rest: tokens are those of a run without the death."""
+def test_a_job_that_dies_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn tokens go in again with the rest: tokens are those of a run without the death.
+
+    The log cannot be written meanwhile.
+    """
+    full = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", full)
 
     async def dying(job: FakeJob, submit: Submit) -> None:
         if submit.drawn:
@@ -117,7 +123,7 @@ def test_a_request_that_sees_two_deaths_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("admitted", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_only_new_request_is_not_tried_again(
-    admitted: bool, n: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    admitted: bool, n: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor do those suffer for it that decode, or wait to be admitted; the log says the cause and whose it is."""
 
@@ -153,7 +159,7 @@ def test_the_only_new_request_is_not_tried_again(
         assert sum(submit.ids[0] == 3 for submit in front.job.submits) == n
 
     run(check, tmp_path, FakeJob(reading))
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "the ranks failed: MemoryError: of this one" in said
     assert "not tried again: request its-id, a prompt of 1 tokens, 5 to draw, grammar: none, sampling: temp" in said
 
@@ -290,7 +296,7 @@ def test_ranks_that_hang_do_not_keep_a_server_that_ends(tmp_path: Path, monkeypa
     asyncio.run(ended())
 
 
-def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The request of a message fails alone; behind what is no frame, all is lost."""
 
     async def babbling(job: FakeJob, submit: Submit) -> None:
@@ -310,7 +316,7 @@ def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, caps
         assert (await front.post("/v1/completions", {"prompt": [2], "max_tokens": 2})).status_code == 200
 
     run(check, tmp_path, FakeJob(babbling))
-    assert "the ranks sent data that is not a frame: a header of 2147483648 bytes" in capsys.readouterr().err
+    assert "the ranks sent data that is not a frame: a header of 2147483648 bytes" in caplog.text
 
 
 def test_a_failure_in_a_stream_is_an_event_and_then_the_end(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,8 @@ SMALL = ["kv.tokens=8192", "decode.max_batch=4"]
 class Server(Job):
     """`helix serve` at a port of its own, ready."""
 
-    def __init__(self, directory: Path, *overrides: str) -> None:
-        super().__init__(SERVE, "serve.port=0", *SMALL, *overrides, log=directory / "log")
+    def __init__(self, directory: Path, *overrides: str, command: list[str] = SERVE) -> None:
+        super().__init__(command, "serve.port=0", *SMALL, *overrides, log=directory / "log")
         self.wait_for(self.log, "is served at", 120)
         self.wait_for(self.log, "curl -N ")
         self.url = self.log.read_text().partition("is served at ")[2].partition("\n")[0]
@@ -186,6 +188,28 @@ def test_a_rank_that_dies_is_a_pause(server: Server, victim: int) -> None:
     server.until(200, 90)
     reading.join(60)
     assert not reading.is_alive() and "".join(texts) == expected
+
+
+def test_a_log_on_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    """Neither the connection of an answer, nor the server when a rank dies. A limit on files stands in for the disk."""
+    server = Server(tmp_path, command=["env", *SERVE])  # copies would begin with the streams of this one
+    size = server.log.stat().st_size
+    for pid in server.members():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    body = json.dumps({"prompt": "x", "max_tokens": 1})
+    for _ in range(2):
+        connection.request("POST", "/v1/completions", body)
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read() and not answer.will_close
+    for victim in (0, 1):
+        os.kill(server.rank(victim), signal.SIGKILL)
+        server.until(503, 10)
+        server.until(200, 90)
+    connection.request("POST", "/v1/completions", body)
+    assert connection.getresponse().status == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(60).code == 0 and server.log.stat().st_size == size
 
 
 def test_a_signal_lets_running_requests_end(tmp_path: Path) -> None:

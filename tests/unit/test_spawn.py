@@ -118,6 +118,37 @@ def test_what_jobs_say_is_heard_and_shown(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().err == "error: no room\nrank 1 failed:\nafterwards\n"
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["pipe without reader", "full disk"])
+def test_a_log_that_cannot_be_written_ends_nothing(full: bool) -> None:
+    """Neither a server, nor its launcher or ranks, nor the exit code; and who listens to jobs still hears them."""
+    code = (
+        "import os, signal, sys\n"
+        "from launch.job import lifeline, spawn\n"
+        "def say():\n"
+        "    print('said' * 9999, flush=True)\n"
+        "    print('said' * 9999, file=sys.stderr)\n"
+        "def rank():\n"
+        "    say()\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return 0\n"
+        "lifeline.begin(serves=True)\n"
+        "say()\n"
+        "assert spawn.launch(1, rank, []) == 0\n"
+        "assert spawn.launch(2, rank, []) == 1\n"
+        "with spawn.heard() as lines:\n"
+        "    for _ in range(3000):\n"
+        "        os.write(2, b'x' * 99 + b'\\n')\n"
+        "sys.exit(7 if len(lines) == 3000 else 8)\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed, open("/dev/full", "w") as disk:
+        log = disk if full else closed
+        ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=log, stderr=log, timeout=60)
+    assert ended.returncode == 7
+
+
 def test_listening_leaves_no_file_open() -> None:
     for _ in range(2):
         before = len(os.listdir("/proc/self/fd"))
