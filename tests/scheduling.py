@@ -18,7 +18,7 @@ from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
 from helix.control.goals import Goal
 from helix.control.prefill_time import PrefillTime
-from helix.control.scheduler import LEAST_CHUNK, RunnerTraits, Scheduler
+from helix.control.scheduler import LEAST_CHUNK, LONGEST_S, RunnerTraits, Scheduler
 from helix.events.decision import Admission, Decision, StepPlan
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
@@ -403,6 +403,7 @@ class Serving:
         """The bounds of chunks while somebody decodes, and the half of the oldest prompt."""
         size = sum(s.end - s.begin for s in decision.prefill)
         assert size <= self.prefill_chunk
+        assert seconds <= LONGEST_S * 1.001 or size <= LEAST_CHUNK, "an abort waits for the chunk"
         if decoding and size:
             assert self.owed <= 1e-9, "decode steps have had less than their share"
             bound = self.goal.stall_s(self.waiting_s)

@@ -7,6 +7,7 @@ waits in a step for the caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from helix.config import MAX_QUERIES, ScheduleConfig
 from helix.control.block_tables import BlockTables
 from helix.control.inbox import Inbox
 from helix.control.prefill_time import PrefillTime, doubling_depth
-from helix.control.scheduler import RunnerTraits, Scheduler
+from helix.control.scheduler import LONGEST_S, RunnerTraits, Scheduler
 from helix.control.serving import Serving
 from helix.control.snapshots import StateSnapshots
 from helix.control.text import OutputStream
@@ -29,6 +30,7 @@ from helix.events.decision import Decision, StepKind
 from helix.events.request import Output, Request, RequestUpdate
 from helix.memory.pages import PagePool
 from helix.memory.prefix import PrefixTree
+from helix.memory.tiered_cache import TieredCache
 from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.run.model_runner import ModelRunner, StepTokens
 from helix.run.rehearsal import rehearse
@@ -280,6 +282,8 @@ class Engine:
             sparse_from=runner.policy.from_tokens,
             lacking=runner.lacking,
             chunk_sizes=tuple(size for size in SIZES if size <= min(runner.longest, LONG)) if runner.pads else (),
+            # Each chunk fetches the keys before it from host memory: shorter ones would wait for the link.
+            longest_s=math.inf if isinstance(runner.cache, TieredCache) else LONGEST_S,
         )
         scheduler = Scheduler(self.tables, self._times, traits, self.schedule, policy.pace)
         serving = Serving(

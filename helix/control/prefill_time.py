@@ -11,6 +11,8 @@ import numpy as np
 
 from helix.models import DecoderSpec
 
+RECENT_S = 2.0  # time of chunks after which earlier ones count less
+
 
 class PrefillTime:
     """Seconds of a chunk as a function of its work, measured on chunks of a similar size.
@@ -25,6 +27,7 @@ class PrefillTime:
     def __init__(self, doubling: float) -> None:
         self._doubling = doubling
         self._seen: dict[int, tuple[float, float]] = {}  # (work, seconds) by bits of the work
+        self._recent = 0.0, 0.0  # work and seconds of recent chunks of any size
 
     def cost(self, depth: int) -> float:
         """Computes the work of one token after `depth` others."""
@@ -41,6 +44,9 @@ class PrefillTime:
 
     def observe(self, work: float, seconds: float) -> None:
         """Records a chunk that has run; one slower than before counts half, since it may have waited."""
+        recent, taken = self._recent[0] + work, self._recent[1] + seconds
+        share = min(1.0, RECENT_S / taken) if taken else 1.0
+        self._recent = recent * share, taken * share
         size = int(work).bit_length()
         before = self._seen.get(size, (work, seconds))
         if seconds * before[0] <= before[1] * work:
@@ -68,6 +74,15 @@ class PrefillTime:
             return sizes[-1] * seconds / times[-1]
         after = int(np.searchsorted(times, seconds, side="right"))
         return float(np.interp(seconds, times[after - 1 : after + 1], sizes[after - 1 : after + 1]))
+
+    def longest(self, seconds: float) -> float:
+        """Predicts the most work of a chunk that takes `seconds` while nothing decodes; 0 if none has run.
+
+        That is what `within` or the rate of recent chunks allows: after one slow chunk, `within` alone would keep all
+        later ones shorter than that and never see that its size is fast again.
+        """
+        work, taken = self._recent
+        return max(self.within(seconds), work * seconds / taken) if taken else 0.0
 
     def _line(self) -> tuple[list[float], list[float]]:
         """Returns work and seconds of chunks that have run, both ascending: more work never takes less time."""

@@ -29,6 +29,8 @@ from helix.events.decision import Admission, Decision, Segment, StepKind, StepPl
 from helix.events.request import Request
 
 LEAST_CHUNK = 32  # tokens: a shorter chunk costs as much
+LONGEST_S = 2.0  # of a chunk, even if nothing decodes: an abort is seen and a new request is admitted after it
+UNTIMED_WORK = 512.0  # of the first chunk, whose time cannot be predicted
 LOOK_AHEAD = 32  # waiting requests that one decision considers for each home: the device may be idle meanwhile
 UNTIMED_STEPS = 2  # most steps of a run of unknown duration: new requests wait for all of them
 SALTS = (1 << 39) - 1  # an admission's salt is so many bits of its request's, by a hash that differs in each process
@@ -48,7 +50,8 @@ class RunnerTraits:
         keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
         sparse_from: length from which decode steps of a sequence are sparse; None: none are.
         lacking: tokens before the end of a prefix hit that are computed again.
-        chunk_sizes: sizes, ascending, to which chunks are cut while somebody decodes, as they are launched at once.
+        chunk_sizes: sizes, ascending, to which chunks that time bounds are cut, as they are launched at once.
+        longest_s: most predicted seconds of a prompt chunk, whether or not anything decodes.
     """
 
     max_batch: int
@@ -60,6 +63,7 @@ class RunnerTraits:
     sparse_from: int | None = None
     lacking: float = 0.0
     chunk_sizes: tuple[int, ...] = ()
+    longest_s: float = LONGEST_S
 
 
 class Scheduler:
@@ -433,7 +437,9 @@ class Scheduler:
             (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.prefilled)
         )
         tokens = self._runner.prefill_chunk
-        work = self._times.within(stall - self._paused) if decoding else math.inf
+        work = self._times.longest(self._runner.longest_s) or UNTIMED_WORK
+        if decoding:
+            work = min(work, self._times.within(stall - self._paused))
         self._advance(oldest, writes)
         least = min(LEAST_CHUNK, tokens, len(oldest.tokens) - oldest.prefilled)
         half = max(self._cut(oldest, -(-tokens // 2), work / 2), least)
@@ -453,7 +459,7 @@ class Scheduler:
             tokens, work = tokens - count, work - self._times.work(s.prefilled, s.prefilled + count)
             ends[s] = s.prefilled + count
         ends[oldest] = oldest.prefilled + max(half, self._cut(oldest, half + tokens, of_half + work))
-        if decoding:
+        if decoding or sum(end - s.prefilled for s, end in ends.items()) < self._runner.prefill_chunk:
             self._round(oldest, ends)
         done = 0.0
         for s, end in ends.items():

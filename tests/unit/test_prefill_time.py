@@ -83,3 +83,15 @@ def test_it_follows_what_chunks_take_now() -> None:
     for _ in range(6):
         times.observe(1000, 0.2)
     assert times.seconds(1000) == pytest.approx(0.2, rel=0.02)
+
+
+def test_one_slow_chunk_does_not_keep_later_ones_short() -> None:
+    """By size alone, chunks would stay below the one that was held up, and never see what it takes now."""
+    times = PrefillTime(1000)
+    assert times.longest(2.0) == 0
+    times.observe(512, 0.01)
+    times.observe(16_384, 10.0)
+    for _ in range(5):
+        work = min(times.longest(2.0), 16_384)
+        times.observe(work, work * 2e-5)
+    assert times.longest(2.0) > 16_384

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from helix.control.prefill_time import PrefillTime
 from helix.control.scheduler import LOOK_AHEAD
 from helix.events.decision import Decision, StepPlan
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
-from tests.scheduling import TOKEN_S, Serving
+from tests.scheduling import DOUBLING, TOKEN_S, Serving
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -199,6 +201,20 @@ def test_a_long_prompt_alone_is_no_queue() -> None:
     serving.submit(words(4000, 1), 1)
     serving.drain()
     assert 0.045 < serving.longest_s <= 0.05
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_chunk_is_bounded_in_time_though_nothing_decodes(timed: bool) -> None:
+    """Or an abort would be seen, and the next request admitted, after the whole prompt: here of 28 s."""
+    serving = Serving(9000, prefill_chunk=16_384)
+    if not timed:
+        serving.times = serving.scheduler._times = PrefillTime(DOUBLING)
+    serving.submit(words(16_000), 1)
+    seconds = []
+    while (decision := serving.turn()) is not None:
+        seconds.append(sum(serving.times.work(s.begin, s.end) for s in decision.prefill) * TOKEN_S)
+    assert sum(seconds) == pytest.approx(28, rel=0.1) and max(seconds) < 2.01
+    assert sum(one > 1.9 for one in seconds) > 10, "as few chunks as the bound allows"
 
 
 def admitted(decision: Decision | None) -> list[int]:
@@ -504,7 +520,7 @@ def test_a_decision_costs_alike_at_any_context_and_any_queue() -> None:
     least = []
     for context, waiting in ((1_000, 40), (1_000_000, 400)):
         pages = 4 * (context + 1000) // 32 + 20
-        serving = Serving(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30)
+        serving = Serving(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30, longest_s=inf)
         prompts = [np.full(context, seed, dtype=np.int32) for seed in range(5)]
         for name in range(4 + waiting):
             assert serving.scheduler.submit(Request(name, prompts[min(name, 4)], 1000), 0.0) is None
