@@ -54,7 +54,11 @@ FAULTS = [
     ),
     Fault(
         "chunks as long as they may be", "helix/control/scheduler.py",
-        "self._times.within(stall - self._paused) if decoding else math.inf", "math.inf", SCHEDULER,
+        "work = min(work, self._times.within(stall - self._paused))", "pass", SCHEDULER,
+    ),
+    Fault(
+        "chunks as long as they may be while nothing decodes", "helix/control/scheduler.py",
+        "self._times.longest(self._runner.longest_s) or UNTIMED_WORK", "math.inf", SCHEDULER,
     ),
     Fault(
         "many steps that nobody has timed", "helix/control/scheduler.py",
