@@ -10,6 +10,8 @@ import asyncio
 import atexit
 import json
 import logging
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
@@ -19,7 +21,7 @@ from numbers import Integral
 from operator import index
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from threading import Thread
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -164,6 +166,8 @@ class LLM:
     Attributes:
         layout: the layout that runs, as text.
 
+    It belongs to the process that makes it: a child of `fork` may make one of its own.
+
     Raises:
         ValueError: a setting is wrong, or the checkpoint, the layout and this machine do not fit each other.
         RuntimeError: a rank could not start.
@@ -196,10 +200,11 @@ class LLM:
             preflight(self._config, place.rank, place.world_size, device, SERVE)
         self.layout = ""
         self._closed = False
-        self._directory = TemporaryDirectory(prefix="helix-")
+        self._pid = os.getpid()
+        self._directory = Path(mkdtemp(prefix="helix-"))
         self._rank: Thread | None = None
         if place is not None:
-            socket = Path(self._directory.name) / "rank.sock"
+            socket = self._directory / "rank.sock"
             self._config.serve.attach = str(socket)
             self._rank = Thread(target=run.main, args=([*settings, f"serve.socket={socket}"],), daemon=True)
             self._rank.start()
@@ -227,7 +232,7 @@ class LLM:
 
         Raises:
             ValueError: a prompt is neither a text nor token ids; or an option is unknown, out of range or impossible.
-            RuntimeError: a rank failed; the LLM is closed.
+            RuntimeError: a rank failed, the LLM is closed, or this process is a fork of the one that made it.
         """
         return self._answers([self._completion(prompt, options) for prompt in as_prompts(prompts)])
 
@@ -263,8 +268,11 @@ class LLM:
         return Stream(self._streamed(self._completion(prompts[0], options)))
 
     def close(self) -> None:
-        """Ends the ranks, or this rank's part once rank 0 has closed its own; a second call does nothing."""
-        if self._closed:
+        """Ends the ranks, or this rank's part once rank 0 has closed its own.
+
+        A second call does nothing, and neither does one in a child of `fork`: the ranks belong to the parent.
+        """
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = heard = True
         atexit.unregister(self.close)
@@ -275,7 +283,7 @@ class LLM:
             self._loop.close()
         if self._rank is not None and heard:
             self._rank.join()  # its watchdog ends this process where another rank is gone
-        self._directory.cleanup()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> LLM:
         return self
@@ -314,10 +322,22 @@ class LLM:
     # ---- the thread that asks the ranks
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closed:
+        try:
+            self._check_process()
+            if self._closed:
+                raise RuntimeError("this LLM is closed: make a new one")
+        except RuntimeError:
             work.close()
-            raise RuntimeError("this LLM is closed: make a new one")
+            raise
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _check_process(self) -> None:
+        """Raises RuntimeError in a child of `fork`, where the thread that asks the ranks does not run."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this LLM belongs to process {self._pid}, and process {os.getpid()} is a fork of that: call it there, "
+                "or make another LLM here"
+            )
 
     def _finish(self, future: Future[T]) -> T:
         """Waits for what was begun; closes this LLM if the ranks have failed."""
@@ -344,12 +364,14 @@ class LLM:
                 parts = [part.text for part in one.parts if part.kind == "content"]
                 if piece := "".join(parts) if isinstance(body, Chat) else one.text:
                     yield piece
+                    self._check_process()
             yield from self._finish(future)
         finally:
-            future.cancel()
+            if os.getpid() == self._pid:  # in a fork it would wake the parent's loop
+                future.cancel()
 
     async def _start(self, settings: Sequence[str]) -> None:
-        directory = Path(self._directory.name)
+        directory = self._directory
         self._log = directory / "log"
         self._compiler: Compiler | None = None
         self._core = Core(sys.maxsize)

@@ -107,6 +107,53 @@ def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> No
         demo.generate(PYTHON, max_new_tokens=3)  # type: ignore[call-arg]
 
 
+FORKS = """
+import multiprocessing, os, sys
+from helix import LLM
+
+def forked(what):
+    if (pid := os.fork()) == 0:
+        try:
+            what()
+        except RuntimeError as error:
+            print(f"{what.__name__}: {error}", flush=True)
+        leave = sys.exit
+        globals().clear()  # frees all that may be freed
+        leave(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+def generate(): llm.generate("def f(", max_tokens=2)
+def stream(): next(stream)
+def close(): llm.close()
+def another():
+    with LLM("assets/demo-model", kvp=1, overrides=["kv.tokens=256"]) as own:
+        print("another:", own.generate("def f(", max_tokens=2)[0].output_ids == before, flush=True)
+
+with LLM("assets/demo-model", kvp=1, overrides=["kv.tokens=8192"]) as llm:
+    before = llm.generate("def f(", max_tokens=2)[0].output_ids
+    parts = llm.stream("def f(", max_tokens=400, ignore_eos=True)
+    next(parts)
+    def stream(): next(parts)
+    for what in generate, stream, close, another:
+        forked(what)
+    child = multiprocessing.get_context("fork").Process(target=forked, args=(generate,))
+    child.start()
+    child.join()
+    print("child:", child.exitcode)
+    assert os.listdir(llm._directory) and len(list(parts)) > 100
+    assert llm.generate("def f(", max_tokens=2)[0].output_ids == before
+print("closed", os.path.exists(llm._directory))
+"""
+
+
+def test_a_fork_of_the_process_fails_at_once_and_leaves_the_ranks_alone() -> None:
+    run = subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    ours = r"this LLM belongs to process \d+, and process \d+ is a fork of that: call it there, .*"
+    lines = [f"generate: {ours}", f"stream: {ours}", "another: True", f"generate: {ours}", "child: 0", "closed False"]
+    assert re.fullmatch("\n".join([*lines, ""]), run.stdout), run.stdout + run.stderr
+    assert not run.stderr and run.returncode == 0, run.stderr
+
+
 def test_several_answers_with_their_logprobs(demo: LLM) -> None:
     (output,) = demo.generate(PYTHON, n=3, temperature=1.0, seed=5, logprobs=2, max_tokens=4)
     assert [len(one.output_ids) for one in output.continuations] == [4, 4, 4]
