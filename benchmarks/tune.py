@@ -51,7 +51,7 @@ from launch.inputs import front
 from launch.inputs.arguments import helped
 from launch.inputs.compose import CONF
 from launch.inputs.files import check_writable, write_atomically
-from launch.inputs.prompts import read_prompts
+from launch.inputs.prompts import PromptFile
 
 DEFAULTS = {"bench": "tune", "speculation": "sparse", "speculation.gamma": "11"}
 TYPED = replace(PROGRAM.typed, name="helix tune", words=("model", "decode.prompts"))
@@ -89,7 +89,7 @@ def conclude(name: str, config: LabConfig) -> bool:
         ValueError: it was measured with other settings.
         OSError: a file cannot be written.
     """
-    prompts = read_prompts(Path(config.decode.prompts)) if config.decode.prompts is not None else []
+    prompts = PromptFile(Path(config.decode.prompts)) if config.decode.prompts is not None else []
     head, rows = read_measured(config, prompts)
     measured = [Measured.of(row) for row in rows]
     try:

@@ -99,8 +99,8 @@ class Engine:
         self.tables = self._empty_tables()
 
     @torch.inference_mode()  # around each resumption: the caller's code between two outputs is not in it
-    def generate(self, requests: Iterable[Request]) -> Iterator[Output]:
-        """Serves a list of requests, with text; a collective call.
+    def generate(self, requests: Iterable[Request], ahead: int | None = None) -> Iterator[Output]:
+        """Serves requests, with text; a collective call.
 
         An error on rank 0 between steps ends the call on all ranks and frees all slots: one of `requests`, of the
         tokenizer, of `on_prefill`, or a stop by the caller. An error of any rank in a step, as `observer` may raise,
@@ -109,6 +109,8 @@ class Engine:
 
         Args:
             requests: those of rank 0 are served, other ranks' are ignored; ids are unique.
+            ahead: most requests that are read and have not ended, so that memory does not grow with their number; None:
+                all are read at once.
 
         Yields:
             On rank 0, an output for each token of each request, and one for each refused request. On the other ranks
@@ -117,7 +119,7 @@ class Engine:
         Raises:
             RuntimeError: the model gave NaN, a rank failed, the engine is broken, or another call is under way.
         """
-        yield from self._call(lambda: self._texts(requests), None)
+        yield from self._call(lambda: self._texts(iter(requests), ahead), None)
 
     @torch.inference_mode()
     def serve(self, inbox: Inbox | None) -> Iterator[RequestUpdate]:
@@ -244,24 +246,36 @@ class Engine:
                 error.add_note(f"then the other ranks could not be told to end: {type(failed).__name__}: {failed}")
             raise
 
-    def _texts(self, requests: Iterable[Request]) -> Iterator[Output]:
+    def _texts(self, requests: Iterator[Request], ahead: int | None) -> Iterator[Output]:
         inbox, streams = Inbox(), dict[str | int, OutputStream]()
-        for request in requests:
-            if reason := self._text_refusal(request, streams):
-                yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
-            else:
-                streams[request.id] = OutputStream(request, self.runner.model.spec.eos, self.tokenizer)
-                inbox.submit(request)
-        inbox.close()
+
+        def read() -> Iterator[Output]:
+            """Submits the next requests; yields refusals. One runs while any are left, or no update would come."""
+            while ahead is None or len(streams) < ahead:
+                if (request := next(requests, None)) is None:
+                    inbox.close()
+                    return
+                if reason := self._text_refusal(request, streams):
+                    yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
+                else:
+                    streams[request.id] = OutputStream(request, self.runner.model.spec.eos, self.tokenizer)
+                    inbox.submit(request)
+
+        yield from read()
         for update in self._updates(inbox):
+            stream = streams.get(update.id)
+            if stream is None:
+                continue  # computed after its stop text, discarded
             if update.finish_reason == "error":
+                del streams[update.id]
                 yield Output(update.id, update.prompt_tokens, (), "", "", "error", update.reason)
             for token in update.new_ids:
-                if streams[update.id].ended:
-                    break  # computed after its stop text, discarded
-                yield (output := streams[update.id].push(token, update.logprobs))
+                yield (output := stream.push(token, update.logprobs))
                 if output.finish_reason is not None:
+                    del streams[update.id]
                     inbox.abort(update.id)
+                    break
+            yield from read()
 
     def _text_refusal(self, request: Request, streams: dict[str | int, OutputStream]) -> str | None:
         if request.stop and self.tokenizer is None:

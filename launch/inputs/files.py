@@ -7,6 +7,7 @@ import os
 import stat
 import tempfile
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -67,7 +68,7 @@ def _lock(file: TextIO) -> None:
         pass  # a file system without locks: nobody can tell
 
 
-def replace(path: Path, text: str) -> TextIO:
+def replace(path: Path, texts: Iterable[str]) -> TextIO:
     """Replaces a file, or the target of a link, in one go: readers see the old text or the new one.
 
     Returns:
@@ -81,7 +82,7 @@ def replace(path: Path, text: str) -> TextIO:
     file = new.open("x", encoding="utf-8", errors="backslashreplace")  # half a character becomes JSON's escape of it
     try:
         _lock(file)
-        file.write(text)
+        file.writelines(texts)
         file.flush()
         with suppress(FileNotFoundError):
             old = target.stat()
@@ -99,4 +100,4 @@ def replace(path: Path, text: str) -> TextIO:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file in one go, like `replace`, and closes it."""
-    replace(path, text).close()
+    replace(path, [text]).close()

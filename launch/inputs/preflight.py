@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from helix.place import Place, choose_backend, ranks
 from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable
-from launch.inputs.prompts import PromptLine, check_defaults, kept_results, read_prompts
+from launch.inputs.prompts import PromptFile, PromptLine, check_defaults, kept_results
 from launch.inputs.work import DECODE, Work, work_of
 
 TIMED = "python -m benchmarks.entry bench=decode"  # a benchmark's command, which says only what takes how long
@@ -54,7 +55,7 @@ class CheckedRun:
     spec: DecoderSpec
     checkpoint: Checkpoint | None
     draft: CheckedDraft | None
-    prompts: list[PromptLine]
+    prompts: Sequence[PromptLine]
     finished: bool
     reason: str | None
     resolved: dict[str, dict[str, Any]]
@@ -115,7 +116,7 @@ def preflight(
                 check_writable(key, Path(value))
         if config.record is not None:
             check_record(Path(config.record))
-        finished = 0 < len(prompts) == len(kept_results(config, prompts))
+        finished = len(prompts) > 0 and bool((kept_results(config, prompts) >= 0).all())
     resolved = {key: resolved_config(model) for key, model in models_of(config).items()}
     return CheckedRun(config, layout, spec, checkpoint, draft, prompts, finished, reason, resolved)
 
@@ -148,16 +149,16 @@ def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: 
         )
 
 
-def _prompts(config: Config, work: Work) -> list[PromptLine]:
+def _prompts(config: Config, work: Work) -> Sequence[PromptLine]:
     """Reads the prompts to decode."""
     if work.prompts == "none" or (work.prompts == "taken" and config.decode.prompts is None):
         return []
     if config.decode.prompts is None:
         raise ValueError(f"nothing to do: set decode.prompts=FILE.jsonl, or time decode steps with `{TIMED}`")
-    prompts = read_prompts(Path(config.decode.prompts))
-    if work is not DECODE and any(p.body is not None for p in prompts):
+    prompts = PromptFile(Path(config.decode.prompts))
+    if work is not DECODE and prompts.has_bodies:
         raise ValueError(f'{config.decode.prompts} holds messages, forms or a batch: measure "prompt" or "prompt_ids"')
-    if any(p.ids is None for p in prompts) and not has_tokenizer(config.model.path):
+    if prompts.has_text and not has_tokenizer(config.model.path):
         why = "a shape without model.path has no tokenizer"
         if config.model.path is not None:
             why = f"model.path={config.model.path} has no tokenizer.json"

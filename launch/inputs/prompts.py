@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, overload
+
+import numpy as np
 
 from helix.config import Config, DecodeConfig
 from helix.errors import RankError
 from helix.events.request import Output, Request
 from helix.events.sampling_params import SamplingParams
-from helix.files import parse_json, read_text
+from helix.files import check_file, parse_json, read_text
 from launch.inputs.files import claim, replace
 from launch.serving.errors import ApiError
 from launch.serving.schemas import Chat, Completion, parsed
@@ -34,6 +38,8 @@ SCHEMAS: dict[str, type[Chat | Completion]] = {"/v1/chat/completions": Chat, "/v
 MOST_IDS = 1 << 40  # of a prompt; whether the model can take them is seen later
 
 BATCH_ID, SERVED = "batch_req_", 200
+BOM = b"\xef\xbb\xbf"
+TEMPLATE_TOKENS = 256  # that a chat template adds to messages, beyond as many again: an estimate
 
 NUMBER, INTEGER = ((int, float), "a number"), ((int,), "an integer")
 REAL = "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"
@@ -68,31 +74,101 @@ class PromptLine:
         return SCHEMAS[self.url] if self.url is not None else Chat if "messages" in (self.body or {}) else Completion
 
 
-def read_prompts(path: Path) -> list[PromptLine]:
-    """Reads the prompts of a JSON-lines file, without blank lines; a missing id is the prompt's number, from 0.
+class PromptFile(Sequence[PromptLine]):
+    """Prompts of a JSON-lines file, which are read again each time: in memory are 16 bytes for each.
+
+    Args:
+        path: the file, without blank lines; a missing id is the prompt's number, from 0.
+
+    Attributes:
+        most_new: the largest max_tokens of a line, 0 if none has any.
+        has_text: whether any prompt is text, which needs a tokenizer.
+        has_bodies: whether any has messages or a form, or is a line of a batch.
+        has_unlimited: whether any is a line of a batch for a chat without a limit of its own.
 
     Raises:
         ValueError: a line is not a prompt or an id occurs twice (with file and line), or the file is unreadable.
     """
-    try:
-        lines = read_text(path).split("\n")  # other line ends may stand inside of JSON's texts
-    except ValueError as error:
-        raise ValueError(f"decode.prompts={error}") from error
-    prompts: list[PromptLine] = []
-    seen: dict[str | int, int] = {}
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                prompt = _parse(line, len(prompts))
-                if prompt.id in seen:
-                    raise ValueError(f"id {prompt.id!r} was used on line {seen[prompt.id]}")
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            seen[prompt.id] = number
-            prompts.append(prompt)
-    if not prompts:
-        raise ValueError(f"decode.prompts={path} holds no prompts")
-    return prompts
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._begins, self.most_new = path, array("q"), 0
+        self.has_text = self.has_bodies = self.has_unlimited = False
+        keys, numbers = array("q"), array("q")  # hashes of ids, and line numbers
+        try:
+            check_file(path)
+            with path.open("rb") as file:
+                begin = 0
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        prompt = self._read(line, len(keys), number, begin)
+                        self._begins.append(begin)
+                        keys.append(hash(prompt.id))
+                        numbers.append(number)
+                        self._note(prompt)
+                    begin += len(line)
+        except OSError as error:
+            raise ValueError(f"decode.prompts={path} cannot be read: {error.strerror}") from error
+        if not keys:
+            raise ValueError(f"decode.prompts={path} holds no prompts")
+        self._begins.append(begin)
+        order = np.argsort(keys, kind="stable")
+        same = np.asarray(keys)[order]
+        for at in np.flatnonzero(same[1:] == same[:-1]):
+            first, second = sorted(order[at : at + 2].tolist())
+            if (name := self[second].id) == self[first].id:
+                raise ValueError(f"{path}, line {numbers[second]}: id {name!r} was used on line {numbers[first]}")
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def __iter__(self) -> Iterator[PromptLine]:
+        with self._path.open("rb") as file:
+            for index in range(len(self)):
+                yield self._at(file, index)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptLine: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptLine]: ...
+    def __getitem__(self, index: int | slice) -> PromptLine | list[PromptLine]:
+        with self._path.open("rb") as file:
+            if isinstance(index, slice):
+                return [self._at(file, i) for i in range(*index.indices(len(self)))]
+            return self._at(file, range(len(self))[index])
+
+    def most_tokens(self, default: int, context: int, batch: int) -> int:
+        """Computes a bound on the tokens of the largest batch, new ones included: each token has a byte or more.
+
+        Args:
+            default: new tokens of a prompt whose line has no limit.
+            context: most tokens of a prompt with its new ones.
+            batch: number of prompts.
+        """
+        lengths = np.diff(self._begins)
+        if self.has_bodies:  # a chat template adds to them
+            lengths = 2 * lengths + TEMPLATE_TOKENS
+        new = context if self.has_unlimited else max(default, self.most_new)
+        return int(np.sort(np.minimum(lengths + new, context))[-batch:].sum())
+
+    def _at(self, file: BinaryIO, index: int) -> PromptLine:
+        file.seek(begin := self._begins[index])
+        return self._read(file.readline(), index, index, begin)
+
+    def _read(self, line: bytes, index: int, number: int, begin: int) -> PromptLine:
+        try:
+            return _parse(line.removeprefix(b"" if begin else BOM).removesuffix(b"\n").decode(), index)
+        except UnicodeDecodeError as error:
+            where = f"byte {begin + error.start + 1} is not part of a character"
+            raise ValueError(f"decode.prompts={self._path} is not UTF-8 text: {where}") from error
+        except ValueError as error:
+            raise ValueError(f"{self._path}, line {number}: {error}") from error
+
+    def _note(self, prompt: PromptLine) -> None:
+        limit = prompt.options.get("max_tokens")
+        self.most_new = max(self.most_new, limit if isinstance(limit, int) else 0)
+        self.has_text |= prompt.ids is None
+        self.has_bodies |= prompt.body is not None
+        self.has_unlimited |= limit is None and prompt.url is not None and prompt.schema is Chat
 
 
 def _parse(line: str, index: int) -> PromptLine:
@@ -194,55 +270,77 @@ def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
 
 def digest(prompt: PromptLine, config: Config) -> str:
     """Computes the digest of a request in its result line: 16 hex digits, over prompt, options, model and policy."""
-    options = {key: getattr(config.decode, name) for key, name in DEFAULTED.items()} | dict(prompt.options)
-    model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
-    if config.model.load == "random":
-        model["seed"] = config.seed
-    what: list[Any] = [prompt.text, prompt.ids, options, model]
-    if prompt.body is not None:
-        template = config.serve.chat_template
-        what.append([prompt.id, prompt.url, prompt.body, template and read_text(Path(template))])
-    if config.attention.policy != "dense":
-        # Which keys share a block, and which blocks a rank chooses from, is a matter of the cache and the layout.
-        local = [config.layout.mode, config.layout.kvp] if config.attention.choice == "local" else []
-        what.append([asdict(config.attention), config.blocks.page, config.blocks.append, local])
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    return Digests(config).of(prompt)
 
 
-def kept_results(config: Config, prompts: Sequence[PromptLine]) -> dict[str | int, dict[str, Any]]:
-    """Reads the results that `decode.output` already has, by id, without errors; none without `decode.resume`.
+class Digests:
+    """Digests of the requests of a run; see `digest`."""
+
+    def __init__(self, config: Config) -> None:
+        self._defaults = {key: getattr(config.decode, name) for key, name in DEFAULTED.items()}
+        self._model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
+        if config.model.load == "random":
+            self._model["seed"] = config.seed
+        self._config = config
+
+    def of(self, prompt: PromptLine) -> str:
+        config = self._config
+        what: list[Any] = [prompt.text, prompt.ids, self._defaults | dict(prompt.options), self._model]
+        if prompt.body is not None:
+            what.append([prompt.id, prompt.url, prompt.body, self._template])
+        if config.attention.policy != "dense":
+            # Which keys share a block, and which blocks a rank chooses from, is a matter of the cache and the layout.
+            local = [config.layout.mode, config.layout.kvp] if config.attention.choice == "local" else []
+            what.append([asdict(config.attention), config.blocks.page, config.blocks.append, local])
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _template(self) -> str | None:
+        template = self._config.serve.chat_template
+        return template and read_text(Path(template))
+
+
+def kept_results(config: Config, prompts: Sequence[PromptLine]) -> np.ndarray:
+    """Finds the results that `decode.output` already has, without errors; none without `decode.resume`.
+
+    Returns:
+        The first byte of the result of each prompt, -1 where there is none, int64 [n].
 
     Raises:
         ValueError: the file has other content, which a run would lose: results of other requests, no results at all,
             or any without `decode.resume`.
     """
-    path = Path(str(config.decode.output))
+    path, kept = Path(str(config.decode.output)), np.full(len(prompts), -1)
     if config.decode.output is None or not path.exists() or not path.stat().st_size:
-        return {}
+        return kept
     name = f"decode.output={path}"
     if not config.decode.resume:
         raise ValueError(f"{name} exists: decode.resume=true keeps its results and runs the rest, or move it away")
-    digests = {prompt.id: digest(prompt, config) for prompt in prompts}
-    kept = {}
-    lines = path.read_bytes().split(b"\n")
-    for number, text in enumerate(lines, 1):
-        try:
-            line = parse_json(text.decode())
-            key, request, served = _read_line(line)
-            known = key in digests
-        except (ValueError, TypeError, KeyError):
-            if text == b"" or (number == len(lines) and _is_torn(text, digests)):
-                continue
-            raise ValueError(f"{name}, line {number}, is not a result: move the file away") from None
-        if not known:
-            raise ValueError(f"{name} holds a result {key!r}, which decode.prompts has not: move the file away")
-        if request != digests[key]:
-            raise ValueError(
-                f"{name} holds a result {key!r} of another prompt, or decoded with other settings or another "
-                "model: give prompts ids of their own, set what it was decoded with, or move the file away"
-            )
-        if served:
-            kept[key] = line
+    digests = Digests(config)
+    known = np.fromiter(((hash(p.id), int(digests.of(p), 16)) for p in prompts), np.dtype("q,Q"), len(prompts))
+    order = np.argsort(known["f0"], kind="stable")
+    keys = known["f0"][order]
+    with path.open("rb") as file:
+        end = 0
+        for number, text in enumerate(file, 1):
+            begin, end = end, end + len(text)
+            try:
+                key, request, served = _read_line(parse_json(text.decode()))
+                at = int(np.searchsorted(keys, hash(key)))
+            except (ValueError, TypeError, KeyError):
+                torn = not text.endswith(b"\n") and any(_is_torn(text, prompt.id) for prompt in prompts)
+                if text == b"\n" or torn:
+                    continue
+                raise ValueError(f"{name}, line {number}, is not a result: move the file away") from None
+            if at == len(keys) or keys[at] != hash(key):
+                raise ValueError(f"{name} holds a result {key!r}, which decode.prompts has not: move the file away")
+            if request != f"{known['f1'][order[at]]:016x}":
+                raise ValueError(
+                    f"{name} holds a result {key!r} of another prompt, or decoded with other settings or another "
+                    "model: give prompts ids of their own, set what it was decoded with, or move the file away"
+                )
+            if served:
+                kept[order[at]] = begin
     return kept
 
 
@@ -253,12 +351,13 @@ def _read_line(line: dict[str, Any]) -> tuple[str | int, str, bool]:
     return line["id"], line["request"], line["finish_reason"] in ("stop", "length")
 
 
-def _is_torn(text: bytes, ids: Iterable[str | int]) -> bool:
-    """Returns whether a line may be the beginning of a result, whose writing was interrupted."""
-    names = [json.dumps(name, ensure_ascii=False) for name in ids]
-    heads = [f'{{"id": {name}, "prompt_tokens": '.encode() for name in names]
-    heads += [f'{{"custom_id": {name}, "id": "{BATCH_ID}'.encode() for name in names]
-    return any(text.startswith(head) or head.startswith(text) for head in heads)
+def _is_torn(text: bytes, name: str | int) -> bool:
+    """Returns whether a line may be the beginning of a prompt's result, whose writing was interrupted."""
+    said = json.dumps(name, ensure_ascii=False)
+    heads = f'{{"id": {said}, "prompt_tokens": ', f'{{"custom_id": {said}, "id": "{BATCH_ID}'
+    return any(
+        text.startswith(head) or head.startswith(text) for head in (h.encode(errors="backslashreplace") for h in heads)
+    )
 
 
 def _line(result: dict[str, Any]) -> str:
@@ -274,20 +373,25 @@ class ResultFile:
         config: config of the run; with `decode.output=None` nothing is kept.
         prompts: all prompts of the run, in order.
 
+    Attributes:
+        count: number of prompts with a result.
+
     Raises:
         ValueError: as in `kept_results`, or the file cannot be written.
     """
 
     def __init__(self, config: Config, prompts: Sequence[PromptLine]) -> None:
         self._path = None if config.decode.output is None else Path(config.decode.output)
-        self._prompts = prompts
-        self._digests = {prompt.id: digest(prompt, config) for prompt in prompts}
+        self.prompts, self._digests = prompts, Digests(config)
+        self._begun: dict[str | int, tuple[int, str]] = {}  # numbers and digests of prompts that run, by id
         policy = config.attention.policy
         self._lossy = None if policy == "dense" else f"{policy} (lossy)"
         self._file: TextIO | None = None
+        self._end = 0  # bytes of the file
         try:
             self._file = None if self._path is None else claim(self._path)
-            self.lines = kept_results(config, prompts)
+            self._places = kept_results(config, prompts)  # of results in the file; -1: none
+            self.count = self._safe = int(np.count_nonzero(self._places >= 0))
             self._rewrite()  # drops what is not kept: errors, a torn last line
         except (OSError, ValueError) as error:
             if self._file:
@@ -297,8 +401,12 @@ class ResultFile:
             raise ValueError(f"decode.output={self._path} cannot be written: {error.strerror}") from error
 
     @property
-    def remaining(self) -> list[PromptLine]:
-        return [p for p in self._prompts if p.id not in self.lines]
+    def remaining(self) -> Iterator[PromptLine]:
+        """The prompts without a result, read one by one; results are added to prompts that were read."""
+        for number, prompt in enumerate(self.prompts):
+            if self._places[number] < 0:
+                self._begun[prompt.id] = number, self._digests.of(prompt)
+                yield prompt
 
     def add(self, output: Output) -> None:
         """Writes a result; raises RankError if that fails."""
@@ -308,7 +416,7 @@ class ResultFile:
             "output_ids": list(output.output_ids),
             "text": output.text,
             "finish_reason": output.finish_reason,
-            "request": self._digests[output.id],
+            "request": self._begun[output.id][1],
         }
         if output.reason is not None:
             line["reason"] = output.reason
@@ -321,17 +429,22 @@ class ResultFile:
     def add_response(self, name: str | int, status: int, body: dict[str, Any]) -> None:
         """Writes a result of a line of a batch; raises as `add`."""
         response = {"status_code": status, "body": body}
-        line = {"custom_id": name, "id": f"{BATCH_ID}{self._digests[name]}", "response": response, "error": None}
+        line = {"custom_id": name, "id": f"{BATCH_ID}{self._begun[name][1]}", "response": response, "error": None}
         self._add(name, line)
 
     def _add(self, name: str | int, line: dict[str, Any]) -> None:
+        text = _line(line)
         try:
             if self._file:
-                self._file.write(_line(line))
+                self._file.write(text)
                 self._file.flush()
         except OSError as error:
             raise self._stopped(error) from error
-        self.lines[name] = line
+        number, _ = self._begun.pop(name)
+        self._places[number] = self._end
+        self._end += len(text.encode(errors="backslashreplace"))
+        self._safe += _read_line(line)[2]
+        self.count += 1
 
     def close(self) -> None:
         """Sorts the results; raises RankError if they cannot be sorted."""
@@ -343,15 +456,28 @@ class ResultFile:
             raise self._stopped(error) from error
 
     def _rewrite(self) -> None:
-        if self._path is not None and self._file is not None:
-            ordered = [self.lines[p.id] for p in self._prompts if p.id in self.lines]
-            new = replace(self._path, "".join(map(_line, ordered)))
-            self._file.close()
-            self._file = new
+        """Puts the results that are kept into the prompts' order, line by line."""
+        if self._path is None or self._file is None:
+            return
+        places = np.full_like(self._places, -1)
+
+        def ordered() -> Iterator[str]:
+            self._end = 0
+            with Path(str(self._path)).open("rb") as old:
+                for number in np.flatnonzero(self._places >= 0):
+                    old.seek(self._places[number])
+                    text = old.readline().removesuffix(b"\n") + b"\n"
+                    places[number] = self._end
+                    self._end += len(text)
+                    yield text.decode()
+
+        new = replace(self._path, ordered())
+        self._places = places
+        self._file.close()
+        self._file = new
 
     def _stopped(self, error: OSError) -> RankError:
-        safe = sum(_read_line(line)[2] for line in self.lines.values())
         return RankError(
-            f"decode.output={self._path} cannot be written: {error.strerror}; {safe} of {len(self._prompts)} results "
-            "are safe in it, and decode.resume=true runs the rest"
+            f"decode.output={self._path} cannot be written: {error.strerror}; {self._safe} of {len(self.prompts)} "
+            "results are safe in it, and decode.resume=true runs the rest"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -55,40 +56,36 @@ class Desk:
         self._model = config.serve.name or Path(self._path or "model").resolve().name
         most, eos = spec.max_positions, tuple(sorted(spec.eos))
         self._ready = Ready(self._path, "", 1, most, most, spec.vocab, most, 1, eos)
-        self._names = {prompt.id for prompt in results.remaining}
         self._lines: dict[str | int, BatchLine] = {}
         self._grammars: dict[str | int, BegunGrammar] = {}
         self._unlimited: set[str | int] = set()
         self.refused = 0
 
-    def requests(self) -> tuple[list[Request], list[Output]]:
-        """Returns requests for prompts without a result, and outputs of those that are refused.
+    def requests(self) -> Iterator[Request | Output]:
+        """Yields requests for prompts without a result, and outputs of those that are refused, as prompts are read.
 
         A line of a batch that is refused gets its result at once instead.
         """
-        requests: list[Request] = []
-        refusals: list[Output] = []
         for prompt in self._results.remaining:
             try:
                 if prompt.url is not None:
-                    requests += self._of_line(prompt)
-                    continue
-                made = self._of_body(prompt) if prompt.body is not None else self._of(prompt)
-            except ApiError as error:
+                    made: list[Request | Output] = [*self._of_line(prompt)]
+                else:
+                    made = [self._of_body(prompt) if prompt.body is not None else self._of(prompt)]
+            except Exception as error:  # no other rank knows the request yet, so the run goes on
+                if not isinstance(error, ApiError):
+                    error = ApiError(500, f"it could not be read: {type(error).__name__}: {error}")
                 if prompt.url is not None:
                     self._respond(prompt.id, error.status, error.body())
                     continue
-                made = Output(prompt.id, 0, (), "", "", "error", error.message)
-            if isinstance(made, Request):
-                requests.append(made)
-            else:
-                refusals.append(made)
-        return requests, refusals
+                made = [Output(prompt.id, 0, (), "", "", "error", error.message)]
+            yield from made
 
     def fitted(self, request: Request, max_length: int) -> Request:
         """Returns the request, shortened to what the cache has room for if its body has no limit."""
         if request.id not in self._unlimited:
             return request
+        self._unlimited.remove(request.id)
         return replace(request, max_new_tokens=max(1, min(request.max_new_tokens, max_length - len(request.prompt))))
 
     def add(self, output: Output) -> None:
@@ -104,6 +101,11 @@ class Desk:
         line.outputs[output.id] = output
         if None not in line.outputs.values():
             self._respond(line.name, *self._answer(line))
+
+    @cached_property
+    def _names(self) -> set[str | int]:
+        """Ids that the name of one answer of several could have, too."""
+        return {prompt.id for prompt in self._results.prompts if str(prompt.id).endswith("]")}
 
     @cached_property
     def _tokens(self) -> Tokens:
@@ -144,9 +146,11 @@ class Desk:
         line, requests = BatchLine(prompt.id, body, reading), []
         for index, submit in enumerate(submits):
             name = prompt.id
-            while len(submits) > 1 and name in self._names:
+            if len(submits) > 1:
                 name = f"{name}[{index}]"
-            self._names.add(name)
+                while name in self._names:
+                    name = f"{name}[{index}]"
+                self._names.add(name)
             request, grammar = request_of(str(name), submit, self._compiler if written is not None else None)
             if grammar is not None:
                 self._grammars[name] = grammar

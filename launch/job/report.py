@@ -35,6 +35,7 @@ from launch.job.lifeline import age_s, unfailing
 from launch.job.membership import Job
 
 FILE_WIDTH = 120  # characters of a line if the output is not a terminal
+COUNT_S = 10.0  # between two lines about the number of prompts that are done
 
 
 class Phases:
@@ -71,6 +72,7 @@ class Console:
         if not self._terminal.is_terminal:
             self._terminal.width = FILE_WIDTH
         self._bar: Progress | None = None
+        self._counted = time.monotonic()
         self._task: TaskID | None = None
         self._text = OneAtATime(lambda text: self._terminal.out(harmless(text), end="", highlight=False))
         where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
@@ -137,6 +139,13 @@ class Console:
         if self._streams:
             self._end_prefill()
             self._text.push(output)
+
+    def count(self, done: int, total: int) -> None:
+        """Prints how many prompts are done, now and then, unless their text is streamed."""
+        if not self._streams and (now := time.monotonic()) - self._counted > COUNT_S:
+            self._counted = now
+            self._end_prefill()
+            self.note(f"{done:,} of {total:,} prompts are done")
 
     def finish(self, title: str, measured: dict[str, Any]) -> None:
         """Prints the final tables."""
@@ -205,6 +214,7 @@ class OneAtATime:
                 return
             self._write("\n")
             del self._unsaid[self._current]
+            self._ended.discard(self._current)
             self._current = None
 
 

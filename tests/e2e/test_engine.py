@@ -87,6 +87,21 @@ def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: Ngra
     assert len(outputs[1].output_ids) == 81
 
 
+def test_requests_are_read_as_far_ahead_as_asked() -> None:
+    """Also beside refusals and where all that run have ended: the engine waits for none that it has not read."""
+    read, ended, most = itertools.count(), 0, 0
+
+    def requests() -> Iterator[Request]:
+        for number in range(20):
+            next(read)
+            yield Request(number, () if 5 < number < 12 else PROMPT, 1 + number % 3)
+
+    for output in alone(max_batch=2).generate(requests(), 3):
+        ended += output.finish_reason is not None
+        most = max(most, int(repr(read)[6:-1]) - ended)
+    assert ended == 20 and most <= 3
+
+
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_the_longest_sequence_of_an_engine_fits(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sets no limit asks for as many tokens as a sequence may have."""

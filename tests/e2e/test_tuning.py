@@ -22,7 +22,7 @@ from helix.config import Config
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.models.loading import Checkpoint
-from launch.inputs.prompts import read_prompts, to_request
+from launch.inputs.prompts import PromptFile, to_request
 from launch.job.report import Phases
 from launch.job.task import Task
 from tests.e2e.checkpoints import checkpoint
@@ -93,7 +93,7 @@ def served(config: Config, layout: HelixLayout, path: Path) -> tuple[float, list
     def body(world: LoopbackWorld, rank: int) -> Any:
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(layout, comm, model(layout, comm), config, 2, 1024)
-        requests: Any = [to_request(prompt, config.decode, None) for prompt in read_prompts(path)]
+        requests: Any = [to_request(prompt, config.decode, None) for prompt in PromptFile(path)]
         for _ in engine.generate(requests):
             pass
         return engine.timings

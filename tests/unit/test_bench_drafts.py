@@ -13,7 +13,7 @@ from benchmarks.quality import agent_turns
 from benchmarks.records import layer_tables, rows
 from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
-from launch.inputs.prompts import read_prompts
+from launch.inputs.prompts import PromptFile
 from launch.inputs.shapes import spec_of
 
 
@@ -42,7 +42,7 @@ def test_the_turns_are_prompts(tmp_path: Path) -> None:
     written = tmp_path / "prompts.jsonl"
     lines = agent_turns.turn_prompts(Tokenizer(), turns.TURN)
     written.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_prompts(written)
+    found = PromptFile(written)
     assert len(found) == len(lines) == len(agent_turns.turns()) > 80
     assert all(prompt.options["max_tokens"] == turns.TURN for prompt in found)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, LayoutConfig, ModelConfig
 from helix.errors import RankError
 from helix.events.request import Output, Request
-from launch.inputs.prompts import OPTIONS, PromptLine, ResultFile, digest, kept_results, read_prompts, to_request
+from launch.inputs.prompts import OPTIONS, PromptFile, PromptLine, ResultFile, digest, kept_results, to_request
 from launch.serving.schemas import Completion
 from tests.unit.test_files import largest_file
 
@@ -29,7 +31,7 @@ def write(tmp_path: Path, *lines: Any) -> Path:
 
 def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "a"}, "", {"prompt_ids": [1, 2], "id": "x"}, {"prompt": "", "temperature": None})
-    prompts = read_prompts(path)
+    prompts = PromptFile(path)
     assert [p.id for p in prompts] == [0, "x", 2]
     assert [(p.text, p.ids) for p in prompts] == [("a", None), (None, (1, 2)), ("", None)]
     assert prompts[2].options == {}
@@ -85,15 +87,15 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: Any, words: str) -> None:
     path = write(tmp_path, {"prompt": "fine", "id": "first"}, line)
     with pytest.raises(ValueError) as caught:
-        read_prompts(path)
+        PromptFile(path)
     assert words in str(caught.value) and str(path) in str(caught.value)
 
 
 def test_no_prompts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        read_prompts(tmp_path / "nowhere")
+        PromptFile(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no prompts"):
-        read_prompts(write(tmp_path, "", ""))
+        PromptFile(write(tmp_path, "", ""))
 
 
 def test_a_request_takes_the_line_before_the_config() -> None:
@@ -111,7 +113,7 @@ def test_what_a_line_wants_of_the_logits(tmp_path: Path) -> None:
         "logit_bias": {"5": -100, "07": 0.5}, "min_tokens": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.1,
         "presence_penalty": -1, "stop_token_ids": [4, 9], "ignore_eos": True, "logprobs": 2,
     }  # fmt: skip
-    (prompt,) = read_prompts(write(tmp_path, {"prompt_ids": [1], **wishes}))
+    (prompt,) = PromptFile(write(tmp_path, {"prompt_ids": [1], **wishes}))
     request = to_request(prompt, DecodeConfig(), None)
     assert isinstance(request, Request)
     assert {key: getattr(request.sampling, key) for key in wishes} == wishes | {"logit_bias": {5: -100, 7: 0.5}}
@@ -134,7 +136,7 @@ def test_what_a_line_wants_of_the_logits(tmp_path: Path) -> None:
     ],
 )
 def test_parameters_out_of_range_refuse_the_request(tmp_path: Path, options: dict[str, Any], word: str) -> None:
-    (prompt,) = read_prompts(write(tmp_path, {"prompt_ids": [1, 2, 3], **options}))
+    (prompt,) = PromptFile(write(tmp_path, {"prompt_ids": [1, 2, 3], **options}))
     refused = to_request(prompt, DecodeConfig(), None)
     assert isinstance(refused, Output)
     assert refused.finish_reason == "error" and refused.prompt_tokens == 3
@@ -149,13 +151,20 @@ def prompts(*names: str | int) -> list[PromptLine]:
     return [PromptLine(name, "x", None, {}) for name in names]
 
 
+def begun(config: Config, prompts: Sequence[PromptLine]) -> ResultFile:
+    """A result file whose prompts are read."""
+    results = ResultFile(config, prompts)
+    assert results.count + len([*results.remaining]) == len(prompts)
+    return results
+
+
 def ids(path: Path) -> list[Any]:
     return [json.loads(line)["id"] for line in path.read_text().split("\n") if line]
 
 
 def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    results = ResultFile(Config(decode=DecodeConfig(output=str(path))), prompts("a", "b", "c"))
+    results = begun(Config(decode=DecodeConfig(output=str(path))), prompts("a", "b", "c"))
     assert path.read_text() == ""
     results.add(output("c"))
     assert ids(path) == ["c"], "on disk before the run ends"
@@ -174,7 +183,7 @@ def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Pa
     path = tmp_path / "out.jsonl"
     dense = Config(decode=DecodeConfig(output=str(path)))
     sparse = replace(dense, attention=AttentionConfig("block_sparse"))
-    results = ResultFile(sparse, prompts("a"))
+    results = begun(sparse, prompts("a"))
     results.add(output("a"))
     results.close()
     assert json.loads(path.read_text())["attention"] == "block_sparse (lossy)"
@@ -195,14 +204,14 @@ def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Pa
 def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     asked = Config(decode=DecodeConfig(output=str(path)))
-    first = ResultFile(asked, prompts(0, 1, 2, 3))
+    first = begun(asked, prompts(0, 1, 2, 3))
     first.add(output(2))
     first.add(output(0, "error"))
     del first  # it was killed
     with path.open("a") as file:
         file.write('{"id": 1, "prompt_tok')  # torn by the interruption
     again = replace(asked, decode=replace(asked.decode, resume=True))
-    second = ResultFile(again, prompts(0, 1, 2, 3))
+    second = begun(again, prompts(0, 1, 2, 3))
     assert [p.id for p in second.remaining] == [0, 1, 3]
     assert ids(path) == [2]
     for name in (3, 1, 0):
@@ -210,17 +219,17 @@ def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> Non
     second.close()
     assert ids(path) == [0, 1, 2, 3]
     third = ResultFile(again, prompts(0, 1, 2, 3))
-    assert third.remaining == [] and len(third.lines) == 4
+    assert [*third.remaining] == [] and third.count == 4
     third.close()
 
 
 def test_a_batch_is_resumed_as_other_prompts_are(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     lines = [BATCH | {"custom_id": name} for name in ("a", "b", "c")]
-    given = [*read_prompts(write(tmp_path, *lines)), *prompts("d")]
+    given = [*PromptFile(write(tmp_path, *lines)), *prompts("d")]
     assert given[0].options == {"max_tokens": 4} and given[0].schema is Completion
     config = Config(decode=DecodeConfig(output=str(path)))
-    first = ResultFile(config, given)
+    first = begun(config, given)
     first.add_response("b", 200, {"choices": []})
     first.add_response("a", 400, {"error": {}})
     first.add(output("d"))
@@ -228,14 +237,14 @@ def test_a_batch_is_resumed_as_other_prompts_are(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"custom_id": "c", "id": "batch_re')  # torn by the interruption
     again = replace(config, decode=replace(config.decode, resume=True))
-    second = ResultFile(again, given)
+    second = begun(again, given)
     assert [p.id for p in second.remaining] == ["a", "c"]
     second.add_response("a", 200, {"choices": []})
     second.close()
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.get("custom_id", line["id"]) for line in kept] == ["a", "b", "d"]
     assert list(kept[0]) == ["custom_id", "id", "response", "error"]
-    others = read_prompts(write(tmp_path, *lines[:1], lines[1] | {"body": {"prompt": "y"}}, lines[2]))
+    others = PromptFile(write(tmp_path, *lines[:1], lines[1] | {"body": {"prompt": "y"}}, lines[2]))
     with pytest.raises(ValueError, match="holds a result 'b' of another prompt"):
         ResultFile(again, [*others, *prompts("d")])
 
@@ -245,7 +254,7 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
     asked = Config(model=ModelConfig(path="a"), decode=DecodeConfig(output=str(path)))
     again = replace(asked, decode=replace(asked.decode, resume=True))
     shorter = replace(again, decode=replace(again.decode, max_new_tokens=3))
-    results = ResultFile(asked, prompts("a", "b"))
+    results = begun(asked, prompts("a", "b"))
     results.add(output("a"))
     results.close()
     held = path.read_text()
@@ -263,7 +272,7 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
             ResultFile(config, wanted)
         assert path.read_text() == held
     path.write_text("")
-    assert kept_results(asked, prompts("a")) == {}
+    assert kept_results(asked, prompts("a")).tolist() == [-1]
 
 
 def test_only_random_weights_are_told_apart_by_the_seed() -> None:
@@ -281,19 +290,19 @@ def test_all_that_a_prompt_asks_for_tells_results_apart(key: str) -> None:
 
 
 def test_without_a_file_results_are_counted_all_the_same() -> None:
-    results = ResultFile(Config(), prompts("a"))
+    results = begun(Config(), prompts("a"))
     results.add(output("a"))
     results.close()
-    assert list(results.lines) == ["a"]
+    assert results.count == 1
 
 
 def test_text_of_any_editor_is_read(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r\n{"prompt": "c"}\n')
-    assert [p.text for p in read_prompts(path)] == ["a\u2028b", "c"]
+    assert [p.text for p in PromptFile(path)] == ["a\u2028b", "c"]
     path.write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"prompts\.jsonl is not UTF-8 text: byte 13 "):
-        read_prompts(path)
+        PromptFile(path)
 
 
 @pytest.mark.parametrize(
@@ -329,17 +338,17 @@ def test_a_file_torn_anywhere_is_resumed(tmp_path: Path, data: st.DataObject) ->
     path.unlink(missing_ok=True)
     config = Config(decode=DecodeConfig(output=str(path)))
     names = ["a: 0", 'é"\n', 7]
-    first = ResultFile(config, prompts(*names))
+    first = begun(config, prompts(*names))
     for name in names:
         first.add(output(name, text="\U0001f600"))
     first.close()
     whole = path.read_bytes()
     end = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:end])
-    second = ResultFile(replace(config, decode=replace(config.decode, resume=True)), prompts(*names))
+    second = begun(replace(config, decode=replace(config.decode, resume=True)), prompts(*names))
     lines = whole.splitlines(keepends=True)
     ends = [sum(map(len, lines[: i + 1])) - 1 for i in range(3)]  # without the end of the line it is whole
-    assert list(second.lines) == [name for name, at in zip(names, ends, strict=True) if end >= at]
+    assert [p.id for p in second.remaining] == [name for name, at in zip(names, ends, strict=True) if end < at]
     for prompt in second.remaining:
         second.add(output(prompt.id, text="\U0001f600"))
     second.close()
@@ -351,15 +360,15 @@ def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
     link.symlink_to(path)
     config = Config(decode=DecodeConfig(output=str(path), resume=True))
     by_link = replace(config, decode=replace(config.decode, output=str(link)))
-    first = ResultFile(config, prompts("a", "b"))
+    first = begun(config, prompts("a", "b"))
     for moment in range(2):
         for other in (config, by_link):
             with pytest.raises(ValueError, match=r"decode\.output=.* cannot be written: another run writes it"):
                 ResultFile(other, prompts("a", "b"))
         first.add(output("ab"[moment]))
     first.close()
-    second = ResultFile(by_link, prompts("a", "b"))
-    assert second.remaining == [] and link.is_symlink()
+    second = begun(by_link, prompts("a", "b"))
+    assert [*second.remaining] == [] and link.is_symlink()
     del second  # a run that is killed leaves nothing that stops the next
     ResultFile(config, prompts("a", "b")).close()
     assert sorted(tmp_path.iterdir()) == [link, path]
@@ -368,7 +377,7 @@ def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
 def test_a_full_disk_says_how_many_results_are_safe(tmp_path: Path) -> None:
     path, copy = tmp_path / "out.jsonl", tmp_path / "copy.jsonl"
     config = Config(decode=DecodeConfig(output=str(path)))
-    results = ResultFile(config, prompts("a", "b", "c", "d"))
+    results = begun(config, prompts("a", "b", "c", "d"))
     results.add(output("c"))
     results.add(output("a", "error"))
     results.add(output("b"))
@@ -386,13 +395,48 @@ def test_a_full_disk_says_how_many_results_are_safe(tmp_path: Path) -> None:
     with largest_file(9), pytest.raises(ValueError, match=r"copy\.jsonl cannot be written: File too large"):
         ResultFile(again, prompts("a", "b", "c", "d"))
     assert copy.read_bytes() == torn
-    resumed = ResultFile(again, prompts("a", "b", "c", "d"))
+    resumed = begun(again, prompts("a", "b", "c", "d"))
     assert [p.id for p in resumed.remaining] == ["a", "d"] and ids(copy) == ["b", "c"]
 
 
 def test_half_a_character_of_a_model_is_kept_as_json_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    results = ResultFile(Config(decode=DecodeConfig(output=str(path))), prompts("a"))
+    results = begun(Config(decode=DecodeConfig(output=str(path))), prompts("a"))
     results.add(replace(output("a"), text="é\ud83d"))
     results.close()
     assert json.loads(path.read_text())["text"] == "é\ud83d" and "é" in path.read_text()
+
+
+def test_memory_does_not_grow_with_prompts_and_results(tmp_path: Path) -> None:
+    """Numbers of a prompt are kept, in the arrays of three passes; its text, result, id and digest are not."""
+    lines = [{"id": f"prompt {n}", "prompt": "x" * 200} for n in range(5000)]
+    path = write(tmp_path, *lines)
+    asked = Config(decode=DecodeConfig(output=str(tmp_path / "out.jsonl")))
+    again = replace(asked, decode=replace(asked.decode, resume=True))
+    PromptFile(path)[0].text, json.dumps(lines[0])  # imports what they need
+    tracemalloc.start()
+    for config, left in (asked, 5000), (again, 0):
+        results = ResultFile(config, PromptFile(path))
+        for prompt in results.remaining:
+            results.add(output(prompt.id, text="y" * 200))
+            left -= 1
+        results.close()
+        assert left == 0 and results.count == 5000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 120 * len(lines), peak / len(lines)
+    assert ids(tmp_path / "out.jsonl") == [line["id"] for line in lines]
+
+
+def test_two_prompts_far_apart_may_not_have_one_id(tmp_path: Path) -> None:
+    path = write(tmp_path, *({"prompt": "x", "id": n % 700} for n in range(701)))
+    with pytest.raises(ValueError, match=r"prompts.jsonl, line 701: id 0 was used on line 1$"):
+        PromptFile(path)
+
+
+def test_tokens_of_what_is_not_read_yet_are_bounded_by_its_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "x" * 100}, {"prompt": "y", "max_tokens": 50}, {"prompt": "z" * 900})
+    prompts = PromptFile(path)
+    assert prompts.most_tokens(16, 512, 1) == 512 and 512 + 150 <= prompts.most_tokens(16, 512, 2) < 512 + 200
+    chat = PromptFile(write(tmp_path, BATCH | {"url": "/v1/chat/completions", "body": {"messages": []}}))
+    assert chat.most_tokens(16, 512, 4) == 512, "no limit of its own"

@@ -13,7 +13,7 @@ from benchmarks.ranks.tuning_file import MeasuredFile, read_measured
 from benchmarks.ranks.tuning_steps import DraftSource, Measured
 from benchmarks.records.tuned import OPTIONS
 from helix.config import Config
-from launch.inputs.prompts import read_prompts
+from launch.inputs.prompts import PromptFile
 from launch.inputs.work import Program
 from tests.e2e.checkpoints import DEMO
 from tests.laboratory import composed, preflight
@@ -97,7 +97,7 @@ def test_a_name_is_needed_and_mistakes_are_one_line(tmp_path: Path, capsys: pyte
 
 def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    prompts = read_prompts(tmp_path / "p.jsonl")
+    prompts = PromptFile(tmp_path / "p.jsonl")
     first, second = (Measured(DraftSource("sparse", 4, s), (2.0, 2.5), 1e-3).row() for s in (0.1, 0.2))
     file = MeasuredFile(config, prompts, ABOUT)
     file.add(first)
@@ -166,7 +166,7 @@ def test_the_fastest_is_written_and_runs(
     """From what was measured, without any rank."""
     settings = given(tmp_path, "speculation.policy=c2q")
     config = config_of(tmp_path, "speculation.policy=c2q")
-    file = MeasuredFile(config, read_prompts(tmp_path / "p.jsonl"), ABOUT)
+    file = MeasuredFile(config, PromptFile(tmp_path / "p.jsonl"), ABOUT)
     for row in rows(sparse_us, ngram_us):
         file.add(row)
     file.close()

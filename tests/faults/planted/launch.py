@@ -15,12 +15,11 @@ FAULTS = [
     # ---- prompts, results
     Fault(
         "results of other token ids are kept", "launch/inputs/prompts.py",
-        "[prompt.text, prompt.ids, options, model]", "[prompt.text, options, model]", PROMPTS,
+        "[prompt.text, prompt.ids, self._defaults", "[prompt.text, self._defaults", PROMPTS,
     ),
     Fault(
         "results of another stop text are kept", "launch/inputs/prompts.py",
-        "getattr(config.decode, name) for key, name in DEFAULTED.items()} | dict(prompt.options)",
-        "getattr(config.decode, name) for key, name in DEFAULTED.items()}", PROMPTS,
+        "self._defaults | dict(prompt.options)", "self._defaults", PROMPTS,
     ),
     Fault(
         "refusals count as results", "launch/inputs/prompts.py",
