@@ -426,7 +426,8 @@ class LLM:
         ready, changed = self._core.refuse_unless_ready(), asyncio.Event()
         try:
             reading = read(self._tokens, self._dialect, body, ready)
-            submits = submits_of(body, reading, {}, ready, await grammar_of(reading.form, self._compiler))
+            grammar = await grammar_of(reading.form, self._compiler, ready)
+            submits = submits_of(body, reading, {}, ready, grammar)
             parsers = parsers_of(body, reading, self._dialect, len(submits))
             flights = self._core.start(submits, changed.set)
         except ApiError as error:

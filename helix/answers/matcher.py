@@ -25,8 +25,8 @@ class Grammars:
     """Factory of grammar matchers for a model.
 
     Args:
-        path: its `tokenizer.json`.
-        vocab: tokens that the model can draw.
+        path: its `tokenizer.json`, which may know fewer tokens than the model has logits for, or more.
+        vocab: number of logits: masks have a bit for each, and no grammar can use a token beyond them.
         eos: its end tokens.
 
     Raises:
@@ -34,9 +34,14 @@ class Grammars:
     """
 
     def __init__(self, path: Path, vocab: int, eos: Collection[int]) -> None:
+        eos = sorted(token for token in eos if token < vocab)
         if not eos:
             raise ValueError("the model has no end token, with which an answer could end")
-        self._tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab, eos_token=sorted(eos))
+        text = path.read_text(encoding="utf-8")
+        try:
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab, eos_token=eos)
+        except ValueError:  # it knows more tokens
+            self._tokenizer = LLTokenizer(_Drawable(LLTokenizer(text), vocab, eos[0]), eos_token=eos)
         if self._tokenizer.decode_bytes(self._tokenizer.tokenize_str(PROBE)) != PROBE.encode():
             raise ValueError(f"{path}: the bytes of its tokens are not those of the text")
         self._ends = np.zeros(-(-vocab // 32), np.uint32)
@@ -65,6 +70,22 @@ class Grammars:
         if matcher.is_error():
             raise ValueError(_told(matcher))
         return matcher
+
+
+class _Drawable:
+    """A tokenizer for llguidance (as its `TokenizerWrapper`) with the tokens below `vocab` alone."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, whole: LLTokenizer, vocab: int, eos: int) -> None:
+        self.eos_token_id = eos
+        self.tokens = [whole.decode_bytes([token]) for token in range(vocab)]
+        self.special_token_ids = [token for token in range(vocab) if whole.is_special_token(token)]
+        self._whole = whole
+
+    def __call__(self, text: str) -> list[int]:
+        return self._whole.tokenize_str(text)
 
 
 class BegunGrammar:

@@ -72,13 +72,14 @@ class Desk:
                     made: list[Request | Output] = [*self._of_line(prompt)]
                 else:
                     made = [self._of_body(prompt) if prompt.body is not None else self._of(prompt)]
-            except Exception as error:  # no other rank knows the request yet, so the run goes on
-                if not isinstance(error, ApiError):
-                    error = ApiError(500, f"it could not be read: {type(error).__name__}: {error}")
+            except (KeyboardInterrupt, SystemExit, MemoryError):
+                raise
+            except BaseException as error:  # also panics of tokenizers and llguidance: the other prompts go on
+                refusal = error if isinstance(error, ApiError) else _unread(error)
                 if prompt.url is not None:
-                    self._respond(prompt.id, error.status, error.body())
+                    self._respond(prompt.id, refusal.status, refusal.body())
                     continue
-                made = [Output(prompt.id, 0, (), "", "", "error", error.message)]
+                made = [Output(prompt.id, 0, (), "", "", "error", refusal.message)]
             yield from made
 
     def fitted(self, request: Request, max_length: int) -> Request:
@@ -132,7 +133,8 @@ class Desk:
         request = self._of(replace(prompt, ids=tuple(ids.tolist())))
         if reading.form is None or isinstance(request, Output):
             return request
-        self._grammars[prompt.id] = grammar = self._compiler.begun(self._written(reading.form))
+        written = self._written(reading.form)
+        self._grammars[prompt.id] = grammar = self._compiler.begun(written)
         return replace(request, grammar=grammar)
 
     def _of_line(self, prompt: PromptLine) -> list[Request]:
@@ -196,3 +198,10 @@ class Desk:
     def _respond(self, name: str | int, status: int, body: dict[str, Any]) -> None:
         self.refused += status != SERVED
         self._results.add_response(name, status, body)
+
+
+def _unread(error: BaseException) -> ApiError:
+    """Creates the refusal of a prompt that cannot be made a request, with the reason."""
+    if isinstance(error, ValueError):
+        return ApiError(400, f"{' '.join(str(error).split()):.300}")
+    return ApiError(500, f"it could not be read: {type(error).__name__}: {' '.join(str(error).split()):.300}")

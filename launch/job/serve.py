@@ -91,6 +91,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
     """
     runner, spec = engine.runner, engine.runner.model.spec
     if link is not None:
+        unguided = link.learn(model, spec.vocab, spec.eos)
         ready = Ready(
             model=None if model is None else str(model),
             layout=str(runner.layout),
@@ -101,7 +102,8 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             kv_tokens=runner.cache.pages * runner.placement.stripes.page_tokens * runner.layout.dp,
             max_batch=runner.max_batch * runner.layout.dp,
             eos=tuple(sorted(spec.eos)),
-            guided=link.learn(model, spec.vocab, spec.eos),
+            guided=unguided is None,
+            unguided=unguided,
             random=random,
         )
         link.open(ready, lambda: engine_stats(engine))
@@ -161,11 +163,16 @@ class Link:
         self._uncompiled: set[str] = set()
         self._passing = Lock()  # held while a request goes to the inbox, so that it is not aborted before
 
-    def learn(self, model: Path | None, vocab: int, eos: Collection[int]) -> bool:
-        """Reads a model's tokenizer for grammars; returns whether grammars are supported."""
-        with suppress(ValueError, OSError):
-            self._grammars = None if model is None else Grammars(model / "tokenizer.json", vocab, eos)
-        return self._grammars is not None
+    def learn(self, model: Path | None, vocab: int, eos: Collection[int]) -> str | None:
+        """Reads a model's tokenizer for grammars; returns why answers cannot follow any, None if they can."""
+        path = None if model is None else model / "tokenizer.json"
+        if path is None or not path.exists():
+            return "the model has no tokenizer"
+        try:
+            self._grammars = Grammars(path, vocab, eos)
+        except (ValueError, OSError) as error:
+            return " ".join(str(error).split())[:300]
+        return None
 
     def open(self, ready: Ready, stats: Callable[[], dict[str, float]]) -> None:
         """Starts serving front ends that connect, and sends them the result of `stats` every second."""

@@ -79,7 +79,7 @@ class Ready(Message):
         kv_tokens: tokens of all sequences together that the cache holds.
         max_batch: sequences at a time.
         eos: the model's end tokens.
-        guided: whether continuations can follow a grammar.
+        guided: whether continuations can follow a grammar; `unguided`: else why not.
         random: whether the weights are random.
     """
 
@@ -94,6 +94,7 @@ class Ready(Message):
     max_batch: int
     eos: tuple[int, ...]
     guided: bool = False
+    unguided: str | None = None
     random: bool = False
 
 

@@ -6,7 +6,6 @@ Its time grows with the size of the request, and it may run in another process.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -52,21 +51,30 @@ def read(tokens: Tokens, dialect: Dialect | None, body: Chat | Completion, ready
     """
     if isinstance(body, Chat):
         ids, text = tokens.encode_chat(body, body.shown_tools, ready.max_length)
+        _check_ids(tokens, ids, ready, "messages")
         begins = body.prompts_answer or body.begun is not None  # else the answer is plain text after a message
         turn = turn_of(dialect.template, text, body.begun) if dialect is not None and begins else ""
-        return Reading([ids], [], turn, form_of(tokens, body, ready.eos, dialect, turn))
+        return Reading([ids], [], turn, form_of(tokens, body, ready, dialect, turn))
     prompts: list[np.ndarray] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
-            prompts.append(tokens.encode(prompt, ready.max_length, body.add_special_tokens))
+            prompt = tokens.encode(prompt, ready.max_length, body.add_special_tokens)
+            _check_ids(tokens, prompt, ready, "prompt")
         elif len(prompt) and (largest := prompt.max()) >= ready.vocab:
             raise ApiError(400, f"prompt has {largest}, and the vocabulary is [0, {ready.vocab})", param="prompt")
-        else:
-            prompts.append(prompt)
+        prompts.append(prompt)
     if not prompts:
         raise ApiError(400, "prompt must not be empty", param="prompt")
     echoed = [told if isinstance(told, str) else tokens.decode(told) for told in (body.prompts if body.echo else [])]
-    return Reading(prompts, echoed, None, form_of(tokens, body, ready.eos))
+    return Reading(prompts, echoed, None, form_of(tokens, body, ready))
+
+
+def _check_ids(tokens: Tokens, ids: np.ndarray, ready: Ready, param: str) -> None:
+    """Refuses a text of which the tokenizer makes tokens that the model has no embedding and no logits for."""
+    if len(ids) and (largest := int(ids.max())) >= ready.vocab:
+        token = f"{tokens.token_text(largest)!r:.80}, token {largest} of the tokenizer"
+        what = f"{param} contains {token}, and the model's vocabulary is [0, {ready.vocab}): leave it out"
+        raise ApiError(400, what, param=param)
 
 
 def ids_of_chat(tokens: Tokens, body: Chat, most: int) -> np.ndarray:
@@ -75,22 +83,24 @@ def ids_of_chat(tokens: Tokens, body: Chat, most: int) -> np.ndarray:
 
 
 def form_of(
-    tokens: Tokens, body: Generation, eos: Collection[int], dialect: Dialect | None = None, turn: str = ""
+    tokens: Tokens, body: Generation, ready: Ready, dialect: Dialect | None = None, turn: str = ""
 ) -> Form | None:
     """Returns the form that a request demands of its answer; None: any text.
 
     Args:
-        eos: the model's end tokens.
         dialect: None for completions.
         turn: the prompt's part of the answer's turn.
 
     Raises:
         ApiError: 400, the form is too large.
     """
+    # What the model has no token for, it can only spell.
+    added = {text: token for text, token in tokens.added.items() if token < ready.vocab}
+    eos = [token for token in ready.eos if token < ready.vocab]
     if isinstance(body, Chat) and body.has_to_call:
         try:
             spoken = calling(dialect, body.named is not None)
-            calls = of_calls(spoken, body.callable_tools, body.may_call_again, turn, tokens.added, eos)
+            calls = of_calls(spoken, body.callable_tools, body.may_call_again, turn, added, eos)
         except ValueError as error:
             raise unfollowed("tool_choice", error) from error
         return Form("tool_choice", calls)
@@ -98,22 +108,22 @@ def form_of(
         return None
     begun = isinstance(body, Chat) and not body.prompts_answer
     try:
-        return Form(shape.param, of_shape(shape, tokens.added, tokens.special, eos, dialect, turn, begun))
+        return Form(shape.param, of_shape(shape, added, tokens.special & added.keys(), eos, dialect, turn, begun))
     except ValueError as error:
         raise unfollowed(shape.param, error) from error
 
 
-async def grammar_of(form: Form | None, compiler: Compiler | None) -> str | None:
+async def grammar_of(form: Form | None, compiler: Compiler | None, ready: Ready) -> str | None:
     """Compiles the grammar of a form; None: any text.
 
     Raises:
-        ApiError: 400, it is invalid, or the model has no compiler.
+        ApiError: 400, it is invalid, or the model has no compiler, with the reason.
     """
     if form is None:
         return None
     if compiler is None:
-        what = f"no answer of this model can be made to follow {form.param}, for its tokens do not spell their text"
-        raise ApiError(400, f"{what}: leave {form.param} out", param=form.param)
+        what = f"answers of this model cannot follow {form.param}: {ready.unguided}; leave {form.param} out"
+        raise ApiError(400, what, param=form.param)
     try:
         return await compiler.compile(form.parts)
     except ValueError as error:

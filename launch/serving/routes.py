@@ -201,7 +201,7 @@ class Api:
     ) -> ASGIApp:
         """Starts the continuations of a body, and answers whole or as a stream; `said` is what the client has sent."""
         tokens, changed, visit = self._known(body.model).tokens, asyncio.Event(), request.state.visit
-        grammar = await grammar_of(reading.form, self._compiler)
+        grammar = await grammar_of(reading.form, self._compiler, ready)
         salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
         submits = submits_of(body, reading, self._defaults, ready, grammar, salt)
         parsers = parsers_of(body, reading, self._dialect, len(submits))

@@ -67,7 +67,7 @@ class Front:
 def link(tmp_path: Path) -> Iterator[tuple[Link, Inbox, Path]]:
     inbox = Inbox()
     link = Link(path := tmp_path / "job.sock", inbox)
-    assert link.learn(DEMO, READY.vocab, READY.eos)
+    assert link.learn(DEMO, READY.vocab, READY.eos) is None
     link.open(READY, dict)
     yield link, inbox, path
     link.close()

@@ -1,0 +1,120 @@
+"""Tokenizers that know more tokens than the model has logits for, or fewer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helix.answers.matcher import Grammars
+from helix.config import Config
+from helix.models import spec_from_config
+from helix.models.loading import read_config
+from helix.tokenizer import load_tokenizer
+from launch.inputs.prompts import ResultFile, read_prompts
+from launch.job.bodies import Desk
+from launch.serving.tokens import Tokens
+from tests.serving.front import DEMO, READY, FakeJob, Front, run
+
+MORE = "<|more|>"  # token 4096, the first one beyond the logits
+SAID: dict[str, Any] = {"messages": [{"role": "user", "content": f"a{MORE}"}]}
+FORM = {"response_format": {"type": "json_object"}}
+OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object"}}]})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The demo model, whose tokenizer has a token more than the model has logits for."""
+    directory = tmp_path / "model"
+    shutil.copytree(DEMO, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 4096, "content": MORE})
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+@pytest.mark.parametrize("vocab", [4096, 4097, 4200])
+def test_masks_have_a_bit_for_each_logit(vocab: int, model: Path) -> None:
+    """End tokens beyond them cannot be drawn either."""
+    grammars = Grammars(model / "tokenizer.json", vocab, [0, 9999])
+    answer = grammars.begun(OBJECT)
+    assert len(answer.allowed()) == -(-vocab // 32)
+    (brace,) = np.unpackbits(answer.allowed().view(np.uint8), bitorder="little").nonzero()[0].tolist()
+    same = Grammars(DEMO / "tokenizer.json", 4096, [0]).begun(OBJECT)
+    for token in (brace, brace + 2, 0):  # {}
+        for one in (answer, same):
+            one.take(token)
+        assert answer.allowed()[:128].tolist() == same.allowed().tolist()
+    for token in range(4096, vocab, 50):
+        named = json.dumps({"grammars": [{"lark_grammar": f"start: <[{token}]>"}]})
+        assert grammars.begun(named).allowed()[token // 32] == 1 << token % 32
+    with pytest.raises(ValueError, match="Token range end too large"):
+        grammars.begun(json.dumps({"grammars": [{"lark_grammar": f"start: <[{vocab}]>"}]}))
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("completions", {"prompt": f"a{MORE}", "max_tokens": 1}),
+        ("completions", {"prompt": ["a", MORE], "max_tokens": 1, "stream": True}),
+        ("chat/completions", SAID | {"max_tokens": 1}),
+        ("chat/completions", SAID | {"max_tokens": 1, "stream": True}),
+        ("responses", {"input": MORE}),
+        ("messages", SAID | {"max_tokens": 1}),
+    ],
+)
+def test_a_text_with_a_token_beyond_the_logits_is_refused(path: str, body: dict[str, Any], model: Path) -> None:
+    async def check(front: Front) -> None:
+        answer = await front.post(f"/v1/{path}", body)
+        what = f"contains '{MORE}', token 4096 of the tokenizer, and the model's vocabulary is [0, 4096)"
+        assert answer.status_code == 400 and what in answer.json()["error"]["message"], answer.text
+        # What the model has no token for may be in a form: as text, or not at all.
+        answer = await front.post("/v1/completions", {"prompt": "a", "max_tokens": 1} | FORM)
+        assert answer.status_code == 200, answer.text
+
+    run(check, model, FakeJob(ready=replace(READY, model=str(model), guided=True)))
+
+
+class Panic(BaseException):
+    """Error of a library in Rust."""
+
+
+def test_a_line_that_is_refused_ends_no_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def batch(prompt: str) -> dict[str, Any]:
+        return {"custom_id": prompt, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
+
+    lines = [
+        SAID | {"id": "chat"},
+        {"id": "form", "prompt": "x"} | FORM,
+        {"id": "wrong", "prompt": "wrong"} | FORM,
+        {"id": "plain", "prompt": "a"},
+        batch(MORE),
+        batch("panic"),
+    ]
+    prompts, output = model / "p.jsonl", model / "o.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = Config()
+    config.model.path, config.decode.prompts, config.decode.output = str(model), str(prompts), str(output)
+    encode = Tokens.encode
+
+    def failing(tokens: Tokens, text: str, *more: Any) -> np.ndarray:
+        if text in ("wrong", "panic"):
+            raise ValueError("planted") if text == "wrong" else Panic("planted")
+        return encode(tokens, text, *more)
+
+    monkeypatch.setattr(Tokens, "encode", failing)
+    results = ResultFile(config, read_prompts(prompts))
+    desk = Desk(config, spec_from_config(read_config(model)), load_tokenizer(model), results)
+    requests, refusals = desk.requests()
+    results.close()
+    assert [request.id for request in requests] == ["form", "plain"] and requests[0].grammar is not None
+    reasons = {refusal.id: str(refusal.reason) for refusal in refusals}
+    assert reasons.keys() == {"chat", "wrong"} and reasons["wrong"] == "planted" and MORE in reasons["chat"]
+    told = {line["custom_id"]: line["response"] for line in map(json.loads, output.read_text().splitlines())}
+    assert {name: response["status_code"] for name, response in told.items()} == {MORE: 400, "panic": 500}
+    assert "Panic: planted" in told["panic"]["body"]["error"]["message"]
