@@ -41,7 +41,7 @@ class Grammars:
         try:
             self._tokenizer = LLTokenizer(text, n_vocab=vocab, eos_token=eos)
         except ValueError:  # it knows more tokens
-            self._tokenizer = LLTokenizer(_Drawable(LLTokenizer(text), vocab, eos[0]), eos_token=eos)
+            self._tokenizer = LLTokenizer(_Drawable(LLTokenizer(text), vocab, eos[0]), eos_token=eos)  # type: ignore[arg-type]
         if self._tokenizer.decode_bytes(self._tokenizer.tokenize_str(PROBE)) != PROBE.encode():
             raise ValueError(f"{path}: the bytes of its tokens are not those of the text")
         self._ends = np.zeros(-(-vocab // 32), np.uint32)

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from helix.answers.dialects import THOUGHTS, AnswerPart, Dialect, Parser, PlainParser
 from helix.answers.grammars import begins_with_mark
@@ -20,6 +20,9 @@ from launch.serving.sampling import logprobs_of
 from launch.serving.schemas import Chat, Completion
 from launch.serving.streams import COMMENT, COMMENT_S, DONE
 from launch.serving.tokens import Tokens
+
+PARTS = 5  # levels of an answer that are written apart: down to the log-probabilities of a token
+T = TypeVar("T")
 
 
 @dataclass
@@ -71,7 +74,7 @@ class Answer:
             for index, one in news:
                 heard(one)
                 told[index].append(one)
-        choices = [self._choice(index, news) for index, news in enumerate(told)]
+        choices = [await self._apart(self._choice, index, news) for index, news in enumerate(told)]
         return self._object("chat.completion" if self.chat else "text_completion", choices) | {"usage": self.usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -93,6 +96,10 @@ class Answer:
         except ApiError as error:
             yield b"event: error\n" + _event(error.body(self.request_id))
         yield DONE
+
+    async def _apart(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Runs work in a thread if it takes long: with log-probabilities, of which there may be megabytes."""
+        return await asyncio.to_thread(work, *arguments) if self.with_logprobs else work(*arguments)
 
     def usage(self) -> dict[str, Any]:
         """Counts the tokens so far."""
@@ -288,6 +295,19 @@ def answer_of(
 
 def _call(part: Any) -> dict[str, Any]:
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+
+
+async def rendered(answer: dict[str, Any]) -> bytes:
+    """Writes an answer as JSON, in a thread and in small parts: Python's lock is held while a part is written."""
+    return await asyncio.to_thread(lambda: _json(answer, PARTS).encode())
+
+
+def _json(value: Any, levels: int) -> str:
+    if levels and isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(name)}:{_json(one, levels - 1)}' for name, one in value.items())}}}"
+    if levels and isinstance(value, list):
+        return f"[{','.join(_json(one, levels - 1) for one in value)}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reprlib import Repr
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
@@ -17,11 +17,15 @@ class FirstMistake(FailFast):
         return hash(FirstMistake)
 
 
+def or_null(default: Any) -> BeforeValidator:
+    """Makes null as good as unset: clients send it for what they leave alone."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
 T = TypeVar("T")
 Some = Annotated[list[T], FirstMistake()]
-# Switches; null is as good as unset, as clients send it for what they leave alone.
-Off = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
-On = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
+Off = Annotated[bool, or_null(False)]
+On = Annotated[bool, or_null(True)]
 
 
 class Schema(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from helix.answers.grammars import Shape, Tag
-from launch.serving.checked import SAID, Schema, Some
+from launch.serving.checked import SAID, Off, Schema, Some, or_null
 
 MOST_EXPRESSION = 1 << 16  # characters of an expression or a grammar, of all choices, or of a template's variables
 MOST_SCHEMA = 1 << 19  # characters and items of a schema, or of the parameters of all tools
@@ -27,7 +27,7 @@ class Structure(Schema):
 class Tagged(Schema):
     """Free text with JSON that follows a schema between tags."""
 
-    type: Literal["structural_tag"] = "structural_tag"
+    type: Annotated[Literal["structural_tag"], or_null("structural_tag")] = "structural_tag"
     structures: Some[Structure] = Field(min_length=1)
     triggers: Some[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
 
@@ -93,8 +93,8 @@ class Structured(Schema):
     grammar: Expression | None = None
     json_object: Literal[True] | None = None
     structural_tag: str | dict[str, Any] | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_any_whitespace: Off = False
+    disable_additional_properties: Off = False
     whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
 
     @model_validator(mode="after")

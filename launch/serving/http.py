@@ -11,8 +11,8 @@ from http import HTTPStatus
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from helix.config import ServeConfig
 from launch.serving.errors import ApiError
@@ -44,6 +44,20 @@ class UpgradeParser(httptools.HttpRequestParser):
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._go_on(data[upgrade.args[0] :])
+
+
+class UnframedCycle(RequestResponseCycle):
+    """An answer to HTTP/1.0, which knows no chunks: a stream ends with its connection."""
+
+    _streams = False
+
+    async def send(self, message: Message) -> None:  # type: ignore[override]
+        if message["type"] == "http.response.start":
+            self._streams = not any(name.lower() == b"content-length" for name, _ in message["headers"])
+            self.chunked_encoding = False if self._streams else None
+        elif self._streams:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)  # type: ignore[arg-type]
 
 
 class Server(uvicorn.Server):
@@ -125,6 +139,8 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             self._unread = 0
             self._late.cancel()
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                self.cycle.__class__ = UnframedCycle
 
         def on_body(self, body: bytes) -> None:
             self._unread = 0

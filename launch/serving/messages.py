@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from launch.serving.blocks import Block, BlockAnswer, Event
-from launch.serving.checked import Off, Schema, Some
+from launch.serving.checked import Off, Schema, Some, or_null
 from launch.serving.errors import ApiError
 from launch.serving.fields import MESSAGES
 from launch.serving.prompts import ids_of_chat
@@ -36,7 +36,7 @@ class Text(Schema):
 class Thought(Schema):
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""
+    signature: Annotated[str, or_null("")] = ""
 
 
 class Redacted(Schema):
@@ -53,7 +53,7 @@ class Use(Schema):
 class Result(Schema):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Some[Text] = ""
+    content: Annotated[str | Some[Text], or_null("")] = ""
     is_error: Off = False
 
 

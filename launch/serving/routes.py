@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +23,7 @@ from helix.answers.dialects import Dialect, Parser, dialect_of
 from helix.config import ServeConfig
 from launch.serving import messages, responses
 from launch.serving.access import Logged, with_cors
-from launch.serving.answers import Answer, answer_of, parsers_of
+from launch.serving.answers import Answer, answer_of, parsers_of, rendered
 from launch.serving.checked import Schema
 from launch.serving.compiler import Compiler
 from launch.serving.core import Core
@@ -34,7 +35,7 @@ from launch.serving.prompts import Reading, grammar_of, ids_of, read
 from launch.serving.reader import RECEIVE_S, Reader
 from launch.serving.responses import Responses, ResponsesAnswer
 from launch.serving.sampling import submits_of
-from launch.serving.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed, unknown
+from launch.serving.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
 from launch.serving.tokens import Tokens, read_defaults, variables
@@ -42,7 +43,6 @@ from launch.serving.tokens import Tokens, read_defaults, variables
 MIB = 1 << 20
 BODY_BYTES, ID_BYTES = 64 * MIB, 16  # limit of a body if `serve.body_mib` is unset; bytes per id of a long prompt
 COUNTED_IDS = 1 << 20  # that /tokenize and /detokenize accept even if the context is shorter
-MOST_TOLD = 32  # ignored fields
 GONE = 499  # status for a client that has left
 PAGE = {file.name: file for file in Path(__file__).with_name("page").iterdir()}
 PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
@@ -210,12 +210,13 @@ class Api:
             body, reading, flights, parsers, tokens, ready.eos, self.name, changed, self._core.abort, visit.id, kind
         )  # fmt: skip
         visit.answer = answer
-        ignored = ",".join(map(_header, unknown(said)[:MOST_TOLD]))
-        headers = {"x-ignored-fields": ignored} if ignored else {}
+        headers = {"x-ignored-fields": ",".join(map(_header, said.model_extra))} if said.model_extra else {}
         if body.stream:
             return EventStream(answer.events(), answer.close, self._serve.slow_s, headers)
         try:
-            return JSONResponse(await while_connected(request.receive, answer.whole()), headers=headers)
+            whole = await while_connected(request.receive, answer.whole())
+            content = await rendered(whole) if answer.with_logprobs else JSONResponse(whole).body
+            return Response(content, headers=headers, media_type="application/json")
         finally:
             answer.close()
 
@@ -339,8 +340,33 @@ class Api:
                         raise too_large
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {RECEIVE_S:g} s") from None
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding in ("gzip", "x-gzip"):
+            body = await asyncio.to_thread(_unzipped, body, most + 1)  # zlib lets other threads run
+            if len(body) > most:
+                raise too_large
+        elif coding not in ("identity", ""):
+            what = f"content-encoding={coding!r:.40} is not read here: send the body as it is, or with gzip"
+            raise ApiError(415, what, code="unsupported_encoding")
         request.state.size = len(body)
         return await reader.run(len(body), parsed, schema, bytes(body), most_ids)
+
+
+def _unzipped(body: bytearray, most: int) -> bytearray:
+    """Reads a compressed body up to `most` bytes.
+
+    Raises:
+        ApiError: 400, it is not one whole gzip stream.
+    """
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        plain = stream.decompress(body, most)
+    except zlib.error as error:
+        raise ApiError(400, f"content-encoding is gzip, and the body is not: {error}", code="invalid_gzip") from None
+    if len(plain) < most and (not stream.eof or stream.unused_data):
+        what = "goes on behind its end" if stream.eof else "ends early"
+        raise ApiError(400, f"content-encoding is gzip, and the body {what}", code="invalid_gzip")
+    return bytearray(plain)
 
 
 def _header(name: str) -> str:

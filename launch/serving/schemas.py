@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import nsmallest
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from pydantic import (
 )
 
 from helix.answers.grammars import Shape
-from launch.serving.checked import SAID, Off, On, Schema, Some
+from launch.serving.checked import SAID, Off, On, Schema, Some, or_null
 from launch.serving.errors import ApiError
 from launch.serving.fields import CHATS, REFUSED, field_of
 from launch.serving.fields import Field as Known
@@ -28,6 +29,7 @@ MOST_STOPS = 16
 MOST_STOP = 4096  # characters of each
 MOST_BIASED = 300  # most tokens with a setting of their own in a request, as in `helix.events.sampling_params`
 MOST_VALUES = 1 << 17  # of a body, besides its token ids
+MOST_TOLD, MOST_NAME = 32, 80  # ignored fields that a client is told, and characters of a name
 Scalar = str | int | float | bool | None
 BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # names of union members in an error's location
 SCANNED = 1 << 20  # bytes at a time
@@ -85,7 +87,7 @@ class Sampling(Schema):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
+    priority: Annotated[int, or_null(0)] = Field(0, ge=-(1 << 31), lt=1 << 31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     skip_special_tokens: On = True
 
@@ -186,12 +188,12 @@ class TextPart(Schema):
 
 class Call(Schema):
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[str, or_null("{}")] = "{}"
 
 
 class ToolCall(Schema):
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], or_null("function")] = "function"
     function: Call
 
 
@@ -364,7 +366,7 @@ Body = TypeVar("Body", bound=Schema)
 
 
 def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
-    """Parses a request's body.
+    """Parses a request's body; of unknown fields, `model_extra` has the first of the names to tell a client.
 
     Args:
         most_ids: upper bound of its token ids.
@@ -379,9 +381,15 @@ def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
     except ValidationError as error:
         raise _deepest(error) from error
     for known, value in _others(request):
-        if known.fate == REFUSED and value is not None and value not in known.neutral:
+        # Every continuation is returned: the best of as many are all.
+        same = known.name == "best_of" and value == (getattr(request, "n", None) or 1)
+        if known.fate == REFUSED and value is not None and value not in known.neutral and not same:
             what = f"{known.name} is not supported: {known.says}"
             raise ApiError(400, what, param=known.name, code="unsupported_parameter")
+    if (extra := request.model_extra) is not None:  # a body may have 100,000: the server's loop gets a few names
+        told = ignored(request)
+        extra.clear()
+        extra.update(dict.fromkeys(told))
     return request
 
 
@@ -404,12 +412,14 @@ def _deepest(error: ValidationError) -> ApiError:
 
 
 def _check_values(body: bytes, most_ids: int) -> None:
-    """Counts values before parsing: millions of empty lists take seconds, and gigabytes that are not freed.
+    """Counts values before parsing: millions of empty lists or fields take seconds, and gigabytes that are not freed.
+
+    A value that is no token id has at most a name and a text.
 
     Raises:
         ApiError: 400, there are too many.
     """
-    lists = commas = 0
+    lists = commas = quotes = 0
     within = np.zeros(1, np.uint8)  # whether the last scanned byte was within a string
     bare = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     for begin in range(0, len(bare), SCANNED):
@@ -418,20 +428,21 @@ def _check_values(body: bytes, most_ids: int) -> None:
         outside, within = part[inside == 0], inside[-1:]
         lists += int(np.count_nonzero((outside == ord("[")) | (outside == ord("{"))))
         commas += int(np.count_nonzero(outside == ord(",")))
-    if lists > MOST_VALUES or lists + commas > MOST_VALUES + most_ids:
+        quotes += int(np.count_nonzero(part == ord('"')))
+    names = quotes // 2
+    if lists > MOST_VALUES or lists + commas > MOST_VALUES + most_ids or names > 2 * MOST_VALUES:
         ids = f" and {most_ids} token ids" if most_ids else ""
-        what = (
-            f"the body has {lists + commas} values, {lists} of them lists or objects, and may have {MOST_VALUES}{ids}"
-        )
-        raise ApiError(400, what, code="too_large")
+        what = f"the body has {lists + commas} values, {lists} of them lists or objects, with {names} names and texts"
+        raise ApiError(400, f"{what}, and may have {MOST_VALUES} values{ids}", code="too_large")
 
 
-def unknown(request: Schema) -> list[str]:
-    """Lists the ignored fields of a request, including those of its objects."""
+def ignored(request: Schema) -> list[str]:
+    """Returns the first of a request's ignored fields, including those of its objects, by their shortened names."""
     neutral = {known.name for known, _ in _others(request) if known.fate == REFUSED}  # with a value of no effect
     inside = [(name, value) for name, value in request if isinstance(value, Schema)]
-    names = [*(request.model_extra or ()), *(f"{name}.{key}" for name, of in inside for key in of.model_extra or ())]
-    return sorted({*names} - neutral)
+    names = {name[:MOST_NAME] for name in request.model_extra or () if name not in neutral}
+    names |= {f"{name}.{key[:MOST_NAME]}" for name, of in inside for key in of.model_extra or ()}
+    return nsmallest(MOST_TOLD, names)
 
 
 def _others(request: Schema) -> Iterator[tuple[Known, Any]]:

@@ -46,18 +46,21 @@ class Keys:
     def owner(self, headers: Mapping[str, str]) -> str | None:
         """Returns the owner of the key in a request's headers; None if no key is needed.
 
+        Clients may send both headers, with an empty key or a proxy's credentials in one: a right key in either will do.
+
         Raises:
             ApiError: 401.
         """
         if not self._digests:
             return None
-        of_anthropic = f"Bearer {headers.get('x-api-key', '')}"
-        scheme, _, key = headers.get("authorization", of_anthropic).partition(" ")
-        given, found = _digest(key.strip(" \t").encode("latin-1")), None  # as the client has sent it
-        for owner, digest in self._digests:  # all of them, so that timing reveals nothing
-            if hmac.compare_digest(given, digest):
-                found = owner
-        if found is None or scheme.lower() != "bearer":
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        found = None
+        for one in (headers.get("x-api-key", ""), key if scheme.lower() == "bearer" else ""):
+            given = _digest(one.strip(" \t").encode("latin-1"))  # as the client has sent it
+            for owner, digest in self._digests:  # all of them, so that timing reveals nothing
+                if hmac.compare_digest(given, digest):
+                    found = owner
+        if found is None:
             raise ApiError(401, "a key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY", code="invalid_api_key")
         return found
 

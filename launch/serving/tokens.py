@@ -56,6 +56,7 @@ class Tokens:
         if path is not None and "torch" not in sys.modules:  # keeps out torch's 335 MB
             import_transformers()
         self.tokenizer = load_tokenizer(path)
+        self._texts: dict[int, str] = {}  # of single tokens, which log-probabilities tell by the hundred thousand
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
         self._held = 0  # bytes of cached segments
         self._special: re.Pattern[str] | None = None
@@ -101,6 +102,11 @@ class Tokens:
 
     def token_text(self, token: int) -> str:
         """Decodes a single token; its number if there is no tokenizer."""
+        if token not in self._texts:
+            self._texts[token] = self._token_text(token)
+        return self._texts[token]
+
+    def _token_text(self, token: int) -> str:
         if self.tokenizer is None:
             return str(token)
         text = str(self.tokenizer.decode([token]))

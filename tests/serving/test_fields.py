@@ -13,7 +13,10 @@ import pytest
 from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
+from pydantic import ValidationError
 
+from launch.serving import forms, messages, responses, schemas
+from launch.serving.checked import Schema
 from launch.serving.errors import ApiError
 from launch.serving.fields import CHATS, COMPLETIONS, DONE, FIELDS, GROUPS, HARMLESS, MESSAGES, RESPONSES, field_of
 from launch.serving.messages import Messages
@@ -119,9 +122,30 @@ def test_fields_are_what_the_table_says(route: str, tmp_path: Path) -> None:
 def test_null_is_as_good_as_unset(route: str) -> None:
     schema = SCHEMAS[route]
     for name, field in schema.model_fields.items():
-        if isinstance(field.default, bool):
+        if not field.is_required():
             body = parsed(schema, json.dumps(BODIES[route] | {name: None}).encode())
-            assert getattr(body, name) is field.default, name
+            assert getattr(body, name) == field.default, name
+
+
+def test_null_is_as_good_as_unset_inside_of_fields() -> None:
+    modules = forms, messages, responses, schemas
+    kinds = [kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)]
+    for kind in (kind for kind in kinds if issubclass(kind, Schema)):
+        for name, field in kind.model_fields.items():
+            key = field.alias or name
+            wrong: list[Any] = []
+            try:
+                kind.model_validate({key: None})
+            except ValidationError as error:  # of what is required
+                wrong = [one["loc"] for one in error.errors() if key in one["loc"]]
+            assert field.is_required() or not wrong, (kind, name)
+
+
+def test_the_best_of_as_many_are_all() -> None:
+    for n in (None, 1, 3):
+        parsed(Completion, json.dumps({"prompt": "x", "n": n, "best_of": n or 1}).encode())
+        with pytest.raises(ApiError, match="best_of is not supported"):
+            parsed(Completion, json.dumps({"prompt": "x", "n": n, "best_of": 4}).encode())
 
 
 LARGE = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": "x" * (1 << 20)}}}]}

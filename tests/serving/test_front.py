@@ -489,6 +489,18 @@ def test_keys_and_their_owners(tmp_path: Path) -> None:
     run(check, tmp_path, api_keys=str(keys))
 
 
+@pytest.mark.parametrize("other", ["", "Bearer", "Bearer ", "Bearer undefined", "Basic cHJveHk6eA=="])
+def test_a_right_key_in_one_header_is_enough(other: str, tmp_path: Path) -> None:
+    """Clients of Anthropic's interface send an empty `Authorization` too, or proxies put theirs there."""
+    (path := tmp_path / "keys").write_text("ada key-1\n")
+    keys = Keys(str(path))
+    assert keys.owner({"authorization": other, "x-api-key": "key-1"}) == "ada"
+    assert keys.owner({"authorization": "Bearer key-1", "x-api-key": ""}) == "ada"
+    for wrong in ("", "key-2"):
+        with pytest.raises(ApiError, match="a key is needed"):
+            keys.owner({"authorization": other, "x-api-key": wrong})
+
+
 def test_a_key_may_have_any_letters(tmp_path: Path) -> None:
     """Clients send UTF-8, and the server sees its bytes one by one."""
     (path := tmp_path / "keys").write_text("ada clé-à\n", encoding="utf-8")

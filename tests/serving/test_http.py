@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import socket
@@ -134,5 +135,52 @@ def test_a_client_that_offers_another_protocol_is_read_in_this_one(
             assert head.startswith("HTTP/1.1 200"), (head, answer)
         assert [submit.ids.tolist() for submit in front.job.submits] == [[1, 2, 3]] * 2
         writer.close()
+
+    run(check, tmp_path)
+
+
+BODY = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
+
+
+@pytest.mark.parametrize(
+    "coding, body, status, words",
+    [
+        ("gzip", gzip.compress(BODY), 200, "choices"),
+        ("identity", BODY, 200, "choices"),
+        ("gzip", BODY, 400, "content-encoding is gzip, and the body is not"),
+        ("gzip", gzip.compress(BODY)[:-3], 400, "the body ends early"),
+        ("gzip", gzip.compress(BODY) * 2, 400, "the body goes on behind its end"),
+        ("gzip", gzip.compress(bytes(1 << 25)), 413, "larger than 1 MiB"),
+        ("zstd", BODY, 415, "content-encoding='zstd' is not read here"),
+    ],
+    ids=["whole", "plain", "none", "cut", "twice", "large", "other"],
+)
+def test_a_compressed_body_is_read_within_bounds(
+    coding: str, body: bytes, status: int, words: str, tmp_path: Path
+) -> None:
+    async def check(front: Front) -> None:
+        answer = await front.post("/v1/completions", None, content=body, headers={"content-encoding": coding})
+        assert answer.status_code == status and words in answer.text, answer.text
+
+    run(check, tmp_path, body_mib=1)
+
+
+def test_an_older_client_gets_a_stream_without_chunks(tmp_path: Path) -> None:
+    """The stream ends with its connection: nginx asks so by default."""
+
+    async def check(front: Front) -> None:
+        for stream in (True, False):
+            body = json.dumps({"prompt": [1], "max_tokens": 2, "stream": stream}).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+            writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            head, _, answer = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in head and b"connection: close" in head
+            if stream:
+                events = [json.loads(e[6:]) for e in answer.split(b"\n\n") if e.startswith(b"data: {")]
+                assert answer.startswith(b": \n\ndata: ") and answer.endswith(b"\n\ndata: [DONE]\n\n")
+                assert events[-1]["choices"][0]["finish_reason"] == "length"
+            else:
+                assert json.loads(answer)["usage"]["completion_tokens"] == 2
+            writer.close()
 
     run(check, tmp_path)

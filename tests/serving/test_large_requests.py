@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 
 from launch.serving.errors import ApiError
 from launch.serving.forms import MOST_SCHEMA
+from launch.serving.frames import Submit
 from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
 from launch.serving.reader import LARGE, Reader
-from launch.serving.schemas import MOST_VALUES
-from tests.serving.front import DEMO, READY, FakeJob, Front, run, until
+from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, until
 
 pytestmark = pytest.mark.timeout(120)
 MIB = 1 << 20
@@ -72,11 +72,13 @@ def form(**kinds: Any) -> dict[str, Any]:
 
 # Name, request, status of its answer and words of it. Each kept the loop for longer than LATE_S when it was read there.
 ATTACKS: list[tuple[str, Callable[[], bytes], int, str]] = [
-    ("lists", lambda: completion(b'"prompt":"x","more":[' + b"[]," * (4 * MIB) + b"[]]"), 400, f"{MOST_VALUES} and"),
+    ("lists", lambda: completion(b'"prompt":"x","more":[' + b"[]," * (4 * MIB) + b"[]]"), 400, "values and"),
     ("ids", lambda: completion(b'"prompt":[' + b"1234," * (4 * MIB) + b"1]"), 400, "values"),
     ("biases", lambda: completion(b'"prompt":"x","logit_bias":{' + b'"7":1,' * (4 * MIB) + b'"7":1}'), 400, "values"),
     ("stop ids", lambda: completion(b'"prompt":[1],"min_tokens":1,"stop_token_ids":[' + b"7," * (4 * MIB) + b"7]"),
      400, "values"),
+    ("texts", lambda: completion(b'"prompt":[' + b'"a",' * (4 * MIB) + b'"a"]'), 400, "names and texts"),
+    ("fields", lambda: completion(b'"prompt":"x",' + b",".join(b'"u%d":1' % i for i in range(MIB))), 400, "names and"),
     ("text", lambda: completion(b'"prompt":"' + text(8 * MIB) + b'"'), 400, "characters"),
     ("schema", lambda: schema(16 * MIB), 400, f"may have {MOST_SCHEMA}"),
     ("bytes", lambda: completion(b'"prompt":"' + b"x" * (65 * MIB) + b'"'), 413, "64 MiB (serve.body_mib)"),
@@ -102,6 +104,8 @@ OF_CHATS: list[tuple[str, Callable[[], bytes], int, str]] = [
     ("texts of arguments", lambda: chat(called(FLAT)), 200, '"choices"'),
     ("what arguments share", lambda: chat(called(SHARED)), 400, "524288"),
     ("a message that goes on", lambda: chat(SAID), 200, '"choices"'),
+    ("a name", lambda: chat({"x" * (1 << 25): 1}), 200, '"choices"'),
+    ("log-probabilities", lambda: chat({"logprobs": True, "top_logprobs": 20, "max_tokens": 5000}), 200, '"choices"'),
 ]  # fmt: skip
 
 
@@ -161,13 +165,25 @@ def test_everybody_else_is_answered_meanwhile(tmp_path: Path) -> None:
     run(check, tmp_path)
 
 
-def test_everybody_else_is_answered_while_chats_are_made(tmp_path: Path, model: Path) -> None:
+def test_everybody_else_is_answered_while_chats_are_made(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     most = 1 << 17
+    monkeypatch.setattr("launch.serving.compiler.COMPILE_S", 60.0)  # this machine may be busy
+
+    async def script(job: FakeJob, submit: Submit) -> None:
+        if "logprobs" not in submit.sampling:
+            await counting(job, submit)
+            return
+        for n in range(0, submit.max_new_tokens, 50):
+            best = [(-1.0, [(100 + (n + at) % 3000 + i, -1.0) for i in range(20)]) for at in range(50)]
+            last = "length" if n + 50 == submit.max_new_tokens else None
+            await job.say(submit, [100] * 50, last, logprobs=tuple(best))
 
     async def check(front: Front) -> None:
         await answered_meanwhile(front, OF_CHATS)
 
-    run(check, tmp_path, FakeJob(ready=replace(READY, model=str(model), guided=True, context=most, max_length=most)))
+    run(check, tmp_path, FakeJob(script, replace(READY, model=str(model), guided=True, context=most, max_length=most)))
 
 
 @pytest.fixture
