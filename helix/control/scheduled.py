@@ -71,6 +71,12 @@ class Scheduled:
     def decoding(self) -> bool:
         return self.prefilled == len(self.tokens) and not self.ended and self.left > 0
 
+    def scored(self, end: int) -> np.ndarray:
+        """Returns the prompt's tokens behind those that are prefilled next, up to `end`, if they are to be scored."""
+        if self.request.sampling.prompt_logprobs is None:
+            return self.tokens[:0]
+        return self.tokens[self.prefilled + 1 : min(end + 1, self.prompt_tokens - self.request.drawn)]
+
     def text(self) -> np.ndarray:
         """Returns all tokens that rank 0 has read, int32 [n]."""
         more = self.known - len(self.tokens)

@@ -474,7 +474,8 @@ class Scheduler:
                 if is_snapped:
                     snapshot = states.take(s.tokens[:end], s.request.salt, s.held.node)
                 new = s.tokens[s.prefilled : end]
-                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known, *snapshot)
+                last = end == len(s.tokens)
+                yield Segment(s.slot, s.prefilled, end, last, new, s.held.known, *snapshot, s.scored(end))
                 done += self._times.work(s.prefilled, end)
                 s.prefilled = end
         if decoding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from helix.control.inbox import Abort, Inbox
@@ -19,7 +19,7 @@ from helix.control.scheduled import Scheduled
 from helix.control.scheduler import Scheduler
 from helix.control.timings import Timings
 from helix.events.decision import Decision
-from helix.events.request import Logprobs, Request, RequestUpdate
+from helix.events.request import Logprobs, PromptLogprobs, Request, RequestUpdate
 from helix.run.model_runner import ModelRunner, StepTokens
 from helix.speculation.adaptive import DraftOutcome, DraftPolicy
 
@@ -213,6 +213,7 @@ class Serving:
             # A launch may have kept this host from reading them at once.
             self._came = min(step.came, max(run.begin, self._came) + seconds)
             if in_chunk:
+                yield from self._scored(run, step)
                 yield from self._after_chunk(run, seconds)
             else:
                 run.seconds.append(step.busy_seconds)  # without a grammar's time, which would delay later decisions
@@ -261,9 +262,17 @@ class Serving:
         drafts = run.decision.kind.drafts
         return min(drafts, run.limits[slot]) if slot < len(run.limits) else drafts
 
+    def _scored(self, run: Run, step: StepTokens) -> Iterator[RequestUpdate]:
+        for slot, found in step.scored(run.decision.prefill):
+            request, most = run.rows[slot].request, run.rows[slot].request.sampling.prompt_logprobs
+            if not run.rows[slot].ended and most is not None:
+                part = PromptLogprobs(found.begin, found.ids[:, : 1 + most], found.values[:, : 1 + most])
+                yield replace(self._open[request.id].update(request.id), scored=part)
+
     def _after_chunk(self, run: Run, seconds: float) -> Iterator[RequestUpdate]:
         timings, prefill = self._timings, run.decision.prefill
-        self._times.observe(self._work(run.decision), seconds)
+        if not any(len(segment.scored) for segment in prefill):  # which take longer than those of others
+            self._times.observe(self._work(run.decision), seconds)
         self._announce()
         timings.prefill_s += seconds
         timings.prefill_tokens += sum(s.end - s.begin for s in prefill)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from helix.control.detokenize import TextStream
-from helix.events.request import Logprobs, Output, Request
+from helix.events.request import Logprobs, Output, PromptLogprobs, Request
 
 
 class OutputStream:
@@ -18,6 +18,7 @@ class OutputStream:
 
     Attributes:
         ended: whether the last output was the final one.
+        scored: parts of the prompt with their log-probabilities, so far.
     """
 
     def __init__(self, request: Request, eos: Collection[int], tokenizer: Any | None) -> None:
@@ -27,6 +28,7 @@ class OutputStream:
         self._logprobs: list[Logprobs] = []
         self._text = TextStream(tokenizer, request.stop, min_tokens=request.sampling.min_tokens)
         self.ended = False
+        self.scored: list[PromptLogprobs] = []
 
     def push(self, token: int, logprobs: Sequence[Logprobs] = ()) -> Output:
         """Returns the output of one more token, with its log-probabilities if requested."""
@@ -47,4 +49,5 @@ class OutputStream:
         if reason is None:
             return Output(name, prompt, (), delta, "", None, new_ids=new)
         ids, text = tuple(self._ids), self._text.text
-        return Output(name, prompt, ids, delta, text, reason, new_ids=new, logprobs=tuple(self._logprobs))
+        told, scored = tuple(self._logprobs), tuple(self.scored)
+        return Output(name, prompt, ids, delta, text, reason, new_ids=new, logprobs=told, scored=scored)

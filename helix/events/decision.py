@@ -72,6 +72,7 @@ class Segment:
         known: number of the sequence's first tokens that are in its pages already.
         saves: place of the snapshot that is taken of its states behind them; -1: none is.
         moves: place to which the snapshot that was there moves before; -1: there was none, or it goes.
+        scored: the tokens behind its first ones, int32 [m], whose log-probabilities are told; m is 0 mostly.
     """
 
     slot: int
@@ -82,6 +83,7 @@ class Segment:
     known: int = 0
     saves: int = -1
     moves: int = -1
+    scored: np.ndarray = field(default_factory=lambda: NO_PAGES)
 
 
 _AtSlot = TypeVar("_AtSlot", Admission, TableWrite, Segment)
@@ -155,6 +157,7 @@ class Decision:
         holds_draw: the only decode step is held: the allowed tokens depend on tokens that rank 0 has not read.
         counts: of a rank's share in mode dp: prompt tokens of each rank; empty: as many on all ranks.
         captures: nobody is served: a size of chunks that ran eagerly is captured.
+        scored: of a rank's share in mode dp: most scored tokens of a rank.
     """
 
     number: int
@@ -170,6 +173,7 @@ class Decision:
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     counts: tuple[int, ...] = ()
     captures: bool = False
+    scored: int = 0
 
     @classmethod
     def nothing(cls, retire: tuple[int, ...] = (), captures: bool = False) -> Decision:
@@ -187,9 +191,10 @@ class Decision:
         def own(events: tuple[_AtSlot, ...]) -> tuple[_AtSlot, ...]:
             return tuple(replace(e, slot=e.slot // ranks) for e in events if e.slot % ranks == rank)
 
-        counts = [0] * ranks
+        counts, scored = [0] * ranks, [0] * ranks
         for segment in self.prefill:
             counts[segment.slot % ranks] += segment.end - segment.begin
+            scored[segment.slot % ranks] += len(segment.scored)
         return replace(
             self,
             retire=tuple(slot // ranks for slot in self.retire if slot % ranks == rank),
@@ -198,4 +203,5 @@ class Decision:
             prefill=own(self.prefill),
             masks={slot // ranks: mask for slot, mask in self.masks.items() if slot % ranks == rank},
             counts=tuple(counts) if self.prefill else (),
+            scored=max(scored),
         )

@@ -51,6 +51,8 @@ class Request:
     def __post_init__(self) -> None:
         if self.grammar is not None:
             object.__setattr__(self, "sampling", replace(self.sampling, masked=True))
+        if self.sampling.prompt_logprobs is not None:  # tokens that another prompt has in the cache have no logits
+            object.__setattr__(self, "salt", (self.salt, self.id))
         ids = self.prompt
         if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32):
             try:
@@ -73,6 +75,21 @@ class Logprobs:
     best: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of consecutive tokens of a prompt, of the unmodified model.
+
+    Attributes:
+        begin: position of the first of them.
+        ids: int32 [n, 1 + k], the token itself and the k most likely ones, best first.
+        values: fp32 [n, 1 + k], their log-probabilities.
+    """
+
+    begin: int
+    ids: np.ndarray
+    values: np.ndarray
+
+
 @dataclass(frozen=True)
 class RequestUpdate:
     """News of a request: tokens, prefill progress, or its end; the first one reports its admission.
@@ -84,6 +101,7 @@ class RequestUpdate:
         finish_reason: None while it runs, then `stop` (EOS), `length`, `abort` or `error`.
         reason: the cause of an `error`.
         logprobs: those of `new_ids`, if requested.
+        scored: tokens of the prompt with their log-probabilities, if requested; positions may come again.
     """
 
     id: str | int
@@ -94,6 +112,7 @@ class RequestUpdate:
     finish_reason: str | None
     reason: str | None
     logprobs: tuple[Logprobs, ...] = ()
+    scored: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,7 @@ class Output:
         finish_reason: None while it runs, then `stop` (EOS or a stop text), `length` or `error`.
         reason: the cause of an `error`.
         logprobs: those of `output_ids`, if requested.
+        scored: parts of the prompt with their log-probabilities, if requested, once the request has ended.
     """
 
     id: str | int
@@ -119,3 +139,4 @@ class Output:
     reason: str | None = None
     new_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
+    scored: tuple[PromptLogprobs, ...] = ()

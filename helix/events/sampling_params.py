@@ -40,6 +40,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the answer, besides the model's own.
         ignore_eos: the model's own end tokens do not end the answer.
         logprobs: number of most likely tokens reported besides each drawn one; None: no log-probabilities.
+        prompt_logprobs: the same for each token of the prompt but the first, which are then all computed: no prefix of
+            it is taken from the cache.
 
     Raises:
         ValueError: a value is outside its range.
@@ -59,6 +61,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = field(default=(), hash=False)
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         # Ranges exclude NaN, which compares false.
@@ -74,8 +77,9 @@ class SamplingParams:
         self._require("repetition_penalty", real, lambda x: 0.01 <= x <= 100, "a number in [0.01, 100], 1 = off")
         for name in ("masked", "ignore_eos"):
             self._require(name, (bool,), lambda x: True, "true or false")
-        if self.logprobs is not None:
-            self._require("logprobs", integer, lambda x: 0 <= x <= TOP, f"an integer in [0, {TOP}], or none")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._require(name, integer, lambda x: 0 <= x <= TOP, f"an integer in [0, {TOP}], or none")
 
         def short(x: Sized) -> bool:
             return len(x) <= MOST_TOKENS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from helix.attention.dense import DenseAttention
 from helix.errors import RankError
 from helix.events.decision import Admission, Decision, Segment, StepKind
 from helix.events.follower import Begun, Follower, Prefilled, Taken
-from helix.events.request import Logprobs
+from helix.events.request import Logprobs, PromptLogprobs
 from helix.layers.mla import MLASpec, expanding_rows
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
@@ -50,6 +50,9 @@ from helix.steps.step import PAST, DecodeState, Step
 from kernels.reference.top_tokens import logprobs
 from kernels.tokens.best_token import best_of_ranks
 from kernels.tokens.commit import Candidates
+from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
+
+SCORED = 64  # tokens of prompts scored at a time: their logits take no more memory than those of a decode step
 
 
 @dataclass(frozen=True)
@@ -199,13 +202,18 @@ class ModelRunner:
         drawn: list[StepTokens] = []
         begin = Moment(self.device)
 
-        def keep(tokens: Tensor, slots: Sequence[int] | None = None, held: HeldStep | None = None) -> None:
+        def keep(
+            tokens: Tensor,
+            slots: Sequence[int] | None = None,
+            held: HeldStep | None = None,
+            scored: Tensor | None = None,
+        ) -> None:
             of = decision if held is None else held.decision
             summaries = self._of_all(self._shaper().summaries) if of.kind.shaped else None
             if self.comm.rank == 0:
                 before = held.begin if held is not None else drawn[-1].end if drawn else begin
                 idle = None if held is None else (held.computed, begin)
-                drawn.append(StepTokens(tokens, slots, self.check, before, summaries, idle))
+                drawn.append(StepTokens(tokens, slots, self.check, before, summaries, idle, scored))
 
         if self._held is not None:
             if decision.masks:
@@ -226,7 +234,9 @@ class ModelRunner:
         if decision.captures and (size := self.eager_size) is not None:
             self.capture_chunk(size, known=1)
         if decision.prefill or decision.counts:
-            keep(*self._by_slot(*self._prefill(decision.prefill, decision)))
+            scores = self._scores(decision)
+            of_slots = self._by_slot(*self._prefill(decision.prefill, decision, scores))
+            keep(*of_slots, scored=None if scores is None else scores.of_all())
         if decision.decode_steps:
             if decision.kind.drafts and not self._drafting:
                 self.drafter.catch_up(self.state)
@@ -282,7 +292,14 @@ class ModelRunner:
         for follower in self.followers:
             follower.admit(*admissions)
 
-    def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
+    def _scores(self, decision: Decision) -> PromptScores | None:
+        """Returns what scores the tokens of a decision's prompts; None if none is to be."""
+        most = max(decision.scored, sum(len(s.scored) for s in decision.prefill))
+        return PromptScores(self.model, self.comm, decision.prefill, most, self.layout.dp) if most else None
+
+    def _prefill(
+        self, segments: tuple[Segment, ...], decision: Decision, scores: PromptScores | None
+    ) -> tuple[Tensor, list[int]]:
         """Launches a chunk of prompts; returns the first tokens [n, 1] of prompts that end with it, and their slots."""
         if not segments:
             self.model.hidden(self.cache, self.state.padding_step(decision.counts), self.policy)
@@ -290,7 +307,8 @@ class ModelRunner:
         prompts = [
             PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known, s.saves, s.moves) for s in segments
         ]
-        hidden, states = self.prompt_states(prompts, decision.counts)
+        each = scores.add if scores is not None and scores.count else None
+        hidden, states = self.prompt_states(prompts, decision.counts, each)
         last = [i for i, s in enumerate(segments) if s.last]
         of_all = to_device(torch.tensor([[p.slot, p.written[1]] for p in prompts]), self.device)
         slots, ends = of_all.unbind(1)
@@ -312,23 +330,31 @@ class ModelRunner:
             follower.begun(Begun(slots[:n], tokens[:n], lengths[:n], states[of_last[:n]]))
         return tokens[:n, None], [segments[i].slot for i in last]
 
-    def prompt_states(self, prompts: list[PromptChunk], counts: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    def prompt_states(
+        self,
+        prompts: list[PromptChunk],
+        counts: tuple[int, ...] = (),
+        each: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Runs a chunk of prompts, captured if it can be; returns the last tokens' states, see `Decoder.states`.
 
         Args:
             counts: see `Step.counts`.
+            each: called with the normalised hidden states [N, H] of all tokens, in order, then padding; such a chunk is
+                not captured, as only its last tokens' states would be computed to the end.
         """
         state = self.state
         if self.pads:
             size = self.chunk_size(prompts)
             packed = state.packed(prompts, size)
-            if size.captured and self.graphs is not None:
+            if size.captured and self.graphs is not None and each is None:
                 self._packed.setdefault(size, torch.empty_like(packed)).copy_(packed)
                 last, states = self.graphs.run(self._chunk, size, captures=False)
             else:
-                last, states = self._computed(state.packed_step(packed, size))
+                last, states = self._computed(state.packed_step(packed, size), each)
         else:
-            last, states = self._computed(replace(state.prefill_step(prompts, counts), expands=self._expands(prompts)))
+            step = replace(state.prefill_step(prompts, counts), expands=self._expands(prompts))
+            last, states = self._computed(step, each)
         if self._followed:
             real = None if states is None else states[: sum(len(p.tokens) for p in prompts)]
             chunk = Prefilled(prompts, state.prompts_span(prompts), state.parts(prompts), real)
@@ -394,15 +420,19 @@ class ModelRunner:
             self._chunk_states = torch.empty_like(states)
         return last, self._chunk_states[: size.tokens].copy_(states)
 
-    def _computed(self, step: Step) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    def _computed(
+        self, step: Step, each: Callable[[Tensor], None] | None = None
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Runs a chunk of prompts; returns states as `prompt_states`, and those that the drafter reads."""
-        if not self.drafter.reads_states:
+        if not self.drafter.reads_states and each is None:
             last = self.model.last_states(self.cache, step, self.policy)
             return (last, last), None
         assert step.cu_q is not None
         hidden, states = self.model.states(self.cache, step, self.policy)
+        if each is not None:
+            each(hidden)
         ends = step.cu_q[1:] - 1
-        return (hidden[ends], states[ends]), states
+        return (hidden[ends], states[ends]), states if self.drafter.reads_states else None
 
     def _by_slot(self, tokens: Tensor, slots: list[int]) -> tuple[Tensor, list[int] | None]:
         """Returns first tokens [n, 1] and their slots; in mode dp those of all ranks, in the order of all slots."""
@@ -514,6 +544,51 @@ class ModelRunner:
             self.graphs.close()
 
 
+class PromptScores:
+    """Log-probabilities of prompts' tokens in a chunk, on every rank.
+
+    Args:
+        comm: the communicator of all ranks.
+        segments: the chunk.
+        most: its scored tokens; in mode dp those of the rank with the most.
+        ranks: ranks with sequences of their own.
+
+    Attributes:
+        count: scored tokens of this rank's sequences.
+    """
+
+    def __init__(
+        self, model: Decoder, comm: Communicator, segments: Sequence[Segment], most: int, ranks: int
+    ) -> None:  # fmt: skip
+        self._model, self._comm, self._ranks = model, comm, ranks
+        device = model.weights.device
+        rows, begin = [], 0
+        for segment in segments:
+            rows.append(torch.arange(begin, begin + len(segment.scored)))
+            begin += segment.end - segment.begin
+        following = [torch.from_numpy(segment.scored).long() for segment in segments]
+        self.count = sum(map(len, following))
+        self._summaries = torch.zeros(most, WIDTH, dtype=torch.int64, device=device)
+        if self.count:
+            both = torch.stack([torch.cat(rows), torch.cat(following)])
+            # The last one again and again: one shape, and so one kernel.
+            both = torch.cat([both, both[:, -1:].expand(2, -self.count % SCORED)], 1)
+            self._rows, self._following = to_device(both, device)
+
+    def add(self, hidden: Tensor) -> None:
+        """Scores the tokens that follow rows of the normalised hidden states [N, H]; a collective of `own` ranks."""
+        model, own = self._model, self._model.own
+        for begin in range(0, self.count, SCORED):
+            rows, following = (x[begin : begin + SCORED].contiguous() for x in (self._rows, self._following))
+            top = top_of_rank(model.logits(hidden[rows]), following, model.embedding.rows.start)
+            end = min(begin + SCORED, self.count)
+            self._summaries[begin:end] = top_of_ranks(own.all_gather(top))[: end - begin]
+
+    def of_all(self) -> Tensor:
+        """Returns the summaries of the tokens of all ranks' sequences [dp, most, WIDTH]; a collective in mode dp."""
+        return self._summaries[None] if self._ranks == 1 else self._comm.all_gather(self._summaries)
+
+
 class StepTokens:
     """A step's tokens, copied to rank 0's host; the other ranks keep them on the device.
 
@@ -524,6 +599,7 @@ class StepTokens:
         before: moment at which the step could begin.
         summaries: summaries of all slots, see `Shaper`; None if no log-probabilities are requested.
         idle: moments between which the device waited for rank 0; None: it did not wait.
+        scored: summaries of prompts' tokens, by the rank with the sequences and their order; None if there are none.
 
     Attributes:
         end: moment at which the step's tokens are on the host.
@@ -538,8 +614,10 @@ class StepTokens:
         before: Moment,
         summaries: Tensor | None = None,
         idle: tuple[Moment, Moment] | None = None,
+        scored: Tensor | None = None,
     ) -> None:
         self._tokens = to_host(tokens)
+        self._scored = None if scored is None else to_host(scored)
         self._summaries = None if summaries is None else to_host(summaries)
         self._slots = range(len(tokens)) if slots is None else slots
         self._check = check
@@ -579,6 +657,17 @@ class StepTokens:
         ids, values = (x[0].tolist() for x in logprobs(self._summaries[slot : slot + 1]))
         best = tuple(zip(ids[1 : 1 + count], values[1 : 1 + count], strict=True))
         return Logprobs(values[0], tuple((token, value) for token, value in best if token >= 0))
+
+    def scored(self, prefill: Sequence[Segment]) -> Iterator[tuple[int, PromptLogprobs]]:
+        """Yields slots and the log-probabilities of their prompts' scored tokens in a chunk; valid after `read`."""
+        if self._scored is None:
+            return
+        ranks, done = len(self._scored), [0] * len(self._scored)
+        for segment in (segment for segment in prefill if len(segment.scored)):
+            home, count = segment.slot % ranks, len(segment.scored)
+            ids, values = logprobs(self._scored[home, done[home] : done[home] + count])
+            done[home] += count
+            yield segment.slot, PromptLogprobs(segment.begin + 1, ids.int().numpy(), values.numpy())
 
 
 def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:

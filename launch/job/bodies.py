@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from helix.answers.dialects import Dialect, dialect_of
 from helix.answers.matcher import BegunGrammar, Grammars
 from helix.config import Config
@@ -30,12 +32,13 @@ from launch.serving.tokens import Tokens, read_defaults
 
 @dataclass
 class BatchLine:
-    """A line of a batch while its continuations run: outputs by the names of their requests, in order."""
+    """A line of a batch while its continuations run: outputs and prompts by the names of their requests, in order."""
 
     name: str | int
     body: Chat | Completion
     reading: Reading
     outputs: dict[str | int, Output | None] = field(default_factory=dict)
+    prompts: dict[str | int, np.ndarray] = field(default_factory=dict)
 
 
 class Desk:
@@ -160,7 +163,7 @@ class Desk:
                 self._unlimited.add(name)
             sampling = replace(request.sampling, stop_token_ids=body.stop_token_ids or ())
             requests.append(replace(request, id=name, stop=tuple(body.stop or ()), sampling=sampling))
-            line.outputs[name] = None
+            line.outputs[name], line.prompts[name] = None, submit.ids
             self._lines[name] = line
         return requests
 
@@ -179,7 +182,9 @@ class Desk:
         flights = []
         for output in line.outputs.values():
             assert output is not None, "all have ended"
-            flight = Flight(Submit(0, 0), None, "", lambda: None)
+            flight = Flight(Submit(0, 0, ids=line.prompts[output.id]), None, "", lambda: None)
+            for part in output.scored:
+                flight.score(part.begin, part.ids, part.values)
             flight.drawn = [*output.output_ids]
             flight.logprobs = [(place.drawn, place.best) for place in output.logprobs]
             flight.end(str(output.finish_reason), output.reason)

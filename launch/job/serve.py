@@ -39,6 +39,7 @@ from launch.serving.frames import (
     Progress,
     Queued,
     Ready,
+    Scored,
     Stats,
     StepDeltas,
     Stop,
@@ -208,6 +209,10 @@ class Link:
                     self._drawn += (name, token)
             return
         self.flush()
+        if (part := update.scored) is not None:
+            both = np.stack([part.ids, part.values.view(np.int32)])
+            self._send(Scored(name, part.begin, part.ids.shape[1], both.reshape(-1)), update.id)
+            return
         if finish_reason is not None:
             self._names.pop(update.id, None)
             followed = self._followed.pop(update.id, None)

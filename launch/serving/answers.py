@@ -6,8 +6,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 from helix.answers.dialects import THOUGHTS, AnswerPart, Dialect, Parser, PlainParser
@@ -89,8 +90,8 @@ class Answer:
                 elif not news:
                     yield COMMENT
                 for index, one in news:
-                    yield _event(self._object(kind, [self._piece(index, one, not begun[index])]) | no_usage)
-                    begun[index] = True
+                    first, begun[index] = not begun[index], True
+                    yield await self._apart(self._piece_event, kind, index, one, first, no_usage)
             if self.usage_at_end:
                 yield _event(self._object(kind, []) | {"usage": self.usage()})
         except ApiError as error:
@@ -137,7 +138,7 @@ class Answer:
 
     def _choice(self, index: int, news: list[News]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": news[-1].finish_reason}
-        logprobs = self._logprobs(index, news)
+        logprobs = self._logprobs(index, news, first=True)
         if not self.chat:
             text = "".join(one.text for one in news)
             return choice | {"text": self._echo(index) + text, "logprobs": logprobs}
@@ -152,9 +153,12 @@ class Answer:
             message["content"] = ""
         return choice | {"message": message, "logprobs": logprobs}
 
+    def _piece_event(self, kind: str, index: int, news: News, first: bool, more: dict[str, Any]) -> bytes:
+        return _event(self._object(kind, [self._piece(index, news, first)]) | more)
+
     def _piece(self, index: int, news: News, first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": news.finish_reason}
-        logprobs = self._logprobs(index, [news])
+        logprobs = self._logprobs(index, [news], first)
         if not self.chat:
             return choice | {"text": (self._echo(index) if first else "") + news.text, "logprobs": logprobs}
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
@@ -179,7 +183,7 @@ class Answer:
     def _echo(self, index: int) -> str:
         return self.echoed[index] if self.echoed else ""
 
-    def _logprobs(self, index: int, news: list[News]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, news: list[News], first: bool) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
         drawn = [(token, *logprobs) for one in news for token, logprobs in zip(one.ids, one.logprobs, strict=True)]
@@ -191,17 +195,23 @@ class Answer:
                     for token, own, top in drawn
                 ]
             }
-        texts = [text_of(token) for token, _, _ in drawn]
-        offsets = []
-        for text in texts:
-            offsets.append(self._counts[index])
+        prompt = _scored(self.choices[index].flight) if first and self.echoed else ()
+        told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, own, top in chain(prompt, drawn):  # one by one: a million values would wake the garbage collector
+            text = text_of(token)
+            values = text, own, None if top is None else self._by_text(top), self._counts[index]
+            for column, value in zip(told.values(), values, strict=True):
+                column.append(value)
             self._counts[index] += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [own for _, own, _ in drawn],
-            "top_logprobs": [{text_of(i): p for i, p in top} for _, _, top in drawn],
-            "text_offset": offsets,
-        }
+        return told
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Returns log-probabilities by tokens' texts: of several tokens with one text, such as parts of letters, the
+        likeliest."""
+        found: dict[str, float] = {}
+        for token, logprob in top:
+            found.setdefault(self.tokens.token_text(token), logprob)
+        return found
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         told = {"token": self.tokens.token_text(token), "logprob": logprob}
@@ -267,7 +277,8 @@ def answer_of(
             abort,
             parser,
             not body.skip_special_tokens,
-            body.min_tokens or 0,
+            min_tokens=body.min_tokens or 0,
+            silent=body.max_tokens == 0,
         )
         for index, (flight, parser) in enumerate(zip(flights, parsers, strict=True))
     ]
@@ -293,6 +304,15 @@ def answer_of(
     )
 
 
+def _scored(flight: Flight) -> Iterator[tuple[int, float | None, list[tuple[int, float]] | None]]:
+    """Yields the tokens of a prompt, each with its log-probability and the likeliest tokens; the first has none."""
+    yield int(flight.submit.ids[0]), None, None
+    if flight.scored is not None:
+        for ids, values in zip(*(part.tolist() for part in flight.scored), strict=True):
+            best = [(token, value) for token, value in zip(ids[1:], values[1:], strict=True) if token >= 0]
+            yield ids[0], values[0], best
+
+
 def _call(part: Any) -> dict[str, Any]:
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
 
@@ -302,13 +322,14 @@ async def rendered(answer: dict[str, Any]) -> bytes:
     return await asyncio.to_thread(lambda: _json(answer, PARTS).encode())
 
 
-def _json(value: Any, levels: int) -> str:
+def _json(value: Any, levels: int, ascii: bool = False) -> str:
     if levels and isinstance(value, dict):
-        return f"{{{','.join(f'{json.dumps(name)}:{_json(one, levels - 1)}' for name, one in value.items())}}}"
+        parts = (f"{json.dumps(name)}:{_json(one, levels - 1, ascii)}" for name, one in value.items())
+        return f"{{{','.join(parts)}}}"
     if levels and isinstance(value, list):
-        return f"[{','.join(_json(one, levels - 1) for one in value)}]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return f"[{','.join(_json(one, levels - 1, ascii) for one in value)}]"
+    return json.dumps(value, ensure_ascii=ascii, allow_nan=False, separators=(",", ":"))
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+    return f"data: {_json(content, PARTS, ascii=True)}\n\n".encode()

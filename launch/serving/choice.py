@@ -39,6 +39,7 @@ class Choice:
     Args:
         abort: called if it ends before the engine reports its end.
         parser: splits the text into parts; None for a completion.
+        silent: what is drawn is no part of the answer, which is empty.
         special: whether the text includes special tokens.
         min_tokens: see `TextStream`.
 
@@ -60,6 +61,7 @@ class Choice:
         parser: Parser | None = None,
         special: bool = False,
         min_tokens: int = 0,
+        silent: bool = False,
     ) -> None:
         self.index = index
         self.flight = flight
@@ -72,6 +74,7 @@ class Choice:
         self._stop_ids = frozenset(stop_ids)
         self._eos = frozenset(eos)
         self._abort = abort
+        self._silent = silent
         self._special = special or (parser is not None and parser.wants_special)
         self._text = TextStream(tokens.tokenizer, self._stops, self._special, min_tokens)
 
@@ -79,6 +82,10 @@ class Choice:
         """Returns the news since the last call."""
         news, flight = News(), self.flight
         if self.ended is not None:
+            return news
+        if self._silent and (reason := flight.finish_reason) is not None:
+            news.finish_reason = self.ended = "length" if reason == "stop" else reason
+        if self._silent:
             return news
         fresh = flight.drawn[self.tokens :]
         said: list[str] = []

@@ -28,6 +28,7 @@ from launch.serving.frames import (
     Progress,
     Queued,
     Ready,
+    Scored,
     Stats,
     StepDeltas,
     Stop,
@@ -61,6 +62,8 @@ class Flight:
         name: the request's id in the log.
         drawn: token ids so far.
         logprobs: those of each token, if requested.
+        scored: the prompt's tokens behind its first, if requested: ids and log-probabilities [n - 1, width], the
+            token's own and those of the most likely ones.
         finish_reason, reason: see `Delta`; set once it has ended.
         cached: prompt tokens found in the cache; None until known.
         progress: prompt tokens done; None until it is admitted.
@@ -77,6 +80,7 @@ class Flight:
         self.changed = changed
         self.drawn: list[int] = []
         self.logprobs: list[Any] = []
+        self.scored: tuple[np.ndarray, np.ndarray] | None = None
         self.finish_reason: str | None = None
         self.reason: str | None = None
         self.cached: int | None = None
@@ -92,6 +96,14 @@ class Flight:
     def waits(self) -> bool:
         """Whether it has not been admitted yet."""
         return self.progress is None and not self.drawn
+
+    def score(self, begin: int, ids: np.ndarray, values: np.ndarray) -> None:
+        """Sets the log-probabilities of prompt tokens from position `begin` on; shapes as in `scored`."""
+        if self.scored is None:
+            shape = len(self.submit.ids) - 1, ids.shape[1]
+            self.scored = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        for whole, part in zip(self.scored, (ids, values), strict=True):
+            whole[begin - 1 : begin - 1 + len(part)] = part
 
     def end(self, finish_reason: str, reason: str | None = None) -> None:
         self.finish_reason, self.reason = finish_reason, reason
@@ -351,7 +363,7 @@ class Core:
                 if (flight := self.flights.get(name)) is not None:
                     self._add(flight, [token for _, token in pairs])
                     flight.changed()
-        elif isinstance(message, Unread | Queued | Delta | Progress) and message.id in self.flights:
+        elif isinstance(message, Unread | Queued | Delta | Progress | Scored) and message.id in self.flights:
             flight = self.flights[message.id]
             if isinstance(message, Unread):
                 self._end(flight, "error", f"a message of the ranks is malformed: {message.reason}")
@@ -359,6 +371,10 @@ class Core:
                 return
             if isinstance(message, Queued):
                 flight.stage = Stage.QUEUED
+                return
+            if isinstance(message, Scored):
+                ids, bits = message.ids.reshape(2, -1, message.width)
+                flight.score(message.begin, ids, np.ascontiguousarray(bits).view(np.float32))
                 return
             if isinstance(message, Progress):
                 self._admitted(flight)

@@ -57,7 +57,7 @@ FIELDS = (
     *_fields(
         DONE, BOTH,
         ("stream_options", "`include_usage`: the usage is the last event"),
-        ("max_tokens", "limit of new tokens; unset: 16 in completions, what the context leaves in chats"),
+        ("max_tokens", "limit of new tokens, 0 in completions too; unset: 16 there, what the context leaves in chats"),
         ("n", "number of answers to one prompt, at most 128"),
         ("stop", "up to 16 texts; the answer ends before the first of them"),
         ("logprobs", "in completions a number up to 20, in chats true: how likely each token was"),
@@ -73,7 +73,7 @@ FIELDS = (
     *_fields(
         DONE, COMPLETIONS,
         ("prompt", "a text, token ids, or a list of either"),
-        ("echo", "the prompt's text stands before the answer"),
+        ("echo", "the prompt's text stands before the answer, and with `logprobs` its tokens' log-probabilities"),
         ("add_special_tokens", "false: the tokenizer puts nothing around the prompt"),
     ),
     *_fields(
@@ -143,7 +143,7 @@ FIELDS = (
         ("best_of", "every continuation is returned: set n", 1),
         ("use_beam_search", "tokens are drawn", False),
         ("watermarking", "what is drawn is not marked", False),
-        ("prompt_logprobs", "log-probabilities are those of new tokens"),
+        ("prompt_logprobs", "in completions set echo and logprobs"),
         ("prompt_embeds", "prompts are texts or token ids"),
         ("logprob_token_ids", "log-probabilities are told of the likeliest tokens"),
         ("allowed_token_ids", "set logit_bias, or structured_outputs"),

@@ -155,6 +155,22 @@ class Progress(Message):
 
 
 @dataclass(frozen=True, eq=False)
+class Scored(Message):
+    """Log-probabilities of consecutive tokens of a prompt; positions may come again, after a preemption or a crash.
+
+    Attributes:
+        begin: position of the first of them.
+        ids: int32 [2, n, width]: `helix.events.request.PromptLogprobs`, ids and then the bits of the values.
+    """
+
+    kind = "scored"
+    id: int
+    begin: int
+    width: int
+    ids: np.ndarray = field(default_factory=lambda: NO_IDS)
+
+
+@dataclass(frozen=True, eq=False)
 class Failed(Message):
     """The last message of a failing job, with the reason."""
 
@@ -178,7 +194,8 @@ class Stats(Message):
     values: dict[str, float]
 
 
-KINDS = {kind.kind: kind for kind in (Submit, Cancel, Stop, Ready, Delta, StepDeltas, Queued, Progress, Failed, Stats)}
+TYPES = (Submit, Cancel, Stop, Ready, Delta, StepDeltas, Queued, Progress, Scored, Failed, Stats)
+KINDS = {kind.kind: kind for kind in TYPES}
 
 
 def encode(message: Message) -> bytes:

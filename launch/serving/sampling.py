@@ -26,6 +26,7 @@ ENGINE = {
     "ignore_eos": False,
     "logit_bias": [],
     "logprobs": None,
+    "prompt_logprobs": None,
 }
 
 
@@ -81,6 +82,7 @@ def sampling_of(
     given = {name: value for name in ENGINE if (value := getattr(request, name, None)) is not None}
     values = OPENAI | dict(defaults) | given
     values |= {"top_k": max(0, int(values["top_k"])), "logit_bias": bias, "logprobs": logprobs}
+    values["prompt_logprobs"] = logprobs if getattr(request, "echo", False) else None
     # A seed determines all choices, and each draws differently.
     seed = secrets.randbits(63) if request.seed is None else (request.seed + index) % (1 << 63)
     if request.min_tokens and request.stop_token_ids:  # not drawn before `min_tokens`
@@ -99,6 +101,8 @@ def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) 
         ApiError: the prompt, or both together, do not fit.
     """
     wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    if wanted == 0:
+        wanted = 1  # the engine draws a token behind each prompt; the answer leaves it out
     room = ready.max_length
     what = "the model's context" if ready.context <= room else "what the KV cache can hold (kv.tokens)"
     if prompt == 0:

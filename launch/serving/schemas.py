@@ -161,15 +161,10 @@ class Completion(Generation):
     """Body of /v1/completions."""
 
     prompt: str | Ids | Some[str] | Some[Ids]
+    max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     echo: Off = False
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: On = True
-
-    @model_validator(mode="after")
-    def _no_logprobs_of_the_prompt(self) -> Completion:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs would want those of the prompt, and they are of new tokens alone")
-        return self
 
     @property
     def prompts(self) -> list[str] | list[np.ndarray]:

@@ -42,6 +42,7 @@ LINES = [
     batch("chat form", "chat/completions", **CHAT | {"max_tokens": 40}, temperature=0, response_format=FORM),
     batch("two", "completions", prompt=[CODE, "import os"], temperature=0, max_tokens=12, stop='"""', echo=True),
     batch("stop id", "completions", prompt=CODE, temperature=0, stop_token_ids=[430], ignore_eos=True),
+    batch("scored", "completions", prompt=["import os", CODE], max_tokens=0, echo=True, logprobs=1),
     batch("wrong", "completions", prompt="x", temperature=-1),
     batch("other", "completions", prompt="x", model="gpt"),
     batch("long", "completions", prompt="x", max_tokens=40_000),
@@ -63,7 +64,7 @@ def test_they_mean_what_they_mean_to_a_server(tmp_path: Path) -> None:
     assert no_form["finish_reason"] == "error" and "cannot be followed" in no_form["reason"]
     said = {line["custom_id"]: line["response"] for line in others}
     statuses = [response["status_code"] for response in said.values()]
-    assert statuses == [200, 200, 200, 200, 400, 404, 400] and all(line["error"] is None for line in others)
+    assert statuses == [200, 200, 200, 200, 200, 400, 404, 400] and all(line["error"] is None for line in others)
     choices = said["chat twice"]["body"]["choices"]
     assert [c["message"]["content"] for c in choices] == [plain["text"]] * 2
     assert len(choices[0]["logprobs"]["content"]) == 8
@@ -73,6 +74,9 @@ def test_they_mean_what_they_mean_to_a_server(tmp_path: Path) -> None:
     assert said["stop id"]["body"]["choices"][0] | {"logprobs": 0} == {
         "index": 0, "finish_reason": "stop", "text": plain["text"].partition(' """')[0], "logprobs": 0
     }  # fmt: skip
+    scored = said["scored"]["body"]["choices"][1]["logprobs"]
+    assert "".join(scored["tokens"]) == CODE and scored["token_logprobs"][0] is None
+    assert len(scored["token_logprobs"]) == len(scored["tokens"]) and max(scored["token_logprobs"][1:]) < 0
     assert said["wrong"]["body"]["error"]["param"] == "temperature"
     assert "demo-model is" in said["other"]["body"]["error"]["message"]
     assert "exceed the model's context" in said["long"]["body"]["error"]["message"]

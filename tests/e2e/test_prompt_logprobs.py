@@ -1,0 +1,87 @@
+"""Log-probabilities of prompts' tokens: those of transformers, whatever else runs and wherever the prompt is cut."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.config import ScheduleConfig
+from helix.events.request import Output, Request
+from helix.events.sampling_params import SamplingParams
+from helix.layout import HelixLayout
+from helix.speculation import NgramDrafter
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.parity import build_engine
+
+LENGTHS = {"one": 1, "short": 20, "long": 90, "same": 90, "drawn": 40}
+CLOSE = dict(max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(lease=2, stall_ms=2.0))
+
+
+def prompt(length: int) -> list[int]:
+    return [(5 * i + i * i) % 250 for i in range(length)]
+
+
+@cache
+def oracle(family: str) -> torch.Tensor:
+    """Log-probabilities [n, V] behind each token of the longest prompt."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        return model(torch.tensor([prompt(max(LENGTHS.values()))])).logits[0].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "family, layout, options",
+    [
+        ("qwen2", HelixLayout.create(), {}),
+        ("qwen2", HelixLayout.create(), dict(prefill_chunk=96, drafter=NgramDrafter(4, 2))),
+        ("qwen2", HelixLayout.create("helix", 2, 2), dict(max_batch=3)),
+        ("qwen2", HelixLayout.create("helix", 2), CLOSE),
+        ("qwen2", HelixLayout.create("medha", 2, 2), {}),
+        ("qwen2", HelixLayout.create("dp", dp=3), dict(max_batch=2)),
+        ("qwen3-next", HelixLayout.create("helix", 2), dict(snapshots=4)),
+        ("gpt-oss", HelixLayout.create("helix", 1, 2), {}),
+        ("granite", HelixLayout.create("tp", tpa=2), {}),
+    ],
+    ids=["alone", "drafts", "grid", "preempted", "medha", "dp", "states", "windows", "scaled logits"],
+)
+def test_they_are_those_of_transformers(family: str, layout: HelixLayout, options: dict[str, Any]) -> None:
+    def wanted(name: str) -> SamplingParams:
+        return SamplingParams(logprobs=0, prompt_logprobs=5 if name != "short" else 0)
+
+    requests = [Request(f"plain {i}", prompt(70), 20, SamplingParams()) for i in range(2)]
+    requests += [Request(name, prompt(n), 6, wanted(name)) for name, n in LENGTHS.items()]
+    requests[-1] = Request("drawn", prompt(40), 6, wanted("drawn"), drawn=10)
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, Output], int]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        given = {"max_batch": 8, "prefill_chunk": 24} | options
+        engine = build_engine(checkpoint(family), layout, comm, 4, page_size=4, **given)
+        engine.run_steps = 2 if "pages" in options else 8
+        list(engine.generate(requests[:1]))  # its prefix is in the cache
+        return {output.id: output for output in engine.generate(requests)}, engine.timings.preemptions
+
+    (outputs, preempted), *_ = run_ranks(layout.world_size, body, timeout_s=120.0)
+    assert (preempted > 0) == ("pages" in options)
+    expected = oracle(family)
+    for name, length in LENGTHS.items():
+        ids, k = prompt(length), wanted(name).prompt_logprobs
+        found: dict[int, tuple[list[int], list[float]]] = {}
+        for part in outputs[name].scored:
+            assert part.ids.shape == part.values.shape == (len(part.ids), 1 + k)
+            for at, row in enumerate(zip(part.ids.tolist(), part.values.tolist(), strict=True)):
+                found[part.begin + at] = row
+        assert sorted(found) == list(range(1, 30 if name == "drawn" else length))
+        for position, (tokens, values) in found.items():
+            assert tokens[0] == ids[position]
+            of_all = expected[position - 1]
+            torch.testing.assert_close(torch.tensor(values), of_all[tokens].float(), rtol=0, atol=1e-4)
+            best = of_all.topk(k).values.float()
+            torch.testing.assert_close(torch.tensor(values[1:]), best, rtol=0, atol=1e-4)
+    assert all(not output.scored for name, output in outputs.items() if name not in LENGTHS)
+    assert np.array_equal(outputs["long"].output_ids, outputs["same"].output_ids)
