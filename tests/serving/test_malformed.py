@@ -31,7 +31,7 @@ WRONG: dict[str, list[Any]] = {
     "model": [3, [], {}],
     "stream": ["x", 1, []],
     "stream_options": ["x", 1, [], {}],
-    "max_tokens": ["x", 0, -1, 1.5, True, [], {}, 1 << 31, 10**4299],
+    "max_tokens": ["x", -1, 1.5, True, [], {}, 1 << 31, 10**4299],
     "n": ["x", 0, -1, 129, 1.5, [], {}],
     "temperature": ["x", -0.1, 101, [], {}, True],
     "top_p": ["x", 0, -1, 1.1, [], {}],
