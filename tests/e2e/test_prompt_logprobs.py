@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
 from tests.e2e.checkpoints import checkpoint
-from tests.e2e.parity import build_engine
+from tests.e2e.parity import Sparse, build_engine
+from tests.e2e.test_layer_drafts import KINDS, drafts, target
+from tests.e2e.test_tiered import SHORT_WINDOW
 
 LENGTHS = {"one": 1, "short": 20, "long": 90, "same": 90, "drawn": 40}
 CLOSE = dict(max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(lease=2, stall_ms=2.0))
@@ -27,30 +30,43 @@ def prompt(length: int) -> list[int]:
     return [(5 * i + i * i) % 250 for i in range(length)]
 
 
+def path_of(family: str) -> Path:
+    return target(family) if family in KINDS else checkpoint(family)
+
+
 @cache
 def oracle(family: str) -> torch.Tensor:
     """Log-probabilities [n, V] behind each token of the longest prompt."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(path_of(family), dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         return model(torch.tensor([prompt(max(LENGTHS.values()))])).logits[0].double().log_softmax(-1)
 
 
 @pytest.mark.parametrize(
-    "family, layout, options",
+    "family, layout, options, device",
     [
-        ("qwen2", HelixLayout.create(), {}),
-        ("qwen2", HelixLayout.create(), dict(prefill_chunk=96, drafter=NgramDrafter(4, 2))),
-        ("qwen2", HelixLayout.create("helix", 2, 2), dict(max_batch=3)),
-        ("qwen2", HelixLayout.create("helix", 2), CLOSE),
-        ("qwen2", HelixLayout.create("medha", 2, 2), {}),
-        ("qwen2", HelixLayout.create("dp", dp=3), dict(max_batch=2)),
-        ("qwen3-next", HelixLayout.create("helix", 2), dict(snapshots=4)),
-        ("gpt-oss", HelixLayout.create("helix", 1, 2), {}),
-        ("granite", HelixLayout.create("tp", tpa=2), {}),
+        ("qwen2", HelixLayout.create(), {}, "cpu"),
+        ("qwen2", HelixLayout.create(), dict(prefill_chunk=96, drafter=NgramDrafter(4, 2)), "cpu"),
+        ("qwen2", HelixLayout.create("helix", 2, 2), dict(max_batch=3), "cpu"),
+        ("qwen2", HelixLayout.create("helix", 2), CLOSE, "cpu"),
+        ("qwen2", HelixLayout.create("medha", 2, 2), {}, "cpu"),
+        ("qwen2", HelixLayout.create("dp", dp=3), dict(max_batch=2), "cpu"),
+        ("qwen3-next", HelixLayout.create("helix", 2), dict(snapshots=4), "cpu"),
+        ("gpt-oss", HelixLayout.create("helix", 1, 2), dict(pads=True), "cpu"),
+        ("granite", HelixLayout.create("tp", tpa=2), dict(pads=True), "cpu"),
+        ("eagle3", HelixLayout.create("helix", 2), dict(pads=True, drafter=drafts("eagle3")), "cpu"),
+        ("qwen2", HelixLayout.create("helix", 2), dict(sparse=Sparse(SHORT_WINDOW, hot=20), page_size=16), "cpu"),
+        pytest.param("qwen2", HelixLayout.create(), dict(pads=True), "cuda", marks=pytest.mark.gpu),
+        pytest.param("qwen2", HelixLayout.create("helix", 2, 2), dict(max_batch=3), "cuda", marks=pytest.mark.gpu),
     ],
-    ids=["alone", "drafts", "grid", "preempted", "medha", "dp", "states", "windows", "scaled logits"],
-)
-def test_they_are_those_of_transformers(family: str, layout: HelixLayout, options: dict[str, Any]) -> None:
+    ids=[
+        "alone", "drafts", "grid", "preempted", "medha", "dp", "states", "windows", "scaled logits", "draft layer",
+        "host memory", "on a GPU", "grid on a GPU",
+    ],
+)  # fmt: skip
+def test_they_are_those_of_transformers(
+    family: str, layout: HelixLayout, options: dict[str, Any], device: str
+) -> None:  # fmt: skip
     def wanted(name: str) -> SamplingParams:
         return SamplingParams(logprobs=0, prompt_logprobs=5 if name != "short" else 0)
 
@@ -60,13 +76,15 @@ def test_they_are_those_of_transformers(family: str, layout: HelixLayout, option
 
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, Output], int]:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        given = {"max_batch": 8, "prefill_chunk": 24} | options
-        engine = build_engine(checkpoint(family), layout, comm, 4, page_size=4, **given)
+        given = {"max_batch": 8, "prefill_chunk": 24, "page_size": 4} | options
+        pads = given.pop("pads", False)
+        engine = build_engine(path_of(family), layout, comm, 4, **given)
+        engine.runner.pads = pads
         engine.run_steps = 2 if "pages" in options else 8
         list(engine.generate(requests[:1]))  # its prefix is in the cache
         return {output.id: output for output in engine.generate(requests)}, engine.timings.preemptions
 
-    (outputs, preempted), *_ = run_ranks(layout.world_size, body, timeout_s=120.0)
+    (outputs, preempted), *_ = run_ranks(layout.world_size, body, timeout_s=120.0, device=device)
     assert (preempted > 0) == ("pages" in options)
     expected = oracle(family)
     for name, length in LENGTHS.items():
