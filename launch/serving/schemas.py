@@ -383,7 +383,9 @@ def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
             raise ApiError(400, what, param=known.name, code="unsupported_parameter")
     if (extra := request.model_extra) is not None:  # a body may have 100,000: the server's loop gets a few names
         told = ignored(request)
-        extra.clear()
+        objects: list[Schema] = [request, *(value for _, value in request if isinstance(value, Schema))]
+        for one in objects:
+            (one.model_extra or {}).clear()
         extra.update(dict.fromkeys(told))
     return request
 
