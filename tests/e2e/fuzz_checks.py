@@ -55,8 +55,8 @@ class Outcome:
     """The outcome of a case.
 
     Attributes:
-        kind: equal, refused (by name), refused by both, undecided (a choice of blocks hangs by a hair; in bf16, one of
-            experts, or a logit) or otherwise.
+        kind: equal, refused (by name), refused by both, undecided (a choice of blocks or a rounding to FP8 hangs by a
+            hair; in bf16, one of experts, or a logit) or otherwise.
         seen: how often what happened.
     """
 
@@ -352,8 +352,8 @@ def _lossy(
 ) -> tuple[str, str]:
     """Against an engine with nothing around its attention.
 
-    Where two blocks promise the same but for rounding, that one may choose another. Then small changes of the weights
-    do the same to it: the case is undecided.
+    Where two blocks promise the same but for rounding, or a stored key lies between two numbers in FP8, that one may
+    round the other way. Then small changes of the weights do the same to it: the case is undecided.
     """
 
     def drawn(where: Path) -> dict[str, Tensor]:
