@@ -13,10 +13,11 @@ import pytest
 
 from helix.answers.matcher import Grammars
 from helix.config import Config
+from helix.events.request import Output, Request
 from helix.models import spec_from_config
 from helix.models.loading import read_config
 from helix.tokenizer import load_tokenizer
-from launch.inputs.prompts import ResultFile, read_prompts
+from launch.inputs.prompts import PromptFile, ResultFile
 from launch.job.bodies import Desk
 from launch.serving.tokens import Tokens
 from tests.serving.front import DEMO, READY, FakeJob, Front, run
@@ -108,10 +109,12 @@ def test_a_line_that_is_refused_ends_no_file(model: Path, monkeypatch: pytest.Mo
         return encode(tokens, text, *more)
 
     monkeypatch.setattr(Tokens, "encode", failing)
-    results = ResultFile(config, read_prompts(prompts))
+    results = ResultFile(config, PromptFile(prompts))
     desk = Desk(config, spec_from_config(read_config(model)), load_tokenizer(model), results)
-    requests, refusals = desk.requests()
+    made = [*desk.requests()]
     results.close()
+    requests = [one for one in made if isinstance(one, Request)]
+    refusals = [one for one in made if isinstance(one, Output)]
     assert [request.id for request in requests] == ["form", "plain"] and requests[0].grammar is not None
     reasons = {refusal.id: str(refusal.reason) for refusal in refusals}
     assert reasons.keys() == {"chat", "wrong"} and reasons["wrong"] == "planted" and MORE in reasons["chat"]
