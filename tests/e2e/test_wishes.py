@@ -248,7 +248,7 @@ def test_what_a_grammar_takes_does_not_delay_the_next_decision(monkeypatch: pyte
     monkeypatch.setattr(
         DraftPolicy, "observe", lambda policy, rows, kv_tokens, drafts, of_steps, outcomes: seconds.extend(of_steps)
     )
-    monkeypatch.setattr(DraftPolicy, "seconds", lambda policy, rows, drafts: 1e-3)
+    monkeypatch.setattr(DraftPolicy, "seconds", lambda policy, rows, drafts: 1.0)  # longer than any step
     guided = make_requests()[4]
     play(HelixLayout.create(), lambda: [replace(guided, grammar=Slow())], lambda engine: None)
     assert naps == [] and min(seconds) < 0.02
