@@ -270,7 +270,7 @@ class Engine:
                 del streams[update.id]
                 yield Output(update.id, update.prompt_tokens, (), "", "", "error", update.reason)
             if update.scored is not None:
-                streams[update.id].scored.append(update.scored)
+                stream.scored.append(update.scored)
             for token in update.new_ids:
                 yield (output := stream.push(token, update.logprobs))
                 if output.finish_reason is not None:

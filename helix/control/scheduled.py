@@ -72,7 +72,7 @@ class Scheduled:
         return self.prefilled == len(self.tokens) and not self.ended and self.left > 0
 
     def scored(self, end: int) -> np.ndarray:
-        """Returns the prompt's tokens behind those that are prefilled next, up to `end`, if they are to be scored."""
+        """Returns the prompt tokens to score in the chunk that ends at `end`: each follows a token of that chunk."""
         if self.request.sampling.prompt_logprobs is None:
             return self.tokens[:0]
         return self.tokens[self.prefilled + 1 : min(end + 1, self.prompt_tokens - self.request.drawn)]

@@ -72,7 +72,7 @@ class Segment:
         known: number of the sequence's first tokens that are in its pages already.
         saves: place of the snapshot that is taken of its states behind them; -1: none is.
         moves: place to which the snapshot that was there moves before; -1: there was none, or it goes.
-        scored: the tokens behind its first ones, int32 [m], whose log-probabilities are told; m is 0 mostly.
+        scored: prompt tokens, int32 [m], whose log-probabilities are reported: each follows one of its first m tokens.
     """
 
     slot: int
@@ -157,7 +157,7 @@ class Decision:
         holds_draw: the only decode step is held: the allowed tokens depend on tokens that rank 0 has not read.
         counts: of a rank's share in mode dp: prompt tokens of each rank; empty: as many on all ranks.
         captures: nobody is served: a size of chunks that ran eagerly is captured.
-        scored: of a rank's share in mode dp: most scored tokens of a rank.
+        scored: in mode dp, the largest number of scored tokens of a rank; else 0.
     """
 
     number: int

@@ -31,6 +31,7 @@ from helix.models import Decoder
 from helix.placement import Placement, PromptChunk
 from helix.run.clock import Moment, seconds_of_each
 from helix.run.graphs import StepGraphs
+from helix.run.prompt_scores import PromptScores
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
 from helix.steps.chunk_size import (
     DEPTHS,
@@ -50,9 +51,6 @@ from helix.steps.step import PAST, DecodeState, Step
 from kernels.reference.top_tokens import logprobs
 from kernels.tokens.best_token import best_of_ranks
 from kernels.tokens.commit import Candidates
-from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
-
-SCORED = 64  # tokens of prompts scored at a time: their logits take no more memory than those of a decode step
 
 
 @dataclass(frozen=True)
@@ -542,51 +540,6 @@ class ModelRunner:
         """Frees captured steps; to be called before the communicator is closed."""
         if self.graphs is not None:
             self.graphs.close()
-
-
-class PromptScores:
-    """Log-probabilities of prompts' tokens in a chunk, on every rank.
-
-    Args:
-        comm: the communicator of all ranks.
-        segments: the chunk.
-        most: its scored tokens; in mode dp those of the rank with the most.
-        ranks: ranks with sequences of their own.
-
-    Attributes:
-        count: scored tokens of this rank's sequences.
-    """
-
-    def __init__(
-        self, model: Decoder, comm: Communicator, segments: Sequence[Segment], most: int, ranks: int
-    ) -> None:  # fmt: skip
-        self._model, self._comm, self._ranks = model, comm, ranks
-        device = model.weights.device
-        rows, begin = [], 0
-        for segment in segments:
-            rows.append(torch.arange(begin, begin + len(segment.scored)))
-            begin += segment.end - segment.begin
-        following = [torch.from_numpy(segment.scored).long() for segment in segments]
-        self.count = sum(map(len, following))
-        self._summaries = torch.zeros(most, WIDTH, dtype=torch.int64, device=device)
-        if self.count:
-            both = torch.stack([torch.cat(rows), torch.cat(following)])
-            # The last one again and again: one shape, and so one kernel.
-            both = torch.cat([both, both[:, -1:].expand(2, -self.count % SCORED)], 1)
-            self._rows, self._following = to_device(both, device)
-
-    def add(self, hidden: Tensor) -> None:
-        """Scores the tokens that follow rows of the normalised hidden states [N, H]; a collective of `own` ranks."""
-        model, own = self._model, self._model.own
-        for begin in range(0, self.count, SCORED):
-            rows, following = (x[begin : begin + SCORED].contiguous() for x in (self._rows, self._following))
-            top = top_of_rank(model.logits(hidden[rows]), following, model.embedding.rows.start)
-            end = min(begin + SCORED, self.count)
-            self._summaries[begin:end] = top_of_ranks(own.all_gather(top))[: end - begin]
-
-    def of_all(self) -> Tensor:
-        """Returns the summaries of the tokens of all ranks' sequences [dp, most, WIDTH]; a collective in mode dp."""
-        return self._summaries[None] if self._ranks == 1 else self._comm.all_gather(self._summaries)
 
 
 class StepTokens:
