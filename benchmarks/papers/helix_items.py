@@ -114,7 +114,7 @@ def _correct() -> str:
     for (over,), rows in grouped(equal, "over").items():
         held = ", ".join(f"{r['as_one_rank']} of {r['needles']} in {r['name'].split('-')[2]}" for r in rows)
         said.append(f"over {over} {held}")
-    return f"answers token for token those of one rank: {'; '.join(said)}" if said else NOT_RECORDED
+    return f"same tokens as one rank: {'; '.join(said)}" if said else NOT_RECORDED
 
 
 def _exchange() -> str:
@@ -206,7 +206,7 @@ def items() -> list[Item]:
         Item("3.1: baseline Medha (KVP, FFN on TP)", "done", _modes("medha"), "helix bench baselines ranks=8"),
         Item(
             "3.1: baseline EP with data-parallel attention",
-            "partly: `layout.mode=dp`, which sends rows to all ranks, not to those of their experts; "
+            "partly: `layout.mode=dp`, which sends rows to all ranks, not only to those of their experts; "
             "no front is measured, and nothing at 1M",
             _dp(),
             "helix bench modes",

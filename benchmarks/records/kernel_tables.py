@@ -16,7 +16,7 @@ def correctness() -> list[str]:
     for r in found:
         name = r["name"]
         if name.endswith("-equal"):
-            said = f"answers token for token those of one rank, over {r['over']}"
+            said = f"same tokens as one rank, over {r['over']}"
             rows.append((f"50 needles in 32K tokens, {name.split('-')[2]}: {said}", r["as_one_rank"], r["needles"]))
         elif name.startswith("needles"):
             gpus = r["layout"]["world_size"]

@@ -79,7 +79,7 @@ def test_no_other_request_asks_for_them(tmp_path: Path) -> None:
 
 
 def test_of_tokens_with_one_text_the_likeliest_is_told(tmp_path: Path) -> None:
-    """Parts of letters are all a replacement mark: a greedy token would not be the best of its own list."""
+    """Tokens that are parts of a character share one text, the replacement mark: the likeliest one counts."""
 
     async def halves(job: FakeJob, submit: Submit) -> None:
         await job.say(submit, [130], "length", logprobs=((-0.5, ((130, -0.5), (131, -3.0))),))

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_job_that_dies_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn tokens go in again with the rest: tokens are those of a run without the death.
+    """Requests continue from the tokens they have, and get the same tokens as without the death.
 
     The log cannot be written meanwhile.
     """
