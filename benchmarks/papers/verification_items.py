@@ -38,7 +38,9 @@ def _lost(found: Records) -> str:
         ratios = [min(row) for row in rows if row]
         if ratios:
             behind = sum(ratio < 1 for ratio in ratios)
-            said.append(f"{how} slower than another kernel in {behind} of {len(ratios)} rows, at worst {min(ratios):.2f} x")
+            said.append(
+                f"{how} slower than another kernel in {behind} of {len(ratios)} rows, at worst {min(ratios):.2f} x"
+            )
     return "; ".join(said) or NOT_RECORDED
 
 
