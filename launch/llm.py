@@ -33,6 +33,15 @@ from helix.events.request import Logprobs
 from helix.hub import find_models
 from helix.place import Place, gpu_name
 from launch import run
+from launch.client.choice import News
+from launch.client.compiler import Compiler
+from launch.client.core import Core
+from launch.client.errors import ApiError
+from launch.client.prompts import grammar_of, read
+from launch.client.sampling import submits_of
+from launch.client.schemas import Body, Chat, Completion, parsed
+from launch.client.supervisor import ENDING_S, Supervisor
+from launch.client.tokens import Tokens
 from launch.inputs.arguments import unknown
 from launch.inputs.compose import composed
 from launch.inputs.front import CPU_TOKENS
@@ -41,15 +50,6 @@ from launch.inputs.prompts import DEFAULTED, MOST_IDS
 from launch.inputs.work import SERVE
 from launch.job.spawn import cause
 from launch.serving.answers import Answer, answer_of, parsers_of
-from launch.serving.choice import News
-from launch.serving.compiler import Compiler
-from launch.serving.core import Core
-from launch.serving.errors import ApiError
-from launch.serving.prompts import grammar_of, read
-from launch.serving.sampling import submits_of
-from launch.serving.schemas import Body, Chat, Completion, parsed
-from launch.serving.supervisor import ENDING_S, Supervisor
-from launch.serving.tokens import Tokens
 
 LOG = logging.getLogger("helix")
 T = TypeVar("T")

@@ -26,14 +26,14 @@ import uvloop
 from helix.config import ServeConfig, check
 from helix.files import read_text
 from helix.hub import find_models, is_hub_id
+from launch.client.core import Core
+from launch.client.frames import Ready
+from launch.client.supervisor import GaveUp, Supervisor
 from launch.inputs import compose, front
 from launch.job import lifeline
-from launch.serving.core import Core
-from launch.serving.frames import Ready
 from launch.serving.http import Server, listen, make_server
 from launch.serving.routes import Api
 from launch.serving.security import Keys, check_exposure
-from launch.serving.supervisor import GaveUp, Supervisor
 
 LOOK_S = 0.1  # between two looks at what is still running
 

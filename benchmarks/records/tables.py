@@ -48,10 +48,10 @@ from benchmarks.records.planner_check import check_table, errors_table, regrets,
 from benchmarks.records.recorded_steps import Cell, halves, read_cells
 from benchmarks.records.rows import kv, results, shape
 from benchmarks.records.sparse_bill import Account
+from launch.client.fields import table
 from launch.inputs.arguments import helped, need_checkout, unknown
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
-from launch.serving.fields import table
 
 RESULTS = [
     "8-gpus",

@@ -20,9 +20,9 @@ from helix.errors import RankError
 from helix.events.request import Output, Request
 from helix.events.sampling_params import SamplingParams
 from helix.files import check_file, parse_json, read_text
+from launch.client.errors import ApiError
+from launch.client.schemas import Chat, Completion, parsed
 from launch.inputs.files import claim, replace
-from launch.serving.errors import ApiError
-from launch.serving.schemas import Chat, Completion, parsed
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 # Where a line does not say, `decode` does, by a key of the same name but for the first.

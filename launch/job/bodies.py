@@ -17,17 +17,17 @@ from helix.answers.matcher import BegunGrammar, Grammars
 from helix.config import Config
 from helix.events.request import Output, Request
 from helix.models import DecoderSpec
+from launch.client.compiler import written
+from launch.client.core import Flight
+from launch.client.errors import ApiError
+from launch.client.frames import Ready, Submit
+from launch.client.prompts import Form, Reading, read, unfollowed
+from launch.client.sampling import submits_of
+from launch.client.schemas import Chat, Completion, parsed
+from launch.client.tokens import Tokens, read_defaults
 from launch.inputs.prompts import MOST_IDS, SERVED, PromptLine, ResultFile, to_request
 from launch.job.serve import request_of
 from launch.serving.answers import answer_of, parsers_of
-from launch.serving.compiler import written
-from launch.serving.core import Flight
-from launch.serving.errors import ApiError
-from launch.serving.frames import Ready, Submit
-from launch.serving.prompts import Form, Reading, read, unfollowed
-from launch.serving.sampling import submits_of
-from launch.serving.schemas import Chat, Completion, parsed
-from launch.serving.tokens import Tokens, read_defaults
 
 
 @dataclass

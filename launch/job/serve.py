@@ -29,8 +29,7 @@ from helix.events.decision import StepKind
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
 from kernels.ahead import on_compilation
-from launch.job.task import Done, Task
-from launch.serving.frames import (
+from launch.client.frames import (
     Cancel,
     Delta,
     Failed,
@@ -47,6 +46,7 @@ from launch.serving.frames import (
     Unread,
     encode,
 )
+from launch.job.task import Done, Task
 
 # Captured steps: greedy, sampled, sampled with filters; later the same with shaped logits.
 PLAIN = {StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)}

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from helix.answers.dialects import THOUGHTS, AnswerPart, Dialect, Parser, PlainParser
 from helix.answers.grammars import begins_with_mark
-from launch.serving.choice import Choice, News
-from launch.serving.core import Flight
-from launch.serving.errors import ApiError
-from launch.serving.prompts import Reading
-from launch.serving.sampling import logprobs_of
-from launch.serving.schemas import Chat, Completion
+from launch.client.choice import Choice, News
+from launch.client.core import Flight
+from launch.client.errors import ApiError
+from launch.client.prompts import Reading
+from launch.client.sampling import logprobs_of
+from launch.client.schemas import Chat, Completion
+from launch.client.tokens import Tokens
 from launch.serving.streams import COMMENT, COMMENT_S, DONE
-from launch.serving.tokens import Tokens
 
 PARTS = 5  # levels of an answer that are written apart: down to the log-probabilities of a token
 T = TypeVar("T")

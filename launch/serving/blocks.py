@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from helix.answers.dialects import AnswerPart
+from launch.client.choice import News
+from launch.client.errors import ApiError
 from launch.serving.answers import Answer
-from launch.serving.choice import News
-from launch.serving.errors import ApiError
 from launch.serving.streams import COMMENT
 
 Event = dict[str, Any]  # its `type` is the event's name

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from helix.config import ServeConfig
-from launch.serving.errors import ApiError
+from launch.client.errors import ApiError
 from launch.serving.reader import RECEIVE_S
 
 BACKLOG = 4096

@@ -9,13 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from launch.client.checked import Off, Schema, Some, or_null
+from launch.client.errors import ApiError
+from launch.client.fields import MESSAGES
+from launch.client.prompts import ids_of_chat
+from launch.client.schemas import Chat, Effort, Function, Sampling, Stops, checked
+from launch.client.tokens import SWITCHES, Tokens
 from launch.serving.blocks import Block, BlockAnswer, Event
-from launch.serving.checked import Off, Schema, Some, or_null
-from launch.serving.errors import ApiError
-from launch.serving.fields import MESSAGES
-from launch.serving.prompts import ids_of_chat
-from launch.serving.schemas import Chat, Effort, Function, Sampling, Stops, checked
-from launch.serving.tokens import SWITCHES, Tokens
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from launch.serving.checked import Schema
-from launch.serving.fields import DONE, field_of
+from launch.client.checked import Schema
+from launch.client.fields import DONE, field_of
 
 KINDS = {"/metrics": "text/plain", "/": "text/html", "/page/{name}": "*/*"}  # of answers that are no JSON
 REF = "#/components/schemas/{model}"

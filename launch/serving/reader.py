@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from launch.serving.errors import ApiError
-from launch.serving.tokens import Tokens
-from launch.serving.workers import Answerer, Workers, answer
+from launch.client.errors import ApiError
+from launch.client.tokens import Tokens
+from launch.client.workers import Answerer, Workers, answer
 
 T = TypeVar("T")
 LOG = logging.getLogger("helix.serving")

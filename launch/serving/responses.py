@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from launch.client.checked import Off, On, Schema, Some
+from launch.client.errors import ApiError
+from launch.client.fields import RESPONSES
+from launch.client.schemas import SHORT, Arguments, Chat, Effort, Function, Sampling, checked
 from launch.serving.blocks import Block, BlockAnswer, Event
-from launch.serving.checked import Off, On, Schema, Some
-from launch.serving.errors import ApiError
-from launch.serving.fields import RESPONSES
-from launch.serving.schemas import SHORT, Arguments, Chat, Effort, Function, Sampling, checked
 
 INCOMPLETE = {"reason": "max_output_tokens"}
 

@@ -21,24 +21,24 @@ from starlette.types import ASGIApp
 
 from helix.answers.dialects import Dialect, Parser, dialect_of
 from helix.config import ServeConfig
+from launch.client.checked import Schema
+from launch.client.compiler import Compiler
+from launch.client.core import Core
+from launch.client.errors import ApiError
+from launch.client.frames import Ready
+from launch.client.prompts import Reading, grammar_of, ids_of, read
+from launch.client.sampling import submits_of
+from launch.client.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed
+from launch.client.tokens import Tokens, read_defaults, variables
 from launch.serving import messages, responses
 from launch.serving.access import Logged, with_cors
 from launch.serving.answers import Answer, answer_of, parsers_of, rendered
-from launch.serving.checked import Schema
-from launch.serving.compiler import Compiler
-from launch.serving.core import Core
-from launch.serving.errors import ApiError
-from launch.serving.frames import Ready
 from launch.serving.messages import Count, Messages, MessagesAnswer, error_body
 from launch.serving.openapi import document
-from launch.serving.prompts import Reading, grammar_of, ids_of, read
 from launch.serving.reader import RECEIVE_S, Reader
 from launch.serving.responses import Responses, ResponsesAnswer
-from launch.serving.sampling import submits_of
-from launch.serving.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
-from launch.serving.tokens import Tokens, read_defaults, variables
 
 MIB = 1 << 20
 BODY_BYTES, ID_BYTES = 64 * MIB, 16  # limit of a body if `serve.body_mib` is unset; bytes per id of a long prompt

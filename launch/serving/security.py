@@ -10,7 +10,7 @@ from pathlib import Path
 
 from helix.config import ServeConfig
 from helix.files import read_text
-from launch.serving.errors import ApiError
+from launch.client.errors import ApiError
 
 
 class Keys:

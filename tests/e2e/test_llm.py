@@ -18,8 +18,8 @@ import torch
 
 import helix
 from launch.cli import COMMANDS
+from launch.client.schemas import Completion
 from launch.llm import LLM, as_prompts, checked_body
-from launch.serving.schemas import Completion
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ROOT, Job, as_copies, torchrun
 
@@ -86,7 +86,7 @@ def test_a_plain_process_starts_its_ranks_itself() -> None:
 
 def test_ranks_that_cannot_start_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "entry.py").write_text("import sys\nprint('a line')\nsys.exit('error: planted')\n")
-    monkeypatch.setattr("launch.serving.supervisor.ENTRY", tmp_path / "entry.py")
+    monkeypatch.setattr("launch.client.supervisor.ENTRY", tmp_path / "entry.py")
     with pytest.raises(RuntimeError, match="ranks failed: planted\na line\nerror: planted"):
         LLM(checkpoint("qwen3"))
 

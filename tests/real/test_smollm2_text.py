@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 from safetensors.torch import load_file
 
 from helix.models.gguf_tokenizer import bytes_of_characters
-from launch.serving.tokens import Tokens
+from launch.client.tokens import Tokens
 from tests.real.smollm2 import CHATS, GGUF, MODEL, ids_of, licence, theirs, tokenizer
 
 pytestmark = pytest.mark.real

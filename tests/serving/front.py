@@ -15,12 +15,12 @@ import numpy as np
 import uvloop
 
 from helix.config import ServeConfig
-from launch.serving.core import Core
-from launch.serving.frames import Cancel, Delta, FrameDecoder, Message, Ready, StepDeltas, Submit, encode
+from launch.client.core import Core
+from launch.client.frames import Cancel, Delta, FrameDecoder, Message, Ready, StepDeltas, Submit, encode
+from launch.client.supervisor import Supervisor
 from launch.serving.http import listen, make_server
 from launch.serving.routes import Api
 from launch.serving.security import Keys
-from launch.serving.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from launch.serving import acceptance
-from launch.serving.acceptance import AcceptanceWatch
-from launch.serving.core import Core
-from launch.serving.frames import Stats
+from launch.client import acceptance
+from launch.client.acceptance import AcceptanceWatch
+from launch.client.core import Core
+from launch.client.frames import Stats
 
 
 def test_a_fall_of_acceptance_is_told_once() -> None:

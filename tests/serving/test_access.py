@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from helix.config import check
+from launch.client.frames import Delta, Progress, Stats, Submit
+from launch.client.schemas import Chat, Completion
 from launch.inputs.compose import composed
-from launch.serving.frames import Delta, Progress, Stats, Submit
-from launch.serving.schemas import Chat, Completion
 from tests.serving.front import READY, FakeJob, Front, metrics_of, run, silent, until
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,12 +11,12 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from launch.serving.errors import ApiError
+from launch.client.errors import ApiError
+from launch.client.schemas import Chat, parsed
 from launch.serving.messages import Messages
 from launch.serving.messages import chat_of as of_messages
 from launch.serving.responses import Responses
 from launch.serving.responses import chat_of as of_responses
-from launch.serving.schemas import Chat, parsed
 from tests.serving.front import Front
 from tests.serving.test_chat import CALL, USER, model, run  # noqa: F401
 

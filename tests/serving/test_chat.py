@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helix.answers.dialects import dialect_of
-from launch.serving.errors import ApiError
-from launch.serving.frames import Submit
-from launch.serving.schemas import Chat, parsed
-from launch.serving.tokens import Tokens
+from launch.client.errors import ApiError
+from launch.client.frames import Submit
+from launch.client.schemas import Chat, parsed
+from launch.client.tokens import Tokens
 from tests.serving.front import DEMO, READY, FakeJob, Front, front
 
 pytestmark = pytest.mark.timeout(120)

@@ -135,7 +135,7 @@ def test_processes_end_with_the_front_end() -> None:
     program = f"""
 import asyncio
 from pathlib import Path
-from launch.serving.compiler import Compiler
+from launch.client.compiler import Compiler
 
 async def compile():
     made = Compiler(Path({str(DEMO / "tokenizer.json")!r}), 4096, (0,))

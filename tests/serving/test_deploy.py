@@ -20,8 +20,8 @@ import yaml
 
 from helix.config import Config, ServeConfig, check
 from launch.cli import COMMANDS
+from launch.client.core import Core
 from launch.inputs.compose import composed
-from launch.serving.core import Core
 from launch.serving.routes import Api
 from launch.serving.security import Keys, check_exposure
 from tests.e2e.cli import Job

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helix.answers.dialects import DIALECTS, AnswerPart, Parser, PlainParser, dialect_of, turn_of
-from launch.serving.schemas import Tool
+from launch.client.schemas import Tool
 
 TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.serving.frames import Scored, Submit
+from launch.client.frames import Scored, Submit
 from tests.serving.front import FakeJob, Front, run
 
 PROMPT = [300, 301, 302, 303]

@@ -20,11 +20,11 @@ from helix.control.inbox import Inbox
 from helix.events.decision import Decision
 from helix.events.request import Request
 from helix.layout import HelixLayout
+from launch.client import supervisor
+from launch.client.core import Core
+from launch.client.frames import HEAD, Delta, Failed, Progress, Queued, Submit, encode
+from launch.client.supervisor import Silence, Supervisor
 from launch.job.serve import Link, engine_stats, serve
-from launch.serving import supervisor
-from launch.serving.core import Core
-from launch.serving.frames import HEAD, Delta, Failed, Progress, Queued, Submit, encode
-from launch.serving.supervisor import Silence, Supervisor
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.serving.engine import EngineJob

@@ -15,13 +15,14 @@ from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
 from pydantic import ValidationError
 
-from launch.serving import forms, messages, responses, schemas
-from launch.serving.checked import Schema
-from launch.serving.errors import ApiError
-from launch.serving.fields import CHATS, COMPLETIONS, DONE, FIELDS, GROUPS, HARMLESS, MESSAGES, RESPONSES, field_of
+from launch.client import forms, schemas
+from launch.client.checked import Schema
+from launch.client.errors import ApiError
+from launch.client.fields import CHATS, COMPLETIONS, DONE, FIELDS, GROUPS, HARMLESS, MESSAGES, RESPONSES, field_of
+from launch.client.schemas import Chat, Completion, parsed
+from launch.serving import messages, responses
 from launch.serving.messages import Messages
 from launch.serving.responses import Responses
-from launch.serving.schemas import Chat, Completion, parsed
 from tests.serving.front import front
 
 pytestmark = pytest.mark.timeout(120)

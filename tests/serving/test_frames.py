@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.serving.compiler import MOST_BYTES
-from launch.serving.frames import (
+from launch.client.compiler import MOST_BYTES
+from launch.client.frames import (
     HEAD,
     MOST_HEADER,
     Cancel,

@@ -19,14 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from launch.serving.errors import ApiError
-from launch.serving.frames import Delta, Progress, Queued, Stats, Submit
+from launch.client.errors import ApiError
+from launch.client.frames import Delta, Progress, Queued, Stats, Submit
+from launch.client.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
+from launch.client.tokens import read_defaults
 from launch.serving.messages import Count, Messages
 from launch.serving.responses import Responses
 from launch.serving.routes import PAGE, PAGE_TYPES
-from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.serving.security import Keys
-from launch.serving.tokens import read_defaults
 from tests.serving.front import (
     READY,
     ROOT,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helix.config import ServeConfig
-from launch.serving.frames import Submit
+from launch.client.frames import Submit
 from launch.serving.http import listen
 from tests.serving.front import FakeJob, Front, run, until
 

@@ -17,9 +17,9 @@ import pytest
 import uvloop
 from transformers import AutoTokenizer
 
-from launch.serving.errors import ApiError
-from launch.serving.forms import MOST_SCHEMA
-from launch.serving.frames import Submit
+from launch.client.errors import ApiError
+from launch.client.forms import MOST_SCHEMA
+from launch.client.frames import Submit
 from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
 from launch.serving.reader import LARGE, Reader
 from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, until
@@ -169,7 +169,7 @@ def test_everybody_else_is_answered_while_chats_are_made(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 1 << 17
-    monkeypatch.setattr("launch.serving.compiler.COMPILE_S", 60.0)  # this machine may be busy
+    monkeypatch.setattr("launch.client.compiler.COMPILE_S", 60.0)  # this machine may be busy
 
     async def script(job: FakeJob, submit: Submit) -> None:
         if "logprobs" not in submit.sampling:

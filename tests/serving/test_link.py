@@ -12,8 +12,7 @@ import pytest
 
 from helix.control.inbox import Abort, Inbox
 from helix.events.request import RequestUpdate
-from launch.job.serve import Link
-from launch.serving.frames import (
+from launch.client.frames import (
     HEAD,
     Delta,
     Failed,
@@ -27,6 +26,7 @@ from launch.serving.frames import (
     Submit,
     encode,
 )
+from launch.job.serve import Link
 from tests.serving.front import DEMO, READY
 
 pytestmark = pytest.mark.timeout(60)

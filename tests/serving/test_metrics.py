@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.serving.frames import Progress, Stats, Submit
+from launch.client.frames import Progress, Stats, Submit
 from tests.serving.front import READY, ROOT, FakeJob, Front, run, until
 
 pytestmark = pytest.mark.timeout(120)

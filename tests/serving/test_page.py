@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from launch.serving.frames import Progress
+from launch.client.frames import Progress
 from tests.serving.browser import (
     BINARY,
     MISSING,

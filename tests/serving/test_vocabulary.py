@@ -17,9 +17,9 @@ from helix.events.request import Output, Request
 from helix.models import spec_from_config
 from helix.models.loading import read_config
 from helix.tokenizer import load_tokenizer
+from launch.client.tokens import Tokens
 from launch.inputs.prompts import PromptFile, ResultFile
 from launch.job.bodies import Desk
-from launch.serving.tokens import Tokens
 from tests.serving.front import DEMO, READY, FakeJob, Front, run
 
 MORE = "<|more|>"  # token 4096, the first one beyond the logits

@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2
 
 from helix.models.gguf_tokenizer import SPLITTINGS, bytes_of_characters, make_tokenizer
 from launch import convert
+from launch.client.tokens import read_defaults
 from launch.inputs.compose import composed
 from launch.inputs.preflight import prepared
-from launch.serving.tokens import read_defaults
 from tests.e2e.checkpoints import DEMO
 
 FIRST = 500  # of a tokenizer's tokens: few are read in little time

@@ -57,7 +57,7 @@ LEVELS = {
         {"build"},
         {"simulate"},
     ],
-    "launch": [{"serving"}, {"inputs"}, {"job"}],
+    "launch": [{"client"}, {"serving"}, {"inputs"}, {"job"}],
     "benchmarks": [
         {"jobs", "runner", "schema", "timer"},
         {"ranks"},

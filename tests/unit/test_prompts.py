@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, LayoutConfig, ModelConfig
 from helix.errors import RankError
 from helix.events.request import Output, Request
+from launch.client.schemas import Completion
 from launch.inputs.prompts import OPTIONS, PromptFile, PromptLine, ResultFile, digest, kept_results, to_request
-from launch.serving.schemas import Completion
 from tests.unit.test_files import largest_file
 
 BATCH = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 4}}

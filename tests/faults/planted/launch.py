@@ -86,23 +86,23 @@ FAULTS = [
         ("tests/serving/test_grammar.py::test_what_is_certain_is_not_looked_for_ahead",),
     ),
     Fault(
-        "a compilation that takes long goes on", "launch/serving/workers.py",
+        "a compilation that takes long goes on", "launch/client/workers.py",
         "            await self._end(process)\n            self._start_more()",
         "            self.processes.discard(process)\n            self._start_more()",
         ("tests/serving/test_compiler.py::test_nobody_waits_for_a_form_that_takes_long",),
     ),
     Fault(
-        "the first request starts a process of its own", "launch/serving/workers.py",
+        "the first request starts a process of its own", "launch/client/workers.py",
         "if waiting > len(self._starts) and", "if",
         ("tests/serving/test_large_requests.py::test_the_first_request_waits_for_the_process_that_has_begun",),
     ),
     Fault(
-        "who leaves ends what others wait for", "launch/serving/compiler.py",
+        "who leaves ends what others wait for", "launch/client/compiler.py",
         "if not running.waiting:", "if running.waiting:",
         ("tests/serving/test_compiler.py::test_who_sends_the_same_waits_for_the_same_compilation",),
     ),
     Fault(
-        "an answer that goes on begins a message", "launch/serving/tokens.py",
+        "an answer that goes on begins a message", "launch/client/tokens.py",
         "continue_final_message=chat.continue_final_message", "continue_final_message=False",
         ("tests/serving/test_chat.py::test_prompts_are_those_of_transformers",),
     ),
@@ -117,12 +117,12 @@ FAULTS = [
         ("tests/serving/test_calls.py::test_a_form_begins_behind_a_thought",),
     ),
     Fault(
-        "unknown variables of templates are dropped", "launch/serving/tokens.py",
+        "unknown variables of templates are dropped", "launch/client/tokens.py",
         "if unread := sorted(found.keys() - free):", "if unread := []:",
         ("tests/serving/test_chat.py::test_what_no_template_reads_is_refused",),
     ),
     Fault(
-        "ranks that are started again begin at the prompt", "launch/serving/core.py",
+        "ranks that are started again begin at the prompt", "launch/client/core.py",
         "np.concatenate([before.ids, np", "np.concatenate([before.ids[:0], np",
         (FAILING + "test_a_job_that_dies_is_a_pause",),
     ),
@@ -137,11 +137,11 @@ FAULTS = [
     ),
     Fault(
         "a stop id is a token like others",
-        "launch/serving/choice.py", "if token in self._stop_ids or last:", "if last:",
+        "launch/client/choice.py", "if token in self._stop_ids or last:", "if last:",
         (FRONT + "test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told",),
     ),
     Fault(
-        "segments are never compared with the whole", "launch/serving/tokens.py",
+        "segments are never compared with the whole", "launch/client/tokens.py",
         "return all(np.array_equal(a", "return True or all(np.array_equal(a",
         ("tests/serving/test_chat.py::test_a_tokenizer_whose_segments_differ_takes_the_whole",),
     ),
@@ -151,7 +151,7 @@ FAULTS = [
         (MALFORMED + "test_an_answer_does_not_wait_for_the_clients_acknowledgement",),
     ),
     Fault(
-        "any number of tokens is a number", "launch/serving/schemas.py",
+        "any number of tokens is a number", "launch/client/schemas.py",
         "    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)", "    max_tokens: int | None = Field(None, ge=1)",
         (MALFORMED + "test_malformed_bodies_are_refused_and_reach_no_rank",),
     ),
@@ -169,7 +169,7 @@ FAULTS = [
         ("tests/serving/test_calls.py::test_recorded_calls_are_among_what_may_come",),
     ),
     Fault(
-        "a named tool leaves the others callable", "launch/serving/schemas.py",
+        "a named tool leaves the others callable", "launch/client/schemas.py",
         "if self.named in (None, tool.function.name))", "if tool.function.name)",
         ("tests/serving/test_chat.py::test_a_call_that_has_to_come",),
     ),
@@ -184,12 +184,12 @@ FAULTS = [
         ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
     ),
     Fault(
-        "a new job's preemptions are lost", "launch/serving/core.py",
+        "a new job's preemptions are lost", "launch/client/core.py",
         "now - before if now >= before else now", "max(0, now - before)",
         (FRONT + "test_every_documented_metric_moves",),
     ),
     Fault(
-        "a hang is nobody's business", "launch/serving/supervisor.py",
+        "a hang is nobody's business", "launch/client/supervisor.py",
         "else hang_s):", "else 1e9):",
         (FAILING + "test_a_job_without_progress_is_started_again[1-0-False]",),
     ),

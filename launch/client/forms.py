@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from helix.answers.grammars import Shape, Tag
-from launch.serving.checked import SAID, Off, Schema, Some, or_null
+from launch.client.checked import SAID, Off, Schema, Some, or_null
 
 MOST_EXPRESSION = 1 << 16  # characters of an expression or a grammar, of all choices, or of a template's variables
 MOST_SCHEMA = 1 << 19  # characters and items of a schema, or of the parameters of all tools

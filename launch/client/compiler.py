@@ -21,7 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from helix.answers.grammars import MOST_BYTES, Parts
 from helix.answers.matcher import Grammars
-from launch.serving.workers import Answerer, Workers, answer
+from launch.client.workers import Answerer, Workers, answer
 
 COMPILE_S = 2.0
 COMPILE_BYTES = 1 << 30
@@ -52,7 +52,7 @@ class Compiler:
 
     def __init__(self, path: Path, vocab: int, eos: Collection[int]) -> None:
         arguments = [str(path), str(vocab), *map(str, sorted(eos))]
-        self.workers = Workers("launch.serving.compiler", arguments, PROCESSES, WAIT_S, COMPILE_S)
+        self.workers = Workers("launch.client.compiler", arguments, PROCESSES, WAIT_S, COMPILE_S)
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._running: dict[bytes, Compilation] = {}
 

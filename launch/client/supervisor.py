@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from helix.config import ServeConfig
-from launch.serving.core import Core, Flight
-from launch.serving.workers import ROOT
+from launch.client.core import Core, Flight
+from launch.client.workers import ROOT
 
 LOG = logging.getLogger("helix.serving")  # unlike a print, a log that cannot be written raises nothing
 ENTRY = ROOT / "torchrun_entry.py"

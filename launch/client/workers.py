@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launch.serving.errors import ApiError
+from launch.client.errors import ApiError
 
 ROOT = Path(__file__).parents[2]
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG

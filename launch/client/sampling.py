@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from launch.serving.errors import ApiError
-from launch.serving.frames import Ready, Submit
-from launch.serving.prompts import Reading
-from launch.serving.schemas import Chat, Completion, Generation
+from launch.client.errors import ApiError
+from launch.client.frames import Ready, Submit
+from launch.client.prompts import Reading
+from launch.client.schemas import Chat, Completion, Generation
 
 UNSET_TOKENS = 16  # default of max_tokens for completions
 OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

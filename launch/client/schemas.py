@@ -18,11 +18,11 @@ from pydantic import (
 )
 
 from helix.answers.grammars import Shape
-from launch.serving.checked import SAID, Off, On, Schema, Some, or_null
-from launch.serving.errors import ApiError
-from launch.serving.fields import CHATS, REFUSED, field_of
-from launch.serving.fields import Field as Known
-from launch.serving.forms import MOST_EXPRESSION, Expression, Format, Structured, Texts, bounded, shape_of
+from launch.client.checked import SAID, Off, On, Schema, Some, or_null
+from launch.client.errors import ApiError
+from launch.client.fields import CHATS, REFUSED, field_of
+from launch.client.fields import Field as Known
+from launch.client.forms import MOST_EXPRESSION, Expression, Format, Structured, Texts, bounded, shape_of
 
 MOST_CHOICES = 128
 MOST_STOPS = 16

@@ -21,8 +21,8 @@ from jinja2.nodes import Const, Getattr
 from helix.files import read_json, read_text
 from helix.library import import_transformers
 from helix.tokenizer import load_tokenizer
-from launch.serving.errors import ApiError
-from launch.serving.schemas import ChatMessage, Completion, Conversation, Tool, parsed
+from launch.client.errors import ApiError
+from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, parsed
 
 KEPT_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
 SHORT = 64  # characters; shorter segments are not cached

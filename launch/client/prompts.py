@@ -12,11 +12,11 @@ import numpy as np
 
 from helix.answers.dialects import Dialect, calling, turn_of
 from helix.answers.grammars import Parts, of_calls, of_shape
-from launch.serving.compiler import Compiler
-from launch.serving.errors import ApiError
-from launch.serving.frames import Ready
-from launch.serving.schemas import Chat, Completion, Generation, Tokenize
-from launch.serving.tokens import Tokens
+from launch.client.compiler import Compiler
+from launch.client.errors import ApiError
+from launch.client.frames import Ready
+from launch.client.schemas import Chat, Completion, Generation, Tokenize
+from launch.client.tokens import Tokens
 
 
 class Form(NamedTuple):

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from launch.serving.acceptance import AcceptanceWatch
-from launch.serving.errors import ApiError
-from launch.serving.frames import (
+from launch.client.acceptance import AcceptanceWatch
+from launch.client.errors import ApiError
+from launch.client.frames import (
     Cancel,
     Delta,
     Failed,
@@ -36,7 +36,7 @@ from launch.serving.frames import (
     Unread,
     pieces,
 )
-from launch.serving.metrics import ENGINE, Metrics
+from launch.client.metrics import ENGINE, Metrics
 
 LOG = logging.getLogger("helix.serving")
 PIECE = 1 << 20  # bytes read at a time

@@ -8,8 +8,8 @@ from typing import Any
 
 from helix.answers.dialects import AnswerPart, Parser
 from helix.control.detokenize import TextStream
-from launch.serving.core import Flight
-from launch.serving.tokens import Tokens
+from launch.client.core import Flight
+from launch.client.tokens import Tokens
 
 
 @dataclass
