@@ -1,4 +1,7 @@
-"""A run, from a config to tokens, on every rank."""
+"""A run, from a command line to its ranks.
+
+What is wrong with the line is said before anything is imported that takes seconds: `launch.job.rank` has the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +9,26 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
-from pathlib import Path
+from types import ModuleType
 
-import torch
-
-from comm.base import Communicator
-from comm.torch_dist import TorchDistCommunicator
-from helix.build.checks import CheckedDraft
-from helix.build.parts import load_eagle3, make_formats
-from helix.config import Config, ModelConfig
-from helix.errors import ConfigError, RankError
 from helix.hub import find_models
-from helix.layers.weights import Formats
 from helix.library import import_transformers
-from helix.memory.kv_cache import free_bytes
-from helix.models import Decoder, DraftLayer
-from helix.models.loading import is_untrained, randomize, weights_of
-from helix.place import KINDS, Place, gpu_facts, gpu_name
-from helix.speculation import DraftModel
-from helix.tokenizer import load_tokenizer
+from helix.place import Place
 from launch.inputs import compose, front
-from launch.inputs.preflight import CheckedRun, preflight, prepared
-from launch.inputs.prompts import ResultFile
-from launch.inputs.work import RUNTIME, Program, Work
-from launch.job import spawn
-from launch.job.membership import Job
-from launch.job.memory import shortage
-from launch.job.report import Console, Phases, write_record
-from launch.job.spawn import REFUSED
-from launch.job.task import Done, Task
+from launch.inputs.work import RUNTIME, Program
 
 
 def entry(arguments: Sequence[str], program: Program = RUNTIME) -> int:
     """Runs `main` as the whole of a process."""
-    import_transformers()
-    gc.freeze()  # what is imported stays: nobody looks through it, not even at the end
-    gc.enable()
-    return main(arguments, program)
+    return main(arguments, program, alone=True)
 
 
-def main(arguments: Sequence[str], program: Program = RUNTIME) -> int:
+def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = False) -> int:
     """Runs a command line on this rank, or on new ranks where no launcher started this process.
+
+    Args:
+        alone: whether the process does nothing else, so that transformers may be imported without torch.
 
     Returns:
         The exit code; errors of the arguments were printed to stderr, in one line.
@@ -64,142 +44,26 @@ def main(arguments: Sequence[str], program: Program = RUNTIME) -> int:
         if "--multirun" in line.options:
             if place is not None:
                 raise ValueError("-m under torchrun would run the whole sweep on every rank: leave out torchrun")
-            return int(import_module("launch.sweep").main(arguments, program))  # its imports take seconds
+            return int(_imported("launch.sweep", alone).main(arguments, program))
         config = compose.composed(line.overrides, settings)
         find_models(config)
         work = program.work(config)
-        world_size = prepared(config, work) if place is None else place.world_size
+        command = [*program.command, *line.arguments]
+        begin: Callable[[], int] = _imported("launch.job.rank", alone).prepare(config, work, place, command)
     except ValueError as error:
         if place is not None and place.rank:  # all ranks come here: the first says why
             time.sleep(2.0)  # the first to exit takes the others down
         else:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
-    rank = partial(_rank, config, work, import_module(work.module).run)
-    if place is not None:
-        return rank()
-    code = spawn.launch(world_size, rank, [*program.command, *line.arguments])
-    if code == spawn.INTERRUPTED:
-        kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
-        print("interrupted" if config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)
-    return code
+    return begin()
 
 
-def _rank(config: Config, work: Work, run: Callable[[Task], Done]) -> int:
-    place = Place.from_environment()
-    assert place is not None, "whoever started this rank has said which one it is"
-    try:
-        job = Job(place)
-    except RuntimeError as error:
-        print(f"error on rank {place.rank}: {error}", file=sys.stderr)
-        return 1
-    try:
-        return _joined(job, config, work, run)
-    except ConfigError as error:
-        job.end(f"error: {error}")
-    except SystemExit:  # of rich, which makes it of a broken pipe
-        job.fail(RankError("nobody reads the output any more: stdout is a pipe whose other end is closed"))
-    except Exception as error:
-        job.fail(error)
-
-
-def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -> int:
-    phases = Phases()
-    plan, tokenizer, results, problem = None, None, None, None
-    try:
-        device = gpu_name(job.place) if config.comm.backend != "gloo" else None
-        plan = preflight(config, job.place.rank, job.place.world_size, device, work)
-        if job.leads:
-            tokenizer = load_tokenizer(config.model.path)
-            results = ResultFile(config, plan.prompts) if plan.prompts else None  # there are none in a benchmark
-    except (ValueError, OSError) as error:
-        problem = str(error)
-    own = {"layout": str(plan and plan.layout), "finished": plan is not None and plan.finished}
-    facts = job.agree(problem, gpu_facts(job.place) | own)
-    assert plan is not None  # or nobody would have agreed
-    if len(chosen := {fact["layout"] for fact in facts}) > 1:  # hosts with other prompts or other GPUs
-        raise ConfigError(
-            f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout"
-        )
-    if facts[0]["finished"]:  # a resumed run that has nothing left needs no model
-        if results is not None:
-            results.close()
-            record = f"; record={config.record} is not written" if config.record is not None else ""
-            count = len(plan.prompts)
-            print(f"decode.output={config.decode.output} holds the results of all {count} prompts already{record}")
-        job.leave()
-        return 0
-    phases.mark("preflight")
-
-    job.connect(config.comm.backend, facts, config.comm.timeout_s)
-    kind = KINDS.get(job.backend, TorchDistCommunicator)
-    comm = kind(plan.layout.kvp_groups(), job.device, job.timeout)
-    comms: list[Communicator] = [comm]
-    if plan.draft is not None:
-        comms.append(kind(plan.draft.layout.kvp_groups(), job.device, job.timeout))
-    console = Console(plan, job)
-    phases.mark("connect")
-
-    def load() -> tuple[Decoder, DraftModel | DraftLayer | None]:
-        model = _load(plan, config.model, config.seed, comm, console)
-        draft: DraftModel | DraftLayer | None = None
-        if config.speculation.drafter == "eagle3":
-            layer = draft = load_eagle3(config.speculation, model, plan.layout, comm)
-            console.note(layer.about)
-        if plan.draft is not None:
-            own = _load(plan.draft, config.speculation.model, config.seed, comms[1], console)
-            draft = DraftModel(own, plan.draft.layout, comms[1], config.kv.dtype)
-        comm.barrier()
-        phases.mark("load")
-        return model, draft
-
-    try:
-        measured, refused = run(Task(plan, comm, job.backend, load, tokenizer, results, console, phases))
-    except Exception as error:
-        loaded, built = "load_s" in phases.seconds, "build_s" in phases.seconds or work.timed
-        if (short := shortage(error, config, comm.rank, comm.device, loaded, built)) is not None:
-            raise short from error
-        raise
-    phases.mark(work.name)
-    comm.barrier()
-    if job.leads and config.record is not None:
-        write_record(Path(config.record), plan, job, phases, measured)
-    job.leave(*comms)
-    return REFUSED if refused and job.leads else 0
-
-
-def _load(
-    plan: CheckedRun | CheckedDraft, config: ModelConfig, seed: int, comm: Communicator, console: Console
-) -> Decoder:
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = plan.spec.dtype if comm.device.type == "cuda" else "float32"
-    formats = make_formats(config, plan.checkpoint, comm.device.type == "cuda")
-    _check_room(plan, getattr(torch, dtype), formats, comm)
-    model = Decoder(plan.spec, plan.layout, comm, getattr(torch, dtype), comm.device, formats)
-    if plan.checkpoint is None:
-        randomize(model.weights, seed)
-    else:
-        with console.progress("loading", len(model.weights.slices)) as advance:
-            plan.checkpoint.load(model.weights, advance)
-        if is_untrained(model.weights):
-            console.note(
-                f"warning: the weights in {config.path} look random: every norm has the value with which training "
-                "begins. A text part that a class of text alone saved from a checkpoint with a vision tower is so: "
-                "give the checkpoint itself"
-            )
-    console.loaded(model)
-    return model
-
-
-def _check_room(plan: CheckedRun | CheckedDraft, dtype: torch.dtype, formats: Formats, comm: Communicator) -> None:
-    """Raises ConfigError, before memory is taken, if a rank's weights take more than its free memory."""
-    needed = weights_of(plan.spec, plan.layout, comm.rank, dtype, formats).bytes
-    ranks = comm.all_gather_object((needed, free_bytes(comm.device), comm.rank))
-    needed, free, rank = max(ranks, key=lambda r: r[0] - r[1])
-    if needed > free:
-        raise ConfigError(
-            f"the weights of rank {rank} take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
-            f"({plan.layout}), but {free / 1e9:.1f} GB of its memory are free: take more ranks, a layout whose ranks "
-            "hold less, or, of a shape alone, fewer layers (model.config.num_hidden_layers)"
-        )
+def _imported(module: str, alone: bool) -> ModuleType:
+    """Imports a module that takes seconds."""
+    found = import_module(module)
+    if alone:
+        import_transformers()
+        gc.freeze()  # what is imported stays: nobody looks through it, not even at the end
+        gc.enable()
+    return found
