@@ -1,102 +1,181 @@
-"""Sampling parameters of a request."""
+"""The table of sampling parameters: types, ranges, defaults and meanings.
+
+Checks, schemas of requests, options of `LLM` and of prompt files, and the reference pages derive from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
-import torch
+from annotated_types import Interval
 
-from kernels.tokens.top_tokens import TOP
+FP32_MAX = (2 - 2.0**-23) * 2.0**127
+MAX_LISTED = 300  # tokens with a setting of their own in a request
+LOGPROBS = Interval(ge=0, le=20)  # at most `TOP` of `kernels.tokens.top_tokens`
+_TYPES: dict[Any, Any] = {float: (int, float), int: int, bool: bool, Sequence: (list, tuple), Mapping: Mapping}
 
-_FP32_MAX = torch.finfo(torch.float32).max
-_INT32_MAX, _INT64_MAX = torch.iinfo(torch.int32).max, torch.iinfo(torch.int64).max
 
-MOST_TOKENS = 300  # most tokens with a setting of their own in a request
+@dataclass(frozen=True)
+class Parameter:
+    """A row of the table.
+
+    Attributes:
+        says: its meaning, in one sentence.
+        range: of a number; lists and mappings have at most MAX_LISTED items.
+        neutral: what the default does, in a word.
+        is_option: users set it by this name: in requests over HTTP, in prompt files and from Python.
+        of_checkpoints: in requests over HTTP, the default is that of `generation_config.json`, if it has one.
+        request: range in requests over HTTP, where that is another one.
+        request_default: default in requests over HTTP, where that is another one.
+        hint: type of its field, for signatures.
+        kind: the same without None and items: float, int, bool, Sequence or Mapping.
+        default: default of its field; None: nothing, unless it is set.
+    """
+
+    says: str
+    range: Interval | None = None
+    neutral: str | None = None
+    is_option: bool = True
+    of_checkpoints: bool = False
+    request: Interval | None = None
+    request_default: Any = None
+    hint: Any = None
+    kind: Any = None
+    default: Any = 0
+
+    @cached_property
+    def accepted(self) -> str:
+        """The values that are accepted, and what the default does."""
+        neutral = f", {self.default:g} = {self.neutral}" if self.neutral else ""
+        return accepted(self.kind, self.range) + (", or none" if self.default is None else neutral)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError, naming the parameter, the value and what is accepted."""
+        if value is self.default:
+            return
+        is_bool = isinstance(value, bool) and self.kind is not bool
+        if is_bool or not isinstance(value, _TYPES[self.kind]) or not self._is_inside(value):
+            raise ValueError(f"sampling parameter {name} = {value!r:.500}: must be {self.accepted}")
+
+    def _is_inside(self, value: Any) -> bool:
+        """Returns whether a value is in the range; NaN, which compares false, never is."""
+        if (r := self.range) is None:
+            return self.kind is bool or len(value) <= MAX_LISTED
+        above = r.ge <= value if r.gt is None else r.gt < value
+        return above and (value <= r.le if r.lt is None else value < r.lt)
+
+
+def accepted(kind: Any, range: Interval | None) -> str:
+    """Returns the words for the values of a kind and range."""
+    if kind is bool:
+        return "true or false"
+    if range is None:
+        return f"{'a list' if kind is Sequence else 'values'} of at most {MAX_LISTED} token ids"
+    if range.le == FP32_MAX:
+        return f"a finite number >= {range.ge} (fp32)"
+    low = f"({range.gt}" if range.ge is None else f"[{_short(range.ge)}"
+    high = f"{_short(range.lt)})" if range.le is None else f"{range.le}]"
+    return f"{'an integer' if kind is int else 'a number'} in {low}, {high}"
+
+
+def _short(number: Any) -> str:
+    """Writes a number; large powers of two as such."""
+    size = abs(number)
+    return f"{'-' if number < 0 else ''}2**{size.bit_length() - 1}" if size >= 1 << 31 else str(number)
+
+
+TOKEN_ID = Parameter("a token", Interval(ge=0, lt=1 << 31), kind=int)
+BIAS = Parameter("added to a token's logit", Interval(ge=-100, le=100), kind=float)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request; real numbers are used as fp32.
+    """Sampling parameters of a request; `PARAMETERS` has what each does. Real numbers are used as fp32.
 
     Changes of logits precede the temperature, in the order of the attributes. Reported probabilities are those of the
     unmodified model.
-
-    Attributes:
-        temperature: divides the logits; 0 takes the most likely token (smallest id among equals).
-        top_k: only the k best tokens are drawn; 0 is off.
-        top_p: of those, only the fewest best tokens whose probabilities sum to top_p; 1 is off.
-        min_p: of those, only tokens at least min_p times as likely as the best one; 0 is off.
-        seed: fixes, with the position, every draw: what else is in the batch and the layout change nothing.
-        logit_bias: token id -> number added to its logit.
-        min_tokens: least length of the answer before `stop_token_ids` or the model's end tokens can be drawn, or a stop
-            text counts.
-        repetition_penalty: divides positive logits of tokens in the prompt or the answer, multiplies others; 1 is off.
-        frequency_penalty: subtracted from a token's logit for each time that it is in the answer.
-        presence_penalty: subtracted from the logit of a token that is in the answer.
-        masked: rank 0 sends a mask of the allowed tokens before each draw.
-        stop_token_ids: tokens that end the answer, besides the model's own.
-        ignore_eos: the model's own end tokens do not end the answer.
-        logprobs: number of most likely tokens reported besides each drawn one; None: no log-probabilities.
-        prompt_logprobs: the same for each token of the prompt but the first, which are then all computed: no prefix of
-            it is taken from the cache.
 
     Raises:
         ValueError: a value is outside its range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    min_tokens: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    masked: bool = False
-    stop_token_ids: Sequence[int] = field(default=(), hash=False)
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    # fmt: off
+    temperature: Annotated[float, Parameter(
+        "divides the logits", Interval(ge=0, le=FP32_MAX), "greedy",
+        of_checkpoints=True, request=Interval(ge=0, le=100), request_default=1.0,
+    )] = 0.0
+    top_k: Annotated[int, Parameter(
+        "only the k most likely tokens are sampled", Interval(ge=0, lt=1 << 63), "off",
+        of_checkpoints=True, request=Interval(ge=-1, lt=1 << 31),
+    )] = 0
+    top_p: Annotated[float, Parameter(
+        "of those, only the fewest most likely tokens whose probabilities sum to `top_p`", Interval(gt=0, le=1), "off",
+        of_checkpoints=True,
+    )] = 1.0
+    min_p: Annotated[float, Parameter(
+        "of those, only tokens at least `min_p` times as likely as the most likely one", Interval(ge=0, le=1), "off",
+        of_checkpoints=True,
+    )] = 0.0
+    seed: Annotated[int, Parameter(
+        "fixes, with the position, each sampled token: the rest of the batch and the layout change nothing",
+        Interval(ge=0, lt=1 << 63), request=Interval(ge=-(1 << 63), lt=1 << 63),
+    )] = 0
+    logit_bias: Annotated[Mapping[int, float], Parameter(
+        "added to the logits of these tokens, -100 to 100",
+    )] = field(default_factory=dict, hash=False)
+    min_tokens: Annotated[int, Parameter(
+        "before so many new tokens, none that ends the answer is sampled, and no stop text counts",
+        Interval(ge=0, lt=1 << 31), "off",
+    )] = 0
+    repetition_penalty: Annotated[float, Parameter(
+        "divides positive logits of tokens in the prompt or the answer, and multiplies negative ones",
+        Interval(ge=0.01, le=100), "off", of_checkpoints=True,
+    )] = 1.0
+    frequency_penalty: Annotated[float, Parameter(
+        "subtracted from a token's logit for each time that the answer has it", Interval(ge=-2, le=2), "off",
+    )] = 0.0
+    presence_penalty: Annotated[float, Parameter(
+        "subtracted from the logits of tokens that the answer has", Interval(ge=-2, le=2), "off",
+    )] = 0.0
+    masked: Annotated[bool, Parameter(
+        "rank 0 sends a mask of the allowed tokens before each is sampled", is_option=False,
+    )] = False
+    stop_token_ids: Annotated[Sequence[int], Parameter(
+        "end the answer, besides the model's own end tokens",
+    )] = field(default=(), hash=False)
+    ignore_eos: Annotated[bool, Parameter("the model's own end tokens do not end the answer")] = False
+    logprobs: Annotated[int | None, Parameter(
+        "so many of the most likely tokens are reported with each new one", LOGPROBS,
+    )] = None
+    prompt_logprobs: Annotated[int | None, Parameter(
+        "the same for each token of the prompt but the first: no prefix of it is taken from the cache", LOGPROBS,
+        is_option=False,
+    )] = None
+    # fmt: on
 
     def __post_init__(self) -> None:
-        # Ranges exclude NaN, which compares false.
-        real, integer = (int, float), (int,)
-        self._require("temperature", real, lambda x: 0 <= x <= _FP32_MAX, "a finite number >= 0 (fp32), 0 = greedy")
-        self._require("top_k", integer, lambda x: 0 <= x <= _INT64_MAX, "an integer in [0, 2**63), 0 = off")
-        self._require("top_p", real, lambda x: 0 < x <= 1, "a number in (0, 1], 1 = off")
-        self._require("min_p", real, lambda x: 0 <= x <= 1, "a number in [0, 1], 0 = off")
-        self._require("seed", integer, lambda x: 0 <= x <= _INT64_MAX, "an integer in [0, 2**63)")
-        self._require("min_tokens", integer, lambda x: 0 <= x <= _INT32_MAX, "an integer in [0, 2**31), 0 = off")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._require(name, real, lambda x: -2 <= x <= 2, "a number in [-2, 2], 0 = off")
-        self._require("repetition_penalty", real, lambda x: 0.01 <= x <= 100, "a number in [0.01, 100], 1 = off")
-        for name in ("masked", "ignore_eos"):
-            self._require(name, (bool,), lambda x: True, "true or false")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._require(name, integer, lambda x: 0 <= x <= TOP, f"an integer in [0, {TOP}], or none")
-
-        def short(x: Sized) -> bool:
-            return len(x) <= MOST_TOKENS
-
-        def is_id(x: int) -> bool:
-            return 0 <= x <= _INT32_MAX
-
-        self._require("stop_token_ids", (list, tuple), short, f"a list of at most {MOST_TOKENS} token ids")
-        self._require("logit_bias", (Mapping,), short, f"values of at most {MOST_TOKENS} token ids")
+        for name, parameter in PARAMETERS.items():
+            parameter.check(name, getattr(self, name))
         for token in self.stop_token_ids:
-            _check("stop_token_ids token", token, integer, is_id, "an integer in [0, 2**31)")
+            TOKEN_ID.check("stop_token_ids token", token)
         for token, bias in self.logit_bias.items():
-            _check("logit_bias token", token, integer, is_id, "an integer in [0, 2**31)")
-            _check(f"logit_bias of token {token}", bias, real, lambda x: -100 <= x <= 100, "a number in [-100, 100]")
+            TOKEN_ID.check("logit_bias token", token)
+            BIAS.check(f"logit_bias of token {token}", bias)
 
-    def _require(self, name: str, types: tuple[type, ...], inside: Callable[[Any], bool], accepted: str) -> None:
-        _check(name, getattr(self, name), types, inside, accepted)
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Creates the parameters from what `to_dict` returned, also if JSON has made texts of token ids."""
+        bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
+        return cls(**{**values, "logit_bias": bias})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the values that differ from the defaults."""
+        values = {name: getattr(self, name) for name in PARAMETERS}
+        return {name: value for name, value in values.items() if value != PARAMETERS[name].default}
 
     @property
     def is_greedy(self) -> bool:
@@ -122,7 +201,18 @@ class SamplingParams:
         return {*self.stop_token_ids, *(() if self.ignore_eos else eos)}
 
 
-def _check(name: str, value: Any, types: tuple[type, ...], inside: Callable[[Any], bool], accepted: str) -> None:
-    is_bool = isinstance(value, bool) and bool not in types
-    if is_bool or not isinstance(value, types) or not inside(value):
-        raise ValueError(f"sampling parameter {name} = {value!r:.500}: must be {accepted}")
+def parameters(table: type) -> dict[str, Parameter]:
+    """Reads the rows of a dataclass, each the annotation of a field."""
+    hints, annotated = get_type_hints(table), get_type_hints(table, include_extras=True)
+    rows = {}
+    for row in fields(table):
+        hint, args = hints[row.name], get_args(hints[row.name])
+        kind = args[0] if NoneType in args else get_origin(hint) or hint
+        default = row.default if row.default_factory is MISSING else row.default_factory()
+        parameter = next(one for one in get_args(annotated[row.name]) if isinstance(one, Parameter))
+        rows[row.name] = replace(parameter, hint=hint, kind=kind, default=default)
+    return rows
+
+
+PARAMETERS = parameters(SamplingParams)
+OPTIONS = {name: parameter for name, parameter in PARAMETERS.items() if parameter.is_option}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from typing import Any
@@ -21,11 +22,12 @@ from transformers.generation.logits_process import (
 )
 
 from comm.loopback import LoopbackCommunicator, LoopbackWorld, run_ranks
-from helix.events.sampling_params import SamplingParams
+from helix.events.sampling_params import LOGPROBS, SamplingParams
 from helix.layout import share
 from helix.steps.sampling import SamplingState, sample
 from kernels.reference import uniform as random
 from kernels.reference.uniform import TARGET, uniform
+from kernels.tokens.top_tokens import TOP
 
 GREEDY = SamplingParams()
 MIXED = (
@@ -216,6 +218,22 @@ class TestParams:
             assert SamplingParams(**changes).changes_logits and SamplingParams(**changes).is_shaped, changes
         assert SamplingParams(logprobs=0).is_shaped and not SamplingParams(logprobs=0).changes_logits
         assert not SamplingParams(1.0, 5, 0.5, 0.1, 3, stop_token_ids=[1], ignore_eos=True).is_shaped
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {},
+            dict(temperature=0.5, top_k=7, seed=2**63 - 1, masked=True, stop_token_ids=[3], prompt_logprobs=0),
+            dict(logit_bias={5: -100, 0: 1.5}, ignore_eos=True, frequency_penalty=-2),
+        ],
+    )
+    def test_what_differs_from_the_defaults_survives_json(self, given: dict[str, Any]) -> None:
+        params = SamplingParams(**given)
+        assert params.to_dict() == given
+        assert SamplingParams.from_dict(json.loads(json.dumps(params.to_dict()))) == params
+
+    def test_as_many_log_probabilities_as_the_kernel_finds(self) -> None:
+        assert LOGPROBS.le == TOP
 
     def test_what_ends_an_answer(self) -> None:
         assert SamplingParams(stop_token_ids=[5]).ends((7,)) == {5, 7}
