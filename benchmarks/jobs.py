@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from comm.emulated import is_emulated
+from launch.client.supervisor import cause
 from launch.job import spawn
 
 COMMAND = ("-m", "benchmarks.entry")
@@ -37,7 +38,7 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
         if code == spawn.INTERRUPTED:
             raise KeyboardInterrupt
         if code:
-            raise JobError(spawn.cause(lines) or f"exit code {code}")
+            raise JobError(cause(lines) or f"exit code {code}")
         written: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
     return written
 
@@ -60,7 +61,7 @@ def points(ranks: int, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
                 yield from map(json.loads, _whole_lines(file))
                 time.sleep(0 if ended else LOOK_S)
         if job.returncode:
-            raise JobError(spawn.cause(lines) or f"exit code {job.returncode}")
+            raise JobError(cause(lines) or f"exit code {job.returncode}")
 
 
 def _whole_lines(file: TextIO) -> Iterator[str]:
@@ -90,4 +91,4 @@ def rows(overrides: Sequence[str], command: Sequence[str] = COMMAND, **variables
                 print(line, end="", flush=True)
         job.wait()
     if job.returncode:
-        raise JobError(spawn.cause(lines) or f"exit code {job.returncode}")
+        raise JobError(cause(lines) or f"exit code {job.returncode}")

@@ -45,7 +45,7 @@ def work(config: Config) -> Work:
         return replace(own, files=files, check=partial(_check, config))
     load = max(bench_points(bench), key=lambda point: point[0] * point[1]) if bench.kind in LOADED else own.load
     takes: Literal["taken", "none"] = "taken" if bench.kind == "tune" else "none"
-    return Work(MODULES[bench.kind], bench.kind, takes, True, load, files, partial(_check, config))
+    return Work(MODULES[bench.kind], bench.kind, None, takes, True, load, files, partial(_check, config))
 
 
 def _check(config: LabConfig, prompts: Sequence[PromptLine]) -> None:

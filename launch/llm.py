@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from importlib import import_module
 from numbers import Integral
 from operator import index
 from pathlib import Path
@@ -26,30 +26,21 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
-import torch
+from tqdm.auto import tqdm
 
-from helix.answers.dialects import dialect_of
-from helix.events.request import Logprobs
+from helix.config import check
 from helix.hub import find_models
-from helix.place import Place, gpu_name
-from launch import run
+from launch.client.answer import Answer, Heard, RequestOutput, output_of
 from launch.client.choice import News
-from launch.client.compiler import Compiler
 from launch.client.core import Core
 from launch.client.errors import ApiError
-from launch.client.prompts import grammar_of, read
-from launch.client.sampling import submits_of
 from launch.client.schemas import Body, Chat, Completion, parsed
-from launch.client.supervisor import ENDING_S, Supervisor
-from launch.client.tokens import Tokens
+from launch.client.session import Session
+from launch.client.supervisor import ENDING_S, Supervisor, cause
 from launch.inputs.arguments import unknown
 from launch.inputs.compose import composed
 from launch.inputs.front import CPU_TOKENS
-from launch.inputs.preflight import preflight, prepared
 from launch.inputs.prompts import DEFAULTED, MOST_IDS
-from launch.inputs.work import SERVE
-from launch.job.spawn import cause
-from launch.serving.answers import Answer, answer_of, parsers_of
 
 LOG = logging.getLogger("helix")
 T = TypeVar("T")
@@ -57,6 +48,7 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 START_S = 3600.0  # for all ranks to load the model
 LOOK_S = 0.05  # between two looks at ranks that start
+SHOWN_S = 1.0  # after which a call's progress is shown
 LAST_LINES = 30  # of what the ranks printed, in the error of their failure
 
 
@@ -98,62 +90,6 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
 
 
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One answer to a prompt.
-
-    Attributes:
-        text: of a chat, what is said to the user, without thoughts and calls.
-        output_ids: the tokens drawn, the end token included.
-        finish_reason: `stop`, `length`, `tool_calls`, or `error` if it was refused.
-        logprobs: those of `output_ids`, if wanted.
-        message: of a chat, the assistant's message, to go on with; it may have `reasoning_content` and `tool_calls`.
-    """
-
-    text: str = ""
-    output_ids: tuple[int, ...] = ()
-    finish_reason: str = "error"
-    logprobs: tuple[Logprobs, ...] = ()
-    message: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """The answers to a prompt; attributes of `CompletionOutput` are those of the first.
-
-    Attributes:
-        prompt_tokens: how many tokens the prompt has.
-        cached_tokens: how many of them were found in the cache.
-        continuations: the answers, `n` of them.
-        reason: why, if the prompt was refused.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    continuations: tuple[CompletionOutput, ...]
-    reason: str | None = None
-
-    @property
-    def text(self) -> str:
-        return self.continuations[0].text
-
-    @property
-    def output_ids(self) -> tuple[int, ...]:
-        return self.continuations[0].output_ids
-
-    @property
-    def finish_reason(self) -> str:
-        return self.continuations[0].finish_reason
-
-    @property
-    def logprobs(self) -> tuple[Logprobs, ...]:
-        return self.continuations[0].logprobs
-
-    @property
-    def message(self) -> dict[str, Any] | None:
-        return self.continuations[0].message
-
-
 class LLM:
     """A checkpoint over the ranks of a layout; usable as a context, which closes it.
 
@@ -189,24 +125,21 @@ class LLM:
         settings = [f"model.path={path}", "serve.restarts=0", *settings, *overrides]
         self._config = composed(settings)
         find_models(self._config)
-        if self._config.kv.tokens is None and not torch.cuda.device_count():
+        if self._config.kv.tokens is None and not Path("/dev/nvidia0").exists():
             settings.append(f"kv.tokens={CPU_TOKENS}")
-        place = Place.from_environment()
-        self._leads = place is None or place.rank == 0
-        if place is None:
-            prepared(self._config, SERVE)
-        else:
-            device = gpu_name(place) if self._config.comm.backend != "gloo" else None
-            preflight(self._config, place.rank, place.world_size, device, SERVE)
+        check(self._config)
+        rank = os.environ.get("RANK")  # set by the launcher that has started this process
+        self._leads = rank in (None, "0")
         self.layout = ""
         self._closed = False
         self._pid = os.getpid()
         self._directory = Path(mkdtemp(prefix="helix-"))
         self._rank: Thread | None = None
-        if place is not None:
+        if rank is not None:
             socket = self._directory / "rank.sock"
             self._config.serve.attach = str(socket)
-            self._rank = Thread(target=run.main, args=([*settings, f"serve.socket={socket}"],), daemon=True)
+            main = import_module("launch.run").main  # a rank imports torch
+            self._rank = Thread(target=main, args=([*settings, f"serve.socket={socket}"],), daemon=True)
             self._rank.start()
         atexit.register(self.close)
         if self._leads:
@@ -215,16 +148,19 @@ class LLM:
             self._thread.start()
             try:
                 self._finish(self._begin(self._start(settings)))
-                # While the ranks load the model.
-                self._tokens = Tokens(self._config.model.path, self._config.serve.chat_template)
-                self._dialect = dialect_of(self._tokens.template)
+                self._session.load(self._config.model.path)  # while the ranks load the model
                 self._finish(self._begin(self._started()))
             except BaseException:
                 self.close()
                 raise
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SamplingOptions]) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **options: Unpack[SamplingOptions]
+    ) -> list[RequestOutput]:
         """Continues prompts: a text, a list of token ids, or a list of either.
+
+        Args:
+            use_tqdm: whether a call of several prompts that takes long shows its progress.
 
         Returns:
             An output for each prompt, in order; a refused one has `finish_reason="error"` and a `reason`. Inside ranks:
@@ -234,7 +170,7 @@ class LLM:
             ValueError: a prompt is neither a text nor token ids; or an option is unknown, out of range or impossible.
             RuntimeError: a rank failed, the LLM is closed, or this process is a fork of the one that made it.
         """
-        return self._answers([self._completion(prompt, options) for prompt in as_prompts(prompts)])
+        return self._answers([self._completion(prompt, options) for prompt in as_prompts(prompts)], use_tqdm)
 
     def chat(
         self,
@@ -242,6 +178,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
         **options: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
         """Answers a conversation, or a list of them: messages as in OpenAI's interface, through the chat template.
@@ -249,12 +186,13 @@ class LLM:
         Args:
             tools: functions that the answer may call, as in OpenAI's interface.
             chat_template_kwargs: variables of the chat template.
+            use_tqdm: as in `generate`.
 
         Returns, raises: as `generate`.
         """
         more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         several = [messages] if _is_conversation(messages) else messages
-        return self._answers([self._chat(conversation, options, more) for conversation in several])
+        return self._answers([self._chat(conversation, options, more) for conversation in several], use_tqdm)
 
     def stream(self, prompt: Prompt | Messages, **options: Unpack[SamplingOptions]) -> Stream:
         """Continues one prompt or answers one conversation, piece by piece; raises as `generate`."""
@@ -349,15 +287,18 @@ class LLM:
                 self.close()
             raise
 
-    def _answers(self, bodies: Sequence[Chat | Completion]) -> list[RequestOutput]:
-        return self._finish(self._begin(self._outputs(bodies))) if self._leads else []
+    def _answers(self, bodies: Sequence[Chat | Completion], use_tqdm: bool) -> list[RequestOutput]:
+        if not self._leads:
+            return []
+        with tqdm(total=len(bodies), unit="prompt", delay=SHOWN_S, disable=not use_tqdm or len(bodies) < 2) as bar:
+            return self._finish(self._begin(self._outputs(bodies, ended=bar.update)))
 
     def _streamed(self, body: Chat | Completion) -> Generator[str | RequestOutput]:
         """Yields an answer's text piece by piece, then the output."""
         if not self._leads:
             return
         news: SimpleQueue[News | None] = SimpleQueue()
-        future = self._begin(self._outputs([body], news.put))
+        future = self._begin(self._outputs([body], lambda _, one: news.put(one)))
         future.add_done_callback(lambda _: news.put(None))
         try:
             while (one := news.get()) is not None:
@@ -371,18 +312,18 @@ class LLM:
                 future.cancel()
 
     async def _start(self, settings: Sequence[str]) -> None:
-        directory = self._directory
-        self._log = directory / "log"
-        self._compiler: Compiler | None = None
+        self._log = self._directory / "log"
         self._core = Core(sys.maxsize)
+        self._session = Session(self._config.serve, self._core)
+        self._core.on_first = self._session.know
         with self._log.open("wb") as log:
-            self._supervisor = Supervisor(self._core, self._config.serve, settings, directory, log.fileno())
+            self._supervisor = Supervisor(self._core, self._config.serve, settings, self._directory, log.fileno())
             self._keeping = asyncio.create_task(self._supervisor.keep())
             await asyncio.sleep(0)
         self._keeping.add_done_callback(self._ended)
 
     async def _started(self) -> None:
-        """Waits until the ranks are ready; raises RuntimeError if they fail."""
+        """Waits until the ranks are ready; raises ValueError if they refuse the settings, RuntimeError if they fail."""
         deadline = time.monotonic() + START_S
         while self._core.state != "ready":
             if time.monotonic() > deadline:
@@ -390,30 +331,32 @@ class LLM:
             if self._core.state == "failed" or not (self._rank is None or self._rank.is_alive()):
                 raise self._failure()
             await asyncio.sleep(LOOK_S)
-        ready = self._core.refuse_unless_ready()
-        self.layout = ready.layout
-        if ready.guided and ready.model is not None:
-            self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
+        self.layout = self._core.refuse_unless_ready().layout
         for line in self._log.read_text(errors="replace").splitlines():
             LOG.info(line)
 
     def _ended(self, keeping: asyncio.Task[None]) -> None:
         self._core.fail("they were ended" if keeping.cancelled() else str(keeping.exception()))
 
-    def _failure(self) -> RuntimeError:
+    def _failure(self) -> Exception:
         lines = self._log.read_text(errors="replace").splitlines()
         why = cause(lines) or self._core.why
+        if self._supervisor.refused:
+            return ValueError(why)
         return RuntimeError("\n".join([f"the LLM's ranks failed: {why}", *lines[-LAST_LINES:]]))
 
     async def _outputs(
-        self, bodies: Sequence[Chat | Completion], heard: Callable[[News], None] = lambda news: None
+        self,
+        bodies: Sequence[Chat | Completion],
+        heard: Heard = lambda index, news: None,
+        ended: Callable[[], Any] = lambda: None,
     ) -> list[RequestOutput]:
         begun: list[Answer | RequestOutput] = []
         try:
             for body in bodies:
                 begun.append(await self._begun(body))
                 await asyncio.sleep(0)  # the ranks are heard between two prompts
-            return await asyncio.gather(*(self._output(answer, heard) for answer in begun))
+            return await asyncio.gather(*(self._output(answer, heard, ended) for answer in begun))
         finally:
             for answer in begun:
                 if isinstance(answer, Answer):
@@ -421,43 +364,21 @@ class LLM:
 
     async def _begun(self, body: Chat | Completion) -> Answer | RequestOutput:
         """Submits a body; returns its answer, or the output of one that is refused."""
-        if self._core.state != "ready":
-            raise self._failure()
-        ready, changed = self._core.refuse_unless_ready(), asyncio.Event()
         try:
-            reading = read(self._tokens, self._dialect, body, ready)
-            grammar = await grammar_of(reading.form, self._compiler, ready)
-            submits = submits_of(body, reading, {}, ready, grammar)
-            parsers = parsers_of(body, reading, self._dialect, len(submits))
-            flights = self._core.start(submits, changed.set)
+            return await self._session.open(body, defaults={})
         except ApiError as error:
             if self._core.state != "ready":
                 raise self._failure() from error
             if error.param not in ("prompt", "messages"):  # of every prompt alike
                 raise ValueError(error.message) from error
-            return _refused(error)
-        return answer_of(
-            body, reading, flights, parsers, self._tokens, ready.eos, "", changed, self._core.abort
-        )  # fmt: skip
+            return RequestOutput.refused(error.message)
 
-    async def _output(self, answer: Answer | RequestOutput, heard: Callable[[News], None]) -> RequestOutput:
-        if isinstance(answer, RequestOutput):
-            return answer
-        try:
-            whole = await answer.whole(heard)
-        except ApiError as error:
-            if self._core.state != "ready":
-                raise self._failure() from error
-            return _refused(error, answer.prompt_tokens)
-        continuations = []
-        for told, choice in zip(whole["choices"], answer.choices, strict=True):
-            message = told.get("message")
-            text = told["text"] if message is None else message["content"] or ""
-            ids, logprobs = choice.flight.drawn[: choice.tokens], choice.flight.logprobs[: choice.tokens]
-            best = tuple(Logprobs(own, tuple((i, p) for i, p in most)) for own, most in logprobs)
-            continuations.append(CompletionOutput(text, tuple(ids), told["finish_reason"], best, message))
-        cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return RequestOutput(answer.prompt_tokens, cached, tuple(continuations))
+    async def _output(self, answer: Answer | RequestOutput, heard: Heard, ended: Callable[[], Any]) -> RequestOutput:
+        output = answer if isinstance(answer, RequestOutput) else await output_of(answer, heard)
+        if output.reason is not None and self._core.state != "ready":
+            raise self._failure()
+        ended()
+        return output
 
     async def _end(self) -> bool:
         """Ends the job and all processes; returns whether the ranks were told to end, as they are once they serve."""
@@ -470,8 +391,7 @@ class LLM:
             await asyncio.wait((self._keeping,), timeout=ENDING_S)
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
-        if self._compiler is not None:
-            await self._compiler.close()
+        await self._session.close()
         return heard
 
 
@@ -543,7 +463,3 @@ def _plain(value: Any) -> Any:
     if not hasattr(value, "tolist"):
         raise TypeError(f"{value!r:.60} is of type {type(value).__name__}")
     return value.tolist()
-
-
-def _refused(error: ApiError, prompt_tokens: int = 0) -> RequestOutput:
-    return RequestOutput(prompt_tokens, 0, (CompletionOutput(),), error.message)

@@ -47,6 +47,8 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
             return int(_imported("launch.sweep", alone).main(arguments, program))
         config = compose.composed(line.overrides, settings)
         find_models(config)
+        if config.serve.attach is not None:
+            return int(import_module("launch.batch").attached(config))
         work = program.work(config)
         command = [*program.command, *line.arguments]
         begin: Callable[[], int] = _imported("launch.job.rank", alone).prepare(config, work, place, command)

@@ -28,6 +28,7 @@ from helix.files import read_text
 from helix.hub import find_models, is_hub_id
 from launch.client.core import Core
 from launch.client.frames import Ready
+from launch.client.session import Session
 from launch.client.supervisor import GaveUp, Supervisor
 from launch.inputs import compose, front
 from launch.job import lifeline
@@ -71,9 +72,10 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[str], directory: Path) -> int:
     core = Core(serve.waiting)
-    api = Api(serve, core, keys)
+    session = Session(serve, core)
+    api = Api(serve, session, keys)
     loop = asyncio.get_running_loop()
-    core.on_first = lambda ready: _begin(api, ready, keys.needed, listener, loop)
+    core.on_first = lambda ready: _begin(session, ready, keys.needed, listener, loop)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, arguments, directory)
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -99,7 +101,7 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
         code = 1
     await _close(server, answering)
     stopped.cancel()
-    await api.close()
+    await session.close()
     return code
 
 
@@ -112,9 +114,9 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
     return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={front.CPU_TOKENS}"])
 
 
-def _begin(api: Api, ready: Ready, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
+def _begin(session: Session, ready: Ready, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
     """Reads the model's tokenizer and template, and prints the address; in a thread beside the loop."""
-    api.know(ready, loop)
+    session.know(ready, loop)
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -122,7 +124,7 @@ def _begin(api: Api, ready: Ready, keyed: bool, listener: socket, loop: asyncio.
     body = json.dumps({"prompt": "def read_json(path):", "max_tokens": 64, "stream": True})
     room = f"context {ready.context:,} tokens, KV cache {ready.kv_tokens:,} tokens, {ready.max_batch} sequences"
     print(
-        f"{api.name}{' with random weights' if ready.random else ''} is served at {url}\n"
+        f"{session.name}{' with random weights' if ready.random else ''} is served at {url}\n"
         f"in a browser, {url} is a page to talk to it\n"
         f"{ready.layout}, {ready.ranks} ranks\n"
         f"{room}\ncurl -N {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",

@@ -29,13 +29,14 @@ from helix.build.parts import make_layout, make_spec
 from helix.config import Config
 from helix.hub import find_models
 from helix.place import ranks
+from launch.client.supervisor import REFUSED, cause
 from launch.inputs import front
 from launch.inputs.compose import SWEEP_DIRS, composed, sweep_points, told
 from launch.inputs.front import Line
 from launch.inputs.preflight import prepared
 from launch.inputs.work import RUNTIME, Program, Work
 from launch.job import spawn
-from launch.job.spawn import REFUSED, cause, heard
+from launch.job.spawn import heard
 
 mpl.use("Agg")  # before pyplot: there may be no display
 import matplotlib.pyplot as plt

@@ -23,6 +23,7 @@ import torch
 from benchmarks.jobs import JobError
 from benchmarks.models.workloads import SHAPES, K, named
 from benchmarks.runner import Benchmark, Given, Part, Row
+from launch.client.supervisor import cause
 from launch.job import spawn
 
 AGENTS = 2
@@ -78,7 +79,7 @@ def over_agents(overrides: Sequence[str], gpus: bool) -> list[Row]:
         if spawn.INTERRUPTED in codes:
             raise KeyboardInterrupt
         if any(codes):
-            raise JobError(spawn.cause(lines) or f"exit codes {codes}")
+            raise JobError(cause(lines) or f"exit codes {codes}")
         rows: list[Row] = json.loads(record.read_text(encoding="utf-8"))["hosts"]
         return rows
 

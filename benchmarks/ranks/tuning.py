@@ -8,6 +8,7 @@ are timed instead. More prompts than slots take turns, and then each turn begins
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -28,6 +29,7 @@ from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
 from helix.build.buffers import most_slots
 from helix.build.engine import build_engine, make_drafter
+from helix.config import Config
 from helix.control.engine import RUN_STEPS, Engine
 from helix.control.timings import Timings
 from helix.errors import ConfigError, RankError
@@ -41,8 +43,10 @@ from helix.run.model_runner import StepTokens
 from helix.simulate.cost import tokens_per_step
 from helix.speculation import NoDrafts
 from helix.speculation.adaptive import Acceptance, DraftOutcome
+from launch.client.sampling import sampling_of
+from launch.client.tokens import Tokens
 from launch.inputs.preflight import CheckedRun
-from launch.inputs.prompts import to_request
+from launch.inputs.prompts import PromptLine, body_of
 from launch.job.report import provenance
 from launch.job.task import Done, Task
 
@@ -332,6 +336,13 @@ class PromptSample(_Sample):
         return [count / steps for count, steps in zip(tokens, iterations, strict=True) if steps]
 
 
+def to_request(prompt: PromptLine, config: Config, tokens: Tokens) -> Request:
+    """Makes a request of a line; raises ValueError if its parameters are out of range."""
+    body = body_of(prompt, config.decode)
+    ids = prompt.ids if prompt.ids is not None else tokens.encode(prompt.text or "", sys.maxsize)
+    return Request(prompt.id, ids, body.max_tokens or 1, sampling_of(body, {}, sys.maxsize, 0))
+
+
 def _requests(task: Task) -> list[Request]:
     """The prompts, on every rank.
 
@@ -339,13 +350,13 @@ def _requests(task: Task) -> list[Request]:
         ConfigError: one cannot be continued.
     """
     requests, problem, config = [], "", task.plan.config
-    if task.results is not None:
-        for prompt in task.results.remaining:
-            request = to_request(prompt, config.decode, task.tokenizer)
-            if isinstance(request, Request):
-                requests.append(request)
-            else:
-                problem = f"{config.decode.prompts}, prompt {prompt.id!r}: {request.reason}"
+    if task.comm.rank == 0 and len(task.plan.prompts):
+        tokens = Tokens(config.model.path)
+        for prompt in task.plan.prompts:
+            try:
+                requests.append(to_request(prompt, config, tokens))
+            except ValueError as error:
+                problem = f"{config.decode.prompts}, prompt {prompt.id!r}: {error}"
     requests, problem = task.comm.broadcast_object((requests, problem))
     if problem:
         raise ConfigError(problem)

@@ -165,8 +165,8 @@ class Scheduler:
         if s.ended:
             return None
         s.drawn.append(token)
-        if s.request.grammar is not None:
-            s.request.grammar.take(token)
+        if s.request.matcher is not None:
+            s.request.matcher.take(token)
         drawing.expect(-min(drawing.least, 1), -min(drawing.most, 1), -min(drawing.likely, 1))
         if len(s.drawn) == s.request.max_new_tokens:
             self.end(s.request.id)
@@ -204,14 +204,14 @@ class Scheduler:
         None without any unread decision means that no request is left. A step in which any request has a grammar is
         held, and the next decision waits for the tokens before it: the allowed tokens depend on them.
         """
-        guided = [s for s in self.running.values() if s.request.grammar is not None]
+        guided = [s for s in self.running.values() if s.request.matcher is not None]
         if any(s.most > self._held_tokens and not s.ended for s in guided):
             return None
         waiting = self._launched[-1] if self._held_tokens else {}
         masks = {
-            slot: drawing.s.request.grammar.allowed()
+            slot: drawing.s.request.matcher.allowed()
             for slot, drawing in waiting.items()
-            if drawing.s.request.grammar is not None and drawing.most and not drawing.s.ended
+            if drawing.s.request.matcher is not None and drawing.most and not drawing.s.ended
         }
         retire = [slot for slot, s in self.running.items() if s.ended]
         for slot in retire:
@@ -234,7 +234,7 @@ class Scheduler:
         homes = len(self._homes)
         slot = max(self.running, default=0) // homes
         rows = min(1 << slot.bit_length(), self._runner.max_batch // homes) if self.running else 0
-        masked = any(s.request.grammar is not None for s in decoding)
+        masked = any(s.request.matcher is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
         left = [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]
@@ -292,7 +292,7 @@ class Scheduler:
                 continue
             self._unqueue(at)
             home, held = fit
-            behind, state = self._homes[home].states.find(s.tokens, held.known, s.request.salt)
+            behind, state = self._homes[home].states.find(s.tokens, held.known, s.request.prefix_salt)
             s.slot, s.held = heapq.heappop(self._free_slots[home]), held
             s.prefilled = max(self._resumes(held.known), behind)
             self.running[s.slot] = s
@@ -312,9 +312,9 @@ class Scheduler:
                 held.copy_from,
                 held.copy_to,
                 request.drawn + len(s.drawn),
-                None if request.grammar is None else request.grammar.allowed(),
+                None if request.matcher is None else request.matcher.allowed(),
                 state,
-                hash(request.salt) & SALTS,
+                hash(request.prefix_salt) & SALTS,
             )
 
     def _fit(self, s: Scheduled, now: float) -> tuple[int, BlockTable] | None:
@@ -333,7 +333,7 @@ class Scheduler:
         # Any kvp rank may own the first block; equal prefixes share pages only if it is the same rank.
         start = crc32(s.tokens[: self._stripes.tokens].tobytes()) % self._stripes.layout.kvp
         for home in self._by_preference(s):
-            held = self._homes[home].admit(s.tokens, s.reserved, start, s.request.salt)
+            held = self._homes[home].admit(s.tokens, s.reserved, start, s.request.prefix_salt)
             if held is not None:
                 return home, held
         s.room, s.again = room + 1, now + RETRY_S
@@ -345,7 +345,7 @@ class Scheduler:
         homes = [home for home in range(len(free)) if free[home]]
         if len(homes) < 2:
             return homes
-        hits = {home: self._homes[home].tree.match(s.tokens, s.request.salt).tokens for home in homes}
+        hits = {home: self._homes[home].tree.match(s.tokens, s.request.prefix_salt).tokens for home in homes}
         # A few tokens in common would bring all sequences to one rank: steps have as many rows as the fullest rank.
         hits = {home: hit if 2 * hit >= len(s.tokens) else 0 for home, hit in hits.items()}
         return sorted(homes, key=lambda home: (-hits[home], -len(free[home]), home))
@@ -408,7 +408,7 @@ class Scheduler:
 
     def _queue(self, s: Scheduled) -> None:
         text = s.text()
-        cached = max(home.tree.match(text, s.request.salt).tokens for home in self._homes)
+        cached = max(home.tree.match(text, s.request.prefix_salt).tokens for home in self._homes)
         s.work = int(self._times.work(self._resumes(cached), len(text)))
         self._queued += s.work
         insort(self._waiting, (s.order, s))
@@ -472,7 +472,7 @@ class Scheduler:
                 columns = self._tables(s).enter(s.held, s.tokens[:end])
                 self._changed.append(TableChange(s, s.held, columns.start, len(columns)))
                 if is_snapped:
-                    snapshot = states.take(s.tokens[:end], s.request.salt, s.held.node)
+                    snapshot = states.take(s.tokens[:end], s.request.prefix_salt, s.held.node)
                 new = s.tokens[s.prefilled : end]
                 last = end == len(s.tokens)
                 yield Segment(s.slot, s.prefilled, end, last, new, s.held.known, *snapshot, s.scored(end))

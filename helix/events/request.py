@@ -35,7 +35,8 @@ class Request:
         drawn: number of the prompt's last tokens that an earlier engine drew for this request: penalties and the least
             length count them as drawn.
         salt: only requests of the same salt share cached prefixes, so that response times reveal no other prompts.
-        grammar: grammar of the answer; None: unconstrained.
+        grammar: grammar of the answer in llguidance's format; None: unconstrained.
+        matcher: where the answer is in its grammar; rank 0 makes it of the text.
     """
 
     id: str | int
@@ -46,13 +47,12 @@ class Request:
     priority: int = 0
     salt: Hashable = None
     drawn: int = 0
-    grammar: Grammar | None = None
+    grammar: str | None = None
+    matcher: Grammar | None = None
 
     def __post_init__(self) -> None:
-        if self.grammar is not None:
+        if self.matcher is not None:
             object.__setattr__(self, "sampling", replace(self.sampling, masked=True))
-        if self.sampling.prompt_logprobs is not None:  # tokens that another prompt has in the cache have no logits
-            object.__setattr__(self, "salt", (self.salt, self.id))
         ids = self.prompt
         if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32):
             try:
@@ -60,6 +60,11 @@ class Request:
             except OverflowError:  # beyond any vocabulary: the engine refuses the request
                 ids = np.array(ids, dtype=object)
         object.__setattr__(self, "prompt", ids)
+
+    @property
+    def prefix_salt(self) -> Hashable:
+        """Equal for requests that share cached prefixes; scores of a prompt need the logits of all of its tokens."""
+        return self.salt if self.sampling.prompt_logprobs is None else (self.salt, self.id)
 
 
 @dataclass(frozen=True)
@@ -90,27 +95,29 @@ class PromptLogprobs:
     values: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestUpdate:
     """News of a request: tokens, prefill progress, or its end; the first one reports its admission.
 
     Attributes:
+        prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens found in the cache at admission.
         prefilled: prompt tokens in the cache now.
         new_ids: tokens drawn since the last update, the EOS token included.
-        finish_reason: None while it runs, then `stop` (EOS), `length`, `abort` or `error`.
+        finish_reason: None while it runs, then `stop` (an end token, the last of `new_ids`), `length`, `abort` or
+            `error`.
         reason: the cause of an `error`.
         logprobs: those of `new_ids`, if requested.
         scored: tokens of the prompt with their log-probabilities, if requested; positions may come again.
     """
 
     id: str | int
-    prompt_tokens: int
-    cached_tokens: int
-    prefilled: int
-    new_ids: tuple[int, ...]
-    finish_reason: str | None
-    reason: str | None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefilled: int = 0
+    new_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    reason: str | None = None
     logprobs: tuple[Logprobs, ...] = ()
     scored: PromptLogprobs | None = None
 

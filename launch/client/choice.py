@@ -1,14 +1,19 @@
-"""One continuation from a client's view: its tokens as text up to a stop text, and the parts of the text."""
+"""One continuation from a client's view: its tokens as text up to a stop text, and the parts of the text.
+
+Rank 0 decides where tokens end, at an end token or the limit; where a text ends is decided here: at a stop text, or
+behind the only call that an answer may have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from helix.answers.dialects import AnswerPart, Parser
 from helix.control.detokenize import TextStream
 from launch.client.core import Flight
+from launch.client.schemas import Chat, Completion
 from launch.client.tokens import Tokens
 
 
@@ -32,18 +37,28 @@ class News:
     def __bool__(self) -> bool:
         return bool(self.ids or self.finish_reason)
 
+    @classmethod
+    def joined(cls, pieces: Sequence[News]) -> News:
+        """Joins consecutive news of one continuation."""
+        return cls(
+            [token for one in pieces for token in one.ids],
+            [logprobs for one in pieces for logprobs in one.logprobs],
+            "".join(one.text for one in pieces),
+            [part for one in pieces for part in one.parts],
+            pieces[-1].finish_reason,
+        )
+
 
 class Choice:
     """A running continuation, read incrementally; later reads get larger pieces.
 
     Args:
-        abort: called if it ends before the engine reports its end.
-        parser: splits the text into parts; None for a completion.
-        silent: what is drawn is no part of the answer, which is empty.
-        special: whether the text includes special tokens.
-        min_tokens: see `TextStream`.
+        body: the request that it is of.
+        abort: cancels a continuation; called, with its finish reason, if it ends before the engine reports its end.
+        parser: splits the text into parts; None: it stays a text.
 
     Attributes:
+        parsed: whether there is a parser.
         tokens: number of tokens drawn so far.
         ended: the finish reason, once it has ended.
         stop: the stop text at which it ended.
@@ -54,29 +69,27 @@ class Choice:
         index: int,
         flight: Flight,
         tokens: Tokens,
-        stop: Sequence[str],
-        stop_ids: Sequence[int],
-        eos: Collection[int],
+        body: Chat | Completion,
         abort: Callable[[Flight, str], None],
-        parser: Parser | None = None,
-        special: bool = False,
-        min_tokens: int = 0,
-        silent: bool = False,
+        parser: Parser | None,
     ) -> None:
         self.index = index
         self.flight = flight
+        self.parsed = parser is not None
         self.tokens = 0
         self.ended: str | None = None
         self.stop: str | None = None
-        self._stops = tuple(stop)
+        self._stops = tuple(body.stop or ())
         self._tokens = tokens
         self._parser = parser
-        self._stop_ids = frozenset(stop_ids)
-        self._eos = frozenset(eos)
         self._abort = abort
-        self._silent = silent
-        self._special = special or (parser is not None and parser.wants_special)
-        self._text = TextStream(tokens.tokenizer, self._stops, self._special, min_tokens)
+        self._silent = body.max_tokens == 0  # what is drawn is no part of the answer
+        self._special = not body.skip_special_tokens or (parser is not None and parser.wants_special)
+        self._text = TextStream(tokens.tokenizer, self._stops, self._special, body.min_tokens or 0)
+
+    def abort(self, finish_reason: str) -> None:
+        """Cancels the continuation if it has not ended."""
+        self._abort(self.flight, finish_reason)
 
     def take(self) -> News:
         """Returns the news since the last call."""
@@ -92,9 +105,7 @@ class Choice:
         stopped = False
         for at, token in enumerate(fresh):
             news.ids.append(token)
-            last = flight.finish_reason == "stop" and at + 1 == len(fresh) and token in self._eos
-            if token in self._stop_ids or last:
-                self.ended = "stop"
+            if flight.finish_reason == "stop" and at + 1 == len(fresh):  # an end token is no text
                 break
             text, stopped = self._text.push(token)
             said.append(text)
@@ -117,7 +128,7 @@ class Choice:
             if self._parser.full:
                 self.ended = "stop"
         if self.ended is not None:
-            self._abort(flight, self.ended)
+            self.abort(self.ended)
         news.finish_reason = self.ended
         if self.ended == "stop" and self._parser is not None and self._parser.calls:
             news.finish_reason = "tool_calls"

@@ -7,32 +7,26 @@ import itertools
 import logging
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from enum import IntEnum
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from helix.events.request import Request, RequestUpdate
 from launch.client.acceptance import AcceptanceWatch
 from launch.client.errors import ApiError
 from launch.client.frames import (
     Cancel,
-    Delta,
     Failed,
     FrameDecoder,
     Message,
-    Progress,
     Queued,
     Ready,
-    Scored,
     Stats,
-    StepDeltas,
     Stop,
-    Submit,
     Unread,
     pieces,
 )
@@ -58,13 +52,14 @@ class Flight:
     """A running continuation.
 
     Attributes:
-        request: identity shared by all continuations of one request.
+        request: what the ranks are asked.
+        group: identity shared by all continuations of one request of a client.
         name: the request's id in the log.
         drawn: token ids so far.
         logprobs: those of each token, if requested.
         scored: the prompt's tokens behind its first, if requested: ids and log-probabilities [n - 1, width], the
             token's own and those of the most likely ones.
-        finish_reason, reason: see `Delta`; set once it has ended.
+        finish_reason, reason: see `RequestUpdate`; set once it has ended.
         cached: prompt tokens found in the cache; None until known.
         progress: prompt tokens done; None until it is admitted.
         stage: its stage in the current job.
@@ -73,9 +68,9 @@ class Flight:
         first: time of its first token, by the monotonic clock; None until it has one.
     """
 
-    def __init__(self, submit: Submit, request: object, name: str, changed: Callable[[], None]) -> None:
-        self.submit = submit
+    def __init__(self, request: Request, group: object, name: str, changed: Callable[[], None]) -> None:
         self.request = request
+        self.group = group
         self.name = name
         self.changed = changed
         self.drawn: list[int] = []
@@ -100,7 +95,7 @@ class Flight:
     def score(self, begin: int, ids: np.ndarray, values: np.ndarray) -> None:
         """Sets the log-probabilities of prompt tokens from position `begin` on; shapes as in `scored`."""
         if self.scored is None:
-            shape = len(self.submit.ids) - 1, ids.shape[1]
+            shape = len(self.request.prompt) - 1, ids.shape[1]
             self.scored = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for whole, part in zip(self.scored, (ids, values), strict=True):
             whole[begin - 1 : begin - 1 + len(part)] = part
@@ -128,7 +123,7 @@ class Core:
         self.draining = False
         self.on_first: Callable[[Ready], None] = lambda ready: None
         self.ready: Ready | None = None
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[str | int, Flight] = {}
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
         self._acceptance = AcceptanceWatch()
@@ -145,6 +140,7 @@ class Core:
         self._most_waiting = most_waiting
         self._numbers = itertools.count(1)
         self._writer: StreamWriter | None = None
+        self._served = asyncio.Event()
 
     @property
     def state(self) -> str:
@@ -193,7 +189,7 @@ class Core:
             "num_waiting_reqs": waiting,
             "num_total_reqs": running + waiting,
             "num_waiting_uncached_tokens": sum(
-                len(flight.submit.ids) for flight in self.flights.values() if flight.waits
+                len(flight.request.prompt) for flight in self.flights.values() if flight.waits
             ),
             "num_used_tokens": used,
             "num_cached_tokens": cached,  # of nobody, and known to prompts that begin alike
@@ -215,8 +211,14 @@ class Core:
         now = datetime.now(UTC).isoformat()
         return {"timestamp": now, "dp_rank_count": 1, "loads": [load], "aggregate": total}
 
-    def start(self, submits: list[Submit], changed: Callable[[], None], name: str = "") -> list[Flight]:
-        """Submits continuations to the job, all of them or none; sets their `id`.
+    async def first_ready(self) -> Ready:
+        """Waits for the first job to be ready; returns its message."""
+        await self._served.wait()
+        assert self.ready is not None
+        return self.ready
+
+    def start(self, requests: Sequence[Request], changed: Callable[[], None], name: str = "") -> list[Flight]:
+        """Requests continuations to the job, all of them or none; sets their `id`.
 
         Args:
             name: the request's id in the log.
@@ -226,30 +228,30 @@ class Core:
         """
         self.refuse_unless_ready()
         # All are counted first: to see who of many waits takes long.
-        if len(self.flights) + len(submits) > self._most_waiting < self.waiting + len(submits):
+        if len(self.flights) + len(requests) > self._most_waiting < self.waiting + len(requests):
             raise ApiError(
                 429,
                 f"{self.waiting} requests wait, {self._most_waiting} (serve.waiting) may: try again later",
                 code="queue_full",
                 retry_s=5,
             )
-        request = object()
-        flights = [Flight(replace(submit, id=next(self._numbers)), request, name, changed) for submit in submits]
+        group = object()
+        flights = [Flight(replace(request, id=next(self._numbers)), group, name, changed) for request in requests]
         try:
-            frames = [pieces(flight.submit) for flight in flights]
+            frames = [pieces(flight.request) for flight in flights]
         except ValueError as error:
             raise ApiError(400, str(error), code="too_large") from error
         for flight, frame in zip(flights, frames, strict=True):
-            self.flights[flight.submit.id] = flight
-            self.metrics.prompt_tokens.inc(len(flight.submit.ids))
+            self.flights[flight.request.id] = flight
+            self.metrics.prompt_tokens.inc(len(flight.request.prompt))
             self._write(frame)
         return flights
 
     def abort(self, flight: Flight, finish_reason: str = "abort") -> None:
         """Cancels a continuation with the given finish reason; does nothing if it has ended."""
-        if flight.submit.id in self.flights:
+        if flight.request.id in self.flights:
             self._end(flight, finish_reason, None)
-            self._send(Cancel(flight.submit.id))
+            self._send(Cancel(int(flight.request.id)))
 
     def stop(self) -> None:
         """Tells the job to end."""
@@ -310,10 +312,10 @@ class Core:
         new: dict[object, Flight] = {}
         for flight in self.flights.values():
             if flight.stage in (Stage.SENT, Stage.ADMITTED):
-                new.setdefault(flight.request, flight)
+                new.setdefault(flight.group, flight)
         if len(new) == 1:
-            ((request, given_up),) = new.items()
-            for flight in [flight for flight in self.flights.values() if flight.request == request]:
+            ((group, given_up),) = new.items()
+            for flight in [flight for flight in self.flights.values() if flight.group == group]:
                 self._end(flight, "error", f"the engine failed when it began with this request: {why}")
             return given_up
         for flight in [one for one in self.flights.values() if one.stage not in (Stage.HELD, Stage.QUEUED)]:
@@ -332,12 +334,13 @@ class Core:
         self.ready = ready
         self._writer = writer
         self._state, self._why = "ready", ""
+        self._served.set()
         for flight in self.flights.values():
             flight.stage = Stage.SENT
             # Continues as if uninterrupted: draws depend only on seed and position.
-            before, drawn = flight.submit, len(flight.drawn)
-            ids = np.concatenate([before.ids, np.asarray(flight.drawn, dtype=np.int32)])
-            self._send(replace(before, ids=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn))
+            before, drawn = flight.request, len(flight.drawn)
+            ids = np.concatenate([before.prompt, np.asarray(flight.drawn, dtype=np.int32)])
+            self._send(replace(before, prompt=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn))
 
     def _more(self, key: str, values: dict[str, float]) -> float:
         """Returns by how much a counter of the job has grown; another job counts from 0."""
@@ -358,44 +361,38 @@ class Core:
                 self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)
             told = time.monotonic()
             self.rate, self._drawn, self._counted = self._drawn / (told - self._counted), 0, told
-        elif isinstance(message, StepDeltas):
-            for name, pairs in groupby(message.ids.reshape(-1, 2).tolist(), itemgetter(0)):
-                if (flight := self.flights.get(name)) is not None:
-                    self._add(flight, [token for _, token in pairs])
-                    flight.changed()
-        elif isinstance(message, Unread | Queued | Delta | Progress | Scored) and message.id in self.flights:
+        elif isinstance(message, Unread | Queued | RequestUpdate) and message.id in self.flights:
             flight = self.flights[message.id]
             if isinstance(message, Unread):
                 self._end(flight, "error", f"a message of the ranks is malformed: {message.reason}")
                 self._send(Cancel(message.id))
-                return
-            if isinstance(message, Queued):
+            elif isinstance(message, Queued):
                 flight.stage = Stage.QUEUED
-                return
-            if isinstance(message, Scored):
-                ids, bits = message.ids.reshape(2, -1, message.width)
-                flight.score(message.begin, ids, np.ascontiguousarray(bits).view(np.float32))
-                return
-            if isinstance(message, Progress):
-                self._admitted(flight)
-                flight.stage = Stage.ADMITTED if flight.stage < Stage.ADMITTED else Stage.RUNNING
-                flight.progress = message.done
-                flight.cached = message.cached if flight.cached is None else flight.cached
             else:
-                if flight.cached is None:
-                    flight.cached = message.cached
-                self._add(flight, message.ids.tolist())
-                flight.logprobs += message.logprobs
-                if message.finish_reason is not None:
-                    self._end(flight, message.finish_reason, message.reason)
-            flight.changed()
+                self._update(flight, message)
+
+    def _update(self, flight: Flight, update: RequestUpdate) -> None:
+        if (part := update.scored) is not None:
+            flight.score(part.begin, part.ids, part.values)
+            return
+        flight.cached = update.cached_tokens if flight.cached is None else flight.cached
+        if update.new_ids or update.finish_reason is not None:
+            self._add(flight, update.new_ids)
+            flight.logprobs += update.logprobs
+            if update.finish_reason is not None:
+                self._end(flight, update.finish_reason, update.reason)
+        else:
+            self._admitted(flight)
+            flight.stage = Stage.ADMITTED if flight.stage < Stage.ADMITTED else Stage.RUNNING
+            flight.progress = update.prefilled
+        flight.changed()
 
     def _admitted(self, flight: Flight) -> None:
         if flight.waits:
             flight.admitted = time.monotonic()
             self.metrics.queued.observe(flight.admitted - flight.began)
 
-    def _add(self, flight: Flight, tokens: list[int]) -> None:
+    def _add(self, flight: Flight, tokens: Sequence[int]) -> None:
         """Adds tokens that a continuation has drawn."""
         now, metrics = time.monotonic(), self.metrics
         if count := len(tokens):
@@ -406,23 +403,23 @@ class Core:
                 flight.first = now
                 metrics.first_token.observe(now - flight.began)
                 metrics.prefill.observe(now - flight.admitted)
-                metrics.looked_up.inc(len(flight.submit.ids))
+                metrics.looked_up.inc(len(flight.request.prompt))
                 metrics.cached_tokens.inc(flight.cached or 0)
-                self.queried += len(flight.submit.ids)
+                self.queried += len(flight.request.prompt)
                 self.hits += flight.cached or 0
             metrics.new_tokens.inc(count)
             self._drawn += count
             flight.last = now
         flight.stage = Stage.RUNNING
         flight.drawn += tokens
-        flight.progress = len(flight.submit.ids)
+        flight.progress = len(flight.request.prompt)
 
     def _end(self, flight: Flight, finish_reason: str, reason: str | None) -> None:
-        self.flights.pop(flight.submit.id, None)
+        self.flights.pop(flight.request.id, None)
         self.metrics.ended.labels(finish_reason).inc()
         now = time.monotonic()
         self.metrics.whole.observe(now - flight.began)
-        self.metrics.prompt_lengths.observe(len(flight.submit.ids))
+        self.metrics.prompt_lengths.observe(len(flight.request.prompt))
         self.metrics.new_lengths.observe(len(flight.drawn))
         if flight.first is not None:
             self.metrics.decode.observe(now - flight.first)

@@ -10,65 +10,40 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
 
+from helix.events.request import Logprobs, PromptLogprobs, Request, RequestUpdate
+from helix.events.sampling_params import SamplingParams
+
 HEAD = struct.Struct("=IIq")
 MOST_HEADER, MOST_TAIL = 1 << 24, 1 << 30  # bytes; grammars, the largest part of headers, are far below
+SENT = ("cached_tokens", "prefilled", "finish_reason", "reason")  # of an update, where they are not the defaults
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
-    """Base of all messages on the socket; `ids` are sent as the tail."""
-
-    kind: ClassVar[str]
-
-
-@dataclass(frozen=True, eq=False)
-class Submit(Message):
-    """A continuation to generate.
-
-    Attributes:
-        ids: [n] int32, the prompt; when resubmitted, followed by the tokens drawn before.
-        drawn: number of last ids that were drawn: they count as the answer, for penalties.
-        max_new_tokens: tokens to draw from now on.
-        sampling: fields of `helix.events.sampling_params.SamplingParams` that differ from its defaults.
-        priority: higher ones are admitted first.
-        salt: continuations share cached prefixes only with those of the same salt.
-        grammar: grammar to follow, in llguidance's format; None: unconstrained.
-    """
-
-    kind = "submit"
-    id: int
-    max_new_tokens: int
-    sampling: dict[str, Any] = field(default_factory=dict)
-    priority: int = 0
-    salt: str | None = None
-    grammar: str | None = None
-    drawn: int = 0
-    ids: np.ndarray = field(default_factory=lambda: NO_IDS)
-
-
-@dataclass(frozen=True, eq=False)
-class Cancel(Message):
+class Cancel:
     """Cancellation of a request; its later frames are ignored."""
 
-    kind = "cancel"
+    kind: ClassVar[str] = "cancel"
     id: int
 
 
 @dataclass(frozen=True, eq=False)
-class Stop(Message):
+class Stop:
     """Order to end the job and all running continuations."""
 
-    kind = "stop"
+    kind: ClassVar[str] = "stop"
 
 
 @dataclass(frozen=True, eq=False)
-class Ready(Message):
+class Ready:
     """The first message of a job: a description of what it serves.
 
     Attributes:
@@ -83,7 +58,7 @@ class Ready(Message):
         random: whether the weights are random.
     """
 
-    kind = "ready"
+    kind: ClassVar[str] = "ready"
     model: str | None
     layout: str
     ranks: int
@@ -99,87 +74,23 @@ class Ready(Message):
 
 
 @dataclass(frozen=True, eq=False)
-class Delta(Message):
-    """New tokens of a continuation, or its end.
-
-    Attributes:
-        ids: [n] int32, drawn since the last message, including the end token.
-        finish_reason: None while it goes on, then stop (one of the model's end tokens), length, abort or error.
-        reason: the error message, if finish_reason is error.
-        cached: prompt tokens that were in the cache, sent with the first ids.
-        logprobs: each id's own, then pairs (id, logprob) of the most likely ones.
-    """
-
-    kind = "delta"
-    id: int
-    finish_reason: str | None = None
-    reason: str | None = None
-    cached: int | None = None
-    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
-    ids: np.ndarray = field(default_factory=lambda: NO_IDS)
-
-
-@dataclass(frozen=True, eq=False)
-class StepDeltas(Message):
-    """New tokens of many continuations that go on: a message for all that a step drew.
-
-    Attributes:
-        ids: [2 n] int32, the id of a continuation, then its token; tokens of one stand together, in their order.
-    """
-
-    kind = "deltas"
-    ids: np.ndarray = field(default_factory=lambda: NO_IDS)
-
-
-@dataclass(frozen=True, eq=False)
-class Queued(Message):
+class Queued:
     """Receipt: a continuation has been read, and waits for admission."""
 
-    kind = "queued"
+    kind: ClassVar[str] = "queued"
     id: int
 
 
 @dataclass(frozen=True, eq=False)
-class Progress(Message):
-    """Prefill progress: `done` tokens of the prompt are in the cache; the first such message reports admission.
-
-    Attributes:
-        cached: tokens that were there before.
-    """
-
-    kind = "progress"
-    id: int
-    done: int
-    total: int
-    cached: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Scored(Message):
-    """Log-probabilities of consecutive tokens of a prompt; positions may come again, after a preemption or a crash.
-
-    Attributes:
-        begin: position of the first of them.
-        ids: int32 [2, n, width]: `helix.events.request.PromptLogprobs`, ids and then the bits of the values.
-    """
-
-    kind = "scored"
-    id: int
-    begin: int
-    width: int
-    ids: np.ndarray = field(default_factory=lambda: NO_IDS)
-
-
-@dataclass(frozen=True, eq=False)
-class Failed(Message):
+class Failed:
     """The last message of a failing job, with the reason."""
 
-    kind = "failed"
+    kind: ClassVar[str] = "failed"
     reason: str
 
 
 @dataclass(frozen=True, eq=False)
-class Unread(Message):
+class Unread:
     """Placeholder of a frame that could not be decoded: its id, 0 if it has none, and the reason."""
 
     id: int
@@ -187,15 +98,15 @@ class Unread(Message):
 
 
 @dataclass(frozen=True, eq=False)
-class Stats(Message):
+class Stats:
     """Gauges and counters of the engine, by name."""
 
-    kind = "stats"
+    kind: ClassVar[str] = "stats"
     values: dict[str, float]
 
 
-TYPES = (Submit, Cancel, Stop, Ready, Delta, StepDeltas, Queued, Progress, Scored, Failed, Stats)
-KINDS = {kind.kind: kind for kind in TYPES}
+KINDS = {kind.kind: kind for kind in (Cancel, Stop, Ready, Queued, Failed, Stats)}
+Message = Request | RequestUpdate | Cancel | Stop | Ready | Queued | Failed | Stats | Unread
 
 
 def encode(message: Message) -> bytes:
@@ -209,13 +120,54 @@ def pieces(message: Message) -> tuple[bytes, memoryview]:
     Raises:
         ValueError: it exceeds the size limit of a frame.
     """
-    content = {f.name: getattr(message, f.name) for f in fields(message) if f.name != "ids"}
-    header = json.dumps({"kind": message.kind, **content}, separators=(",", ":")).encode()
-    ids = np.ascontiguousarray(getattr(message, "ids", NO_IDS), dtype=np.int32)
+    match message:
+        case Request():
+            return _frame("request", int(message.id), _header_of_request(message), np.asarray(message.prompt))
+        case RequestUpdate():
+            return _frame("update", int(message.id), *_update_parts(message))
+        case Unread():
+            raise AssertionError("nobody sends what could not be read")
+    return _frame(message.kind, getattr(message, "id", 0), asdict(message), NO_IDS)
+
+
+def encode_tokens(pairs: Sequence[int]) -> bytes:
+    """Encodes the new tokens of requests that go on, a message for all that a step drew, as a frame.
+
+    Args:
+        pairs: the id of a request, then its token; tokens of one stand together, in their order.
+    """
+    return b"".join(_frame("tokens", 0, {}, np.array(pairs, dtype=np.int32)))
+
+
+def _header_of_request(request: Request) -> dict[str, Any]:
+    return {
+        "max_new_tokens": request.max_new_tokens,
+        "sampling": request.sampling.to_dict(),
+        "priority": request.priority,
+        "salt": request.salt,
+        "grammar": request.grammar,
+        "drawn": request.drawn,
+    }
+
+
+def _update_parts(update: RequestUpdate) -> tuple[dict[str, Any], np.ndarray]:
+    header: dict[str, Any] = {name: value for name in SENT if (value := getattr(update, name))}
+    if update.logprobs:
+        header["logprobs"] = [(of.drawn, of.best) for of in update.logprobs]
+    ids = np.asarray(update.new_ids, dtype=np.int32)
+    if (part := update.scored) is not None:
+        header["scored"] = part.begin, *part.ids.shape
+        ids = np.concatenate([ids, part.ids.reshape(-1), part.values.reshape(-1).view(np.int32)])
+    return header, ids
+
+
+def _frame(kind: str, of: int, content: dict[str, Any], ids: np.ndarray) -> tuple[bytes, memoryview]:
+    header = json.dumps({"kind": kind, **content}, separators=(",", ":")).encode()
+    ids = np.ascontiguousarray(ids, dtype=np.int32)
     for part, size, most in (("header", len(header), MOST_HEADER), ("tail", ids.nbytes, MOST_TAIL)):
         if size > most:
             raise ValueError(f"a frame's {part} of {size} bytes is larger than {most}")
-    return HEAD.pack(len(header), ids.nbytes, getattr(message, "id", 0)) + header, ids.view(np.uint8).data
+    return HEAD.pack(len(header), ids.nbytes, of) + header, ids.view(np.uint8).data
 
 
 class FrameDecoder:
@@ -231,7 +183,7 @@ class FrameDecoder:
             ValueError: they are not a frame, so that the rest of the stream is unreadable.
         """
         self._bytes += data
-        begin, messages = 0, []
+        begin, messages = 0, list[Message]()
         while len(self._bytes) - begin >= HEAD.size:
             header, tail, of = HEAD.unpack_from(self._bytes, begin)
             if header > MOST_HEADER or tail > MOST_TAIL or tail % 4:
@@ -240,24 +192,36 @@ class FrameDecoder:
             if len(self._bytes) < middle + tail:
                 break
             try:
-                message = _message(self._bytes[begin + HEAD.size : middle], self._bytes[middle : middle + tail])
+                messages += _messages(of, self._bytes[begin + HEAD.size : middle], self._bytes[middle : middle + tail])
             except Exception as error:  # any error of one frame leaves the next ones readable
-                message = Unread(of, f"its frame cannot be read: {error}")
-            messages.append(message)
+                messages.append(Unread(of, f"its frame cannot be read: {error}"))
             begin = middle + tail
         del self._bytes[:begin]
         return messages
 
 
-def _message(header: bytearray, tail: bytearray) -> Message:
+def _messages(of: int, header: bytearray, tail: bytearray) -> list[Message]:
     content = json.loads(header)
-    kind = KINDS.get(content.pop("kind", None)) if isinstance(content, dict) else None
-    if kind is None:
-        raise ValueError(f"its header is {bytes(header[:60])!r}")
+    kind = content.pop("kind", None) if isinstance(content, dict) else None
+    ids = np.frombuffer(tail, dtype=np.int32)
+    if kind == "tokens":
+        grouped = groupby(ids.reshape(-1, 2).tolist(), itemgetter(0))
+        return [RequestUpdate(name, new_ids=tuple([token for _, token in pairs])) for name, pairs in grouped]
+    if kind == "request":
+        content["sampling"] = SamplingParams.from_dict(content["sampling"])
+        return [Request(of, ids, **content)]
     values = {name: _frozen(value) for name, value in content.items()}
-    if tail:
-        values["ids"] = np.frombuffer(tail, dtype=np.int32)
-    return kind(**values)
+    if kind == "update":
+        if (shape := values.pop("scored", None)) is not None:
+            begin, rows, width = shape
+            ids, *both = np.split(ids, [len(ids) - 2 * rows * width, len(ids) - rows * width])
+            scored, bits = (part.reshape(rows, width) for part in both)
+            values["scored"] = PromptLogprobs(begin, scored, bits.view(np.float32))
+        values["logprobs"] = tuple(Logprobs(*of) for of in values.get("logprobs", ()))
+        return [RequestUpdate(of, new_ids=tuple(ids.tolist()), **values)]
+    if kind not in KINDS:
+        raise ValueError(f"its header is {bytes(header[:60])!r}")
+    return [KINDS[kind](**values)]
 
 
 def _frozen(value: Any) -> Any:

@@ -6,8 +6,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from launch.client.errors import ApiError
-from launch.client.frames import Ready, Submit
+from launch.client.frames import Ready
 from launch.client.prompts import Reading
 from launch.client.schemas import Chat, Completion, Generation
 
@@ -30,14 +32,14 @@ ENGINE = {
 }
 
 
-def submits_of(
+def requests_of(
     body: Chat | Completion,
     reading: Reading,
     defaults: Mapping[str, Any],
     ready: Ready,
     grammar: str | None,
     salt: str | None = None,
-) -> list[Submit]:
+) -> list[Request]:
     """Creates the continuations of a body's prompts, `n` of each.
 
     Args:
@@ -47,13 +49,13 @@ def submits_of(
     Raises:
         ApiError: 400, a token id is outside of the vocabulary, or a prompt and its answer do not fit.
     """
-    chat, submits = isinstance(body, Chat), []
+    chat, requests = isinstance(body, Chat), []
     for prompt in reading.prompts:
         limit = limit_of(body, len(prompt), None if chat else UNSET_TOKENS, ready)
         for index in range(body.n or 1):
-            sampling = sampling_of(body, defaults, ready, logprobs_of(body), index)
-            submits.append(Submit(0, limit, sampling, -body.priority, salt, grammar, ids=prompt))
-    return submits
+            sampling = sampling_of(body, defaults, ready.vocab, index)
+            requests.append(Request(0, prompt, limit, sampling, priority=-body.priority, salt=salt, grammar=grammar))
+    return requests
 
 
 def logprobs_of(body: Chat | Completion) -> int | None:
@@ -63,32 +65,29 @@ def logprobs_of(body: Chat | Completion) -> int | None:
     return body.logprobs
 
 
-def sampling_of(
-    request: Generation, defaults: Mapping[str, Any], ready: Ready, logprobs: int | None, index: int
-) -> dict[str, Any]:
-    """Collects the sampling parameters of choice `index` of a request.
+def sampling_of(body: Chat | Completion, defaults: Mapping[str, Any], vocab: int, index: int) -> SamplingParams:
+    """Makes the sampling parameters of choice `index` of a request.
 
     Args:
         defaults: the checkpoint's, from `generation_config.json`.
-        logprobs: number of most likely tokens reported with each token; None for no log-probabilities.
+        vocab: number of tokens of the model.
 
     Raises:
         ApiError: a token id is outside of the vocabulary.
+        ValueError: a value is out of the engine's range.
     """
-    bias = sorted((int(name), value) for name, value in (request.logit_bias or {}).items())
-    for param, ids in (("logit_bias", [i for i, _ in bias]), ("stop_token_ids", request.stop_token_ids or [])):
-        if outside := [i for i in ids if i >= ready.vocab]:
-            raise ApiError(400, f"{param} has {outside[0]}, and the vocabulary is [0, {ready.vocab})", param=param)
-    given = {name: value for name in ENGINE if (value := getattr(request, name, None)) is not None}
+    bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
+    for param, ids in (("logit_bias", bias), ("stop_token_ids", body.stop_token_ids or [])):
+        if outside := [i for i in ids if i >= vocab]:
+            raise ApiError(400, f"{param} has {outside[0]}, and the vocabulary is [0, {vocab})", param=param)
+    given = {name: value for name in ENGINE if (value := getattr(body, name, None)) is not None}
     values = OPENAI | dict(defaults) | given
-    values |= {"top_k": max(0, int(values["top_k"])), "logit_bias": bias, "logprobs": logprobs}
-    values["prompt_logprobs"] = logprobs if getattr(request, "echo", False) else None
-    # A seed determines all choices, and each draws differently.
-    seed = secrets.randbits(63) if request.seed is None else (request.seed + index) % (1 << 63)
-    if request.min_tokens and request.stop_token_ids:  # not drawn before `min_tokens`
-        values["stop_token_ids"] = request.stop_token_ids
-    sent = {name: value for name, value in values.items() if value != ENGINE.get(name)}
-    return sent | {"seed": seed} if values["temperature"] > 0 else sent
+    logprobs = logprobs_of(body)
+    values |= {"top_k": max(0, values["top_k"]), "logit_bias": bias, "logprobs": logprobs}
+    values |= {"prompt_logprobs": logprobs if getattr(body, "echo", False) else None}
+    if values["temperature"] > 0:  # a seed determines all choices, and each draws differently
+        values["seed"] = secrets.randbits(63) if body.seed is None else (body.seed + index) % (1 << 63)
+    return SamplingParams(**values, stop_token_ids=tuple(body.stop_token_ids or ()))
 
 
 def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,10 @@ from launch.client.workers import ROOT
 LOG = logging.getLogger("helix.serving")  # unlike a print, a log that cannot be written raises nothing
 ENTRY = ROOT / "torchrun_entry.py"
 LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the process that it must not outlive
+REFUSED = 3  # exit code of a run that has refused some requests and served the others
+WRONG_SETTINGS = 2  # exit code of a job whose settings were refused before ranks started
+# Lines of a failed job that tell the cause, the most reliable first: a lost process, an error line, an exception.
+CAUSES = (r"(rank \d+|the launcher) was (killed|stopped)", r"error\b", r"[\w.]+(Error|Exception): ")
 WINDOW_S = 600.0  # in which `serve.restarts` are counted
 BACKOFF_S = (1.0, 2.0, 4.0)  # delays before the first restarts in the window; the last one repeats
 LOOK_S = 0.05  # between two attempts to connect
@@ -59,6 +64,9 @@ class Supervisor:
         arguments: settings of the ranks; with `serve.attach`, the ranks are started elsewhere.
         directory: private, for sockets.
         log: descriptor of a file for what the ranks print; None: they print where this process does.
+
+    Attributes:
+        refused: whether the last job's settings were refused before its ranks started.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class Supervisor:
         self._directory = directory
         self._log = log
         self._jobs = 0
+        self.refused = False
         self._stopping = False
 
     async def keep(self) -> None:
@@ -126,6 +135,7 @@ class Supervisor:
             why = working.result() if working.done() else ""
             if working.done():
                 await asyncio.wait((ended,), timeout=ENDING_S if self._stopping else LAST_WORDS_S)
+            self.refused = process.returncode == WRONG_SETTINGS
             return why or f"the ranks ended ({_exit(process.returncode)})"
         finally:
             working.cancel()
@@ -168,11 +178,18 @@ class Supervisor:
 
 def _described(flight: Flight) -> str:
     """Describes a request without its content."""
-    submit = flight.submit
-    grammar = "none" if submit.grammar is None else f"{len(submit.grammar)} characters"
-    prompt = f"a prompt of {len(submit.ids)} tokens, {submit.max_new_tokens} to draw"
-    return f"request {flight.name}, {prompt}, grammar: {grammar}, sampling: {', '.join(submit.sampling) or 'greedy'}"
+    request = flight.request
+    grammar = "none" if request.grammar is None else f"{len(request.grammar)} characters"
+    prompt = f"a prompt of {len(request.prompt)} tokens, {request.max_new_tokens} to draw"
+    sampling = ", ".join(request.sampling.to_dict()) or "greedy"
+    return f"request {flight.name}, {prompt}, grammar: {grammar}, sampling: {sampling}"
 
 
 def _exit(code: int | None) -> str:
     return "one of them failed" if code is None else f"exit code {code}"
+
+
+def cause(lines: Sequence[str]) -> str:
+    """Finds the line that tells why a job failed; empty if there is none."""
+    causes = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
+    return next(causes, "").removeprefix("error: ")

@@ -121,20 +121,20 @@ def preflight(
     return CheckedRun(config, layout, spec, checkpoint, draft, prompts, finished, reason, resolved)
 
 
-def prepared(config: Config, work: Work | None = None) -> int:
-    """Checks all that can be checked without ranks; returns the number of ranks that a run on this host starts.
+def prepared(config: Config, work: Work | None = None) -> CheckedRun:
+    """Checks all that can be checked without ranks; returns the run, as rank 0 of those that this host starts.
 
     Raises:
         ValueError: as in `preflight`; or there are fewer GPUs than comm.backend needs.
     """
     check(config)
     world_size = ranks(config)
-    preflight(config, 0, world_size, work=work)
+    plan = preflight(config, 0, world_size, work=work)
     check_tokenizer_files(config.model.path)
     # Whether GPUs reach each other they say themselves.
     here = {"gpus": torch.cuda.device_count(), "peers": True}
     choose_backend(config.comm.backend, Place(0, world_size, 0, world_size), [here])
-    return world_size
+    return plan
 
 
 def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: int) -> None:

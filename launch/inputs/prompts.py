@@ -17,9 +17,9 @@ import numpy as np
 
 from helix.config import Config, DecodeConfig
 from helix.errors import RankError
-from helix.events.request import Output, Request
 from helix.events.sampling_params import SamplingParams
 from helix.files import check_file, parse_json, read_text
+from launch.client.answer import RequestOutput
 from launch.client.errors import ApiError
 from launch.client.schemas import Chat, Completion, parsed
 from launch.inputs.files import claim, replace
@@ -82,6 +82,7 @@ class PromptFile(Sequence[PromptLine]):
 
     Attributes:
         most_new: the largest max_tokens of a line, 0 if none has any.
+        sequences: number of answers, of which a line may have several.
         has_text: whether any prompt is text, which needs a tokenizer.
         has_bodies: whether any has messages or a form, or is a line of a batch.
         has_unlimited: whether any is a line of a batch for a chat without a limit of its own.
@@ -91,7 +92,7 @@ class PromptFile(Sequence[PromptLine]):
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._begins, self.most_new = path, array("q"), 0
+        self._path, self._begins, self.most_new, self.sequences = path, array("q"), 0, 0
         self.has_text = self.has_bodies = self.has_unlimited = False
         keys, numbers = array("q"), array("q")  # hashes of ids, and line numbers
         try:
@@ -166,6 +167,8 @@ class PromptFile(Sequence[PromptLine]):
     def _note(self, prompt: PromptLine) -> None:
         limit = prompt.options.get("max_tokens")
         self.most_new = max(self.most_new, limit if isinstance(limit, int) else 0)
+        several = (prompt.body or {}).get("n")
+        self.sequences += several if type(several) is int else 1
         self.has_text |= prompt.ids is None
         self.has_bodies |= prompt.body is not None
         self.has_unlimited |= limit is None and prompt.url is not None and prompt.schema is Chat
@@ -246,26 +249,29 @@ def check_defaults(config: DecodeConfig) -> None:
         raise ValueError(f"decode: {error}") from error
 
 
-def to_request(prompt: PromptLine, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
-    """Returns a request for the engine, or the output that refuses it if its parameters are out of range."""
-    ids: Sequence[int] = prompt.ids if prompt.ids is not None else _encode(tokenizer, prompt.text or "")
+def body_of(prompt: PromptLine, defaults: DecodeConfig) -> Chat | Completion:
+    """Makes a request of a line; where it is no line of a batch, it has the settings of `decode` for defaults.
+
+    Raises:
+        ValueError: its limit is wrong.
+        ApiError: a body is wrong.
+    """
+    given = None if prompt.body is None else parsed(prompt.schema, json.dumps(prompt.body).encode(), MOST_IDS)
+    if prompt.url is not None:
+        assert given is not None, "lines of a batch have one"
+        return given
     options = {key: prompt.options.get(key, getattr(defaults, name)) for key, name in DEFAULTED.items()}
+    options |= {key: prompt.options[key] for key in WISHES if key in prompt.options}
+    if options["max_tokens"] < 1:
+        raise ValueError(f"max_tokens={options['max_tokens']} must be at least 1")
     stop = options["stop"]
-    wishes = {key: prompt.options[key] for key in WISHES if key in prompt.options}
-    try:
-        sampling = SamplingParams(**{key: options[key] for key in SAMPLING}, **wishes)
-        if options["max_tokens"] < 1:
-            raise ValueError(f"max_tokens={options['max_tokens']} must be at least 1")
-    except ValueError as error:
-        return Output(prompt.id, len(ids), (), "", "", "error", str(error))
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    return Request(prompt.id, ids, options["max_tokens"], sampling, tuple(s for s in stops if s))
-
-
-def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
-    assert tokenizer is not None, "preflight lets no text in without a tokenizer"
-    ids: Sequence[int] = tokenizer(text)["input_ids"]
-    return ids
+    options["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
+    if given is None:  # `SamplingParams` checks the options, whose ranges are wider than those of requests
+        ids = None if prompt.ids is None else np.array(prompt.ids, dtype=object)
+        return Completion.model_construct(prompt=prompt.text if ids is None else ids, **options)
+    if isinstance(given, Chat) and (best := options.pop("logprobs", None)) is not None:
+        options |= {"logprobs": True, "top_logprobs": best}
+    return given.model_copy(update=options)
 
 
 def digest(prompt: PromptLine, config: Config) -> str:
@@ -408,15 +414,15 @@ class ResultFile:
                 self._begun[prompt.id] = number, self._digests.of(prompt)
                 yield prompt
 
-    def add(self, output: Output) -> None:
-        """Writes a result; raises RankError if that fails."""
+    def add(self, name: str | int, output: RequestOutput) -> None:
+        """Writes the result of a prompt; raises RankError if that fails."""
         line: dict[str, Any] = {
-            "id": output.id,
+            "id": name,
             "prompt_tokens": output.prompt_tokens,
             "output_ids": list(output.output_ids),
             "text": output.text,
             "finish_reason": output.finish_reason,
-            "request": self._begun[output.id][1],
+            "request": self._begun[name][1],
         }
         if output.reason is not None:
             line["reason"] = output.reason
@@ -424,7 +430,7 @@ class ResultFile:
             line["logprobs"] = [{"drawn": place.drawn, "best": place.best} for place in output.logprobs]
         if self._lossy is not None:
             line["attention"] = self._lossy
-        self._add(output.id, line)
+        self._add(name, line)
 
     def add_response(self, name: str | int, status: int, body: dict[str, Any]) -> None:
         """Writes a result of a line of a batch; raises as `add`."""

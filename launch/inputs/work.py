@@ -19,6 +19,7 @@ class Work:
 
     Attributes:
         module: module whose `run(task)` does the work, on every rank.
+        client: module whose `decode(config, prompts, socket)` asks the ranks, beside them; None: nobody does.
         name: name of its phase in the record.
         prompts: whether decode.prompts are needed, taken if given, or ignored (none).
         timed: only its time counts, so that ranks may be emulated.
@@ -29,6 +30,7 @@ class Work:
 
     module: str
     name: str
+    client: str | None = None
     prompts: Literal["needed", "taken", "none"] = "none"
     timed: bool = False
     load: tuple[int, int] = (1, 1 << 17)
@@ -36,7 +38,7 @@ class Work:
     check: Callable[[Sequence[PromptLine]], None] = lambda prompts: None
 
 
-DECODE = Work("launch.job.decode", "decode", "needed")
+DECODE = Work("launch.job.serve", "decode", client="launch.batch", prompts="needed")
 SERVE = Work("launch.job.serve", "decode")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from helix.models import Decoder, DraftLayer
 from helix.models.loading import is_untrained, randomize, weights_of
 from helix.place import KINDS, Place, gpu_facts, gpu_name
 from helix.speculation import DraftModel
-from helix.tokenizer import load_tokenizer
+from launch.client.supervisor import REFUSED
 from launch.inputs.preflight import CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile
 from launch.inputs.work import Work
@@ -30,7 +31,6 @@ from launch.job import spawn
 from launch.job.membership import Job
 from launch.job.memory import shortage
 from launch.job.report import Console, Phases, write_record
-from launch.job.spawn import REFUSED
 from launch.job.task import Done, Task
 
 
@@ -43,17 +43,33 @@ def prepare(config: Config, work: Work, place: Place | None, command: Sequence[s
     Raises:
         ValueError: the config is wrong.
     """
-    world_size = prepared(config, work) if place is None else None
+    if place is not None:
+        return partial(_rank, config, work, import_module(work.module).run)
+    plan = prepared(config, work)
+    if plan.finished:
+        return partial(_finished, config, plan)
     rank = partial(_rank, config, work, import_module(work.module).run)  # imported here: forks import nothing
-    return rank if world_size is None else partial(_launch, world_size, rank, command, config)
+    return partial(_launch, plan, work, rank, command)
 
 
-def _launch(world_size: int, rank: Callable[[], int], command: Sequence[str], config: Config) -> int:
-    code = spawn.launch(world_size, rank, command)
+def _launch(plan: CheckedRun, work: Work, rank: Callable[[], int], command: Sequence[str]) -> int:
+    def ask(socket: Path) -> Coroutine[Any, Any, int]:
+        client: Coroutine[Any, Any, int] = import_module(str(work.client)).decode(plan.config, plan.prompts, socket)
+        return client
+
+    code = spawn.launch(plan.layout.world_size, rank, command, None if work.client is None else ask)
     if code == spawn.INTERRUPTED:
         kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
-        print("interrupted" if config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)
+        print("interrupted" if plan.config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)
     return code
+
+
+def _finished(config: Config, plan: CheckedRun) -> int:
+    """Says that a resumed run has nothing left, which needs no model."""
+    ResultFile(config, plan.prompts).close()
+    record = f"; record={config.record} is not written" if config.record is not None else ""
+    print(f"decode.output={config.decode.output} holds the results of all {len(plan.prompts)} prompts already{record}")
+    return 0
 
 
 def _rank(config: Config, work: Work, run: Callable[[Task], Done]) -> int:
@@ -76,13 +92,10 @@ def _rank(config: Config, work: Work, run: Callable[[Task], Done]) -> int:
 
 def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -> int:
     phases = Phases()
-    plan, tokenizer, results, problem = None, None, None, None
+    plan, problem = None, None
     try:
         device = gpu_name(job.place) if config.comm.backend != "gloo" else None
         plan = preflight(config, job.place.rank, job.place.world_size, device, work)
-        if job.leads:
-            tokenizer = load_tokenizer(config.model.path)
-            results = ResultFile(config, plan.prompts) if plan.prompts else None  # there are none in a benchmark
     except (ValueError, OSError) as error:
         problem = str(error)
     own = {"layout": str(plan and plan.layout), "finished": plan is not None and plan.finished}
@@ -92,12 +105,9 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -
         raise ConfigError(
             f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout"
         )
-    if facts[0]["finished"]:  # a resumed run that has nothing left needs no model
-        if results is not None:
-            results.close()
-            record = f"; record={config.record} is not written" if config.record is not None else ""
-            count = len(plan.prompts)
-            print(f"decode.output={config.decode.output} holds the results of all {count} prompts already{record}")
+    if facts[0]["finished"]:
+        if job.leads:
+            _finished(config, plan)
         job.leave()
         return 0
     phases.mark("preflight")
@@ -125,7 +135,7 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -
         return model, draft
 
     try:
-        measured, refused = run(Task(plan, comm, job.backend, load, tokenizer, results, console, phases))
+        measured, refused = run(Task(plan, comm, job.backend, load, console, phases))
     except Exception as error:
         loaded, built = "load_s" in phases.seconds, "build_s" in phases.seconds or work.timed
         if (short := shortage(error, config, comm.rank, comm.device, loaded, built)) is not None:

@@ -1,4 +1,4 @@
-"""Reports of a run: progress, streamed text, the final table, the record."""
+"""Reports of ranks: the progress of loading, the final table, the record."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console as Terminal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from helix.build.parts import ignored
 from helix.control.timings import Timings
 from helix.errors import RankError
-from helix.events.request import Output
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.models.quantized import rounded
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
-from launch.inputs.terminal import harmless
+from launch.inputs.terminal import FILE_WIDTH, new_bar
 from launch.job.lifeline import age_s, unfailing
 from launch.job.membership import Job
-
-FILE_WIDTH = 120  # characters of a line if the output is not a terminal
-COUNT_S = 10.0  # between two lines about the number of prompts that are done
 
 
 class Phases:
@@ -60,21 +55,16 @@ class Phases:
 
 
 class Console:
-    """The terminal of rank 0; silent on other ranks, and without streamed text if decode.stream=false."""
+    """The terminal of rank 0; silent on other ranks."""
 
     def __init__(self, plan: CheckedRun, job: Job) -> None:
         self._layout = plan.layout
         self._job = job
         self._speaks = job.leads
-        self._streams = plan.config.decode.stream
         log = unfailing(sys.stdout) if plan.config.serve.socket is not None else None
         self._terminal = Terminal(file=log, quiet=not job.leads, highlight=False)
         if not self._terminal.is_terminal:
             self._terminal.width = FILE_WIDTH
-        self._bar: Progress | None = None
-        self._counted = time.monotonic()
-        self._task: TaskID | None = None
-        self._text = OneAtATime(lambda text: self._terminal.out(harmless(text), end="", highlight=False))
         where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
         if plan.config.model.load == "random":
@@ -99,7 +89,7 @@ class Console:
         if not self._speaks:
             yield lambda done: None
             return
-        with self._new_bar() as progress:
+        with new_bar(self._terminal) as progress:
             task = progress.add_task(what, total=total)
             yield lambda done: progress.update(task, completed=done)
 
@@ -118,39 +108,9 @@ class Console:
         """Prints a benchmark's measurement as a line of JSON."""
         self._terminal.out(json.dumps(row), highlight=False)
 
-    def prefill(self, done: int, total: int) -> None:
-        """Shows the progress of admitted prompts' tokens, until all are done or text begins to stream."""
-        if self._text.started:
-            return
-        if self._bar is None:
-            self._bar = self._new_bar()
-            self._bar.start()
-            self._task = self._bar.add_task("prefill", total=total)
-        assert self._task is not None
-        self._bar.update(self._task, completed=done, total=total)
-        if done == total:
-            self._end_prefill(done=True)
-
-    def show(self, output: Output) -> None:
-        """Streams an output's text when it is its request's turn, or prints its refusal."""
-        if output.finish_reason == "error":
-            self._terminal.print(f"[{output.id}] refused: {output.reason}", markup=False, style="red")
-            return
-        if self._streams:
-            self._end_prefill()
-            self._text.push(output)
-
-    def count(self, done: int, total: int) -> None:
-        """Prints how many prompts are done, now and then, unless their text is streamed."""
-        if not self._streams and (now := time.monotonic()) - self._counted > COUNT_S:
-            self._counted = now
-            self._end_prefill()
-            self.note(f"{done:,} of {total:,} prompts are done")
-
     def finish(self, title: str, measured: dict[str, Any]) -> None:
         """Prints the final tables."""
-        self._end_prefill()
-        table = Table(title=title)
+        table = Table(title=title or None)
         for name in ("layout", "ranks", "step p50", "step p90", "tok/step", "tok/s/user", "tok/s/rank"):
             table.add_column(name, justify="left" if name == "layout" else "right")
         table.add_row(
@@ -172,50 +132,12 @@ class Console:
             held.add_row(str(rank), f"{tokens:,}", f"{size:,}")
         self._terminal.print(held)
 
-    def _new_bar(self) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        return Progress(*columns, console=self._terminal)
-
-    def _end_prefill(self, done: bool = False) -> None:
-        if self._bar is not None:
-            self._bar.live.transient = not done  # an unfinished one disappears
-            self._bar.stop()
-            self._bar = None
-
 
 def _speculation_table(measured: dict[str, Any]) -> Table:
     table = Table("mean gamma", "drafts kept a step", "kept of each draft behind kept ones", title="speculation")
     places = " ".join("-" if share is None else f"{share:.2f}" for share in measured["acceptance_by_place"])
     table.add_row(_number(measured["mean_drafts"]), _number(measured["mean_kept"]), places)
     return table
-
-
-class OneAtATime:
-    """Output stream that shows one request's text at a time and buffers the text of the others."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.started = False
-        self._write = write
-        self._current: str | int | None = None
-        self._unsaid: dict[str | int, str] = {}
-        self._ended: set[str | int] = set()
-
-    def push(self, output: Output) -> None:
-        self.started = True
-        self._unsaid[output.id] = self._unsaid.get(output.id, f"[{output.id}] ") + output.delta
-        if output.finish_reason is not None:
-            self._ended.add(output.id)
-        while self._unsaid:
-            if self._current is None:
-                self._current = next(iter(self._unsaid))
-            self._write(self._unsaid[self._current])
-            self._unsaid[self._current] = ""
-            if self._current not in self._ended:
-                return
-            self._write("\n")
-            del self._unsaid[self._current]
-            self._ended.discard(self._current)
-            self._current = None
 
 
 def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -> dict[str, Any]:

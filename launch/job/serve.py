@@ -6,48 +6,58 @@ import gc
 import os
 import socket
 import stat
+import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock, Thread
 from time import sleep
+from typing import Any
 
 import numpy as np
 
-import helix.events.request
 from helix.answers.matcher import BegunGrammar, Grammars
+from helix.attention.block_sparse import BlockSparseAttention
 from helix.build.buffers import most_slots
 from helix.build.engine import build_engine
 from helix.build.tiering import of_short_chunks
+from helix.config import Config
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.errors import RankError
 from helix.events.decision import StepKind
-from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
+from helix.events.request import Request, RequestUpdate
 from kernels.ahead import on_compilation
+from launch.client.errors import ApiError
 from launch.client.frames import (
     Cancel,
-    Delta,
     Failed,
     FrameDecoder,
     Message,
-    Progress,
     Queued,
     Ready,
-    Scored,
     Stats,
-    StepDeltas,
     Stop,
-    Submit,
     Unread,
     encode,
+    encode_tokens,
 )
+from launch.client.sampling import sampling_of
+from launch.client.supervisor import REFUSED
+from launch.client.tokens import read_defaults
+from launch.inputs.prompts import PromptFile, body_of
+from launch.job.lifeline import LAUNCHER
+from launch.job.report import summary
+from launch.job.spawn import CLIENT_S, SOCKET
 from launch.job.task import Done, Task
 
+LOOKED_AT = 1024  # prompts of a file, for the kinds of steps that they need
+OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}  # variables
 # Captured steps: greedy, sampled, sampled with filters; later the same with shaped logits.
 PLAIN = {StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)}
 SHAPED = {replace(kind, shaped=True) for kind in PLAIN}
@@ -59,27 +69,103 @@ COMPILING = 2  # grammars at a time
 
 
 def run(task: Task) -> Done:
-    """Runs the engine until the front end ends the job."""
-    plan, comm = task.plan, task.comm
+    """Serves the prompts of a file or a server's requests, until the client ends the job."""
+    plan, comm, config = task.plan, task.comm, task.plan.config
+    file = plan.prompts if isinstance(plan.prompts, PromptFile) else None
     inbox = Inbox()
-    link = Link(Path(str(plan.config.serve.socket)), inbox) if comm.rank == 0 else None
+    with ExitStack() as stack:
+        link, client = None, None
+        if comm.rank == 0:
+            path = config.serve.socket or os.environ.get(SOCKET)
+            if path is None:  # the launcher of these ranks knows no client
+                path = stack.enter_context(TemporaryDirectory(prefix="helix-")) + "/ranks.sock"
+                client = stack.enter_context(_client(path))
+            link = Link(Path(path), inbox)
+            if client is not None:
+                Thread(target=_end_with, args=(client, link), daemon=True).start()
+        engine = _engine(task, file)
+        path = config.model.path
+        serve(engine, inbox, link, None if path is None else Path(path).resolve(), random=plan.checkpoint is None)
+        measured = {} if file is None else _measured(task, engine)
+        code = 0 if client is None else client.wait(CLIENT_S)
+    if code not in (0, REFUSED):
+        raise RankError(f"the client of these ranks ended with exit code {code}")
+    return measured, int(code == REFUSED)
+
+
+def _engine(task: Task, file: PromptFile | None) -> Engine:
+    """Loads the model and builds the engine, for the prompts of a file or for whatever comes."""
+    plan, comm, config, console = task.plan, task.comm, task.plan.config, task.console
     model, draft = task.load()
-    max_batch = most_slots(plan.config, comm.device.type)
-    most = max_batch * model.spec.max_positions  # if memory allows
-    auto = plan.config.decode.max_batch == "auto"
-    engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft, fewer=auto)
-    if plan.config.kv.tier == "host":
-        stored = model.weights.dtype, plan.config.kv.dtype
-        if warning := of_short_chunks(model.spec, *stored, engine.prefill_chunk):
-            task.console.note(warning)
+    slots, context = most_slots(config, comm.device.type), model.spec.max_positions
+    max_batch, tokens, kinds = slots, slots * context, PLAIN  # if memory allows
+    if file is not None:
+        max_batch = min(file.sequences, slots)
+        tokens = file.most_tokens(config.decode.max_new_tokens, context, slots)
+        kinds = comm.broadcast_object(_kinds(file, config, model.spec.vocab) if comm.rank == 0 else None)
+    auto = config.decode.max_batch == "auto"
+    engine = build_engine(plan.layout, comm, model, config, max_batch, tokens, draft=draft, fewer=auto)
+    if file is not None:
+        if auto and (most := engine.runner.max_batch * plan.layout.dp) < max_batch:
+            console.note(f"decode.max_batch=auto takes {most:,} sequences at a time")
+        if config.decode.prefill_chunk == "auto":
+            console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
+    if config.kv.tier == "host" and (
+        warning := of_short_chunks(model.spec, model.weights.dtype, config.kv.dtype, engine.prefill_chunk)
+    ):
+        console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(PLAIN, SHAPED, task.phases.mark, chunks=True)
-    task.console.note(f"ready after {task.phases}")
-    on_compilation(lambda kernel: task.console.note(f"compiled while serving: {kernel}"))
-    path = plan.config.model.path
-    serve(engine, inbox, link, None if path is None else Path(path).resolve(), random=plan.checkpoint is None)
-    return {}, 0
+        engine.warm_up(kinds, SHAPED if file is None else (), task.phases.mark, chunks=file is None)
+    if file is None:
+        console.note(f"ready after {task.phases}")
+        on_compilation(lambda kernel: console.note(f"compiled while serving: {kernel}"))
+    return engine
+
+
+def _kinds(file: PromptFile, config: Config, vocab: int) -> set[StepKind]:
+    """Finds the kinds of steps that the first prompts need."""
+    defaults = read_defaults(config.model.path)
+    kinds = set()
+    for prompt in islice(file, LOOKED_AT):
+        with suppress(ApiError, ValueError):  # it is refused when it comes
+            body, batch = body_of(prompt, config.decode), prompt.url is not None
+            kinds.add(StepKind.of([sampling_of(body, defaults if batch else {}, vocab, 0)]))
+    return kinds or PLAIN
+
+
+def _measured(task: Task, engine: Engine) -> dict[str, Any]:
+    """Shows the tables of a run, and returns the measured part of its record."""
+    plan, comm, runner = task.plan, task.comm, engine.runner
+    bytes_per_token = comm.all_gather_object(runner.cache.bytes_per_token)
+    policy = runner.policy
+    blocks = comm.all_gather_object(policy.blocks_read()) if isinstance(policy, BlockSparseAttention) else None
+    if comm.rank:
+        return {}
+    measured = summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": runner.hopb_chunks}
+    measured |= {} if blocks is None else {"blocks_read_per_rank": blocks}
+    chosen = ", ".join(f"{rows} rows in {chunks}" for rows, (chunks, _) in runner.hopb_chunks.items() if chunks > 1)
+    title = [] if blocks is None else [f"{plan.config.attention.policy} attention (lossy)"]
+    title += [f"HOP-B: {chosen} chunks"] if chosen else []
+    task.console.finish("; ".join(title), measured)
+    return measured
+
+
+@contextmanager
+def _client(path: str) -> Iterator[subprocess.Popen[str]]:
+    """Starts this job's command again as the client of its ranks."""
+    environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    command = [sys.executable, *sys.argv, f"serve.attach={path}"]
+    with subprocess.Popen(command, env=environment | {LAUNCHER: str(os.getpid())}, text=True) as client:
+        try:
+            yield client
+        finally:
+            client.terminate()
+
+
+def _end_with(client: subprocess.Popen[str], link: Link) -> None:
+    client.wait()
+    link.stop()
 
 
 def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, random: bool = False) -> None:
@@ -195,13 +281,13 @@ class Link:
         with suppress(OSError):
             self._path.unlink()
 
-    def pass_on(self, update: helix.events.request.RequestUpdate) -> None:
+    def pass_on(self, update: RequestUpdate) -> None:
         """Sends the news of a request to the front end that submitted it; tokens alone wait for `flush`."""
         name = self._names.get(update.id)
         if name is None:
             return
-        finish_reason, reason = update.finish_reason, update.reason
-        if update.new_ids and finish_reason is None and not update.logprobs and name < MOST_ID:
+        alone = update.finish_reason is None and not update.logprobs
+        if update.new_ids and alone and name < MOST_ID:
             if self._of != (prefix := self._prefix):  # what another front end has left behind is nobody's
                 self._of, self._drawn = prefix, []
             if str(update.id).startswith(prefix):
@@ -209,28 +295,18 @@ class Link:
                     self._drawn += (name, token)
             return
         self.flush()
-        if (part := update.scored) is not None:
-            both = np.stack([part.ids, part.values.view(np.int32)])
-            self._send(Scored(name, part.begin, part.ids.shape[1], both.reshape(-1)), update.id)
-            return
-        if finish_reason is not None:
+        if update.finish_reason is not None:
             self._names.pop(update.id, None)
             followed = self._followed.pop(update.id, None)
-            if followed is not None and followed.mistake is not None and finish_reason in ("stop", "length"):
-                finish_reason, reason = "error", followed.mistake
-        if update.new_ids or finish_reason is not None:
-            ids = np.asarray(update.new_ids, dtype=np.int32)
-            logprobs = tuple((of.drawn, of.best) for of in update.logprobs)
-            told: Message = Delta(name, finish_reason, reason, update.cached_tokens, logprobs, ids)
-        else:
-            told = Progress(name, update.prefilled, update.prompt_tokens, update.cached_tokens)
-        self._send(told, update.id)
+            if followed is not None and followed.mistake is not None and update.finish_reason in ("stop", "length"):
+                update.finish_reason, update.reason = "error", followed.mistake
+        self._send(replace(update, id=name), update.id)
 
     def flush(self) -> None:
         """Sends the tokens that have been passed on: a message for all requests, as each costs as much as the draw."""
         if self._drawn:
             drawn, self._drawn = self._drawn, []
-            self._send(StepDeltas(np.array(drawn, dtype=np.int32)), self._of)
+            self._write(encode_tokens(drawn), self._of)
 
     def _tell(self, stats: Callable[[], dict[str, float]]) -> None:
         while not self._closed:
@@ -238,10 +314,13 @@ class Link:
             sleep(STATS_S)
 
     def _send(self, message: Message, of: str | int) -> None:
+        self._write(encode(message), of)
+
+    def _write(self, frame: bytes, of: str | int) -> None:
         with self._lock:
             if self._peer is not None and str(of).startswith(self._prefix):
                 try:
-                    self._peer.sendall(encode(message))
+                    self._peer.sendall(frame)
                 except OSError:  # it has left, which its reader notices
                     self._peer = None
 
@@ -274,20 +353,24 @@ class Link:
         while data := peer.recv(PIECE):
             for message in decoder.feed(data):
                 match message:
-                    case Submit() if message.grammar is not None:
+                    case Request() if message.grammar is not None:
                         self._uncompiled.add(f"{self._prefix}{message.id}")
                         self._compiling.submit(self._submit, message, self._prefix)
-                    case Submit():
+                    case Request():
                         self._submit(message, self._prefix)
                     case Unread():
-                        self._send(Delta(message.id, "error", message.reason), self._prefix)
+                        self._refuse(message.id, message.reason, self._prefix)
                     case Cancel():
                         self._abort(f"{self._prefix}{message.id}")
                     case Stop():
-                        self._closed = True
-                        self._inbox.close()
-                        for name in [*self._names]:
-                            self._inbox.abort(name)
+                        self.stop()
+
+    def stop(self) -> None:
+        """Ends the job and all running requests."""
+        self._closed = True
+        self._inbox.close()
+        for name in [*self._names]:
+            self._inbox.abort(name)
 
     def _abort(self, name: str | int) -> None:
         with self._passing:
@@ -296,52 +379,43 @@ class Link:
             else:
                 self._inbox.abort(name)
 
-    def _submit(self, message: Submit, prefix: str) -> None:
-        name = f"{prefix}{message.id}"
+    def _submit(self, message: Request, prefix: str) -> None:
+        number, name = int(message.id), f"{prefix}{message.id}"
         try:
-            request, grammar = request_of(name, message, self._grammars)
+            request, grammar = begun(replace(message, id=name), self._grammars)
         except BaseException as error:  # also panics of llguidance: only this request fails
             self._uncompiled.discard(name)
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            self._send(Delta(message.id, "error", reason), name)
+            self._refuse(
+                number, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", name
+            )
             return
         with self._passing:
             if self._closed or (grammar is not None and name not in self._uncompiled):
                 return
             self._uncompiled.discard(name)
-            self._names[name] = message.id
+            self._names[name] = number
             if grammar is not None:
                 self._followed[name] = grammar
-            self._send(Queued(message.id), name)
+            self._send(Queued(number), name)
             self._inbox.submit(request)
 
+    def _refuse(self, number: int, reason: str, of: str) -> None:
+        self._send(RequestUpdate(number, finish_reason="error", reason=reason), of)
 
-def request_of(name: str, message: Submit, grammars: Grammars | None) -> tuple[Request, BegunGrammar | None]:
-    """Creates the engine's request, and the grammar in it.
+
+def begun(request: Request, grammars: Grammars | None) -> tuple[Request, BegunGrammar | None]:
+    """Returns a request with the matcher of its grammar, and the matcher.
 
     Raises:
         ValueError: the grammar is invalid, or the model can follow none.
     """
-    given = dict(message.sampling)
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
-    grammar = None
-    if message.grammar is not None:
-        if grammars is None:
-            raise ValueError("no answer of this model can be made to follow a grammar")
-        answer = message.ids[len(message.ids) - message.drawn :]
-        grammar = grammars.begun(message.grammar, answer.tolist())
-    request = Request(
-        name,
-        message.ids,
-        message.max_new_tokens,
-        SamplingParams(**given),
-        priority=message.priority,
-        salt=message.salt,
-        drawn=message.drawn,
-        grammar=grammar,
-    )
-    return request, grammar
+    if request.grammar is None:
+        return request, None
+    if grammars is None:
+        raise ValueError("no answer of this model can be made to follow a grammar")
+    answer = request.prompt[len(request.prompt) - request.drawn :]
+    matcher = grammars.begun(request.grammar, np.asarray(answer).tolist())
+    return replace(request, matcher=matcher), matcher
 
 
 def _listen(path: Path) -> socket.socket:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -12,47 +12,62 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from launch.client.supervisor import REFUSED
 from launch.job import lifeline
 from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
 
 INTERRUPTED = 130  # exit code after control-C, as in shells
 LOOK_S = 0.1  # between two polls of the ranks
 GONE_S = 15.0  # for a process that was killed to be gone
-REFUSED = 3  # exit code if some requests were refused and the others served
-# Lines of a failed job that tell the cause, the most reliable first: a lost process, an error line, an exception.
-CAUSES = (r"(rank \d+|the launcher) was (killed|stopped)", r"error\b", r"[\w.]+(Error|Exception): ")
+CLIENT_S = 600.0  # for a client to end behind its ranks
+SOCKET = "HELIX_SOCKET"  # environment variable of ranks: where rank 0 listens to their client
 
 
-def launch(world_size: int, work: Callable[[], int], command: Sequence[str]) -> int:
+Client = Callable[[Path], Coroutine[Any, Any, int]]
+
+
+def launch(world_size: int, work: Callable[[], int], command: Sequence[str], client: Client | None = None) -> int:
     """Runs `work` on ranks of this host: forks of this process, which need no imports.
 
     Args:
         work: returns a rank's exit code.
         command: arguments of Python for the same work, if a fork cannot do it.
+        client: asks the ranks at a socket, in this process; returns an exit code of its own.
 
     Returns:
-        0, or the exit code of the rank that failed first (1 if a signal killed it), or INTERRUPTED.
+        0, or the exit code of the rank that failed first (1 if a signal killed it), or the client's, or INTERRUPTED.
     """
     lost = "threads and CUDA do not survive in a copy: start this job by `run`, in a process of its own"
     assert threading.active_count() == 1 and not torch.cuda.is_initialized(), lost
     # It listens before ranks start; the store, which has a thread, is created after the forks.
-    with socket.create_server(("127.0.0.1", 0)) as listener, _signals() as came:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        _signals() as came,
+        TemporaryDirectory(prefix="helix-") as directory,
+    ):
         port = listener.getsockname()[1]
         ranks: list[Fork] = []
+        code, path = 0, Path(directory) / "ranks.sock"
         try:
-            _start(ranks, world_size, listener, work, command)
+            _start(ranks, world_size, listener, work, command, {} if client is None else {SOCKET: str(path)})
             store = dist.TCPStore(
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
             lifeline.watch()
-            failed = _wait(ranks, came)
+            if client is None:
+                failed = _wait(ranks, came)
+            else:
+                failed, code = asyncio.run(_beside(ranks, came, client(path)))
         except OSError as error:
             print(f"error: rank {len(ranks)} cannot be started: {error.strerror}", file=sys.stderr)
             return 1
@@ -67,7 +82,26 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str]) -> 
         elif code < 0:
             why = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
             print(f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){why}", file=sys.stderr)
-    return max(min(failed.values(), default=0), 1) if failed else 0
+    return max(min(failed.values(), default=0), 1) if failed else code
+
+
+async def _beside(ranks: Sequence[Fork], came: list[int], work: Coroutine[Any, Any, int]) -> tuple[dict[int, int], int]:
+    """Waits for ranks, as `_wait`, and for their client; returns the ranks that failed, and the client's exit code."""
+    over: list[int] = []  # the exit code of a client that failed
+    waiting = asyncio.create_task(asyncio.to_thread(_wait, ranks, came, over))
+    client = asyncio.create_task(work)
+    client.add_done_callback(lambda _: over.append(code) if (code := _code(client)) not in (0, REFUSED) else None)
+    failed = await waiting
+    if failed or came:
+        client.cancel()
+    await asyncio.wait((client,), timeout=CLIENT_S)
+    client.cancel()
+    return failed, _code(client)
+
+
+def _code(client: asyncio.Task[int]) -> int:
+    """Returns the exit code of a client that has ended; 1 if it was cancelled, or else did not end by itself."""
+    return 1 if not client.done() or client.cancelled() else client.result()
 
 
 class Fork:
@@ -104,7 +138,12 @@ class Fork:
 
 
 def _start(
-    ranks: list[Fork], world_size: int, listener: socket.socket, work: Callable[[], int], command: Sequence[str]
+    ranks: list[Fork],
+    world_size: int,
+    listener: socket.socket,
+    work: Callable[[], int],
+    command: Sequence[str],
+    variables: dict[str, str],
 ) -> None:
     """Starts the ranks of a job and appends them; they begin with signals blocked, until they reset the handlers."""
     environment = {
@@ -115,6 +154,7 @@ def _start(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the store exists before the ranks
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         LAUNCHER: str(os.getpid()),
+        **variables,
     }
     # Ranks share the cores; one thread each if there are more ranks than cores.
     share = max(1, (os.cpu_count() or 1) // world_size)
@@ -140,10 +180,10 @@ def _start(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(ranks: Sequence[Fork], came: Sequence[int]) -> dict[int, int]:
-    """Waits until all ranks succeeded, one failed or a signal came; returns exit codes of ranks that failed first."""
+def _wait(ranks: Sequence[Fork], came: Sequence[int], over: Sequence[int] = ()) -> dict[int, int]:
+    """Waits until all ranks succeeded, one failed, a signal came or all is over; returns the first failures."""
     stopped = [0] * len(ranks)  # consecutive polls
-    while not came:
+    while not came and not over:
         codes = [process.poll() for process in ranks]
         if any(codes):
             # A rank that noticed a killed one may be seen before it; and a terminal's control-C reaches all at once.
@@ -231,9 +271,3 @@ def heard() -> Iterator[list[str]]:
     finally:
         os.dup2(terminal, 2)
         thread.join(1.0)  # an orphaned process may hold the other end for longer
-
-
-def cause(lines: Sequence[str]) -> str:
-    """Finds the line that tells why a job failed; empty if there is none."""
-    causes = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
-    return next(causes, "").removeprefix("error: ")

@@ -10,7 +10,6 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.models import Decoder, DraftLayer
 from helix.speculation import DraftModel
 from launch.inputs.preflight import CheckedRun
-from launch.inputs.prompts import ResultFile
 from launch.job.report import Console, Phases
 
 # The measured part of the record, and the number of refused requests.
@@ -24,8 +23,6 @@ class Task:
     Attributes:
         backend: the backend that `comm.backend` resolved to.
         load: loads the model, and the draft model or layer if the config has one; called on all ranks, or on none.
-        tokenizer: rank 0's; None if the model has none.
-        results: rank 0's result file in a job that decodes; None elsewhere.
         phases: timings of the job so far.
     """
 
@@ -33,7 +30,5 @@ class Task:
     comm: TorchDistCommunicator
     backend: str
     load: Callable[[], tuple[Decoder, DraftModel | DraftLayer | None]]
-    tokenizer: Any | None
-    results: ResultFile | None
     console: Console
     phases: Phases

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from launch.serving.answers import Answer
+from launch.client.answer import Answer
 
 ID = re.compile(r"[\x21-\x7e]{1,128}")  # ids of clients that are taken over: one word
 PROBES = ("/health", "/livez", "/metrics", "/v1/loads")  # they come every few seconds, and are not logged

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from helix.answers.dialects import AnswerPart
-from launch.client.choice import News
+from launch.client.answer import Answer
 from launch.client.errors import ApiError
-from launch.serving.answers import Answer
 from launch.serving.streams import COMMENT
 
 Event = dict[str, Any]  # its `type` is the event's name
@@ -34,8 +33,7 @@ class Block:
     text: str = ""
 
 
-@dataclass(kw_only=True)
-class BlockAnswer(Answer):
+class BlockAnswer:
     """An answer of one choice, in blocks; how these look is up to each interface.
 
     Attributes:
@@ -43,17 +41,19 @@ class BlockAnswer(Answer):
         finish_reason: see `News`; set once it has ended.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
 
-    async def whole(self, heard: Callable[[News], None] = lambda news: None) -> dict[str, Any]:
-        async for _ in self._steps(heard):
+    async def whole(self) -> dict[str, Any]:
+        """Waits for the end and returns the whole answer; raises ApiError if the continuation failed."""
+        async for _ in self._steps():
             pass
         return self._whole()
 
     async def events(self) -> AsyncIterator[bytes]:
+        """Yields the answer as events; errors become an event of the stream."""
         try:
             for event in self._begun():
                 yield self._written(event)
@@ -67,13 +67,12 @@ class BlockAnswer(Answer):
         except ApiError as error:
             yield self._written(self._failed(error))
 
-    async def _steps(self, heard: Callable[[News], None] = lambda news: None) -> AsyncIterator[list[Event]]:
+    async def _steps(self) -> AsyncIterator[list[Event]]:
         """Yields the events of each piece of news; none of them in silence."""
-        async for news in self.news():
+        async for news in self.answer.news():
             events: list[Event] = []
             for _, one in news:
-                heard(one)
-                for part in self.parts([one]):
+                for part in self.answer.parts(one):
                     events += self._grown(part)
                 self.finish_reason = one.finish_reason
             if self.finish_reason is not None and self.blocks:

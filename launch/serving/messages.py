@@ -196,16 +196,13 @@ def _turns(turn: Turn) -> Iterator[dict[str, Any]]:
 class MessagesAnswer(BlockAnswer):
     """An answer in Anthropic's form."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.id = f"msg_{self.request_id}"
-
     def _message(self, content: list[dict[str, Any]], **end: Any) -> dict[str, Any]:
-        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
-        return message | end | {"usage": self._usage()}
+        of = self.answer
+        message = {"id": f"msg_{of.request_id}", "type": "message", "role": "assistant", "model": of.model}
+        return message | {"content": content} | end | {"usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        usage = self.usage()
+        usage = self.answer.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
@@ -216,7 +213,7 @@ class MessagesAnswer(BlockAnswer):
 
     @property
     def _end(self) -> dict[str, str | None]:
-        stop = self.choices[0].stop
+        stop = self.answer.choices[0].stop
         reason = "stop_sequence" if stop is not None else ENDS[str(self.finish_reason)]
         return {"stop_reason": reason, "stop_sequence": stop}
 
@@ -245,7 +242,7 @@ class MessagesAnswer(BlockAnswer):
         yield {"type": "message_stop"}
 
     def _failed(self, error: ApiError) -> Event:
-        return error_body(error, self.request_id)
+        return error_body(error, self.answer.request_id)
 
 
 def _content(block: Block) -> dict[str, Any]:

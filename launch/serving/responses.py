@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from launch.client.answer import Answer
 from launch.client.checked import Off, On, Schema, Some
 from launch.client.errors import ApiError
 from launch.client.fields import RESPONSES
@@ -159,30 +160,24 @@ def _text(content: str | list[Piece] | list[ThoughtPiece]) -> str:
 
 @dataclass(kw_only=True)
 class ResponsesAnswer(BlockAnswer):
-    """An answer in the form of Responses.
+    """An answer in the form of Responses, to a body."""
 
-    Attributes:
-        body: the request.
-    """
-
-    body: Responses
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.id = f"resp_{self.request_id}"
+    def __init__(self, answer: Answer, body: Responses) -> None:
+        super().__init__(answer)
+        self._body = body
         self._number = 0  # of the next event
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        body = self.body
+        body = self._body
         given = body.model_dump(include={"instructions", "max_output_tokens", "parallel_tool_calls", "temperature"})
         choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, FunctionChoice) else body.tool_choice
         wanted = body.text.format if body.text is not None else None
         return {
-            "id": self.id,
+            "id": f"resp_{self.answer.request_id}",
             "object": "response",
-            "created_at": self.created,
+            "created_at": self.answer.created,
             "status": status,
-            "model": self.model,
+            "model": self.answer.model,
             "output": [],
             "error": None,
             "incomplete_details": None,
@@ -201,7 +196,7 @@ class ResponsesAnswer(BlockAnswer):
         }
 
     def _whole(self) -> dict[str, Any]:
-        usage = self.usage()
+        usage = self.answer.usage()
         return self._response(
             "incomplete" if self._cut else "completed",
             output=[self._item(block, self._status(block)) for block in self.blocks],
@@ -227,10 +222,10 @@ class ResponsesAnswer(BlockAnswer):
     def _thought(self) -> int:
         """Tokens of thoughts, as their texts are encoded."""
         thoughts = [block.text for block in self.blocks if block.kind == "thinking"]
-        return sum(len(self.tokens.encode_segments(text)) for text in thoughts)
+        return sum(len(self.answer.tokens.encode_segments(text)) for text in thoughts)
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
-        of = f"{self.request_id}_{block.index}"
+        of = f"{self.answer.request_id}_{block.index}"
         match block.kind:
             case "call":
                 called = {"call_id": block.call, "name": block.name, "arguments": block.text}

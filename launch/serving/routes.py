@@ -19,23 +19,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from helix.answers.dialects import Dialect, Parser, dialect_of
 from helix.config import ServeConfig
+from launch.client.answer import Answer
 from launch.client.checked import Schema
-from launch.client.compiler import Compiler
-from launch.client.core import Core
 from launch.client.errors import ApiError
-from launch.client.frames import Ready
-from launch.client.prompts import Reading, grammar_of, ids_of, read
-from launch.client.sampling import submits_of
+from launch.client.prompts import ids_of
+from launch.client.reader import RECEIVE_S, Reader
 from launch.client.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed
-from launch.client.tokens import Tokens, read_defaults, variables
+from launch.client.session import Session
+from launch.client.tokens import variables
 from launch.serving import messages, responses
 from launch.serving.access import Logged, with_cors
-from launch.serving.answers import Answer, answer_of, parsers_of, rendered
+from launch.serving.blocks import BlockAnswer
 from launch.serving.messages import Count, Messages, MessagesAnswer, error_body
+from launch.serving.openai import OpenAIAnswer, rendered
 from launch.serving.openapi import document
-from launch.serving.reader import RECEIVE_S, Reader
 from launch.serving.responses import Responses, ResponsesAnswer
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
@@ -59,6 +57,7 @@ PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 Handler = Callable[[Request], Awaitable[ASGIApp]]
+Format = OpenAIAnswer | BlockAnswer
 
 
 class Api:
@@ -68,44 +67,12 @@ class Api:
         keys: the keys that authorise requests.
     """
 
-    def __init__(self, serve: ServeConfig, core: Core, keys: Keys) -> None:
+    def __init__(self, serve: ServeConfig, session: Session, keys: Keys) -> None:
         self._serve = serve
-        self._core = core
+        self._session = session
+        self._core = session.core
         self._keys = keys
-        self._reader: Reader | None = None
-        self._dialect: Dialect | None = None
-        self._compiler: Compiler | None = None
-        self._defaults: dict[str, Any] = {}
         self._started = int(time.time())
-        self.name = serve.name or "model"
-
-    def know(self, ready: Ready, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Loads the tokenizer, chat template and sampling defaults of the model that a job serves.
-
-        Args:
-            loop: event loop in which processes that read large requests and compile grammars start meanwhile, so that
-                the first such request does not wait for one; None: they start on demand.
-
-        Raises:
-            ValueError: the tokenizer cannot be read.
-        """
-        self.name = self._serve.name or (Path(ready.model).name if ready.model else "model")
-        if ready.guided and ready.model is not None:
-            self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
-            if loop is not None:
-                loop.call_soon_threadsafe(self._compiler.workers.start)
-        self._reader = Reader(ready.model, self._serve.chat_template, RECEIVE_S, loop)
-        self._dialect = dialect_of(self._reader.tokens.template)
-        if self._dialect is not None:
-            Parser(self._dialect.template, "", [])  # its imports take seconds: not with the first chat
-        self._defaults = read_defaults(ready.model)
-
-    async def close(self) -> None:
-        """Ends the processes that read requests and compile grammars."""
-        if self._reader is not None:
-            await self._reader.close()
-        if self._compiler is not None:
-            await self._compiler.close()
 
     @property
     def _routes(self) -> list[tuple[str, str, Handler, type[Schema] | None]]:
@@ -148,30 +115,30 @@ class Api:
         """Continues texts or token ids."""
         ready = self._core.refuse_unless_ready()
         body = await self._body(request, Completion, self._serve.waiting * ready.max_length)
-        reader, prompts = self._known(body.model), body.prompts
+        self._known(body.model)
+        prompts = body.prompts
         self._check_wanted(len(prompts) * (body.n or 1), "prompt")
         has_text = body.echo or body.shape is not None or any(isinstance(prompt, str) for prompt in prompts)
-        size = request.state.size if has_text else 0
-        return await self._answer(request, body, ready, await reader.run(size, read, *self._of(body, ready)), body)
+        return await self._answer(request, body, body, OpenAIAnswer, request.state.size if has_text else 0)
 
     async def _chat(self, request: Request) -> ASGIApp:
         """Answers a conversation, by the checkpoint's chat template."""
         body = await self._body(request, Chat)
         self._check_wanted(body.n or 1, "n")
-        return await self._converse(request, body, body, Answer)
+        return await self._answer(request, body, body, OpenAIAnswer, request.state.size)
 
     async def _respond(self, request: Request) -> ASGIApp:
         """Answers a conversation as OpenAI's Responses do."""
         body = await self._body(request, Responses)
         chat = await self._known(body.model).run(request.state.size, responses.chat_of, body)
-        return await self._converse(request, chat, body, partial(ResponsesAnswer, body=body))
+        return await self._answer(request, chat, body, partial(ResponsesAnswer, body=body), request.state.size)
 
     async def _message(self, request: Request) -> ASGIApp:
         """Answers a conversation as Anthropic's Messages do."""
         body = await self._body(request, Messages)
         reader = self._known(body.model)
         chat = await reader.run(request.state.size, messages.chat_of, body, variables(reader.tokens.template))
-        return await self._converse(request, chat, body, MessagesAnswer)
+        return await self._answer(request, chat, body, MessagesAnswer, request.state.size)
 
     async def _count(self, request: Request) -> ASGIApp:
         """Counts the tokens of a conversation, as Anthropic's Messages give it."""
@@ -180,41 +147,26 @@ class Api:
         work = reader.tokens, body, variables(reader.tokens.template), max(ready.context, COUNTED_IDS)
         return JSONResponse(await reader.run(request.state.size, messages.count_of, *work))
 
-    async def _converse(self, request: Request, body: Chat, said: Schema, kind: Callable[..., Answer]) -> ASGIApp:
-        """Answers a chat; `said` is the body that the client has sent for it."""
-        ready, reader = self._core.refuse_unless_ready(), self._known(body.model)
-        reading = await reader.run(request.state.size, read, *self._of(body, ready))
-        return await self._answer(request, body, ready, reading, said, kind)
-
-    def _of(self, body: Chat | Completion, ready: Ready) -> tuple[Tokens, Dialect | None, Chat | Completion, Ready]:
-        """Returns the arguments of `read`."""
-        return self._known(body.model).tokens, self._dialect, body, ready
-
     async def _answer(
-        self,
-        request: Request,
-        body: Chat | Completion,
-        ready: Ready,
-        reading: Reading,
-        said: Schema,
-        kind: Callable[..., Answer] = Answer,
+        self, request: Request, body: Chat | Completion, sent: Schema, format: Callable[[Answer], Format], size: int
     ) -> ASGIApp:
-        """Starts the continuations of a body, and answers whole or as a stream; `said` is what the client has sent."""
-        tokens, changed, visit = self._known(body.model).tokens, asyncio.Event(), request.state.visit
-        grammar = await grammar_of(reading.form, self._compiler, ready)
-        salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
-        submits = submits_of(body, reading, self._defaults, ready, grammar, salt)
-        parsers = parsers_of(body, reading, self._dialect, len(submits))
-        flights = self._core.start(submits, changed.set, visit.id)  # nothing below fails before `answer` owns them
-        answer = answer_of(
-            body, reading, flights, parsers, tokens, ready.eos, self.name, changed, self._core.abort, visit.id, kind
-        )  # fmt: skip
-        visit.answer = answer
-        headers = {"x-ignored-fields": ",".join(map(_header, said.model_extra))} if said.model_extra else {}
+        """Answers a body whole or as a stream.
+
+        Args:
+            sent: the body that the client has sent for it.
+            format: presents the answer as the client reads it.
+            size: bytes of a body whose reading may take long, else 0.
+        """
+        visit, owner = request.state.visit, request.state.owner
+        self._known(body.model)
+        salt = json.dumps([owner, body.cache_salt]) if owner or body.cache_salt else None
+        answer = await self._session.open(body, size=size, salt=salt, request_id=visit.id)
+        visit.answer, told = answer, format(answer)
+        headers = {"x-ignored-fields": ",".join(map(_header, sent.model_extra))} if sent.model_extra else {}
         if body.stream:
-            return EventStream(answer.events(), answer.close, self._serve.slow_s, headers)
+            return EventStream(told.events(), answer.close, self._serve.slow_s, headers)
         try:
-            whole = await while_connected(request.receive, answer.whole())
+            whole = await while_connected(request.receive, told.whole())
             content = await rendered(whole) if answer.with_logprobs else JSONResponse(whole).body
             return Response(content, headers=headers, media_type="application/json")
         finally:
@@ -233,10 +185,11 @@ class Api:
 
     def _described(self) -> dict[str, Any]:
         ready = self._core.ready
-        described = {"id": self.name, "object": "model", "created": self._started, "owned_by": "helix"}
-        if ready is None or self._reader is None:
+        described = {"id": self._session.name, "object": "model", "created": self._started, "owned_by": "helix"}
+        if ready is None or self._session.reader is None:
             return described
-        more = {"max_model_len": ready.max_length, "chat": self._reader.tokens.has_template, "layout": ready.layout}
+        chat = self._session.tokens.has_template
+        more = {"max_model_len": ready.max_length, "chat": chat, "layout": ready.layout}
         return described | more
 
     async def _tokenize(self, request: Request) -> ASGIApp:
@@ -257,7 +210,7 @@ class Api:
 
     async def _metrics(self, request: Request) -> ASGIApp:
         """Tells the metrics, in Prometheus's format."""
-        return Response(self._core.metrics.text(self.name), media_type="text/plain; version=0.0.4")
+        return Response(self._core.metrics.text(self._session.name), media_type="text/plain; version=0.0.4")
 
     async def _version(self, request: Request) -> ASGIApp:
         """Tells the version."""
@@ -311,16 +264,11 @@ class Api:
             raise ApiError(400, what, param=param)
 
     def _known(self, model: str | None) -> Reader:
-        """Returns the reader of a request's model.
-
-        Raises:
-            ApiError: 404, another model is served.
-        """
+        """Returns the reader of a request's model; raises ApiError 404 if another model is served."""
         self._core.refuse_unless_ready()
-        assert self._reader is not None, "set before the first job is ready"
-        if model is not None and model != self.name:
-            raise ApiError(404, f"model={model!r:.80} is not served here: {self.name} is", code="model_not_found")
-        return self._reader
+        self._session.check_model(model)
+        assert self._session.reader is not None, "set before the first job is ready"
+        return self._session.reader
 
     async def _body(self, request: Request, schema: type[Body], most_ids: int = 0) -> Body:
         """Reads the body, with at most `most_ids` token ids; sets `request.state.size`, its bytes."""

@@ -16,7 +16,6 @@ HEADERS = {
     "x-accel-buffering": "no",  # proxies pass events on as they come
 }
 COMMENT = b": \n\n"
-COMMENT_S = 5.0  # of silence, after which a stream gets a comment
 DONE = b"data: [DONE]\n\n"
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.ranks import tuning
+from benchmarks.ranks.tuning import to_request
 from benchmarks.ranks.tuning_steps import DraftSource, Measured
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.engine import build_engine
@@ -22,7 +23,8 @@ from helix.config import Config
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.models.loading import Checkpoint
-from launch.inputs.prompts import PromptFile, to_request
+from launch.client.tokens import Tokens
+from launch.inputs.prompts import PromptFile
 from launch.job.report import Phases
 from launch.job.task import Task
 from tests.e2e.checkpoints import checkpoint
@@ -93,7 +95,7 @@ def served(config: Config, layout: HelixLayout, path: Path) -> tuple[float, list
     def body(world: LoopbackWorld, rank: int) -> Any:
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(layout, comm, model(layout, comm), config, 2, 1024)
-        requests: Any = [to_request(prompt, config.decode, None) for prompt in PromptFile(path)]
+        requests: Any = [to_request(prompt, config, Tokens(None)) for prompt in PromptFile(path)]
         for _ in engine.generate(requests):
             pass
         return engine.timings

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from launch.client.frames import Submit
+from helix.events.request import Request
 from tests.serving.front import READY, FakeJob, Front, front, until, without_template
 
 playwright = pytest.importorskip("playwright.async_api", reason="no Playwright: pip install playwright")
@@ -40,7 +40,7 @@ class Teller(FakeJob):
             self.end = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
             self.ready = replace(READY, model=str(model), vocab=4100, eos=(0, self.end))
 
-    async def _tell(self, job: FakeJob, submit: Submit) -> None:
+    async def _tell(self, job: FakeJob, submit: Request) -> None:
         """Sends to the last request what the test says."""
 
     async def write(self, text: str, finish: str | None = None) -> None:
@@ -51,7 +51,7 @@ class Teller(FakeJob):
             await self.say(self.submits[-1], [self.end] if finish == "stop" else [], finish)
 
     def prompt(self) -> str:
-        return self._tokenizer.decode(self.submits[-1].ids)
+        return self._tokenizer.decode(self.submits[-1].prompt)
 
 
 def run(check: Check, directory: Path, model: Path | None = None, /, look: Any = None, **settings: Any) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import uvloop
 
 from helix.config import ServeConfig
+from helix.events.request import Logprobs, Request, RequestUpdate
 from launch.client.core import Core
-from launch.client.frames import Cancel, Delta, FrameDecoder, Message, Ready, StepDeltas, Submit, encode
+from launch.client.frames import Cancel, FrameDecoder, Message, Ready, encode, encode_tokens
+from launch.client.session import Session
 from launch.client.supervisor import Supervisor
 from launch.serving.http import listen, make_server
 from launch.serving.routes import Api
@@ -38,18 +39,18 @@ def without_template(directory: Path) -> Path:
     return made
 
 
-Script = Callable[["FakeJob", Submit], Awaitable[None]]
+Script = Callable[["FakeJob", Request], Awaitable[None]]
 Check = Callable[["Front"], Awaitable[None]]
 
 
-async def counting(job: FakeJob, submit: Submit) -> None:
+async def counting(job: FakeJob, submit: Request) -> None:
     """Token n of a sequence is n: what comes depends on the position alone, as an engine's draws do."""
-    begin = len(submit.ids)
+    begin = len(submit.prompt)
     for n in range(begin, begin + submit.max_new_tokens):
         await job.say(submit, [100 + n], "length" if n == begin + submit.max_new_tokens - 1 else None)
 
 
-async def silent(job: FakeJob, submit: Submit) -> None:
+async def silent(job: FakeJob, submit: Request) -> None:
     """Nothing ever comes."""
 
 
@@ -64,8 +65,8 @@ class FakeJob:
     server: asyncio.Server | None = None
 
     @property
-    def submits(self) -> list[Submit]:
-        return [message for message in self.got if isinstance(message, Submit)]
+    def submits(self) -> list[Request]:
+        return [message for message in self.got if isinstance(message, Request)]
 
     @property
     def aborts(self) -> list[int]:
@@ -74,16 +75,20 @@ class FakeJob:
     async def listen(self, path: Path) -> None:
         self.server = await asyncio.start_unix_server(self._serve, path)
 
-    async def say(self, submit: Submit, ids: list[int], finish: str | None = None, **more: Any) -> None:
+    async def say(self, submit: Request, ids: list[int], finish: str | None = None, **more: Any) -> None:
         if ids and finish is None and not more:  # as ranks do
-            self.send(StepDeltas(np.array([(submit.id, token) for token in ids], dtype=np.int32).reshape(-1)))
+            self.write(encode_tokens([number for token in ids for number in (int(submit.id), token)]))
         else:
-            self.send(Delta(submit.id, finish, ids=np.asarray(ids, dtype=np.int32), **more))
+            more |= {"logprobs": tuple(Logprobs(*of) for of in more.pop("logprobs", ()))}
+            self.send(RequestUpdate(submit.id, new_ids=tuple(ids), finish_reason=finish, **more))
         await asyncio.sleep(0)
 
     def send(self, message: Message) -> None:
+        self.write(encode(message))
+
+    def write(self, frame: bytes) -> None:
         if self.writers:
-            self.writers[-1].write(encode(message))
+            self.writers[-1].write(frame)
 
     def die(self) -> None:
         """Ends the connection, as a job's death does; the next one is another job."""
@@ -101,7 +106,7 @@ class FakeJob:
             while data := await reader.read(1 << 20):
                 for message in decoder.feed(data):
                     self.got.append(message)
-                    if isinstance(message, Submit):
+                    if isinstance(message, Request):
                         tasks.append(asyncio.create_task(self.script(self, message)))  # type: ignore[arg-type]
         for task in tasks:
             task.cancel()
@@ -112,6 +117,7 @@ class Front:
     url: str
     core: Core
     api: Api
+    session: Session
     job: FakeJob
     supervisor: Supervisor
 
@@ -148,8 +154,9 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     path = directory / "job.sock"
     serve = replace(ServeConfig(), attach=str(path), port=0, **settings)
     core = Core(serve.waiting)
-    api = Api(serve, core, Keys(serve.api_keys))
-    core.on_first = api.know
+    session = Session(serve, core)
+    api = Api(serve, session, Keys(serve.api_keys))
+    core.on_first = session.know
     listener = listen(serve)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, [], directory)
@@ -157,12 +164,12 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     tasks = [asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(supervisor.keep())]
     await until(lambda: core.state == "ready" and server.started)
     try:
-        yield Front(f"http://127.0.0.1:{listener.getsockname()[1]}", core, api, job, supervisor)
+        yield Front(f"http://127.0.0.1:{listener.getsockname()[1]}", core, api, session, job, supervisor)
     finally:
         server.should_exit = True
         await tasks[0]
         tasks[1].cancel()
-        await api.close()
+        await session.close()
         await job.close()
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from helix.config import check
-from launch.client.frames import Delta, Progress, Stats, Submit
+from helix.events.request import Request, RequestUpdate
+from launch.client.frames import Stats
 from launch.client.schemas import Chat, Completion
 from launch.inputs.compose import composed
 from tests.serving.front import READY, FakeJob, Front, metrics_of, run, silent, until
@@ -18,10 +19,10 @@ pytestmark = pytest.mark.timeout(120)
 HEX = "[0-9a-f]{32}"
 
 
-async def cached(job: FakeJob, submit: Submit) -> None:
-    job.send(Progress(submit.id, 0, 3, 2))
+async def cached(job: FakeJob, submit: Request) -> None:
+    job.send(RequestUpdate(submit.id, 3, 2, 0))
     await job.say(submit, [100], cached=2)
-    await job.say(submit, [101], "error" if submit.ids[0] == 9 else "length", reason="planted")
+    await job.say(submit, [101], "error" if submit.prompt[0] == 9 else "length", reason="planted")
 
 
 @pytest.mark.parametrize("given, kept", [("ours-1", True), ("two words", False), ("x" * 129, False), (None, False)])
@@ -129,9 +130,9 @@ def test_loads_are_what_routers_read(tmp_path: Path) -> None:
         body = {"prompt": [1, 2, 3], "max_tokens": 9}
         connections = [await front.connect("/v1/completions", body) for _ in range(3)]
         await until(lambda: len(front.job.submits) == 3)
-        front.job.send(Progress(1, 0, 3))
-        front.job.send(Progress(2, 0, 3, 2))
-        front.job.send(Delta(2, ids=front.job.submits[0].ids))
+        front.job.send(RequestUpdate(1, 3, 0, 0))
+        front.job.send(RequestUpdate(2, 3, 2, 0))
+        front.job.send(RequestUpdate(2, new_ids=(1, 2, 3)))
         front.job.send(Stats({"pages": 64, "pages_used": 16, "pages_cached": 32, "pages_free": 16}))
         await until(lambda: front.core.stats)
         loads = (await front.get("/v1/loads?include=core,queues")).json()

@@ -110,13 +110,13 @@ def test_events_of_a_response(tmp_path: Path, model: Path) -> None:  # noqa: F81
         ]  # fmt: skip
         response = completed["response"]
         assert completed["type"] == "response.completed" and response["output"] == items
-        tokens = front.api._reader.tokens
+        tokens = front.session.tokens
         assert response["usage"] == {
-            "input_tokens": len(submit.ids),
+            "input_tokens": len(submit.prompt),
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": len(tokens.encode_segments(SAYS)) + 1,
             "output_tokens_details": {"reasoning_tokens": len(tokens.encode_segments("Hm."))},
-            "total_tokens": len(submit.ids) + len(tokens.encode_segments(SAYS)) + 1,
+            "total_tokens": len(submit.prompt) + len(tokens.encode_segments(SAYS)) + 1,
         }
         whole = (await front.post("/v1/responses", body | {"stream": False}, headers=ID)).json()
         new = whole["output"][2]["call_id"]
@@ -140,7 +140,7 @@ def test_the_official_client_reads_responses(tmp_path: Path, model: Path) -> Non
         turn = [{"role": "user", "content": "x"}, *(item.model_dump() for item in answer.output)]
         turn.append({"type": "function_call_output", "call_id": answer.output[2].call_id, "output": "sunny"})
         await client.responses.create(model=model.name, input=turn)
-        text = front.api._reader.tokens.tokenizer.decode(front.job.submits[-1].ids)
+        text = front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
         assert "Paris<|im_end|>" in text and "<|im_start|>tool\nsunny" in text
         short = await client.responses.create(**wanted, max_output_tokens=16)
         assert short.usage.output_tokens_details.reasoning_tokens == 0
@@ -265,11 +265,11 @@ def test_events_of_a_message(tmp_path: Path, model: Path) -> None:  # noqa: F811
         answer = await front.post("/v1/messages", body, headers=ID)
         found = joined(joined(events(answer.text), ("delta", "text")), ("delta", "thinking"))
         (submit,) = front.job.submits
-        assert front.api._reader.tokens.tokenizer.decode(submit.ids).endswith("assistant\n<think>\n")
+        assert front.session.tokens.tokenizer.decode(submit.prompt).endswith("assistant\n<think>\n")
         use = found[-5]["content_block"]["id"]
         assert use.startswith("call_")
-        usage = {"input_tokens": len(submit.ids), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        drawn = len(front.api._reader.tokens.encode_segments(SAYS)) + 1
+        usage = {"input_tokens": len(submit.prompt), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        drawn = len(front.session.tokens.encode_segments(SAYS)) + 1
         message = {"id": "msg_r1", "type": "message", "role": "assistant", "model": model.name, "content": []}
         thought = {"type": "thinking", "thinking": "", "signature": ""}
         called = {"type": "tool_use", "id": use, "name": "get_weather", "input": {}}
@@ -304,7 +304,7 @@ def test_events_of_a_message(tmp_path: Path, model: Path) -> None:  # noqa: F811
             "stop_reason": "tool_use", "stop_sequence": None, "usage": usage | {"output_tokens": drawn},
         }  # fmt: skip
         counted = await front.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"})
-        assert counted.json() == {"input_tokens": len(submit.ids)}
+        assert counted.json() == {"input_tokens": len(submit.prompt)}
 
     run(check, tmp_path, model, SAYS)
 
@@ -461,7 +461,7 @@ def test_the_official_client_reads_messages(tmp_path: Path, model: Path) -> None
         result = {"type": "tool_result", "tool_use_id": answer.content[2].id, "content": "sunny"}
         turn = [USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
         await client.messages.create(**wanted | {"messages": turn})
-        assert "<|im_start|>tool\nsunny" in front.api._reader.tokens.tokenizer.decode(front.job.submits[-1].ids)
+        assert "<|im_start|>tool\nsunny" in front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
         with pytest.raises(anthropic.NotFoundError, match="is not served here"):
             await client.messages.create(**wanted | {"model": "x"})
 

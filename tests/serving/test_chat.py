@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helix.answers.dialects import dialect_of
+from helix.events.request import Request
 from launch.client.errors import ApiError
-from launch.client.frames import Submit
 from launch.client.schemas import Chat, parsed
 from launch.client.tokens import Tokens
 from tests.serving.front import DEMO, READY, FakeJob, Front, front
@@ -68,10 +68,10 @@ def run(
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     logprobs = (-0.25, ((5, -0.25), (6, -1.5)))
 
-    async def script(job: FakeJob, submit: Submit) -> None:
+    async def script(job: FakeJob, submit: Request) -> None:
         tokens = tokenizer(says, add_special_tokens=False)["input_ids"]
         for at, token in enumerate(tokens := [*tokens, end] if ends == "stop" else tokens, 1):
-            more = {"logprobs": (logprobs,)} if "logprobs" in submit.sampling else {}
+            more = {"logprobs": (logprobs,)} if submit.sampling.logprobs is not None else {}
             await job.say(submit, [token], ends if at == len(tokens) else None, **more)
 
     async def with_front() -> None:
@@ -95,14 +95,14 @@ def test_a_conversation_is_the_templates_text(tmp_path: Path, model: Path) -> No
             )
             (choice,) = answer.choices
             assert (choice.message.content, choice.finish_reason) == ("Fine, thanks.", "stop")
-            assert answer.usage.prompt_tokens == len(front.job.submits[-1].ids)
+            assert answer.usage.prompt_tokens == len(front.job.submits[-1].prompt)
         first, second = front.job.submits
-        assert np.array_equal(first.ids, second.ids) and first.max_new_tokens == 100
-        text = front.api._reader.tokens.tokenizer.decode(first.ids)
+        assert np.array_equal(first.prompt, second.prompt) and first.max_new_tokens == 100
+        text = front.session.tokens.tokenizer.decode(first.prompt)
         assert text == f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
         answer = await front.post("/tokenize", {"messages": [USER]})
-        assert answer.json()["tokens"] == first.ids.tolist()
-        answer = await front.post("/detokenize", {"tokens": first.ids.tolist()})
+        assert answer.json()["tokens"] == first.prompt.tolist()
+        answer = await front.post("/detokenize", {"tokens": first.prompt.tolist()})
         assert answer.json()["prompt"] == text
 
     run(check, tmp_path, model, "Fine, thanks.")
@@ -112,7 +112,7 @@ def test_what_is_left_of_the_context_is_the_limit(tmp_path: Path, model: Path) -
     async def check(front: Front) -> None:
         await front.post("/v1/chat/completions", {"messages": [USER]})
         (submit,) = front.job.submits
-        assert submit.max_new_tokens == READY.kv_tokens - len(submit.ids)
+        assert submit.max_new_tokens == READY.kv_tokens - len(submit.prompt)
 
     run(check, tmp_path, model, "x")
 
@@ -149,7 +149,7 @@ def test_thinking_and_calls(stream: bool, tmp_path: Path, model: Path) -> None:
         turn = [USER, {"role": "assistant", "content": None, "tool_calls": [c.model_dump() for c in calls]}]
         turn += [{"role": "tool", "tool_call_id": calls[0].id, "content": "sunny"}]
         await client(front).chat.completions.create(model=model.name, messages=turn)
-        text = front.api._reader.tokens.tokenizer.decode(front.job.submits[-1].ids)
+        text = front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
         assert "Paris<|im_end|>" in text and "<|im_start|>tool\nsunny" in text
 
     run(check, tmp_path, model, says)
@@ -212,10 +212,10 @@ def test_calls_of_a_model_of_no_known_family(
     thinks = "{# <think> #}" if template == "thinking" else ""
 
     async def check(front: Front) -> None:
-        tokenizer = front.api._reader.tokens.tokenizer
+        tokenizer = front.session.tokens.tokenizer
         tokenizer.chat_template = shown + thinks + "{{ messages[0].content }}<|im_end|>\n"
-        front.api._dialect = dialect_of(tokenizer.chat_template)
-        assert (front.api._dialect is None) == (not thinks)
+        front.session._dialect = dialect_of(tokenizer.chat_template)
+        assert (front.session._dialect is None) == (not thinks)
         wanted: dict[str, Any] = {"messages": [USER], "tools": [WEATHER, tool("now")], "tool_choice": choice}
         for stream in (False, True):
             answer = await front.post("/v1/chat/completions", wanted | {"stream": stream})
@@ -231,7 +231,7 @@ def test_calls_of_a_model_of_no_known_family(
             assert "".join(one.get("reasoning_content", "") for one in said) == ("Hm." if thinks else "")
         submit = front.job.submits[-1]
         assert '\\"city\\"' in submit.grammar and ("now" in submit.grammar) == (choice == "required")
-        assert ("get_weather" in tokenizer.decode(submit.ids)) == bool(shown)
+        assert ("get_weather" in tokenizer.decode(submit.prompt)) == bool(shown)
         free = await front.post("/v1/chat/completions", wanted | {"tool_choice": "auto"})
         assert free.status_code == (200 if shown else 400)
 
@@ -301,7 +301,7 @@ def test_several_choices_and_logprobs(tmp_path: Path, model: Path) -> None:
             first = choice.logprobs.content[0]
             assert first.logprob == -0.25 and [t.logprob for t in first.top_logprobs] == [-0.25, -1.5]
             assert bytes(first.bytes).decode() == first.token == "Yes"[: len(first.token)]
-        assert front.job.submits[0].sampling["logprobs"] == 2
+        assert front.job.submits[0].sampling.logprobs == 2
         answer = await client(front).completions.create(model=model.name, prompt="x", logprobs=2)
         told = answer.choices[0].logprobs
         assert told.token_logprobs[0] == -0.25 and told.text_offset[0] == 0 and len(told.top_logprobs[0]) == 2
@@ -427,7 +427,7 @@ def test_templates_that_join_texts_read_calls(content: str, tmp_path: Path, mode
     """Templates such as DeepSeek's want a null content beside calls, and arguments as a text."""
 
     async def check(front: Front) -> None:
-        tokenizer = front.api._reader.tokens.tokenizer  # type: ignore[union-attr]
+        tokenizer = front.session.tokens.tokenizer  # type: ignore[union-attr]
         tokenizer.chat_template = (
             "{% for m in messages %}{% if m.tool_calls %}{% if not m['content'] "
             + content
@@ -439,7 +439,7 @@ def test_templates_that_join_texts_read_calls(content: str, tmp_path: Path, mode
         turns.append({"role": "tool", "tool_call_id": "c", "content": "sunny"})
         answer = await front.post("/v1/chat/completions", {"messages": turns})
         assert answer.status_code == 200, answer.text
-        assert tokenizer.decode(front.job.submits[-1].ids) == f'{USER["content"]};({{"a": "é"}})sunny;'
+        assert tokenizer.decode(front.job.submits[-1].prompt) == f'{USER["content"]};({{"a": "é"}})sunny;'
 
     run(check, tmp_path, model, "x")
 
@@ -502,13 +502,13 @@ def test_prompts_are_those_of_transformers(
     template: str, turns: list[Any], wanted: dict[str, Any], rendered: dict[str, Any], tmp_path: Path, model: Path
 ) -> None:
     async def check(front: Front) -> None:
-        tokenizer = front.api._reader.tokens.tokenizer
+        tokenizer = front.session.tokens.tokenizer
         tokenizer.chat_template = template
         ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **rendered)
         for route in ("/v1/chat/completions", "/tokenize"):
             answer = await front.post(route, {"messages": turns} | wanted)
             assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
-        assert front.job.submits[-1].ids.tolist() == answer.json()["tokens"] == ids
+        assert front.job.submits[-1].prompt.tolist() == answer.json()["tokens"] == ids
 
     run(check, tmp_path, model, "x")
 
@@ -539,7 +539,7 @@ def test_what_no_template_reads_is_refused(
     template: str, wanted: dict[str, Any], words: str, tmp_path: Path, model: Path
 ) -> None:
     async def check(front: Front) -> None:
-        front.api._reader.tokens.tokenizer.chat_template = template
+        front.session.tokens.tokenizer.chat_template = template
         answer = await front.post("/v1/chat/completions", {"messages": [USER]} | wanted)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
         assert front.job.submits == []

@@ -9,27 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.client.frames import Scored, Submit
+from helix.events.request import PromptLogprobs, Request, RequestUpdate
 from tests.serving.front import FakeJob, Front, run
 
 PROMPT = [300, 301, 302, 303]
 
 
-def score(job: FakeJob, submit: Submit, begin: int, end: int) -> None:
+def score(job: FakeJob, submit: Request, begin: int, end: int) -> None:
     """Sends the log-probability -p of the token at each position p, and 100 + p as the likeliest with 0."""
     at = np.arange(begin, end, dtype=np.int32)
     values = np.stack([-at, 0 * at], 1).astype(np.float32)
-    both = np.stack([np.stack([submit.ids[begin:end], 100 + at], 1), values.view(np.int32)])
-    job.send(Scored(submit.id, begin, 2, both.reshape(-1)))
+    ids = np.stack([submit.prompt[begin:end], 100 + at], 1).astype(np.int32)
+    job.send(RequestUpdate(submit.id, scored=PromptLogprobs(begin, ids, values)))
 
 
-async def scoring(job: FakeJob, submit: Submit) -> None:
-    if "prompt_logprobs" in submit.sampling and len(submit.ids) > 1:
+async def scoring(job: FakeJob, submit: Request) -> None:
+    if submit.sampling.prompt_logprobs is not None and len(submit.prompt) > 1:
         score(job, submit, 1, 3)
-        score(job, submit, 2, len(submit.ids))  # again, as after a preemption
+        score(job, submit, 2, len(submit.prompt))  # again, as after a preemption
     last = submit.max_new_tokens - 1
     for n in range(submit.max_new_tokens):
-        more = {"logprobs": ((-0.5, ((400 + n, -0.5),)),)} if "logprobs" in submit.sampling else {}
+        more = {"logprobs": ((-0.5, ((400 + n, -0.5),)),)} if submit.sampling.logprobs is not None else {}
         await job.say(submit, [400 + n], "length" if n == last else None, **more)
 
 
@@ -37,7 +37,7 @@ async def scoring(job: FakeJob, submit: Submit) -> None:
 @pytest.mark.parametrize("new", [0, 2])
 def test_a_prompt_is_told_with_its_logprobs(new: int, stream: bool, tmp_path: Path) -> None:
     async def check(front: Front) -> None:
-        text = front.api._reader.tokens.token_text
+        text = front.session.tokens.token_text
         body = {"prompt": [PROMPT, [300]], "max_tokens": new, "echo": True, "logprobs": 1, "stream": stream}
         answer = await front.post("/v1/completions", body)
         assert answer.status_code == 200, answer.text
@@ -70,7 +70,7 @@ def test_no_other_request_asks_for_them(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         for more in ({"echo": True}, {"logprobs": 1}, {}, {"max_tokens": 0}):
             answer = await front.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1} | more)
-            assert answer.status_code == 200 and "prompt_logprobs" not in front.job.submits[-1].sampling
+            assert answer.status_code == 200 and front.job.submits[-1].sampling.prompt_logprobs is None
             assert answer.json()["usage"]["completion_tokens"] == more.get("max_tokens", 1)
         answer = await front.post("/v1/chat/completions", {"messages": [], "max_tokens": 0})
         assert answer.status_code == 400 and "max_tokens" in answer.json()["error"]["message"]
@@ -81,11 +81,11 @@ def test_no_other_request_asks_for_them(tmp_path: Path) -> None:
 def test_of_tokens_with_one_text_the_likeliest_is_told(tmp_path: Path) -> None:
     """Tokens that are parts of a character share one text, the replacement mark: the likeliest one counts."""
 
-    async def halves(job: FakeJob, submit: Submit) -> None:
+    async def halves(job: FakeJob, submit: Request) -> None:
         await job.say(submit, [130], "length", logprobs=((-0.5, ((130, -0.5), (131, -3.0))),))
 
     async def check(front: Front) -> None:
-        assert front.api._reader.tokens.token_text(130) == front.api._reader.tokens.token_text(131)
+        assert front.session.tokens.token_text(130) == front.session.tokens.token_text(131)
         answer = await front.post("/v1/completions", {"prompt": [1], "max_tokens": 1, "logprobs": 2})
         assert list(answer.json()["choices"][0]["logprobs"]["top_logprobs"][0].values()) == [-0.5]
 

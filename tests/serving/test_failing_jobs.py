@@ -18,11 +18,11 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import ServeConfig
 from helix.control.inbox import Inbox
 from helix.events.decision import Decision
-from helix.events.request import Request
+from helix.events.request import Request, RequestUpdate
 from helix.layout import HelixLayout
 from launch.client import supervisor
 from launch.client.core import Core
-from launch.client.frames import HEAD, Delta, Failed, Progress, Queued, Submit, encode
+from launch.client.frames import HEAD, Failed, Queued, encode
 from launch.client.supervisor import Silence, Supervisor
 from launch.job.serve import Link, engine_stats, serve
 from tests.e2e.checkpoints import checkpoint
@@ -41,11 +41,11 @@ def test_a_job_that_dies_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stderr", full)
 
-    async def dying(job: FakeJob, submit: Submit) -> None:
+    async def dying(job: FakeJob, submit: Request) -> None:
         if submit.drawn:
             await counting(job, submit)
             return
-        await job.say(submit, [100 + len(submit.ids), 101 + len(submit.ids)])
+        await job.say(submit, [100 + len(submit.prompt), 101 + len(submit.prompt)])
         await asyncio.sleep(0.05)
         if job.writers:
             job.die()
@@ -56,11 +56,13 @@ def test_a_job_that_dies_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
         for n, answer in zip((1, 2), answers, strict=True):
             ids = [100 + n + i for i in range(6)]
-            assert answer.json()["choices"][0]["text"] == front.api._reader.tokens.decode(ids)
+            assert answer.json()["choices"][0]["text"] == front.session.tokens.decode(ids)
             assert answer.json()["usage"]["completion_tokens"] == 6
         again = [submit for submit in front.job.submits if submit.drawn]
-        assert all(s.drawn == 2 and s.max_new_tokens == 4 and s.ids.tolist()[-1] == 101 + len(s.ids) - 2 for s in again)
-        assert {s.sampling["seed"] for s in again} == {1, 2}
+        assert all(
+            s.drawn == 2 and s.max_new_tokens == 4 and s.prompt.tolist()[-1] == 101 + len(s.prompt) - 2 for s in again
+        )
+        assert {s.sampling.seed for s in again} == {1, 2}
 
     run(check, tmp_path, FakeJob(dying))
 
@@ -79,11 +81,11 @@ class LoadingJob(FakeJob):
 
 
 def test_a_start_that_fails_is_no_request_s_fault(tmp_path: Path) -> None:
-    async def dying(job: FakeJob, submit: Submit) -> None:
+    async def dying(job: FakeJob, submit: Request) -> None:
         if submit.drawn:
             await counting(job, submit)
             return
-        await job.say(submit, [100 + len(submit.ids)])
+        await job.say(submit, [100 + len(submit.prompt)])
         await asyncio.sleep(0.05)
         if job.writers:
             job.die()
@@ -102,7 +104,7 @@ def test_a_start_that_fails_is_no_request_s_fault(tmp_path: Path) -> None:
 def test_a_request_that_sees_two_deaths_is_given_up(tmp_path: Path) -> None:
     """One that decodes, beside which nothing is new."""
 
-    async def deadly(job: FakeJob, submit: Submit) -> None:
+    async def deadly(job: FakeJob, submit: Request) -> None:
         await job.say(submit, [100])
         await asyncio.sleep(0.05)
         job.die()
@@ -127,12 +129,12 @@ def test_the_only_new_request_is_not_tried_again(
 ) -> None:
     """Nor do those suffer for it that decode, or wait to be admitted; the log says the cause and whose it is."""
 
-    async def reading(job: FakeJob, submit: Submit) -> None:
-        known = submit.ids[0]
+    async def reading(job: FakeJob, submit: Request) -> None:
+        known = submit.prompt[0]
         job.send(Queued(submit.id)) if known != 3 or admitted else None
         if known == 3:
             if admitted:
-                job.send(Progress(submit.id, 0, 1))
+                job.send(RequestUpdate(submit.id, 1, 0, 0))
             job.send(Failed("MemoryError: of this one"))
             await asyncio.sleep(0.05)
             if job.writers:
@@ -156,7 +158,7 @@ def test_the_only_new_request_is_not_tried_again(
         message = refused.json()["error"]["message"]
         assert "began with this request" in message and "MemoryError: of this one" in message
         assert [(await other).status_code for other in others] == [200, 200]
-        assert sum(submit.ids[0] == 3 for submit in front.job.submits) == n
+        assert sum(submit.prompt[0] == 3 for submit in front.job.submits) == n
 
     run(check, tmp_path, FakeJob(reading))
     said = caplog.text
@@ -165,7 +167,7 @@ def test_the_only_new_request_is_not_tried_again(
 
 
 def test_of_several_new_requests_each_is_tried_again(tmp_path: Path) -> None:
-    async def reading(job: FakeJob, submit: Submit) -> None:
+    async def reading(job: FakeJob, submit: Request) -> None:
         if len(job.submits) == 2:
             job.die()
         elif len(job.submits) > 2:
@@ -299,8 +301,8 @@ def test_ranks_that_hang_do_not_keep_a_server_that_ends(tmp_path: Path, monkeypa
 def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The request of a message fails alone; behind what is no frame, all is lost."""
 
-    async def babbling(job: FakeJob, submit: Submit) -> None:
-        if submit.ids[0] == 1:
+    async def babbling(job: FakeJob, submit: Request) -> None:
+        if submit.prompt[0] == 1:
             job.writers[-1].write(HEAD.pack(2, 0, submit.id) + b"{}")
         elif len(job.submits) == 2:
             await job.say(submit, [100])
@@ -320,10 +322,10 @@ def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, capl
 
 
 def test_a_failure_in_a_stream_is_an_event_and_then_the_end(tmp_path: Path) -> None:
-    async def failing(job: FakeJob, submit: Submit) -> None:
+    async def failing(job: FakeJob, submit: Request) -> None:
         await job.say(submit, [100])
         await asyncio.sleep(0.05)
-        job.send(Delta(submit.id, "error", "planted"))
+        job.send(RequestUpdate(submit.id, finish_reason="error", reason="planted"))
 
     async def check(front: Front) -> None:
         answer = await front.post("/v1/completions", {"prompt": [1], "stream": True})

@@ -2,57 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helix.events.request import Logprobs, PromptLogprobs, Request, RequestUpdate
+from helix.events.sampling_params import SamplingParams
 from launch.client.compiler import MOST_BYTES
 from launch.client.frames import (
     HEAD,
     MOST_HEADER,
     Cancel,
-    Delta,
     Failed,
     FrameDecoder,
     Message,
-    Progress,
     Queued,
     Ready,
     Stats,
-    StepDeltas,
     Stop,
-    Submit,
     Unread,
     encode,
+    encode_tokens,
 )
 
 IDS = np.array([0, 1, 2**31 - 1], dtype=np.int32)
 MESSAGES: list[Message] = [
-    Submit(1, 16, {"temperature": 0.5, "seed": 2**63 - 1}, -1, "é\ud83d", '{"type": "object"}', 2, IDS),
-    Submit(2, 1),
+    Request(
+        1,
+        IDS,
+        16,
+        SamplingParams(temperature=0.5, seed=2**63 - 1, logit_bias={7: -1.5}, stop_token_ids=(3, 5)),
+        priority=-1,
+        salt="é\ud83d",
+        grammar='{"type": "object"}',
+        drawn=2,
+    ),
+    Request(2, IDS[:0], 1),
     Cancel(1),
     Stop(),
     Ready("/models/m", "helix kvp=2", 2, 1 << 20, 1 << 19, 4096, 1 << 21, 8, (0, 7), True),
-    Delta(1, None, None, 7, ((-0.5, ((3, -0.5), (1, -2.0))),), IDS[:1]),
-    Delta(1, "error", "too long"),
-    StepDeltas(np.array([1, 2**31 - 1, 1, 5, 7, 0], dtype=np.int32)),
+    RequestUpdate(1, cached_tokens=7, new_ids=(5,), logprobs=(Logprobs(-0.5, ((3, -0.5), (1, -2.0))),)),
+    RequestUpdate(1, finish_reason="error", reason="too long"),
+    RequestUpdate(1, cached_tokens=17, prefilled=10**6),
+    RequestUpdate(1, scored=PromptLogprobs(3, IDS.reshape(1, 3), np.array([[-0.25, -3.5, -np.inf]], np.float32))),
     Queued(1),
-    Progress(1, 0, 10**6, 17),
     Failed("NaN"),
     Stats({"running": 1, "hit_tokens": 0.0}),
 ]
 
 
 def same(a: Message, b: Message) -> bool:
-    return type(a) is type(b) and all(
-        np.array_equal(getattr(a, f.name), getattr(b, f.name))
-        if f.name == "ids"
-        else getattr(a, f.name) == getattr(b, f.name)
-        for f in fields(a)
-    )
+    return type(a) is type(b) and plain(asdict(a)) == plain(asdict(b))
+
+
+def plain(values: dict[str, object]) -> dict[str, object]:
+    return {name: plain(of) if isinstance(of, dict) else as_list(of) for name, of in values.items()}
+
+
+def as_list(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(1, 200)))
@@ -64,10 +75,16 @@ def test_messages_come_out_as_they_went_in(messages: list[Message], cuts: list[i
     assert len(got) == len(messages) and all(map(same, got, messages))
 
 
+def test_tokens_of_a_step_are_read_by_request() -> None:
+    """Ids that fill their bits are not negative; tokens of one request that stand together are one update."""
+    told = FrameDecoder().feed(encode_tokens([1, 2**31 - 1, 1, 5, 7, 0]))
+    assert told == [RequestUpdate(1, new_ids=(2**31 - 1, 5)), RequestUpdate(7, new_ids=(0,))]
+
+
 def test_a_million_tokens_are_copied_and_not_parsed() -> None:
     ids = np.arange(1_000_000, dtype=np.int32)
-    (message,) = FrameDecoder().feed(encode(Submit(1, 16, ids=ids)))
-    assert isinstance(message, Submit) and np.array_equal(message.ids, ids)
+    (message,) = FrameDecoder().feed(encode(Request(1, ids, 16)))
+    assert isinstance(message, Request) and np.array_equal(message.prompt, ids)
 
 
 @pytest.mark.parametrize("data", [HEAD.pack(1 << 30, 0, 1), HEAD.pack(2, 3, 1) + b"{}...", b"GET / HTTP/1.1\r\n\r\n"])
@@ -91,7 +108,7 @@ def test_what_is_written_can_be_read() -> None:
     """A grammar as large as may be compiled, however its characters are written; one that may not is not sent."""
     for character in '"', "\U0001f600":
         grammar = character * MOST_BYTES
-        (message,) = FrameDecoder().feed(encode(Submit(1, 1, grammar=grammar)))
-        assert isinstance(message, Submit) and message.grammar == grammar
+        (message,) = FrameDecoder().feed(encode(Request(1, IDS, 1, grammar=grammar)))
+        assert isinstance(message, Request) and message.grammar == grammar
     with pytest.raises(ValueError, match=str(MOST_HEADER)):
-        encode(Submit(1, 1, grammar="x" * MOST_HEADER))
+        encode(Request(1, IDS, 1, grammar="x" * MOST_HEADER))

@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
+from helix.events.request import Request, RequestUpdate
+from helix.events.sampling_params import SamplingParams
 from launch.client.errors import ApiError
-from launch.client.frames import Delta, Progress, Queued, Stats, Submit
+from launch.client.frames import Queued, Stats
 from launch.client.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.client.tokens import read_defaults
 from launch.serving.messages import Count, Messages
@@ -44,13 +46,13 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def text_of(front: Front, ids: list[int]) -> str:
-    return front.api._reader.tokens.decode(ids)
+    return front.session.tokens.decode(ids)
 
 
 def saying(text: str, finish: str | None = "stop") -> Any:
     """A job that says a text, a token at a time, and the model's own end."""
 
-    async def script(job: FakeJob, submit: Submit) -> None:
+    async def script(job: FakeJob, submit: Request) -> None:
         from helix.tokenizer import load_tokenizer
 
         ids = load_tokenizer(job.ready.model)(text)["input_ids"]
@@ -72,10 +74,10 @@ def test_prompts_are_texts_ids_or_lists_of_them(tmp_path: Path) -> None:
             assert [choice["index"] for choice in answer["choices"]] == list(range(2 * prompts))
             assert len(front.job.submits) == 2 * prompts
             for choice, submit in zip(answer["choices"], front.job.submits, strict=True):
-                begin = 100 + len(submit.ids)
+                begin = 100 + len(submit.prompt)
                 assert choice["text"] == text_of(front, [begin, begin + 1, begin + 2])
                 assert choice["finish_reason"] == "length"
-            lengths = sum(len(submit.ids) for submit in front.job.submits[::2])
+            lengths = sum(len(submit.prompt) for submit in front.job.submits[::2])
             assert answer["usage"]["prompt_tokens"] == lengths
             assert answer["usage"]["completion_tokens"] == 6 * prompts
 
@@ -84,23 +86,22 @@ def test_prompts_are_texts_ids_or_lists_of_them(tmp_path: Path) -> None:
 
 def test_unset_fields_are_the_checkpoints_and_then_openais(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
-        front.api._defaults = {"temperature": 0.7, "top_k": 20}
+        front.session.defaults = {"temperature": 0.7, "top_k": 20}
         await front.post("/v1/completions", {"prompt": [1], "top_k": -1})
         (first,) = front.job.submits
         assert first.max_new_tokens == 16
-        assert first.sampling.pop("seed") >= 0
-        assert first.sampling == {"temperature": 0.7}
+        assert first.sampling == SamplingParams(temperature=0.7, seed=first.sampling.seed)
         body = {"prompt": [1], "temperature": 0, "seed": 5, "logit_bias": {"7": -100, "3": 1.5}, "min_tokens": 2}
         body |= {"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "ignore_eos": True}
         await front.post("/v1/completions", body | {"priority": 3, "cache_salt": "x", "max_tokens": 2})
         second = front.job.submits[1]
-        assert second.sampling == {
-            "top_k": 20, "logit_bias": ((3, 1.5), (7, -100)), "min_tokens": 2, "presence_penalty": 1,
-            "frequency_penalty": -0.5, "repetition_penalty": 1.1, "ignore_eos": True,
-        }  # fmt: skip
+        assert second.sampling == SamplingParams(
+            top_k=20, logit_bias={3: 1.5, 7: -100}, min_tokens=2, presence_penalty=1, frequency_penalty=-0.5,
+            repetition_penalty=1.1, ignore_eos=True,
+        )  # fmt: skip
         assert second.priority == -3 and second.salt == '[null, "x"]'
         await front.post("/v1/completions", {"prompt": [1], "n": 3, "seed": 9, "max_tokens": 1})
-        assert [s.sampling["seed"] for s in front.job.submits[2:]] == [9, 10, 11]
+        assert [s.sampling.seed for s in front.job.submits[2:]] == [9, 10, 11]
 
     run(check, tmp_path)
 
@@ -140,7 +141,7 @@ def test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told(stream: bool, tmp
             assert "".join(choice.text for choice in choices) == text
             assert choices[-1].finish_reason == "stop"
         assert front.job.aborts == [1, 2, 3] and front.core.flights == {}
-        ids = front.api._reader.tokens._whole("(", True).tolist()
+        ids = front.session.tokens._whole("(", True).tolist()
         answer = await client.completions.create(
             model="demo-model", prompt="x", max_tokens=500, extra_body={"stop_token_ids": ids}
         )
@@ -164,10 +165,10 @@ def test_a_stream_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Headers before the first token, comments in silence, usage at the end, and DONE."""
     released = asyncio.Event()
 
-    async def late(job: FakeJob, submit: Submit) -> None:
-        job.send(Progress(submit.id, 0, 3, 1))
+    async def late(job: FakeJob, submit: Request) -> None:
+        job.send(RequestUpdate(submit.id, 3, 1, 0))
         await released.wait()
-        job.send(Progress(submit.id, 2, 3))
+        job.send(RequestUpdate(submit.id, 3, 0, 2))
         await job.say(submit, [100], cached=1)
         await job.say(submit, [101], "length")
 
@@ -196,7 +197,7 @@ def test_a_stream_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         progress = [piece["prompt_progress"] for piece in told if "prompt_progress" in piece]
         assert [(p["processed"], p["total"]) for p in progress][-1] in ((2, 3), (3, 3))
 
-    monkeypatch.setattr("launch.serving.answers.COMMENT_S", 0.1)
+    monkeypatch.setattr("launch.client.answer.SILENCE_S", 0.1)
     run(check, tmp_path, FakeJob(late))
 
 
@@ -217,13 +218,13 @@ def test_a_client_that_leaves_ends_its_request(stream: bool, tmp_path: Path) -> 
 def test_the_time_in_the_queue_ends_with_admission(tmp_path: Path) -> None:
     """Not with the first token, behind a prompt that takes long; one that is refused was in no queue."""
 
-    async def slow(job: FakeJob, submit: Submit) -> None:
-        if submit.ids[0] == 1:
-            job.send(Delta(submit.id, "error", "planted"))
+    async def slow(job: FakeJob, submit: Request) -> None:
+        if submit.prompt[0] == 1:
+            job.send(RequestUpdate(submit.id, finish_reason="error", reason="planted"))
             return
         job.send(Queued(submit.id))
         await asyncio.sleep(0.3)
-        job.send(Progress(submit.id, 0, 1))
+        job.send(RequestUpdate(submit.id, 1, 0, 0))
         await asyncio.sleep(0.7)
         await counting(job, submit)
 
@@ -277,7 +278,7 @@ def test_the_queue_has_an_end(tmp_path: Path) -> None:
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) > 0
         for submit in front.job.submits:  # admitted, so that they wait no more
-            front.job.send(Progress(submit.id, 0, 1))
+            front.job.send(RequestUpdate(submit.id, 1, 0, 0))
         await until(lambda: all(not flight.waits for flight in front.core.flights.values()))
         second = asyncio.create_task(front.post("/v1/completions", {"prompt": [1], "n": 2}))
         await until(lambda: len(front.job.submits) == 4)
@@ -368,7 +369,7 @@ def test_a_chat_template_comes_with_the_model_or_the_server(tmp_path: Path) -> N
     async def check(front: Front) -> None:
         answers.append((await front.post("/v1/chat/completions", body)).json())
         if front.job.submits:
-            answers[-1] = {"prompt": text_of(front, front.job.submits[-1].ids)}
+            answers[-1] = {"prompt": text_of(front, front.job.submits[-1].prompt)}
 
     plain = FakeJob(ready=replace(READY, model=str(without_template(tmp_path))))
     for job, settings in ((None, {}), (plain, {}), (None, {"chat_template": str(tmp_path / "template.jinja")})):
@@ -379,7 +380,7 @@ def test_a_chat_template_comes_with_the_model_or_the_server(tmp_path: Path) -> N
 
 
 def test_metrics_count_what_went_through(tmp_path: Path) -> None:
-    async def cached(job: FakeJob, submit: Submit) -> None:
+    async def cached(job: FakeJob, submit: Request) -> None:
         job.send(Stats({"pages_used": 3, "pages_free": 5}))
         await job.say(submit, [100], cached=2)
         await job.say(submit, [101, 102], "length")
@@ -403,7 +404,7 @@ def test_metrics_count_what_went_through(tmp_path: Path) -> None:
 
 
 def test_cached_tokens_of_several_prompts_are_added_up(tmp_path: Path) -> None:
-    async def cached(job: FakeJob, submit: Submit) -> None:
+    async def cached(job: FakeJob, submit: Request) -> None:
         await job.say(submit, [100], "length", cached=2)
 
     async def check(front: Front) -> None:
@@ -431,7 +432,7 @@ def test_every_documented_metric_moves(tmp_path: Path) -> None:
         request = asyncio.create_task(front.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}))
         await until(lambda: front.job.submits)
         assert (await look(front))["num_requests_waiting"] == 1
-        front.job.send(Progress(1, 0, 3, 2))
+        front.job.send(RequestUpdate(1, 3, 2, 0))
         gauges = {"pages": 9, "pages_used": 2, "pages_cached": 3, "pages_free": 4, "preemptions": 5}
         front.job.send(Stats(gauges | {"drafts": 3, "drafts_kept_0": 2}))
         await until(lambda: front.core.stats)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helix.config import ServeConfig
-from launch.client.frames import Submit
+from helix.events.request import Request
 from launch.serving.http import listen
 from tests.serving.front import FakeJob, Front, run, until
 
@@ -24,7 +24,7 @@ def test_a_slow_reader_gets_larger_pieces_and_then_the_end(tmp_path: Path) -> No
     """While nobody reads, tokens wait as ids; where nobody does for long, the request ends."""
     stuck = asyncio.Event()
 
-    async def flood(job: FakeJob, submit: Submit) -> None:
+    async def flood(job: FakeJob, submit: Request) -> None:
         while not stuck.is_set():
             await job.say(submit, [200] * 1000)
             await asyncio.sleep(0.001)
@@ -48,7 +48,7 @@ def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(tmp_path: Path, m
         (made := listen(serve)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made
 
-    async def telling(job: FakeJob, submit: Submit) -> None:
+    async def telling(job: FakeJob, submit: Request) -> None:
         every = [(-1.0, [(token, -1.0) for token in range(20)])] * 400
         await job.say(submit, [100] * 400, "length", logprobs=tuple(every))
 
@@ -133,7 +133,7 @@ def test_a_client_that_offers_another_protocol_is_read_in_this_one(
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             answer = await reader.readexactly(int(re.search(r"content-length: (\d+)", head)[1]))  # type: ignore[index]
             assert head.startswith("HTTP/1.1 200"), (head, answer)
-        assert [submit.ids.tolist() for submit in front.job.submits] == [[1, 2, 3]] * 2
+        assert [submit.prompt.tolist() for submit in front.job.submits] == [[1, 2, 3]] * 2
         writer.close()
 
     run(check, tmp_path)

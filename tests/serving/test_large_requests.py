@@ -17,9 +17,9 @@ import pytest
 import uvloop
 from transformers import AutoTokenizer
 
+from helix.events.request import Request
 from launch.client.errors import ApiError
 from launch.client.forms import MOST_SCHEMA
-from launch.client.frames import Submit
 from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
 from launch.serving.reader import LARGE, Reader
 from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, until
@@ -171,8 +171,8 @@ def test_everybody_else_is_answered_while_chats_are_made(
     most = 1 << 17
     monkeypatch.setattr("launch.client.compiler.COMPILE_S", 60.0)  # this machine may be busy
 
-    async def script(job: FakeJob, submit: Submit) -> None:
-        if "logprobs" not in submit.sampling:
+    async def script(job: FakeJob, submit: Request) -> None:
+        if submit.sampling.logprobs is None:
             await counting(job, submit)
             return
         for n in range(0, submit.max_new_tokens, 50):
@@ -204,7 +204,7 @@ def test_ids_that_fill_the_context_are_a_legal_prompt(tmp_path: Path) -> None:
         answer = await front.post("/v1/completions", None, content=b'{"max_tokens":1,"prompt":[%s]}' % ids)
         assert answer.status_code == 200, answer.text
         (submit,) = front.job.submits
-        assert len(submit.ids) == most - 1 and submit.ids[-1] == 7 and set(submit.ids[:-1]) == {4095}
+        assert len(submit.prompt) == most - 1 and submit.prompt[-1] == 7 and set(submit.prompt[:-1]) == {4095}
         answer = await front.post("/v1/completions", None, content=b'{"max_tokens":2,"prompt":[%s]}' % ids)
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +12,15 @@ import numpy as np
 import pytest
 
 from helix.control.inbox import Abort, Inbox
-from helix.events.request import RequestUpdate
+from helix.events.request import Request, RequestUpdate
 from launch.client.frames import (
     HEAD,
-    Delta,
     Failed,
     FrameDecoder,
     Message,
-    Progress,
     Queued,
     Ready,
     Stats,
-    StepDeltas,
-    Submit,
     encode,
 )
 from launch.job.serve import Link
@@ -81,6 +78,11 @@ def requests(inbox: Inbox, count: int) -> list[Any]:
     return found
 
 
+def with_sampling(number: int, sampling: dict[str, Any]) -> bytes:
+    header = json.dumps({"kind": "request", "max_new_tokens": 4, "sampling": sampling}).encode()
+    return HEAD.pack(len(header), IDS.nbytes, number) + header + IDS.tobytes()
+
+
 def test_what_is_wrong_with_one_request_is_its_own(
     link: tuple[Link, Inbox, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,16 +97,16 @@ def test_what_is_wrong_with_one_request_is_its_own(
     monkeypatch.setattr(made._grammars, "begun", failing)
     front = Front(path)
     bad = [
-        Submit(1, 4, {"temperature": "hot"}, ids=IDS),
-        Submit(2, 4, {"heat": 1}, ids=IDS),
-        Submit(3, 4, {"logit_bias": [3]}, ids=IDS),
-        Submit(4, 4, grammar="no grammar", ids=IDS),
-        Submit(5, 4, grammar="planted", ids=IDS),
+        with_sampling(1, {"temperature": "hot"}),
+        with_sampling(2, {"heat": 1}),
+        with_sampling(3, {"logit_bias": [3]}),
+        Request(4, IDS, 4, grammar="no grammar"),
+        Request(5, IDS, 4, grammar="planted"),
         HEAD.pack(2, 4, 6) + b"{}" + IDS[:1].tobytes(),
     ]
-    front.send(*bad, Submit(7, 4, ids=IDS))
+    front.send(*bad, Request(7, IDS, 4))
     told = [front.next() for _ in range(len(bad) + 1)]  # grammars take their time, and nobody waits for them
-    refused = {message.id: message.reason for message in told if isinstance(message, Delta)}
+    refused = {message.id: message.reason for message in told if isinstance(message, RequestUpdate)}
     assert sorted(refused) == [1, 2, 3, 4, 5, 6] and all(refused.values()), told
     assert refused[5] == "Panicked: planted"
     assert [message.id for message in told if isinstance(message, Queued)] == [7] and [
@@ -116,12 +118,12 @@ def test_what_is_wrong_with_one_request_is_its_own(
 def test_a_request_is_said_to_be_read_then_admitted_then_that_all_has_ended(link: tuple[Link, Inbox, Path]) -> None:
     made, inbox, path = link
     front = Front(path)
-    front.send(Submit(1, 4, ids=IDS))
+    front.send(Request(1, IDS, 4))
     (request,) = requests(inbox, 1)
     assert isinstance(queued := front.next(), Queued) and queued.id == 1
     made.pass_on(RequestUpdate(request.id, 2, 1, 1, (), None, None))
     admitted = front.next()
-    assert isinstance(admitted, Progress) and (admitted.done, admitted.total, admitted.cached) == (1, 2, 1)
+    assert admitted == RequestUpdate(1, cached_tokens=1, prefilled=1)
     made.fail("RuntimeError: planted")
     made.close()
     assert isinstance(failed := front.next(), Failed) and failed.reason == "RuntimeError: planted"
@@ -140,7 +142,7 @@ def test_what_is_no_frame_ends_the_connection_and_the_log_says_why(
     assert "not a frame: a header of 2147483648 bytes" in capsys.readouterr().err
     front.close()
     front = Front(path)
-    front.send(Submit(1, 4, ids=IDS))
+    front.send(Request(1, IDS, 4))
     assert requests(inbox, 1)[0].id == "2:1"
     front.close()
 
@@ -149,7 +151,7 @@ def test_tokens_of_a_step_are_one_message(link: tuple[Link, Inbox, Path]) -> Non
     """In order with all other news of their requests; those of a front end that has left are nobody's."""
     made, inbox, path = link
     front = Front(path)
-    front.send(Submit(1, 4, ids=IDS), Submit(2, 4, ids=IDS))
+    front.send(Request(1, IDS, 4), Request(2, IDS, 4))
     one, two = requests(inbox, 2)
     assert [type(front.next()) for _ in range(2)] == [Queued, Queued]
 
@@ -162,24 +164,24 @@ def test_tokens_of_a_step_are_one_message(link: tuple[Link, Inbox, Path]) -> Non
     made.flush()
     news(one, (8,))
     news(two, (9,), "stop")
-    told = [front.next() for _ in range(3)]
-    assert [type(message) for message in told] == [StepDeltas, StepDeltas, Delta]
-    together, late, last = told
-    assert isinstance(together, StepDeltas) and together.ids.tolist() == [1, 5, 1, 6, 2, 7]
-    assert isinstance(late, StepDeltas) and late.ids.tolist() == [1, 8], "what came before an end"
-    assert isinstance(last, Delta) and (last.id, last.ids.tolist(), last.finish_reason) == (2, [9], "stop")
+    assert [front.next() for _ in range(4)] == [
+        RequestUpdate(1, new_ids=(5, 6)),
+        RequestUpdate(2, new_ids=(7,)),
+        RequestUpdate(1, new_ids=(8,)),  # what came before an end
+        RequestUpdate(2, prefilled=2, new_ids=(9,), finish_reason="stop"),
+    ]
 
     news(one, (10,))
     front.close()
     front = Front(path)
-    front.send(Submit(1, 4, ids=IDS))
+    front.send(Request(1, IDS, 4))
     news(one, (11,))
     made.flush()
     assert isinstance(front.next(), Queued), "and no token of another's first request"
     again = next(request for request in requests(inbox, 2) if not isinstance(request, Abort))
     news(again, (12,))
     made.flush()
-    assert isinstance(mine := front.next(), StepDeltas) and mine.ids.tolist() == [1, 12]
+    assert front.next() == RequestUpdate(1, new_ids=(12,))
     front.close()
 
 

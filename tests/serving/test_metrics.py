@@ -10,7 +10,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.client.frames import Progress, Stats, Submit
+from helix.events.request import Request, RequestUpdate
+from launch.client.frames import Stats
 from tests.serving.front import READY, ROOT, FakeJob, Front, run, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -24,10 +25,10 @@ vllm:request_queue_time_seconds_bucket vllm:request_prompt_tokens_bucket vllm:nu
 """
 
 
-async def cached(job: FakeJob, submit: Submit) -> None:
+async def cached(job: FakeJob, submit: Request) -> None:
     drafts = {"drafts": 10, "drafts_kept_0": 7, "drafts_kept_1": 3}
     job.send(Stats({"pages": 64, "pages_used": 16, "pages_free": 48} | drafts))
-    job.send(Progress(submit.id, 0, 3, 2))
+    job.send(RequestUpdate(submit.id, 3, 2, 0))
     await job.say(submit, [100], cached=2)
     await job.say(submit, [101, 102], "length")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from launch.client.frames import Progress
+from helix.events.request import RequestUpdate
 from tests.serving.browser import (
     BINARY,
     MISSING,
@@ -322,7 +322,7 @@ def test_settings_are_sent_and_kept(tmp_path: Path, model: Path) -> None:
         for _ in range(2):
             await send(front, page, "With them")
             sent = job.submits[-1]
-            assert sent.sampling["temperature"] == 0.3 and sent.sampling["top_p"] == 0.9 and sent.sampling["seed"] == 7
+            assert sent.sampling.temperature == 0.3 and sent.sampling.top_p == 0.9 and sent.sampling.seed == 7
             assert sent.max_new_tokens == 33 and job.prompt().count("Speak like a sailor.") == 1
             await job.write("Aye.", "stop")
             await free(page)
@@ -332,7 +332,10 @@ def test_settings_are_sent_and_kept(tmp_path: Path, model: Path) -> None:
         await press(page, "Clear")
         await press(page, "Close")
         await turn(front, page, "Plain again", "Yes.")
-        assert job.submits[-1].sampling.keys() == plain.sampling.keys() and "sailor" not in job.prompt()
+        assert (
+            job.submits[-1].sampling.to_dict().keys() == plain.sampling.to_dict().keys()
+            and "sailor" not in job.prompt()
+        )
         assert job.submits[-1].max_new_tokens > 33
 
     run(check, tmp_path, model)
@@ -368,10 +371,10 @@ def test_a_long_prompt_has_its_progress_and_the_time_left(tmp_path: Path, model:
         progress = page.locator("#progress")
         await ready(page)
         await send(front, page, "A long prompt")
-        name, total = front.job.submits[-1].id, len(front.job.submits[-1].ids)
+        name, total = front.job.submits[-1].id, len(front.job.submits[-1].prompt)
         for done in (total // 4, total // 2):
             await asyncio.sleep(0.5)
-            front.job.send(Progress(name, done, total))
+            front.job.send(RequestUpdate(name, total, 0, done))
         await told(page, re.compile(rf"^Reading the prompt: {total // 2} of {total} tokens, about \d s left$"))
         assert abs(await progress.evaluate("one => one.value") - total // 2 / total) < 1e-6
         await expect(progress).to_be_visible()

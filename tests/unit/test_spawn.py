@@ -10,9 +10,10 @@ import time
 import pytest
 import torch
 
+from launch.client.supervisor import cause
 from launch.job.lifeline import age_s
 from launch.job.report import Phases
-from launch.job.spawn import cause, heard
+from launch.job.spawn import heard
 from tests.e2e.cli import ROOT
 
 # A launcher that has checked a run, as every launcher has, and starts ranks again and again.

@@ -52,9 +52,7 @@ class Reader:
         deadline_s: float,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self.workers = Workers(
-            "launch.serving.reader", [model or "", template or ""], PROCESSES, deadline_s, deadline_s
-        )
+        self.workers = Workers("launch.client.reader", [model or "", template or ""], PROCESSES, deadline_s, deadline_s)
         if loop is not None:
             loop.call_soon_threadsafe(self.workers.start)
         self.tokens = Tokens(model, template)

@@ -1,0 +1,216 @@
+"""Decoding of a prompt file: a client of the ranks that writes each result when its request has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio import Semaphore, Task
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from helix.config import Config, check
+from helix.errors import RankError
+from launch.client.answer import Answer, RequestOutput, output_of
+from launch.client.choice import News
+from launch.client.core import Core
+from launch.client.errors import ApiError
+from launch.client.schemas import Chat, Completion
+from launch.client.session import Session
+from launch.client.supervisor import REFUSED, Supervisor
+from launch.inputs.prompts import SERVED, PromptFile, PromptLine, ResultFile, body_of, check_defaults
+from launch.inputs.terminal import PromptsTerminal
+from launch.serving.openai import OpenAIAnswer
+
+AHEAD = 2  # requests that are read and have not ended, for each that can run
+LOOK_S = 0.2  # between two looks at the progress of prompts
+
+
+def attached(config: Config) -> int:
+    """Decodes the config's prompts over ranks that were started elsewhere, and listen at `serve.attach`.
+
+    Returns:
+        The exit code: 0, REFUSED, or 1 after an error, which was printed in one line.
+
+    Raises:
+        ValueError: the config, or the prompt file, is wrong.
+    """
+    check(config)
+    check_defaults(config.decode)
+    return asyncio.run(decode(config, PromptFile(Path(str(config.decode.prompts))), Path(str(config.serve.attach))))
+
+
+async def decode(config: Config, prompts: Sequence[PromptLine], socket: Path) -> int:
+    """Decodes prompts over ranks that serve a socket, then ends the ranks; cancelled, it leaves the results so far.
+
+    Returns:
+        The exit code, as in `attached`.
+    """
+    try:
+        runner = BatchRunner(config, prompts, socket)
+        return REFUSED if await runner.run() else 0
+    except (ValueError, RankError) as error:
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    except SystemExit:  # of rich, which makes it of a broken pipe
+        print("error: nobody reads the output any more: stdout is a pipe whose other end is closed", file=sys.stderr)
+    return 1
+
+
+class BatchRunner:
+    """A prompt file's way through a session.
+
+    Args:
+        socket: of the ranks.
+    """
+
+    def __init__(self, config: Config, prompts: Sequence[PromptLine], socket: Path) -> None:
+        self._config, self._prompts = config, prompts
+        self._results: ResultFile
+        self._terminal = PromptsTerminal(config.decode.stream)
+        serve = replace(config.serve, attach=str(socket))
+        self._core = Core(sys.maxsize)
+        self._supervisor = Supervisor(self._core, serve, [], socket.parent)
+        self._session = Session(serve, self._core)
+        self._core.on_first = self._session.know
+        self._answers: set[Answer] = set()
+        self._prompt_tokens = 0  # of answers that have ended
+        self._refused = 0
+
+    async def run(self) -> int:
+        """Decodes the prompts without a result; returns how many are refused.
+
+        Raises:
+            RankError: results cannot be written.
+            ValueError: they cannot be written from the start, or the checkpoint's tokenizer cannot be read.
+        """
+        keeping = asyncio.create_task(self._supervisor.keep())
+        working = asyncio.create_task(self._work())
+        try:
+            await asyncio.wait((keeping, working), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                await keeping
+            await working
+            await self._supervisor.stop()
+            self._core.stop()
+            await keeping
+        finally:
+            for task in (working, keeping):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+            await self._session.close()
+        self._results.close()
+        self._terminal.finish(self._results.count - self._refused, self._refused)
+        return self._refused
+
+    async def _work(self) -> None:
+        await asyncio.to_thread(self._session.load, self._config.model.path)  # while the ranks load the model
+        ready = await self._core.first_ready()
+        self._results = ResultFile(self._config, self._prompts)  # ranks, which check the file, are done with that
+        window = Semaphore(AHEAD * ready.max_batch)
+        watching = asyncio.create_task(self._watch())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for prompt in self._results.remaining:
+                    await window.acquire()
+                    answer = await self._opened(prompt)
+                    if answer is None:
+                        window.release()
+                    else:
+                        task: Task[None] = tasks.create_task(self._finish(prompt, answer))
+                        task.add_done_callback(lambda _: window.release())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            watching.cancel()
+
+    async def _opened(self, prompt: PromptLine) -> Answer | None:
+        """Submits a prompt; of one that is refused, writes the result and returns None."""
+        batch = prompt.url is not None
+        try:
+            body = self._body(prompt)
+            answer = await self._session.open(body, defaults=None if batch else {}, parsed=batch)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # also panics of tokenizers and llguidance: the other prompts go on
+            refusal = error if isinstance(error, ApiError) else _unread(error)
+            if batch:
+                self._respond(prompt, refusal.status, refusal.body())
+            else:
+                self._add(prompt, RequestOutput.refused(refusal.message, self._length(prompt)))
+            return None
+        self._answers.add(answer)
+        return answer
+
+    async def _finish(self, prompt: PromptLine, answer: Answer) -> None:
+        """Waits for an answer's end, and writes the result."""
+        try:
+            if prompt.url is None:
+                output = await output_of(answer, partial(self._show, prompt, 1))
+                self._add(prompt, output)
+            else:
+                try:
+                    show = partial(self._show, prompt, len(answer.choices))
+                    status, response = SERVED, await OpenAIAnswer(answer).whole(show)
+                except ApiError as error:
+                    status, response = error.status, error.body()
+                self._respond(prompt, status, response)
+        finally:
+            answer.close()
+            self._answers.discard(answer)
+            self._prompt_tokens += answer.prompt_tokens
+
+    def _body(self, prompt: PromptLine) -> Chat | Completion:
+        """Makes a request of a line, and checks what the model has to do with it."""
+        body = body_of(prompt, self._config.decode)
+        if prompt.url is not None:
+            if body.stream:
+                raise ApiError(400, "stream=true: the answers of a batch come whole", param="stream")
+            self._session.check_model(body.model)
+        elif body.stop and self._session.tokens.tokenizer is None:
+            raise ValueError("stop texts need a tokenizer, and the model directory has none")
+        return body
+
+    def _show(self, prompt: PromptLine, count: int, index: int, news: News) -> None:
+        name = prompt.id if count == 1 else f"{prompt.id}[{index}]"
+        self._terminal.show(name, news.text, news.finish_reason is not None)
+
+    def _add(self, prompt: PromptLine, output: RequestOutput) -> None:
+        if output.reason is not None:
+            self._refused += 1
+            self._terminal.refuse(prompt.id, output.reason)
+        self._results.add(prompt.id, output)
+        self._terminal.count(self._results.count, len(self._prompts))
+
+    def _respond(self, prompt: PromptLine, status: int, body: dict[str, Any]) -> None:
+        self._refused += status != SERVED
+        self._results.add_response(prompt.id, status, body)
+        self._terminal.count(self._results.count, len(self._prompts))
+
+    def _length(self, prompt: PromptLine) -> int:
+        """Returns the number of tokens of a prompt that is refused; 0 if it cannot be read."""
+        if prompt.ids is not None:
+            return len(prompt.ids)
+        if prompt.text is None:
+            return 0
+        with suppress(ApiError):
+            return len(self._session.tokens.encode(prompt.text, sys.maxsize))
+        return 0
+
+    async def _watch(self) -> None:
+        """Shows the progress of prompts."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            done = sum(choice.flight.progress or 0 for answer in self._answers for choice in answer.choices)
+            total = sum(len(choice.flight.request.prompt) for answer in self._answers for choice in answer.choices)
+            self._terminal.prefill(self._prompt_tokens + done, self._prompt_tokens + total)
+
+
+def _unread(error: BaseException) -> ApiError:
+    """Creates the refusal of a prompt that cannot be made a request, with the reason."""
+    if isinstance(error, ValueError):
+        return ApiError(400, f"{' '.join(str(error).split()):.300}")
+    return ApiError(500, f"it could not be read: {type(error).__name__}: {' '.join(str(error).split()):.300}")

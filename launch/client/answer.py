@@ -1,0 +1,239 @@
+"""The answer to a request while it runs: its choices, their news, and the whole once all have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from helix.answers.dialects import AnswerPart
+from helix.events.request import Logprobs
+from launch.client.choice import Choice, News
+from launch.client.errors import ApiError
+from launch.client.prompts import Reading
+from launch.client.sampling import logprobs_of
+from launch.client.schemas import Chat, Completion
+from launch.client.tokens import Tokens
+
+Heard = Callable[[int, News], None]
+SHOWN = 60  # characters of a text in the `repr` of an output
+SILENCE_S = 5.0  # after which `Answer.news` yields nothing, so that a stream can show that it lives
+
+
+class Answer:
+    """The answer to a body, until all of its choices have ended.
+
+    Args:
+        body: the request.
+        reading: its prompts.
+        choices: the continuations of the prompts, `n` of each.
+        tokens: the model's tokenizer.
+        changed: set when a choice has new tokens.
+        request_id: that of the log; empty: a new one.
+        model: its name to clients.
+
+    Attributes:
+        chat: whether it answers a chat, not a completion.
+        echoed: prompt text of each choice of a completion with echo.
+        prompt_tokens: tokens of all prompts, each counted once.
+        created: time of the request, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        body: Chat | Completion,
+        reading: Reading,
+        choices: list[Choice],
+        tokens: Tokens,
+        changed: asyncio.Event,
+        request_id: str = "",
+        model: str = "",
+    ) -> None:
+        self.body, self.choices, self.tokens, self.model = body, choices, tokens, model
+        self.chat = isinstance(body, Chat)
+        self.request_id = request_id or uuid.uuid4().hex
+        self.echoed = [text for text in reading.echoed for _ in range(body.n or 1)]
+        self.prompt_tokens = sum(map(len, reading.prompts))
+        self.with_logprobs = logprobs_of(body) is not None
+        self.created, self.began = int(time.time()), time.monotonic()
+        self._changed = changed
+
+    def close(self) -> None:
+        """Aborts unfinished continuations; to be called once the answer is sent."""
+        for choice in self.choices:
+            choice.abort("abort")
+
+    def usage(self) -> dict[str, Any]:
+        """Counts the tokens so far."""
+        new = sum(choice.tokens for choice in self.choices)
+        cached: dict[int, int] = {}  # by prompt: its choices share the array of its ids
+        for flight in (choice.flight for choice in self.choices):
+            cached[id(flight.request.prompt)] = max(flight.cached or 0, cached.get(id(flight.request.prompt), 0))
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        }
+
+    async def news(self) -> AsyncIterator[list[tuple[int, News]]]:
+        """Yields news by choice until all choices have ended; an empty list after `SILENCE_S` seconds without any.
+
+        Raises:
+            ApiError: a continuation failed.
+        """
+        while any(choice.ended is None for choice in self.choices):
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                yield []
+                continue
+            self._changed.clear()
+            news = [(choice.index, one) for choice in self.choices if (one := choice.take())]
+            for index, one in news:
+                if one.finish_reason in ("error", "abort"):
+                    reason = self.choices[index].flight.reason or "the server has ended it"
+                    raise ApiError(500, reason)
+            if news or self.body.return_progress:
+                yield news
+
+    async def whole(self, heard: Heard = lambda index, news: None) -> list[News]:
+        """Waits for the end; returns what came of each choice, all pieces in one.
+
+        Args:
+            heard: called with a choice's index and its news, as they come.
+
+        Raises:
+            ApiError: a continuation failed.
+        """
+        told: list[list[News]] = [[] for _ in self.choices]
+        async for news in self.news():
+            for index, one in news:
+                heard(index, one)
+                told[index].append(one)
+        return [News.joined(pieces) for pieces in told]
+
+    def parts(self, news: News) -> list[AnswerPart]:
+        """Returns the parts of news that are told: a chat may leave out the model's thoughts."""
+        if isinstance(self.body, Chat) and not self.body.include_reasoning:
+            return [part for part in news.parts if part.kind != "thinking"]
+        return news.parts
+
+    def message(self, news: News) -> dict[str, Any]:
+        """Returns a chat's answer as the message of an assistant, in OpenAI's format."""
+        parts = self.parts(news)
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        for kind, name in (("content", "content"), ("thinking", "reasoning_content")):
+            if texts := [part.text for part in parts if part.kind == kind]:
+                message[name] = "".join(texts)
+        if calls := [call_of(part) for part in parts if part.kind == "call"]:
+            message["tool_calls"] = calls
+        elif message["content"] is None:
+            message["content"] = ""
+        return message
+
+
+def call_of(part: AnswerPart) -> dict[str, Any]:
+    """Returns a part as a tool call in OpenAI's format."""
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+
+
+@dataclass(frozen=True, repr=False)
+class CompletionOutput:
+    """One answer to a prompt.
+
+    Attributes:
+        text: of a chat, what is said to the user, without thoughts and calls.
+        output_ids: the tokens drawn, the end token included.
+        finish_reason: `stop`, `length`, `tool_calls`, or `error` if it was refused.
+        logprobs: those of `output_ids`, if wanted.
+        message: of a chat, the assistant's message, to go on with; it may have `reasoning_content` and `tool_calls`.
+    """
+
+    text: str = ""
+    output_ids: tuple[int, ...] = ()
+    finish_reason: str = "error"
+    logprobs: tuple[Logprobs, ...] = ()
+    message: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"CompletionOutput({shorten(self.text)!r}, {len(self.output_ids)} tokens, {self.finish_reason!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class RequestOutput:
+    """The answers to a prompt; attributes of `CompletionOutput` are those of the first.
+
+    Attributes:
+        prompt_tokens: how many tokens the prompt has.
+        cached_tokens: how many of them were found in the cache.
+        continuations: the answers, `n` of them.
+        reason: why, if the prompt was refused.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    continuations: tuple[CompletionOutput, ...]
+    reason: str | None = None
+
+    @classmethod
+    def refused(cls, reason: str, prompt_tokens: int = 0) -> RequestOutput:
+        """Creates the output of a prompt that has no answer."""
+        return cls(prompt_tokens, 0, (CompletionOutput(),), reason)
+
+    def __repr__(self) -> str:
+        if self.reason is not None:
+            return f"RequestOutput(refused: {shorten(self.reason)!r})"
+        more = f", and {len(self.continuations) - 1} more" if len(self.continuations) > 1 else ""
+        answer = f"{shorten(self.text)!r}, {len(self.output_ids)} tokens, {self.finish_reason!r}{more}"
+        return f"RequestOutput({answer}; {self.prompt_tokens} prompt tokens, {self.cached_tokens} of them cached)"
+
+    @property
+    def text(self) -> str:
+        return self.continuations[0].text
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        return self.continuations[0].output_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.continuations[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[Logprobs, ...]:
+        return self.continuations[0].logprobs
+
+    @property
+    def message(self) -> dict[str, Any] | None:
+        return self.continuations[0].message
+
+
+def shorten(text: str) -> str:
+    """Cuts a text for a line in a terminal."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+async def output_of(answer: Answer, heard: Heard = lambda index, news: None) -> RequestOutput:
+    """Waits for an answer's end; returns it, or its refusal if a continuation failed.
+
+    Args:
+        heard: called with a choice's index and its news, as they come.
+    """
+    try:
+        whole = await answer.whole(heard)
+    except ApiError as error:
+        return RequestOutput.refused(error.message, answer.prompt_tokens)
+    outputs = []
+    for choice, news in zip(answer.choices, whole, strict=True):
+        output = CompletionOutput(news.text, tuple(news.ids), str(news.finish_reason), tuple(news.logprobs))
+        if choice.parsed:
+            message = answer.message(news)
+            output = replace(output, text=message["content"] or "", message=message)
+        outputs.append(output)
+    cached = answer.usage()["prompt_tokens_details"]["cached_tokens"]
+    return RequestOutput(answer.prompt_tokens, cached, tuple(outputs))
