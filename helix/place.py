@@ -1,27 +1,10 @@
-"""Rank of this process, the GPUs of its host, and the backend and device that they allow."""
+"""Rank of this process, as its launcher says, and the most ranks of this host."""
 
 from __future__ import annotations
 
 import os
 import socket
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-
-from comm.emulated import EmulatedCommunicator, EmulatedTransport, emulating_processes
-from comm.symm_mem import SymmMemCommunicator
-from comm.torch_dist import are_apart
-from helix.config import Config
-from helix.errors import ConfigError
-from helix.layout import HelixLayout
-
-EMULATED_LINK = "emulated over nccl"
-KINDS = {  # others: TorchDistCommunicator
-    "symm_mem": SymmMemCommunicator,
-    "emulated": EmulatedCommunicator,
-    EMULATED_LINK: EmulatedTransport,
-}
 
 
 @dataclass(frozen=True)
@@ -71,83 +54,3 @@ class Place:
 def most_ranks() -> int:
     """Returns the most ranks that this host runs: on CPUs several share a core, to try a layout."""
     return max(32, 8 * (os.cpu_count() or 1))
-
-
-def ranks(config: Config) -> int:
-    """Counts the processes of a run without a launcher: ranks of its layout; with `auto` every GPU, or one on a CPU.
-
-    Raises:
-        ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to emulate
-            ranks and this host has none.
-    """
-    layout = config.layout
-    if config.comm.backend == "emulated":
-        if not (processes := emulating_processes()):
-            raise ValueError("comm.backend=emulated: GPUs emulate ranks of a larger layout, and this machine has none")
-        return processes
-    if layout.mode == "auto":
-        return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
-    made = HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep, layout.dp)
-    if made.world_size > (most := most_ranks()):
-        widths = "layout.dp" if made.mode == "dp" else "layout.kvp and layout.tpa"
-        raise ValueError(
-            f"{made.ranks}, and this host runs {most} at most: set {widths} to fewer, or spread the ranks over hosts "
-            "(launch/agent.sh)"
-        )
-    return made.world_size
-
-
-def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:
-    """Resolves `comm.backend` to a backend, given the `facts` of all ranks about their GPUs.
-
-    Raises:
-        ConfigError: the backend is not possible here.
-    """
-    gpus = min(f["gpus"] for f in facts)
-    covered = gpus >= place.local_world_size
-    within_reach = covered and all(f["peers"] for f in facts)
-    peers = within_reach and place.world_size > 1
-    if backend == "auto":
-        return "symm_mem" if peers else "nccl" if covered else "gloo"
-    if backend != "gloo" and not covered:
-        raise ConfigError(
-            f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {place.local_world_size} "
-            "ranks; use fewer ranks or comm.backend=gloo"
-        )
-    if backend == "symm_mem" and not peers:
-        raise ConfigError(
-            "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
-            "use comm.backend=nccl"
-        )
-    return EMULATED_LINK if backend == "emulated" and not within_reach else backend
-
-
-def take_device(backend: str, place: Place) -> torch.device:
-    """Returns this rank's device under a backend, and makes it the current one."""
-    if backend == "gloo":
-        return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
-    # NVLink multicast is not available everywhere; measurements without it hold everywhere.
-    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    # Beside attention that fills the GPU, a collective takes the first free multiprocessors (`comm.turns`).
-    os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
-    return device
-
-
-def gpu_facts(place: Place) -> dict[str, Any]:
-    """Returns the number of visible GPUs, and whether this rank's GPU can access those of all other ranks."""
-    gpus = torch.cuda.device_count()
-    ranks = range(place.world_size)
-    peers = (
-        not (are_apart() and place.world_size > 1)
-        and place.local_world_size == place.world_size <= gpus
-        and all(r == place.local_rank or torch.cuda.can_device_access_peer(place.local_rank, r) for r in ranks)
-    )
-    return {"gpus": gpus, "peers": peers}
-
-
-def gpu_name(place: Place) -> str | None:
-    """Returns the name of this rank's GPU; None if this host has fewer GPUs than ranks."""
-    enough = place.local_world_size <= torch.cuda.device_count()
-    return torch.cuda.get_device_name(place.local_rank) if enough else None

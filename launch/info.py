@@ -18,8 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from helix.devices import choose_backend
 from helix.errors import ConfigError
-from helix.place import Place, choose_backend
+from helix.place import Place
 from launch.inputs.arguments import helped, one_of, parse
 from launch.inputs.hardware import hardware_of, load_hardware
 

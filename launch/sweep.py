@@ -27,8 +27,8 @@ from rich.table import Table
 from helix.build.checks import check_layout
 from helix.build.parts import make_layout, make_spec
 from helix.config import Config
+from helix.devices import ranks
 from helix.hub import find_models
-from helix.place import ranks
 from launch.client.supervisor import REFUSED, cause
 from launch.inputs import front
 from launch.inputs.compose import SWEEP_DIRS, composed, sweep_points, told

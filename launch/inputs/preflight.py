@@ -24,10 +24,11 @@ from helix.build.checks import (
 )
 from helix.build.parts import check_weights, make_checkpoint, make_layout, make_spec, models_of, resolved_config
 from helix.config import Config, check
+from helix.devices import choose_backend, ranks
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.loading import Checkpoint
-from helix.place import Place, choose_backend, ranks
+from helix.place import Place
 from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from helix.config import Config
 from launch.inputs import front
 from launch.inputs.compose import ROOT, RUN, Settings
 from launch.inputs.front import Command
-from launch.inputs.prompts import PromptLine
+
+if TYPE_CHECKING:  # they bring torch with them
+    from launch.inputs.prompts import PromptLine
 
 
 @dataclass(frozen=True)

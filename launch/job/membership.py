@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from comm.base import Communicator
+from helix.devices import choose_backend, take_device
 from helix.errors import RankError
-from helix.place import Place, choose_backend, take_device
+from helix.place import Place
 from launch.job.lifeline import identity, kill
 
 BEAT_S = 1.0  # between two heartbeats of a rank

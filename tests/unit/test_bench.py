@@ -21,8 +21,8 @@ from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, fl
 from benchmarks.records import rows, serving_tables, step_tables
 from benchmarks.records.step_tables import largest_batch
 from benchmarks.runner import Benchmark, Given, Part, record, run
+from helix.devices import ranks as ranks_of
 from helix.layout import HelixLayout
-from helix.place import ranks as ranks_of
 from launch.inputs.shapes import spec_of
 from launch.job import spawn
 from tests.laboratory import composed

@@ -15,6 +15,7 @@ ROOMS = (  # folders and files in which every summary has its form, but in EXCEP
     "helix/attention",
     "helix/build",
     "helix/control",
+    "helix/devices.py",
     "helix/errors.py",
     "helix/events",
     "helix/files.py",

@@ -45,6 +45,7 @@ LEVELS = {
     "helix": [
         {"config", "errors", "files", "layout", "library"},
         {"answers", "hub", "place", "placement", "tokenizer"},
+        {"devices"},
         {"events"},
         {"memory"},
         {"steps"},

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from comm.emulated import EmulatedTransport
-from helix.place import EMULATED_LINK, KINDS, Place, choose_backend, gpu_facts
+from helix.devices import EMULATED_LINK, KINDS, choose_backend, gpu_facts
+from helix.place import Place
 from launch import agent
 from launch.inputs.compose import ROOT
 from launch.job import membership

@@ -17,8 +17,8 @@ from benchmarks import planner
 from benchmarks.program import PROGRAM
 from helix.build.buffers import longest_chunk, prompt_bytes, token_buffers
 from helix.build.parts import make_spec
+from helix.devices import ranks
 from helix.layout import HelixLayout
-from helix.place import ranks
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
