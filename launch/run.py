@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from types import ModuleType
 
 from helix.hub import find_models
 from helix.library import import_transformers
 from helix.place import Place
+from launch import sweep
 from launch.inputs import compose, front
 from launch.inputs.work import RUNTIME, Program
 
@@ -44,14 +44,19 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
         if "--multirun" in line.options:
             if place is not None:
                 raise ValueError("-m under torchrun would run the whole sweep on every rank: leave out torchrun")
-            return int(_imported("launch.sweep", alone).main(arguments, program))
+            gc.enable()
+            return sweep.main(arguments, program)
         config = compose.composed(line.overrides, settings)
         find_models(config)
         if config.serve.attach is not None:
             return int(import_module("launch.batch").attached(config))
         work = program.work(config)
-        command = [*program.command, *line.arguments]
-        begin: Callable[[], int] = _imported("launch.job.rank", alone).prepare(config, work, place, command)
+        job = import_module("launch.job.rank")  # takes seconds
+        if alone:
+            import_transformers()
+            gc.freeze()  # what is imported stays: nobody looks through it, not even at the end
+            gc.enable()
+        begin: Callable[[], int] = job.prepare(config, work, place, [*program.command, *line.arguments])
     except ValueError as error:
         if place is not None and place.rank:  # all ranks come here: the first says why
             time.sleep(2.0)  # the first to exit takes the others down
@@ -59,13 +64,3 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
     return begin()
-
-
-def _imported(module: str, alone: bool) -> ModuleType:
-    """Imports a module that takes seconds."""
-    found = import_module(module)
-    if alone:
-        import_transformers()
-        gc.freeze()  # what is imported stays: nobody looks through it, not even at the end
-        gc.enable()
-    return found

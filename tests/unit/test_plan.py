@@ -29,8 +29,8 @@ from launch.inputs.auto_layout import choose, workload
 from launch.inputs.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
 from launch.inputs.prompts import PromptLine
 from launch.inputs.shapes import load_spec
+from launch.job.sweep import skip_reason
 from launch.plan import KEYS, NEEDED, answer, main
-from launch.sweep import skip_reason
 from tests.e2e.checkpoints import checkpoint
 from tests.laboratory import composed, preflight
 

@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.program import PROGRAM
 from launch.inputs.compose import sweep_points
+from launch.inputs.points import Point
 from launch.job import spawn
-from launch.sweep import Point, check, run
+from launch.job.sweep import check, run
 from tests.laboratory import composed
 
 

@@ -1,0 +1,85 @@
+"""Points of a sweep: one config and its outcome each, with files of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from helix.config import Config
+from helix.hub import find_models
+from launch.inputs.compose import SWEEP_DIRS, composed, sweep_points
+from launch.inputs.front import Line
+from launch.inputs.work import Program, Work
+
+MEASURED = ("ttl_p50_us", "ttl_p90_us", "tokens_per_s_user", "tokens_per_s_gpu", "prefill_s", "decode_tokens")
+TIMED = ("batch", "length", "gamma")  # of a point of bench.points
+LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "dp", "world_size")
+
+
+@dataclass
+class Point:
+    """A point of the sweep, and its outcome.
+
+    Attributes:
+        overrides: its overrides from the command line.
+        config: config of its job, with files of its own.
+        work: work of its job.
+        status: ok, refused (some requests were), skipped, failed or interrupted; waiting before it ran.
+        reason: reason why it was skipped or failed.
+        record: measurements of the run.
+    """
+
+    number: int
+    overrides: list[str]
+    config: Config
+    work: Work
+    status: str = "waiting"
+    reason: str = ""
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the run's measurements: a row, or one for each of `bench.points`."""
+        layout = self.record.get("layout", {})
+        return [
+            {
+                "point": self.number,
+                "overrides": " ".join(self.overrides),
+                "status": self.status,
+                **{key: layout.get(key) for key in LAYOUT},
+                **{key: measured.get(key) for key in (*TIMED, *MEASURED)},
+                "kv_bytes_per_rank_max": max(measured.get("kv_bytes_per_rank", []), default=None),
+                "reason": measured.get("failed", self.reason),
+            }
+            for measured in self.record.get("points", [self.record])
+        ]
+
+
+def read(line: Line, program: Program) -> list[Point]:
+    """Reads the points of a command line, each with files of its own.
+
+    Raises:
+        ValueError: a mistake in the arguments.
+    """
+    combinations, directory = sweep_points(line.overrides, program.settings)
+    if directory is None:
+        directory = Path("sweeps") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    points = []
+    for number, overrides in enumerate(combinations):
+        config = composed(overrides, program.settings)
+        for key, value in (("record", config.record), ("decode.output", config.decode.output)):
+            if value is not None:
+                raise ValueError(f"{key}={value}: a sweep names its files itself, in a directory ({SWEEP_DIRS[0]}=DIR)")
+        find_models(config)
+        name = directory / str(number)
+        config.record = f"{name}.json"
+        work = program.work(config)
+        if work.prompts == "needed":
+            config.decode.output = f"{name}.jsonl"
+        points.append(Point(number, overrides, config, work))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{SWEEP_DIRS[0]}={directory} cannot be made: {error.strerror}") from error
+    return points
