@@ -6,37 +6,19 @@ and starts again where they fail.
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import json
 import os
-import resource
-import signal
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from socket import socket
-from tempfile import TemporaryDirectory
 
-import uvloop
-
-from helix.config import ServeConfig, check
+from helix.config import check
 from helix.files import read_text
 from helix.hub import find_models, is_hub_id
-from launch.client.core import Core
-from launch.client.frames import Ready
-from launch.client.session import Session
-from launch.client.supervisor import GaveUp, Supervisor
 from launch.inputs import compose, front
 from launch.job import lifeline
-from launch.serving.http import Server, listen, make_server
-from launch.serving.routes import Api
 from launch.serving.security import Keys, check_exposure
-
-LOOK_S = 0.1  # between two looks at what is still running
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,49 +42,12 @@ def main(arguments: Sequence[str]) -> int:
         keys = Keys(config.serve.api_keys, key)
         if config.serve.chat_template is not None:  # not after the weights, which take minutes
             read_text(Path(config.serve.chat_template))
-        listener = listen(config.serve)
+        server = import_module("launch.serving.server")  # it brings all that HTTP needs
+        listener = import_module("launch.serving.http").listen(config.serve)
     except ValueError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
-    with TemporaryDirectory(prefix="helix-") as directory, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config.serve, keys, listener, line.arguments, Path(directory)))
-
-
-async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[str], directory: Path) -> int:
-    core = Core(serve.waiting)
-    session = Session(serve, core)
-    api = Api(serve, session, keys)
-    loop = asyncio.get_running_loop()
-    core.on_first = lambda ready: _begin(session, ready, keys.needed, listener, loop)
-    server = make_server(api.app(), serve)
-    supervisor = Supervisor(core, serve, arguments, directory)
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
-    answering = asyncio.create_task(server.serve(sockets=[listener]))
-    keeping = asyncio.create_task(supervisor.keep())
-    stopped = asyncio.create_task(stop.wait())
-    code = 0
-    try:
-        await asyncio.wait((keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done() and not keeping.done():
-            await _drain(core, serve.drain_s, keeping, hurry)
-            await supervisor.stop()
-            if serve.attach is not None or not core.connected:  # others' ranks, or those that cannot hear
-                keeping.cancel()
-        await keeping
-    except asyncio.CancelledError:
-        pass
-    except (GaveUp, ValueError) as error:
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
-        core.fail(str(error))
-        code = 1
-    await _close(server, answering)
-    stopped.cancel()
-    await session.close()
-    return code
+    return int(server.run(config.serve, keys, listener, line.arguments))
 
 
 def _defaults(arguments: Sequence[str]) -> list[str]:
@@ -112,42 +57,6 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
         return [] if any(key.startswith("layout") for key in keys) else ["layout=auto"]
     layout = [] if any(key.startswith("layout") for key in keys) else ["layout.kvp=2"]
     return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={front.CPU_TOKENS}"])
-
-
-def _begin(session: Session, ready: Ready, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
-    """Reads the model's tokenizer and template, and prints the address; in a thread beside the loop."""
-    session.know(ready, loop)
-    gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
-    body = json.dumps({"prompt": "def read_json(path):", "max_tokens": 64, "stream": True})
-    room = f"context {ready.context:,} tokens, KV cache {ready.kv_tokens:,} tokens, {ready.max_batch} sequences"
-    print(
-        f"{session.name}{' with random weights' if ready.random else ''} is served at {url}\n"
-        f"in a browser, {url} is a page to talk to it\n"
-        f"{ready.layout}, {ready.ranks} ranks\n"
-        f"{room}\ncurl -N {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
-        flush=True,
-    )
-
-
-async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None], hurry: asyncio.Event) -> None:
-    """Waits until nothing runs, a second signal, or the deadline; time without ranks does not count."""
-    core.draining = True
-    left = drain_s
-    while core.flights and left > 0 and not keeping.done() and not hurry.is_set():
-        begin = time.monotonic()
-        await asyncio.sleep(LOOK_S)
-        left -= (time.monotonic() - begin) * core.connected
-    core.fail("the server has ended")
-
-
-async def _close(server: Server, answering: asyncio.Task[None]) -> None:
-    await asyncio.sleep(LOOK_S)  # what streams were told is on its way
-    server.should_exit = True
-    with suppress(SystemExit):
-        await answering
 
 
 if __name__ == "__main__":

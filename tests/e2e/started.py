@@ -136,7 +136,7 @@ def keep(request: dict[str, Any], stdout: int, stderr: int, told: int) -> None:
 
 
 if __name__ == "__main__":
-    for program in (*RANKS, "launch.job.rank", "launch.serve", "torch.distributed.run"):
+    for program in (*RANKS, "launch.job.rank", "launch.serving.server", "torch.distributed.run"):
         import_module(program)
     import_transformers()
     gc.freeze()

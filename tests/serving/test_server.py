@@ -286,7 +286,7 @@ def test_ranks_that_do_not_start_say_why(tmp_path: Path) -> None:
 
 def test_the_front_end_has_no_torch() -> None:
     program = (
-        "import sys; from launch import serve; from launch.client.tokens import Tokens; "
+        "import sys; from launch.serving import server; from launch.client.tokens import Tokens; "
         f"t = Tokens({str(DEMO)!r}); assert t.encode_segments('a').size; "
         "from helix.answers.dialects import DIALECTS, Parser; Parser(DIALECTS[0].template, '', []); "
         "assert 'torch' not in sys.modules"
