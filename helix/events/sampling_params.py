@@ -29,8 +29,8 @@ class Parameter:
         neutral: what the default does, in a word.
         is_option: users set it by this name: in requests over HTTP, in prompt files and from Python.
         of_checkpoints: in requests over HTTP, the default is that of `generation_config.json`, if it has one.
-        request: range in requests over HTTP, where that is another one.
-        request_default: default in requests over HTTP, where that is another one.
+        request: range in requests over HTTP, if not `range`.
+        request_default: default in requests over HTTP, if not `default`.
         hint: type of its field, for signatures.
         kind: the same without None and items: float, int, bool, Sequence or Mapping.
         default: default of its field; None: nothing, unless it is set.
@@ -209,8 +209,10 @@ def parameters(table: type) -> dict[str, Parameter]:
         hint, args = hints[row.name], get_args(hints[row.name])
         kind = args[0] if NoneType in args else get_origin(hint) or hint
         default = row.default if row.default_factory is MISSING else row.default_factory()
-        parameter = next(one for one in get_args(annotated[row.name]) if isinstance(one, Parameter))
-        rows[row.name] = replace(parameter, hint=hint, kind=kind, default=default)
+        of = next(one for one in get_args(annotated[row.name]) if isinstance(one, Parameter))
+        unset = default if of.request_default is None else of.request_default
+        request = of.request or of.range
+        rows[row.name] = replace(of, hint=hint, kind=kind, default=default, request=request, request_default=unset)
     return rows
 
 

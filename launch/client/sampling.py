@@ -1,4 +1,4 @@
-"""A request's sampling parameters over the checkpoint's defaults, in the engine's format."""
+"""A request's sampling parameters over the checkpoint's defaults."""
 
 from __future__ import annotations
 
@@ -7,29 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
+from helix.events.sampling_params import OPTIONS, SamplingParams
 from launch.client.errors import ApiError
 from launch.client.frames import Ready
 from launch.client.prompts import Reading
 from launch.client.schemas import Chat, Completion, Generation
 
 UNSET_TOKENS = 16  # default of max_tokens for completions
-OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# The engine's defaults: values equal to them are not sent.
-ENGINE = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-    "ignore_eos": False,
-    "logit_bias": [],
-    "logprobs": None,
-    "prompt_logprobs": None,
-}
 
 
 def requests_of(
@@ -80,14 +64,15 @@ def sampling_of(body: Chat | Completion, defaults: Mapping[str, Any], vocab: int
     for param, ids in (("logit_bias", bias), ("stop_token_ids", body.stop_token_ids or [])):
         if outside := [i for i in ids if i >= vocab]:
             raise ApiError(400, f"{param} has {outside[0]}, and the vocabulary is [0, {vocab})", param=param)
-    given = {name: value for name in ENGINE if (value := getattr(body, name, None)) is not None}
-    values = OPENAI | dict(defaults) | given
+    given = {name: value for name in OPTIONS if (value := getattr(body, name, None)) is not None}
+    values = {name: option.request_default for name, option in OPTIONS.items()} | dict(defaults) | given
     logprobs = logprobs_of(body)
-    values |= {"top_k": max(0, values["top_k"]), "logit_bias": bias, "logprobs": logprobs}
+    values |= {"logit_bias": bias, "logprobs": logprobs, "stop_token_ids": tuple(body.stop_token_ids or ())}
     values |= {"prompt_logprobs": logprobs if getattr(body, "echo", False) else None}
-    if values["temperature"] > 0:  # a seed determines all choices, and each draws differently
-        values["seed"] = secrets.randbits(63) if body.seed is None else (body.seed + index) % (1 << 63)
-    return SamplingParams(**values, stop_token_ids=tuple(body.stop_token_ids or ()))
+    values |= {"top_k": 0} if values["top_k"] == -1 else {}
+    # A seed determines all choices, and each draws differently; a greedy answer needs none.
+    seed = secrets.randbits(63) if body.seed is None else (body.seed + index) % (1 << 63)
+    return SamplingParams(**values | {"seed": seed if values["temperature"] > 0 else 0})
 
 
 def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) -> int:

@@ -13,11 +13,13 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
 
 from helix.answers.grammars import Shape
+from helix.events.sampling_params import BIAS, LOGPROBS, MAX_LISTED, OPTIONS, TOKEN_ID, Parameter
 from launch.client.checked import SAID, Off, On, Schema, Some, or_null
 from launch.client.errors import ApiError
 from launch.client.fields import CHATS, REFUSED, field_of
@@ -27,7 +29,6 @@ from launch.client.forms import MOST_EXPRESSION, Expression, Format, Structured,
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_STOP = 4096  # characters of each
-MOST_BIASED = 300  # most tokens with a setting of their own in a request, as in `helix.events.sampling_params`
 MOST_VALUES = 1 << 17  # of a body, besides its token ids
 MOST_TOLD, MOST_NAME = 32, 80  # ignored fields that a client is told, and characters of a name
 Scalar = str | int | float | bool | None
@@ -37,9 +38,9 @@ SCANNED = 1 << 20  # bytes at a time
 
 def _short(value: object) -> object:
     """Checks the length of a list or object before its items: millions of errors take minutes and gigabytes."""
-    if isinstance(value, dict | list) and len(value) > MOST_BIASED:
+    if isinstance(value, dict | list) and len(value) > MAX_LISTED:
         what = "keys" if isinstance(value, dict) else "items"
-        raise ValueError(f"has {len(value)} {what}, and may have {MOST_BIASED}")
+        raise ValueError(f"has {len(value)} {what}, and may have {MAX_LISTED}")
     return value
 
 
@@ -61,7 +62,7 @@ def _array(ids: list[int]) -> np.ndarray:
 
 
 SHORT = BeforeValidator(_short)
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, TOKEN_ID.range]
 Ids = Annotated[Some[TokenId], AfterValidator(_array)]
 
 Stops = Annotated[str | Some[str], AfterValidator(_some_stops)]
@@ -72,21 +73,25 @@ class StreamOptions(Schema):
     include_usage: Off = False
 
 
-class Sampling(Schema):
+def _field(parameter: Parameter) -> tuple[Any, Any]:
+    """Returns the type and the default of a parameter's field; null is as good as unset."""
+    if parameter.kind is bool:
+        return Off, False
+    return Annotated[parameter.kind, parameter.request] | None, None
+
+
+# Each route has `logprobs` of its own.
+NUMBERS: dict[str, Any] = {
+    name: _field(of) for name, of in OPTIONS.items() if of.kind in (bool, int, float) and name != "logprobs"
+}
+Numbers: Any = create_model("Numbers", __base__=Schema, **NUMBERS)
+
+
+class Sampling(Numbers):
     """Fields of how tokens are drawn, and what goes with them; all routes that generate have them."""
 
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop_token_ids: Annotated[Some[TokenId], SHORT] | None = None
-    min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
-    ignore_eos: Off = False
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], SHORT] | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: Annotated[dict[str, Annotated[float, BIAS.range]], SHORT] | None = None
     priority: Annotated[int, or_null(0)] = Field(0, ge=-(1 << 31), lt=1 << 31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     skip_special_tokens: On = True
@@ -163,7 +168,7 @@ class Completion(Generation):
     prompt: str | Ids | Some[str] | Some[Ids]
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     echo: Off = False
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Annotated[int, LOGPROBS] | None = None
     add_special_tokens: On = True
 
     @property
@@ -283,7 +288,7 @@ class Chat(Generation, Conversation):
     messages: Some[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: Off = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Annotated[int, LOGPROBS] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: On = True
     include_reasoning: On = True

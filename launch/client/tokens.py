@@ -18,6 +18,7 @@ from jinja2 import Environment
 from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Const, Getattr
 
+from helix.events.sampling_params import OPTIONS
 from helix.files import read_json, read_text
 from helix.library import import_transformers
 from helix.tokenizer import load_tokenizer
@@ -246,7 +247,7 @@ def read_defaults(path: str | None) -> dict[str, Any]:
     """
     file = None if path is None else Path(path) / "generation_config.json"
     content = read_json(file) if file is not None and file.exists() else {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    names = (name for name, option in OPTIONS.items() if option.of_checkpoints)
     found = {name: content[name] for name in names if content.get(name) is not None}
     try:
         parsed(Completion, json.dumps({"prompt": ""} | found).encode())
