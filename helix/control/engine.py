@@ -172,7 +172,7 @@ class Engine:
             )
             rehearse(runner, self._chunks(tokens), steps)
             mark("compile")
-        for _ in self.generate([Request("warm-up", (0, 0), 2)]):
+        for _ in self.serve(Inbox.of([Request("warm-up", (0, 0), 2)])):
             pass
         # Discards timings taken during warm-up.
         self._times = PrefillTime(doubling_depth(runner.model.spec))
@@ -425,6 +425,7 @@ class Engine:
                     (before := torch.cuda.Event()).record()
                 self.runner.check(wait=False)
             self.runner.check()
+            self.comm.limit_waits(None)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Condition
 
@@ -23,6 +24,15 @@ class Inbox:
         self._changed = Condition()
         self._items: deque[Request | Abort] = deque()
         self._closed = False
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> Inbox:
+        """Creates a closed inbox: the engine serves these requests, then returns."""
+        inbox = cls()
+        for request in requests:
+            inbox.submit(request)
+        inbox.close()
+        return inbox
 
     def submit(self, request: Request) -> None:
         """Queues a request; raises RuntimeError if the inbox is closed."""
