@@ -23,6 +23,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.engine import build_engine
 from helix.build.parts import make_spec
 from helix.config import Config, KVConfig, ModelConfig
+from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.models import Decoder
@@ -70,8 +71,10 @@ def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]
         model = Decoder(make_spec(config), layout, comm, dtype, comm.device)
         Checkpoint(DEMO).load(model.weights)
         engine = build_engine(layout, comm, model, config, 4, 4 * NEEDLE_LENGTH)
-        answers = {output.id: output.output_ids for output in engine.generate(requests)}
-        return [answers[i] for i in range(len(requests))] if rank == 0 else []
+        answers: list[tuple[int, ...]] = [()] * len(requests)
+        for update in engine.serve(Inbox.of(requests)):
+            answers[int(update.id)] += update.new_ids
+        return answers
 
     return run_ranks(kvp, body, timeout_s=300.0, device="cuda")[0]
 

@@ -21,6 +21,7 @@ from helix.build.engine import build_engine
 from helix.build.parts import make_spec
 from helix.build.tiering import tiered_bytes
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, ModelConfig
+from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import StepSizes, with_bounds
@@ -81,12 +82,14 @@ def answers(kvp: int, share: float | None, length: int, count: int, device: str)
         model = Decoder(make_spec(given), layout, comm, dtype, comm.device)
         Checkpoint(DEMO).load(model.weights)
         engine = build_engine(layout, comm, model, given, BATCH, BATCH * length)
-        came = {output.id: output.output_ids for output in engine.generate(requests)}
+        came: Answers = [()] * count
+        for update in engine.serve(Inbox.of(requests)):
+            came[int(update.id)] += update.new_ids
         engine.close()
         held, counts, hot = engine.runner.cache, [0, 0], 1.0
         if isinstance(held, TieredCache):
             counts, hot = held.counted.tolist(), held.hot.places / held.pages
-        return [came[i] for i in range(count)] if rank == 0 else [], counts, hot
+        return came, counts, hot
 
     ranks = run_ranks(kvp, body, timeout_s=600.0, device=device)
     hits, misses = (sum(counts[i] for _, counts, _ in ranks) for i in range(2))

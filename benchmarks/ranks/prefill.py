@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from benchmarks.ranks.points import at_each, engine_at, limit, used
 from benchmarks.ranks.traces import trace
 from helix.control.engine import Engine
+from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.placement import PromptChunk
 from helix.run.autotune import fill
@@ -45,10 +47,9 @@ def run(task: Task) -> Done:
         _capture(engine, ids[0])
         requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
         with task.console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
-            engine.on_prefill = lambda done, _: advance(done)
             comm.barrier()
             begin = time.perf_counter()
-            _serve(engine, requests)
+            _serve(engine, requests, advance)
             seconds = time.perf_counter() - begin
         found: dict[str, Any] = {"batch": batch, "length": length, "prefill_s": seconds}
         found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.prefill_chunk}
@@ -106,8 +107,11 @@ def _last(engine: Engine, ids: Tensor, tokens: int) -> tuple[float, dict[str, An
     return seconds, traced
 
 
-def _serve(engine: Engine, requests: list[Request]) -> None:
+def _serve(engine: Engine, requests: list[Request], advance: Callable[[int], None] = lambda tokens: None) -> None:
     """Raises RuntimeError where one is refused, whose time would count for nothing."""
-    for output in engine.generate(requests):
-        if output.finish_reason == "error":
-            raise RuntimeError(f"a prompt that is timed was refused: {output.reason}")
+    prefilled: dict[str | int, int] = {}
+    for update in engine.serve(Inbox.of(requests)):
+        if update.finish_reason == "error":
+            raise RuntimeError(f"a prompt that is timed was refused: {update.reason}")
+        prefilled[update.id] = update.prefilled
+        advance(sum(prefilled.values()))
