@@ -1,16 +1,49 @@
-"""Events of sequences, and specs of models, for tests."""
+"""Events and outputs of sequences, and specs of models, for tests."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
 from helix.events.decision import Admission
+from helix.events.request import Logprobs, PromptLogprobs, Request
 from helix.events.sampling_params import SamplingParams
 from helix.layers.attention import AttentionSpec
 from helix.models import DecoderSpec
+
+
+@dataclass
+class Generated:
+    """All updates of a request, joined; attributes as in `RequestUpdate`."""
+
+    output_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    reason: str | None = None
+    logprobs: tuple[Logprobs, ...] = ()
+    scored: tuple[PromptLogprobs, ...] = ()
+
+
+def generated(engine: Engine, requests: Iterable[Request]) -> dict[Any, Generated]:
+    """Serves requests, a collective call; returns what came of each by id, on rank 0."""
+    found: dict[Any, Generated] = {}
+    for update in engine.serve(Inbox.of(requests)):
+        one = found.setdefault(update.id, Generated())
+        assert one.finish_reason is None, f"request {update.id} goes on after its end"
+        one.output_ids += update.new_ids
+        one.logprobs += update.logprobs
+        one.scored += () if update.scored is None else (update.scored,)
+        one.finish_reason, one.reason = update.finish_reason, update.reason
+    return found
+
+
+def generated_ids(engine: Engine, requests: Iterable[Request]) -> dict[Any, tuple[int, ...]]:
+    """Serves requests, a collective call; returns the tokens of each by id, on rank 0."""
+    return {name: one.output_ids for name, one in generated(engine, requests).items()}
 
 
 def admission(slot: int, start: int, pages: np.ndarray, limit: int, text: np.ndarray, **more: Any) -> Admission:

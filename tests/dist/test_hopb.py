@@ -28,6 +28,7 @@ from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
 from tests.pool import APART, Pool, pool
+from tests.sequences import generated_ids
 
 CHUNKS = ("2", "4", "8")
 # Six prompts in five slots: steps of five rows, no multiple of any number of chunks, some of them idle at the end.
@@ -153,7 +154,7 @@ def rank(
                 assert set(engine.runner.hopb_chunks) == {2, 4, 5}
             for _ in range(2):
                 requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
-                assert {o.id: o.output_ids for o in engine.generate(requests)} == results[-1].tokens
+                assert generated_ids(engine, requests) == results[-1].tokens
         engine.close()
     comm.close()
     return results

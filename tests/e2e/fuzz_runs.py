@@ -38,6 +38,7 @@ from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
 from launch.inputs.preflight import CheckedRun, preflight
 from tests.e2e.fuzz_cases import Ask, Case
+from tests.sequences import generated
 
 Connect = Callable[[HelixLayout], Communicator]  # of a layout over all ranks, this rank's communicator
 Ranks = Callable[..., list["Rank"]]  # runs `run` or `forced` on all ranks, with what follows their first two arguments
@@ -315,8 +316,8 @@ def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Ser
             for name, prompt in served.prompts.items()
             if (tokens := served.tokens[name])
         ]
-        for output in engine.generate(requests):
-            assert output.finish_reason != "error", output.reason
+        for one in generated(engine, requests).values():
+            assert one.finish_reason != "error", one.reason
     return Rank(served, logits)
 
 

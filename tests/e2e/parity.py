@@ -33,6 +33,7 @@ from helix.placement import BlockBudget, Placement
 from helix.run.model_runner import ModelRunner
 from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
 from kernels.scaled import ScaledMatrix
+from tests.sequences import generated_ids
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
@@ -254,7 +255,7 @@ def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
 
     engine.runner.observer = observe
     requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
-    tokens = {int(output.id): output.output_ids for output in engine.generate(requests)}
+    tokens = generated_ids(engine, requests)
     return Result(tokens, logits)
 
 
@@ -265,7 +266,7 @@ def generate_twice(engine: Engine, wanted: Sequence[Continuation]) -> Result:
         engine.runner.observer = None
         requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
         for _ in range(2):
-            tokens = {output.id: output.output_ids for output in engine.generate(requests)}
+            tokens = generated_ids(engine, requests)
             assert tokens == result.tokens
     return result
 
@@ -356,7 +357,7 @@ def differences(engine: Engine, wanted: Sequence[tuple[tuple[int, ...], tuple[in
     begins = dict.fromkeys(range(len(wanted)), 0)
     while begins:
         requests = [Request(i, wanted[i][0] + wanted[i][1][:n], len(wanted[i][1]) - n) for i, n in begins.items()]
-        taken = {int(output.id): output.output_ids for output in engine.generate(requests)}
+        taken = generated_ids(engine, requests)
         # Only rank 0 knows what was taken; the others follow it into the next round.
         taken = engine.comm.broadcast_object(taken)
         following = {}

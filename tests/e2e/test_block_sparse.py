@@ -32,6 +32,7 @@ from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine
 from tests.pool import pool
+from tests.sequences import generated_ids
 
 PAGE = 16
 BUDGET = BlockBudget(sink_blocks=1, local_blocks=4, topk=5, from_tokens=0)
@@ -100,7 +101,7 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[tuple[int, ...]]:
 
 def generate(engine: Engine, sampling: SamplingParams = GREEDY) -> Tokens:
     requests = [Request(i, prompt, NEW_TOKENS, sampling) for i, prompt in enumerate(prompts())]
-    return {int(output.id): output.output_ids for output in engine.generate(requests)}
+    return generated_ids(engine, requests)
 
 
 def tokens(

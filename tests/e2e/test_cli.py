@@ -36,6 +36,7 @@ from launch.job import spawn
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ENTRY, LABORATORY, ROOT, Ended, Job, environment, torchrun
 from tests.e2e.parity import build_engine
+from tests.sequences import generated_ids
 
 FAMILY = "qwen3"  # no tokenizer: jobs start in three seconds
 KEYS = ["id", "prompt_tokens", "output_ids", "text", "finish_reason", "request"]
@@ -156,9 +157,8 @@ def test_control_c_ends_the_job_in_a_line_and_what_was_done_is_kept_and_resumed(
         checkpoint(FAMILY), HelixLayout.create(), LoopbackWorld(1).communicator(0, [0]), 16, max_batch=8
     )
     asked = jsonl(many)
-    wanted = engine.generate([Request(line["id"], line["prompt_ids"], line["max_tokens"]) for line in asked])
-    tokens = {output.id: list(output.output_ids) for output in wanted}
-    assert [(line["id"], line["output_ids"]) for line in resumed] == [(name, tokens[name]) for name in sorted(tokens)]
+    tokens = generated_ids(engine, (Request(line["id"], line["prompt_ids"], line["max_tokens"]) for line in asked))
+    assert [(line["id"], tuple(line["output_ids"])) for line in resumed] == sorted(tokens.items())
 
     # Results that a run was killed before it could put in order are, without the model that made them.
     lines = out.read_text().splitlines(keepends=True)

@@ -31,6 +31,7 @@ from tests.e2e.parity import ModelDrafts, Result, build_engine, check, distribut
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.kernels.test_accept import probabilities
 from tests.pool import Pool, pool
+from tests.sequences import generated, generated_ids
 from tests.unit.test_sampling import chi_square, chi_square_limit
 
 Grid = tuple[str, int, int]
@@ -128,8 +129,8 @@ def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool)
                 if rank == 0:
                     patch.setattr(DraftPolicy, "pace", lambda *_, paces=paces: next(paces))
                 engine = build_engine(checkpoint(family), layout, comm, 16, drafter=each)
-                outputs = list(engine.generate([Request(0, prompt, tokens)]))
-            taken.append(outputs[-1].output_ids if outputs else ())
+                outputs = generated_ids(engine, [Request(0, prompt, tokens)])
+            taken.append(outputs.get(0, ()))
             steps = engine.timings.sequence_steps
         return taken, steps
 
@@ -184,7 +185,7 @@ def sampled(grid: Grid, draft_grid: Grid, order: Sequence[int], max_batch: int) 
             checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=False, max_batch=max_batch
         )
         requests = [Request(i, prompts[i], 10, params[i]) for i in order]
-        return {int(o.id): o.output_ids for o in engine.generate(requests)}
+        return generated_ids(engine, requests)
 
     return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
 
@@ -210,10 +211,10 @@ def test_a_target_that_is_no_number_is_an_error_and_a_draft_that_is_none_no_harm
 
     for temperature in (0.0, 1.0):
         requests = [Request(0, (1, 2, 3), 9, SamplingParams(temperature=temperature, seed=1))]
-        drafted = list(engine("draft").generate(requests))[-1].output_ids
+        drafted = generated_ids(engine("draft"), requests)[0]
         assert len(drafted) == 9 and min(drafted) >= 0
         with pytest.raises(RuntimeError, match="NaN"):
-            list(engine("target").generate(requests))
+            generated(engine("target"), requests)
 
 
 class TestDistribution:
@@ -257,7 +258,7 @@ class TestDistribution:
             assert isinstance(engine.runner.drafter, ModelDrafter)
             for model, table in zip((engine.runner.model, engine.runner.drafter.model), self.tables(), strict=True):
                 read(model, table)
-            found = {int(o.id): o.output_ids for o in engine.generate(requests)}
+            found = generated_ids(engine, requests)
             kept = engine.timings.decode_tokens / max(engine.timings.sequence_steps, 1)
             assert rank or 1.5 < kept < 3.5, f"{kept} tokens a step: some drafts should be kept, and some not"
             return torch.tensor([found[i] for i in range(len(found))])

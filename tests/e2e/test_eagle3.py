@@ -24,6 +24,7 @@ from tests.e2e.checkpoints import continuations
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, generate
 from tests.e2e.recorded import Kept, Recorded, unlike
 from tests.e2e.test_speculation import whimsical
+from tests.sequences import generated
 
 LENGTHS, TOKENS = (1, 17, 90), 12
 
@@ -90,8 +91,8 @@ def test_drafts_are_those_of_the_layer(
         drafts = LayerDrafts(3, kind=drafter, eagle3=config(family, kind, window))
         engine = build_engine(eagle3.target(family), layout, comm, 16, drafter=drafts, adaptive=False, prefill_chunk=40)
         drafters[rank] = engine.runner.drafter
-        list(engine.generate([Request(i, p, 12) for i, p in enumerate(prompts)]))
-        list(engine.generate([Request(i, (*p, 9, i), 12) for i, p in enumerate(prompts)]))
+        generated(engine, [Request(i, p, 12) for i, p in enumerate(prompts)])
+        generated(engine, [Request(i, (*p, 9, i), 12) for i, p in enumerate(prompts)])
 
     run_ranks(layout.world_size, body, timeout_s=120.0)
     found, oracle = drafters[0], eagle3.oracle(family, kind, window)
@@ -111,7 +112,7 @@ def test_who_hits_a_prefix_spoils_no_row_of_it() -> None:
         assert 1 < engine.runner.lacking < len(prompt) / 2
         drafters.append(engine.runner.drafter)
         for i in range(3):
-            list(engine.generate([Request(i, (*prompt, *range(9, 9 + i)), 12)]))
+            generated(engine, [Request(i, (*prompt, *range(9, 9 + i)), 12)])
 
     run_ranks(1, body, timeout_s=120.0)
     assert len(drafters[0].drafted) > 20

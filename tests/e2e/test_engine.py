@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,18 +21,19 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.build import engine as build
 from helix.config import Config
-from helix.control.engine import Engine, Output
-from helix.control.text import TextStream
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
 from helix.control.timings import Timings
 from helix.events.decision import StepKind
-from helix.events.request import Request
+from helix.events.request import Request, RequestUpdate
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
 from kernels.tokens.commit import Candidates
-from tests.e2e.checkpoints import DEMO, checkpoint, oracle
+from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine, build_model
 from tests.pool import Pool
+from tests.sequences import Generated, generated, generated_ids
 
 FAMILY = "qwen3"
 PROMPT = tuple(range(1, 20))
@@ -47,10 +48,6 @@ def alone(**options: Any) -> Engine:
     return engine(LoopbackWorld(1), 0, HelixLayout.create(), **options)
 
 
-def last(outputs: list[Output]) -> dict[Any, Output]:
-    return {o.id: o for o in outputs}
-
-
 @pytest.mark.parametrize(
     "request_, reason",
     [
@@ -61,11 +58,10 @@ def last(outputs: list[Output]) -> dict[Any, Output]:
         (Request(0, (1, -(2**70), 2**63), 5), "token id -1180591620717411303424 is"),
         (Request(0, PROMPT, 0), "max_new_tokens=0"),
         (Request(0, PROMPT, 500), "exceed the model's context of 512"),
-        (Request(0, PROMPT, 5, stop=("x",)), "need a tokenizer"),
     ],
 )
 def test_what_cannot_be_served_is_refused_and_the_others_are(request_: Request, reason: str) -> None:
-    outputs = last(list(alone().generate([request_, Request(1, PROMPT, 3)])))
+    outputs = generated(alone(), [request_, Request(1, PROMPT, 3)])
     assert outputs[0].finish_reason == "error" and outputs[0].output_ids == ()
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(outputs[0].reason)
@@ -74,7 +70,7 @@ def test_what_cannot_be_served_is_refused_and_the_others_are(request_: Request, 
 
 def test_over_the_capacity_is_refused() -> None:
     small = alone(max_batch=1, max_length=100)
-    outputs = last(list(small.generate([Request(0, PROMPT, 82), Request(1, PROMPT, 81)])))
+    outputs = generated(small, [Request(0, PROMPT, 82), Request(1, PROMPT, 81)])
     assert outputs[0].finish_reason == "error" and "101 tokens" in (outputs[0].reason or "")
     assert len(outputs[1].output_ids) == 81
 
@@ -82,24 +78,9 @@ def test_over_the_capacity_is_refused() -> None:
 @pytest.mark.parametrize("drafter", [None, NgramDrafter(4, 3)])
 def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: NgramDrafter | None) -> None:
     small = alone(max_batch=2, max_length=100, drafter=drafter)
-    outputs = last(list(small.generate([Request(0, PROMPT, 82), Request(1, PROMPT, 81)])))
+    outputs = generated(small, [Request(0, PROMPT, 82), Request(1, PROMPT, 81)])
     assert outputs[0].finish_reason == "error" and "max_length=100" in (outputs[0].reason or "")
     assert len(outputs[1].output_ids) == 81
-
-
-def test_requests_are_read_as_far_ahead_as_asked() -> None:
-    """Also beside refusals and where all that run have ended: the engine waits for none that it has not read."""
-    read, ended, most = itertools.count(), 0, 0
-
-    def requests() -> Iterator[Request]:
-        for number in range(20):
-            next(read)
-            yield Request(number, () if 5 < number < 12 else PROMPT, 1 + number % 3)
-
-    for output in alone(max_batch=2).generate(requests(), 3):
-        ended += output.finish_reason is not None
-        most = max(most, int(repr(read)[6:-1]) - ended)
-    assert ended == 20 and most <= 3
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
@@ -112,8 +93,9 @@ def test_the_longest_sequence_of_an_engine_fits(drafter: str, monkeypatch: pytes
     model = build_model(checkpoint(FAMILY), layout, comm, torch.float32)
     e = build.build_engine(layout, comm, model, config, 4, 4 * 512)
     assert e.runner.max_length < 200, "the test needs a cache that is shorter than the context"
-    ends = [list(e.generate([Request(0, PROMPT, e.runner.max_length + n - len(PROMPT))]))[-1] for n in range(2)]
-    assert [end.finish_reason for end in ends] == ["length", "error"]
+    most = e.runner.max_length - len(PROMPT)
+    ends = generated(e, [Request(n, PROMPT, most + n) for n in range(2)])
+    assert (ends[0].finish_reason, ends[1].finish_reason) == ("length", "error")
 
 
 def test_the_limits_of_one_call_are_not_those_of_the_next() -> None:
@@ -121,7 +103,7 @@ def test_the_limits_of_one_call_are_not_those_of_the_next() -> None:
     e, prompt = alone(max_batch=2, drafter=NgramDrafter(4, 3), adaptive=False), (1, 2, 3, 4) * 6
     steps = []
     for sampling in SamplingParams(), SamplingParams(logprobs=0), SamplingParams():
-        deque(e.generate([Request(0, prompt, 60, sampling)]))
+        generated(e, [Request(0, prompt, 60, sampling)])
         steps.append(e.timings.sequence_steps)
     assert steps[0] == steps[2] < steps[1] == 59
 
@@ -131,7 +113,7 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
     """A collective that gave up leaves numbers that mean nothing: they are no tokens, however well they look."""
     e = alone()
     e.run_steps = 1
-    wanted = last(list(alone().generate([Request(0, PROMPT, 8)])))[0].output_ids
+    wanted = generated_ids(alone(), [Request(0, PROMPT, 8)])[0]
     gave_up = []
     draw, steps = e.runner._candidates, itertools.count()
 
@@ -149,13 +131,13 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(e.runner, "_candidates", lost)
         patch.setattr(e.comm, "check", check)
-        outputs: list[Output] = []
+        updates: list[RequestUpdate] = []
         with pytest.raises(RuntimeError, match="rank 3"):
-            deque(map(outputs.append, e.generate([Request(0, PROMPT, 8)])))
+            deque(map(updates.append, e.serve(Inbox.of([Request(0, PROMPT, 8)]))))
     # Prefill and the first step are one decision's; the next one is launched before anything of it comes out.
-    assert tuple(t for o in outputs for t in o.new_ids) == wanted[: broken - 1 if broken > 2 else 0]
+    assert tuple(t for update in updates for t in update.new_ids) == wanted[: broken - 1 if broken > 2 else 0]
     with pytest.raises(RuntimeError, match=r"engine is broken.*rank 0 waited 300 s for rank 3"):
-        next(e.generate([Request(0, PROMPT, 8)]))
+        generated(e, [])
 
 
 def test_a_rank_that_gave_up_in_the_last_step_says_so() -> None:
@@ -175,19 +157,19 @@ def test_a_rank_that_gave_up_in_the_last_step_says_so() -> None:
                 raise RuntimeError("rank 1 waited 300 s for rank 0")
 
         e.runner.decode = last_step  # type: ignore[method-assign]
-        list(e.generate([Request(0, PROMPT, 8)]))
+        generated(e, [Request(0, PROMPT, 8)])
 
     with pytest.raises(RuntimeError, match="waited 300 s for rank 0"):
         run_ranks(2, body, timeout_s=60)
 
 
-def test_every_token_is_an_output_in_order() -> None:
-    outputs = list(alone().generate([Request(i, PROMPT[: 5 + i], 6) for i in range(3)]))
+def test_every_token_is_an_update_in_order() -> None:
+    updates = list(alone().serve(Inbox.of(Request(i, PROMPT[: 5 + i], 6) for i in range(3))))
     for i in range(3):
-        mine = [o for o in outputs if o.id == i]
-        assert [len(o.new_ids) for o in mine] == [1] * 6 and [o.output_ids for o in mine[:-1]] == [()] * 5
-        assert mine[-1].output_ids == tuple(t for o in mine for t in o.new_ids)
-        assert [o.finish_reason for o in mine] == [None] * 5 + ["length"]
+        mine = [update for update in updates if update.id == i]
+        assert [len(update.new_ids) for update in mine] == [0] + [1] * 6, "its admission, then its tokens"
+        assert [update.prefilled for update in mine] == [0] + [5 + i] * 6
+        assert [update.finish_reason for update in mine] == [None] * 6 + ["length"]
 
 
 @pytest.mark.parametrize("run_steps, prefill_chunk", [(1, 64), (5, 1), (8, 7), (64, 4096)])
@@ -195,7 +177,7 @@ def test_run_length_and_chunks_change_nothing(run_steps: int, prefill_chunk: int
     wanted = oracle(FAMILY, (7, 1, 15, 16, 17, 300), 48)[:4]
     e = alone(prefill_chunk=prefill_chunk)
     e.run_steps = run_steps
-    outputs = last(list(e.generate([Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)])))
+    outputs = generated(e, [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)])
     assert [outputs[i].output_ids for i in range(4)] == [c.tokens for c in wanted]
 
 
@@ -205,43 +187,27 @@ def test_eos_ends_a_request_and_gives_its_slot_on() -> None:
     eos = next(t for t in tokens[5:] if tokens.index(t) >= 5)  # first seen after a few tokens
     e = alone(max_batch=1)
     e.runner.model.spec = replace(e.runner.model.spec, eos=(eos,))
-    outputs = last(list(e.generate([Request(0, wanted[3].prompt, 48), Request(1, wanted[2].prompt, 2)])))
+    outputs = generated(e, [Request(0, wanted[3].prompt, 48), Request(1, wanted[2].prompt, 2)])
     assert outputs[0].finish_reason == "stop" and outputs[0].output_ids == tokens[: tokens.index(eos) + 1]
     assert outputs[1].output_ids == wanted[2].tokens[:2]
     assert sum(t.pool.used for t in e.tables) == 0 and not e.runner.admitted
 
 
-def test_stop_texts_end_one_request_while_others_go_on() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    e = alone(path=DEMO)
-    e.tokenizer = tokenizer
-    prompt = tokenizer('def read_json(path):\n    """Read a JSON file')["input_ids"]
-    outputs = list(e.generate([Request("stops", prompt, 40, stop=("Parameters",)), Request("goes on", prompt, 40)]))
-    ended = last(outputs)
-    whole = ended["goes on"].text
-    assert "Parameters" in whole and ended["goes on"].finish_reason == "length"
-    assert ended["stops"].text == whole[: whole.index("Parameters")] and ended["stops"].finish_reason == "stop"
-    for name in ("stops", "goes on"):
-        assert "".join(o.delta for o in outputs if o.id == name) == ended[name].text
-
-
 @pytest.mark.parametrize("layout", [HelixLayout.create("helix", 2, 1), HelixLayout.create("dp", dp=2)], ids=str)
 def test_leaving_early_frees_everything_on_every_rank(layout: HelixLayout) -> None:
-    def body(world: LoopbackWorld, rank: int) -> tuple[list[Any], int, int]:
+    def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, Generated], int, int]:
         e = engine(world, rank, layout)
-        seen = []
-        for output in e.generate([Request(i, PROMPT, 30) for i in range(7)]):
-            seen.append(output)
-            if len(seen) == 5:
+        seen = 0
+        for update in e.serve(Inbox.of(Request(i, PROMPT, 30) for i in range(7))):
+            seen += len(update.new_ids)
+            if seen == 5:
                 break
-        again = list(e.generate([Request(0, PROMPT, 4)]))
+        again = generated(e, [Request(0, PROMPT, 4)])
         return again, sum(t.pool.used for t in e.tables), len(e.runner.admitted)
 
     (again, *held), (_, *held_elsewhere) = run_ranks(2, body, timeout_s=60)
     assert held == held_elsewhere == [0, 0]
-    assert len(again[-1].output_ids) == 4
+    assert len(again[0].output_ids) == 4
 
 
 def raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
@@ -255,43 +221,30 @@ def raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
     return call
 
 
-def fails_by_requests(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    def requests() -> Iterator[Request]:
-        yield Request(0, PROMPT, 8)
-        raise KeyError("planted")
-
-    list(e.generate(requests()))
-
-
-def fails_by_prefill(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(e, "on_prefill", raising(KeyError("planted")))
-    list(e.generate(REQUESTS))
-
-
-def fails_by_text(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TextStream, "push", raising(KeyError("planted")))
-    list(e.generate(REQUESTS))
+def fails_by_callback(e: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(e, "on_yielded", raising(KeyError("planted"), after=2))
+    generated(e, REQUESTS)
 
 
 def fails_by_caller(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    outputs = e.generate(REQUESTS)
-    for _ in range(5):
-        next(outputs)
-    outputs.throw(KeyError("planted"))
+    updates = e.serve(Inbox.of(REQUESTS))
+    for _ in range(12):
+        next(updates)
+    updates.throw(KeyError("planted"))
 
 
 def fails_by_control_c(e: Engine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Timings, "step", raising(KeyboardInterrupt("planted"), after=3))
-    list(e.generate(REQUESTS))
+    generated(e, REQUESTS)
 
 
 def fails_by_nan(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    outputs, weight = e.generate(REQUESTS), e.runner.model.norm.read.weight
-    next(outputs)
+    updates, weight = e.serve(Inbox.of(REQUESTS)), e.runner.model.norm.read.weight
+    next(updates)
     before = weight.clone()
     weight.fill_(torch.nan)
     try:
-        list(outputs)
+        list(updates)
     finally:
         weight.copy_(before)
 
@@ -301,11 +254,11 @@ REQUESTS = [Request(i, PROMPT, 9) for i in range(7)]
 
 @pytest.mark.parametrize(
     "fails",
-    [fails_by_requests, fails_by_prefill, fails_by_text, fails_by_caller, fails_by_control_c, fails_by_nan],
+    [fails_by_callback, fails_by_caller, fails_by_control_c, fails_by_nan],
 )
 def test_an_error_between_steps_ends_the_call_and_no_more(fails: Callable[..., None]) -> None:
     layout = HelixLayout.create("helix", 2, 1)
-    wanted = last(list(alone().generate(REQUESTS)))[0].output_ids
+    wanted = generated_ids(alone(), REQUESTS)[0]
 
     def body(world: LoopbackWorld, rank: int) -> None:
         e = engine(world, rank, layout)
@@ -314,9 +267,9 @@ def test_an_error_between_steps_ends_the_call_and_no_more(fails: Callable[..., N
                 with pytest.raises((KeyError, KeyboardInterrupt, RuntimeError), match=r"planted|NaN"):
                     fails(e, patch)
             else:
-                list(e.generate([]))
+                generated(e, [])
         assert sum(t.pool.used for t in e.tables) == 0 and not e.runner.admitted
-        again = last(list(e.generate(REQUESTS)))
+        again = generated(e, REQUESTS)
         assert all(output.output_ids == wanted for output in again.values()) and len(again) == (7 if rank == 0 else 0)
         assert sum(t.pool.used for t in e.tables) == 0
 
@@ -332,10 +285,10 @@ def test_an_error_in_a_step_breaks_the_engine_on_every_rank(culprit: int) -> Non
         if rank == culprit:
             e.runner.observer = raising(KeyError("planted"), after=3)
         with pytest.raises((KeyError, RuntimeError), match="planted") as first:
-            list(e.generate(REQUESTS))
+            generated(e, REQUESTS)
         assert first.type is (KeyError if rank == culprit else RuntimeError)
         with pytest.raises(RuntimeError) as caught:
-            list(e.generate(REQUESTS))
+            generated(e, REQUESTS)
         broken[rank] = str(caught.value)
 
     with pytest.raises(RuntimeError, match="planted"):  # what the transport was told
@@ -346,66 +299,58 @@ def test_an_error_in_a_step_breaks_the_engine_on_every_rank(culprit: int) -> Non
 
 def test_where_a_call_cannot_be_ended_its_first_error_is_raised_and_says_so() -> None:
     e = alone()
-    outputs = e.generate(REQUESTS)
-    next(outputs)
+    updates = e.serve(Inbox.of(REQUESTS))
+    next(updates)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(e.comm, "broadcast_object", raising(OSError("no way out")))
         with pytest.raises(KeyboardInterrupt, match="planted") as caught:
-            outputs.throw(KeyboardInterrupt("planted"))
+            updates.throw(KeyboardInterrupt("planted"))
     assert "no way out" in caught.value.__notes__[0]
     with pytest.raises(RuntimeError, match=r"engine is broken.*OSError: no way out"):
-        next(e.generate(REQUESTS))
+        generated(e, REQUESTS)
 
 
 def test_leaving_early_does_not_hide_that_it_failed() -> None:
     e = alone()
-    outputs = e.generate(REQUESTS)
-    next(outputs)
+    updates = e.serve(Inbox.of(REQUESTS))
+    next(updates)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(e.comm, "broadcast_object", raising(OSError("no way out")))
         with pytest.raises(OSError, match="no way out"):
-            outputs.close()
+            updates.close()
 
 
 def test_one_call_at_a_time() -> None:
     e = alone()
-    outer = e.generate(REQUESTS)
-    first = next(outer)
+    outer = e.serve(Inbox.of(REQUESTS))
+    next(outer)
     with pytest.raises(RuntimeError, match="a call is under way"):
-        next(e.generate(REQUESTS))
-    rest = last([first, *outer])
-    assert all(len(o.output_ids) == 9 for o in rest.values()) and len(rest) == 7
-    assert len(last(list(e.generate(REQUESTS)))) == 7
+        generated(e, REQUESTS)
+    assert {update.id for update in outer if update.finish_reason == "length"} == {*range(7)}
+    assert len(generated(e, REQUESTS)) == 7
 
 
-def slow_caller(rank: int, world_size: int, path: Path) -> list[tuple[int, ...]]:
+def slow_caller(rank: int, world_size: int, path: Path) -> tuple[int, ...]:
     layout = HelixLayout.create("helix", world_size)
     dist.barrier()  # under the deadline of the pool: a worker may just have been started
     comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(seconds=2))
     e = build_engine(path, layout, comm, 16)
-
-    def requests() -> Iterator[Request]:
-        yield Request(0, PROMPT, 24)
-        time.sleep(3.0)  # so long takes the tokenizer
-        yield Request(1, PROMPT, 24)
-
-    found = {}
-    for count, output in enumerate(e.generate(requests() if rank == 0 else [])):
+    found: tuple[int, ...] = ()
+    for count, update in enumerate(e.serve(Inbox.of([Request(0, PROMPT, 24)]))):
         if count == 9:  # within a run of steps
             time.sleep(3.0)
-        found[output.id] = output.output_ids
+        found += update.new_ids
     comm.close()
-    return list(found.values())
+    return found
 
 
-def test_callers_and_tokenizers_may_take_longer_than_a_collective(gloo_pool: Callable[[int], Pool]) -> None:
-    wanted = last(list(alone().generate([Request(0, PROMPT, 24)])))[0].output_ids
-    assert gloo_pool(2).run(slow_caller, checkpoint(FAMILY))[0] == [wanted, wanted]
+def test_callers_may_take_longer_than_a_collective(gloo_pool: Callable[[int], Pool]) -> None:
+    wanted = generated_ids(alone(), [Request(0, PROMPT, 24)])[0]
+    assert gloo_pool(2).run(slow_caller, checkpoint(FAMILY))[0] == wanted
 
 
 def test_the_caller_is_not_left_in_inference_mode() -> None:
-    outputs = alone().generate([Request(0, PROMPT, 3)])
-    for _ in outputs:
+    for _ in alone().serve(Inbox.of([Request(0, PROMPT, 3)])):
         assert not torch.is_inference_mode_enabled()
 
 
@@ -413,7 +358,7 @@ def test_nan_is_an_error_and_not_a_token() -> None:
     e = alone()
     e.runner.model.norm.read.weight.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="logits are NaN"):
-        list(e.generate([Request(0, PROMPT, 3)]))
+        generated(e, [Request(0, PROMPT, 3)])
 
 
 def test_nan_in_one_rank_of_two_ends_both() -> None:
@@ -421,7 +366,7 @@ def test_nan_in_one_rank_of_two_ends_both() -> None:
         e = engine(world, rank, HelixLayout.create("helix", 2, 1))
         if rank == 1:
             e.runner.model.layers[0].ffn.down.weight.fill_(torch.nan)
-        list(e.generate([Request(0, PROMPT, 3)]))
+        generated(e, [Request(0, PROMPT, 3)])
 
     with pytest.raises(RuntimeError, match="logits are NaN"):
         run_ranks(2, body, timeout_s=30)
@@ -429,16 +374,15 @@ def test_nan_in_one_rank_of_two_ends_both() -> None:
 
 def test_what_is_measured() -> None:
     layout = HelixLayout.create("helix", 3, 1)
-    progress: list[tuple[int, int]] = []
+    requests = [Request(0, PROMPT, 10), Request(1, tuple(range(1, 101)), 10)]
 
     def body(world: LoopbackWorld, rank: int) -> Any:
         e = engine(world, rank, layout, max_batch=2)
-        e.on_prefill = lambda done, total: progress.append((done, total))
-        list(e.generate([Request(0, PROMPT, 10), Request(1, tuple(range(1, 101)), 10)]))
-        return e.timings
+        prefilled = {update.id: update.prefilled for update in e.serve(Inbox.of(requests))}
+        return e.timings, prefilled
 
-    timings = run_ranks(3, body, timeout_s=60)[0]
-    assert progress[-1] == (119, 119) and timings.prefill_tokens == 119
+    timings, prefilled = run_ranks(3, body, timeout_s=60)[0]
+    assert prefilled == {0: 19, 1: 100} and timings.prefill_tokens == 119
     assert timings.decode_tokens == 2 * 9
     # Prompts share the first chunk of 64: the first one decodes between the chunks.
     assert 10 <= len(timings.ttl_s) <= 12 and all(t > 0 for t in timings.ttl_s)

@@ -26,6 +26,7 @@ from tests.e2e.parity import LOGIT_TOLERANCE, Sparse, build_engine
 from tests.e2e.test_block_sparse import PAGE, prompts
 from tests.e2e.test_hybrid_blocks import DRAFTED, HOT
 from tests.pool import pool
+from tests.sequences import generated_ids
 
 ON_GPU, ON_HOST, NEW = 1, 3, 6
 Tamper = Callable[[Engine], None]
@@ -61,7 +62,7 @@ def rounds(path: Path, layout: HelixLayout, comm: Communicator, tamper: Tamper, 
             for drawn in (found.tokens, found.logits, found.admitted):
                 drawn.append([])  # type: ignore[attr-defined]
             for i, prompt in enumerate(prompts((60, 130, 90, 70))):
-                found.tokens[-1] += [output.output_ids for output in engine.generate([Request(i, prompt, NEW)])][-1:]
+                found.tokens[-1] += generated_ids(engine, [Request(i, prompt, NEW)]).values()
     return found
 
 

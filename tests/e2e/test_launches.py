@@ -23,6 +23,7 @@ from kernels import dispatch
 from tests.e2e.checkpoints import DEMO
 from tests.e2e.parity import SelfDrafts, build_engine
 from tests.kernels.quick_interpreter import quick
+from tests.sequences import generated
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
 GATHER, FUSED = "all_gather", "_verify_and_pack_kernel"
@@ -92,7 +93,7 @@ def behind_logits(comm: Communicator, patch: pytest.MonkeyPatch, drafter: Any, s
     patch.setattr(engine.runner, "_complete", counted)
     patch.setattr(engine.runner, "mark", mark)
     with launches:
-        list(engine.generate([Request(i, list(range(5, 60)), 6, sampling=sampling) for i in range(2)]))
+        generated(engine, [Request(i, list(range(5, 60)), 6, sampling=sampling) for i in range(2)])
     return launches.names
 
 
@@ -149,7 +150,7 @@ def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: s
 
         patch.setattr(mixer, "attend", counted)
     with launches:
-        list(engine.generate([Request(i, list(range(5, 60)), 4) for i in range(4)]))
+        generated(engine, [Request(i, list(range(5, 60)), 4) for i in range(4)])
     return launches.names
 
 

@@ -32,6 +32,7 @@ from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, gen
 from tests.e2e.recorded import Kept, unlike
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 from tests.pool import pool
+from tests.sequences import generated, generated_ids
 
 MTP, EAGLE = "deepseek-v3-halves", "qwen3"
 LENGTHS, TOKENS = (1, 17, 90), 12
@@ -102,7 +103,7 @@ def drawn(kind: str, kvp: int, noise: str | None) -> dict[Any, tuple[int, ...]]:
         comm = world.communicator(rank, layout.kvp_group(rank))
         drafter = None if noise is None else drafts(kind, noise=noise)
         engine = build_engine(target(kind), layout, comm, 16, drafter=drafter, adaptive=False)
-        return {o.id: o.output_ids for o in engine.generate(sampled(kind))}
+        return generated_ids(engine, sampled(kind))
 
     return run_ranks(kvp, body, timeout_s=120.0)[0]
 
@@ -148,7 +149,7 @@ class TestDistribution(test_draft_model.TestDistribution):
             layer.append = lambda cache, step, x, own: (states(step), states(step))  # type: ignore[assignment]
             layer.attend = lambda queries, x, *of_step: x  # type: ignore[method-assign]
             layer.logits = lambda x: of_layer[x[:, 0].long()]  # type: ignore[assignment]
-            found = {int(o.id): o.output_ids for o in engine.generate(requests)}
+            found = generated_ids(engine, requests)
             kept = engine.timings.decode_tokens / max(engine.timings.sequence_steps, 1)
             assert rank or 1.5 < kept < 3.5, f"{kept} tokens a step: some drafts should be kept, and some not"
             return torch.tensor([found[i] for i in range(len(found))])
@@ -170,7 +171,7 @@ def test_loopback_ranks_on_one_gpu(kind: str) -> None:
             found = [generate(e, plain(kind)) for _ in range(2)]
             e = build_engine(target(kind), layout, comm, 16, drafter=drafts(kind, kind=Kept), adaptive=False)
             drafters[rank] = e.runner.drafter
-            list(e.generate([Request(i, c.prompt, 12) for i, c in enumerate(plain(kind))]))
+            generated(e, [Request(i, c.prompt, 12) for i, c in enumerate(plain(kind))])
             return found
 
         for results in zip(*run_ranks(kvp, body, timeout_s=240.0, device="cuda"), strict=True):
@@ -221,7 +222,7 @@ def captured_rank(
     given = drafter or SuffixDrafter(3, 4, 1000, 5, comm.device)
     engine = build_engine(path, layout, comm, 16, drafter=given, adaptive=False)
     assert engine.runner.graphs is not None
-    found = [{o.id: o.output_ids for o in engine.generate(wanted)} for _ in range(3)]
+    found = [generated_ids(engine, wanted) for _ in range(3)]
     engine.close()
     comm.close()  # type: ignore[attr-defined]
     return found

@@ -20,6 +20,7 @@ from tests.e2e.recorded import Kept, Recorded, unlike
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_speculation import whimsical
 from tests.pairs import params
+from tests.sequences import generated
 
 FAMILIES = ["deepseek-v3-yarn", "deepseek-v3-halves"]
 INDEXED = ["deepseek-v32", "glm-5-shared"]  # the layer chooses tokens too
@@ -91,8 +92,8 @@ def drafted(kind: type[Recorded], family: str, kvp: int, adaptive: bool = False,
             mtp.with_layer(family), layout, comm, 16, drafter=drafts, adaptive=adaptive, prefill_chunk=chunk
         )
         drafters[rank] = engine.runner.drafter
-        list(engine.generate([Request(i, p, 12) for i, p in enumerate(prompts)]))
-        list(engine.generate([Request(i, (*p, 9, i), 12) for i, p in enumerate(prompts)]))
+        generated(engine, [Request(i, p, 12) for i, p in enumerate(prompts)])
+        generated(engine, [Request(i, (*p, 9, i), 12) for i, p in enumerate(prompts)])
 
     run_ranks(layout.world_size, body, timeout_s=120.0)
     return drafters[0]

@@ -20,6 +20,7 @@ from tests.e2e.checkpoints import FAMILIES, HYBRID_FAMILIES, MOE_FAMILIES, check
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
 from tests.pairs import Case, params
 from tests.pool import Pool
+from tests.sequences import generated_ids
 
 BLOCKS = (1, 16, 64)
 WORLDS = (1, 2, 3, 4, 6, 8)
@@ -266,7 +267,7 @@ def sampled(layout: HelixLayout, order: list[int]) -> dict[int, tuple[int, ...]]
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16)
         requests = [Request(i, prompts[i], 24, params[i]) for i in order]
-        return {int(o.id): o.output_ids for o in engine.generate(requests)}
+        return generated_ids(engine, requests)
 
     return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
 

@@ -52,6 +52,7 @@ from tests.e2e.recorded import Recorded
 from tests.e2e.test_block_sparse import BUDGET, prompts
 from tests.e2e.test_layer_drafts import KINDS
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.sequences import generated_ids
 
 KEYS = [depth.keys for depth in DEPTHS]
 
@@ -417,7 +418,7 @@ def followed(kind: str, pads: bool) -> list[Any]:
         found: list[Any] = []
         for behind in ((), (9,)):
             requests = [Request(i, (*p, *behind), 12) for i, p in enumerate(prompts())]
-            tokens = {o.id: o.output_ids for o in e.generate(requests)}
+            tokens = generated_ids(e, requests)
             found.append((tokens, e.timings.acceptance.tried, e.timings.acceptance.kept))
         found.append(drafts_by_text(e.runner.drafter))
         if pads:
@@ -472,7 +473,7 @@ def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int, kv: str, mo
         e.tables = e._empty_tables()
         if isinstance(e.runner.drafter, Recorded):
             e.runner.drafter.drafted = []
-        tokens_of = {o.id: o.output_ids for o in e.generate(requests) if o.finish_reason}
+        tokens_of = generated_ids(e, requests)
         found.append((tokens_of, drafts_by_text(e.runner.drafter)))
     e.runner.graphs = graphs
     assert found[0] == found[1] and len(found[0][0]) == 3

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import ScheduleConfig
-from helix.events.request import Output, Request
+from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
@@ -21,6 +21,7 @@ from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine
 from tests.e2e.test_layer_drafts import KINDS, drafts, target
 from tests.e2e.test_tiered import SHORT_WINDOW
+from tests.sequences import Generated, generated
 
 LENGTHS = {"one": 1, "short": 20, "long": 90, "same": 90, "drawn": 40}
 CLOSE = dict(max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(lease=2, stall_ms=2.0))
@@ -74,15 +75,15 @@ def test_they_are_those_of_transformers(
     requests += [Request(name, prompt(n), 6, wanted(name)) for name, n in LENGTHS.items()]
     requests[-1] = Request("drawn", prompt(40), 6, wanted("drawn"), drawn=10)
 
-    def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, Output], int]:
+    def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, Generated], int]:
         comm = world.communicator(rank, layout.kvp_group(rank))
         given = {"max_batch": 8, "prefill_chunk": 24, "page_size": 4} | options
         pads = given.pop("pads", False)
         engine = build_engine(path_of(family), layout, comm, 4, **given)
         engine.runner.pads = pads
         engine.run_steps = 2 if "pages" in options else 8
-        list(engine.generate(requests[:1]))  # its prefix is in the cache
-        return {output.id: output for output in engine.generate(requests)}, engine.timings.preemptions
+        generated(engine, requests[:1])  # its prefix is in the cache
+        return generated(engine, requests), engine.timings.preemptions
 
     (outputs, preempted), *_ = run_ranks(layout.world_size, body, timeout_s=120.0, device=device)
     assert (preempted > 0) == ("pages" in options)

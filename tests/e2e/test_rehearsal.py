@@ -29,6 +29,7 @@ from kernels.ahead import compiled_ahead, on_compilation
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import ModelDrafts, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.sequences import generated, generated_ids
 
 
 def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +88,12 @@ def test_nothing_is_launched_and_nothing_remains(
         assert InterpretedFunction.run is run
         rehearsed = set(met)
         with compiled_ahead():  # or what is not computed would be tokens
-            assert sum(o.finish_reason == "length" for o in e.generate(short)) == 2
+            assert [one.finish_reason for one in generated(e, short).values()] == ["length"] * 2
     assert launched == set() and met == rehearsed and len(met) > 12, (met, rehearsed, launched)
     if "sparse" not in options:  # it reads a part: transformers says something else
         wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
         requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
-        tokens = {o.id: o.output_ids for o in e.generate(requests)}
+        tokens = generated_ids(e, requests)
         assert [tokens[i] for i in range(len(wanted))] == [c.tokens for c in wanted]
 
 
@@ -145,7 +146,7 @@ def test_nothing_is_compiled_while_300_requests_are_served() -> None:
         )
         requests.append(Request(i, prompt, rng.randrange(1, 40), sampling))
     try:
-        ended = [o.finish_reason for o in e.generate(requests) if o.finish_reason]
+        ended = generated(e, requests)
     finally:
         on_compilation(None)
     assert len(ended) == 300 and made == [], made

@@ -37,6 +37,7 @@ from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, buil
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_wishes import EveryThird
 from tests.pool import Pool
+from tests.sequences import generated
 
 KVP_2 = HelixLayout.create("helix", 2)
 # Slots for three, pages that three of them fill, leases of a few tokens: they are extended, and preempted.
@@ -352,7 +353,7 @@ def idle(rank: int, world_size: int, path: Path) -> list[int]:
     dist.barrier()
     comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(seconds=60))
     e = build_engine(path, layout, comm, 16, timeout_s=1.5)
-    list(e.generate([Request(0, (1, 2), 2)]))  # opens connections
+    generated(e, [Request(0, (1, 2), 2)])  # opens connections
     inbox = Inbox()
 
     def come() -> None:

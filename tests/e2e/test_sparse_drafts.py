@@ -34,6 +34,7 @@ from tests.e2e.parity import Result, SelfDrafts, build_engine, check, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
 from tests.e2e.test_speculation import whimsical
 from tests.pool import pool
+from tests.sequences import generated, generated_ids
 
 SLOW = pytest.mark.slow
 POLICIES = ["any", "c2q", "window", "quest", "full"]
@@ -125,7 +126,7 @@ def served(
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
         look(engine)
-        tokens = {int(o.id): o.output_ids for o in engine.generate(requests())}
+        tokens = generated_ids(engine, requests())
         return tokens, engine
 
     tokens, engine = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
@@ -260,8 +261,7 @@ def test_tables(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=SelfDrafts(3, budget), adaptive=True)
         watches.append(Watch(engine))
-        for _ in engine.generate(requests()):
-            pass
+        generated(engine, requests())
 
     run_ranks(2, body, timeout_s=120.0)
     assert all(watch.checked > 100 for watch in watches)
@@ -316,7 +316,7 @@ def captured_rank(
     comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
     engine = build_engine(path, layout, comm, 16, drafter=drafts, adaptive=False)
     assert engine.runner.graphs is not None
-    found = [{int(o.id): o.output_ids for o in engine.generate(wanted)} for _ in range(3)]
+    found = [generated_ids(engine, wanted) for _ in range(3)]
     seen = engine.timings.acceptance
     engine.close()
     comm.close()

@@ -32,6 +32,7 @@ from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
 from tests.pool import pool
+from tests.sequences import generated, generated_ids
 
 Tokens = dict[int, tuple[int, ...]]
 
@@ -119,7 +120,7 @@ def served(drafter: Drafter | None, layout: HelixLayout, adaptive: bool = False)
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=adaptive)
         requests = [Request(i, prompts[i], 24, p) for i, p in enumerate(params)]
-        return {int(o.id): o.output_ids for o in engine.generate(requests)}, engine
+        return generated_ids(engine, requests), engine
 
     tokens, engine = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
     return tokens, len(engine.timings.ttl_s)
@@ -149,7 +150,7 @@ def test_drafts_hold_at_a_set_rate(acceptance: float, adaptive: bool) -> None:
             checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, drafter=drafter, adaptive=adaptive
         )
         requests = [Request(i, (1, i), 121) for i in range(5)]
-        return {int(o.id): o.output_ids for o in engine.generate(requests)}, engine
+        return generated_ids(engine, requests), engine
 
     tokens, engine = run_ranks(2, body, timeout_s=120.0)[0]
     assert [len(t) for t in tokens.values()] == [121] * 5
@@ -209,7 +210,7 @@ def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest
         layout = HelixLayout.create("helix", 2)
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, max_batch=1, drafter=drafters[rank])
         engine.run_steps = 12
-        list(engine.generate([Request(i, (1, 2), 49) for i in range(2)]))
+        generated(engine, [Request(i, (1, 2), 49) for i in range(2)])
 
     run_ranks(2, body, timeout_s=120.0)
     # A run is decided when the one before it is not read yet.

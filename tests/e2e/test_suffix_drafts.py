@@ -22,7 +22,7 @@ from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine, check, generate
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.e2e.test_speculation import whimsical
-from tests.sequences import admission
+from tests.sequences import admission, generated_ids
 
 CPU = torch.device("cpu")
 FIRST, SOME = 8, 60  # answers of the first conversation, and of those that are said again here
@@ -98,7 +98,7 @@ def test_sampled_tokens_of_several_salts() -> None:
             found = []
             for salt in ("a", "a", "b"):
                 requests = [Request(i, prompts[i], 24, p, salt=salt) for i, p in enumerate(params)]
-                tokens = {o.id: o.output_ids for o in engine.generate(requests)}
+                tokens = generated_ids(engine, requests)
                 found.append((tokens, len(engine.timings.ttl_s)))
             return found
 

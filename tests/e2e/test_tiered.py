@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -48,6 +48,7 @@ from tests.e2e.test_block_sparse import (
 )
 from tests.pairs import params
 from tests.pool import pool
+from tests.sequences import generated, generated_ids
 
 # Hot places of a KV head: no more than five sequences choose at once on a rank of so many; and for every page there is.
 FEW, ALL = {1: 25, 2: 17, 3: 11, 4: 9}, 40
@@ -299,7 +300,7 @@ def test_what_is_found_in_pages(kv: str) -> None:
         first = engine.comm.broadcast_object(generate(engine))
         engine.runner.admit = noted  # type: ignore[method-assign]
         requests = [Request(i, (*p, *first[i][:-1], 7, 8, 9), 6) for i, p in enumerate(prompts())]
-        outputs = {int(output.id): output.output_ids for output in engine.generate(requests)}
+        outputs = generated_ids(engine, requests)
         if engine.comm.rank == 0:
             found.append(outputs)
 
@@ -326,7 +327,7 @@ def test_where_memory_is_full_the_next_waits() -> None:
             pages=12,
         )
         found = generate(engine)
-        (refused,) = [o for o in engine.generate([Request("huge", (1,) * 450, 5)]) if o.finish_reason] or [None]
+        refused = generated(engine, [Request("huge", (1,) * 450, 5)]).get("huge")
         engine.close()
         assert isinstance(engine.runner.cache, TieredCache) and engine.runner.cache.store.tensor is None
         return found, None if refused is None else f"{refused.finish_reason}: {refused.reason}"
@@ -349,7 +350,7 @@ def test_who_is_aborted_before_its_first_token_writes_to_nobodys_pages(shared: b
             checkpoint("qwen2"), HelixLayout.create(), world.communicator(0, [0]), PAGE, page_size=PAGE,
             sparse=everything, max_batch=2,
         )  # fmt: skip
-        deque(engine.generate([Request(i, (7 + i,) * 39, 3 + 20 * i) for i in range(2)]))  # in both slots
+        generated(engine, [Request(i, (7 + i,) * 39, 3 + 20 * i) for i in range(2)])  # in both slots
         inbox, found = Inbox(), list[int]()
         for name in names:
             inbox.submit(Request(name, long if name == "stays" else last, 20))
@@ -359,7 +360,7 @@ def test_who_is_aborted_before_its_first_token_writes_to_nobodys_pages(shared: b
                 inbox.abort("goes")
                 inbox.close()
         # What was computed of the other one is right, too.
-        found += next(o.output_ids for o in engine.generate([Request("again", last, 20)]) if o.output_ids)
+        found += generated_ids(engine, [Request("again", last, 20)])["again"]
         return found
 
     assert served("stays", "goes") == served("stays")
@@ -435,8 +436,7 @@ def with_stale_places(engine: Engine) -> None:
     cache.layer = forgetful  # type: ignore[method-assign, assignment]
     for turn in range(5):  # until no page is left that nobody had
         others = [Request(i, (turn, *prompt[::-1]), NEW_TOKENS) for i, prompt in enumerate(prompts())]
-        for _ in engine.generate(others):
-            pass
+        generated(engine, others)
 
 
 @pytest.mark.parametrize("mistake", [without_write_back, with_stale_places])

@@ -24,6 +24,7 @@ from tests.e2e import eagle3
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import LayerDrafts, build_engine
 from tests.e2e.recorded import Kept, Recorded, unlike
+from tests.sequences import generated_ids
 
 IDS = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(3))
 
@@ -79,7 +80,7 @@ def test_mtp_drafts_as_in_training(family: str, kvp: int, tpa: int, kind: type[R
             comm = world.communicator(rank, layout.kvp_group(rank))
             engine = build_engine(path, layout, comm, 16, drafter=drafts, adaptive=False, prefill_chunk=40)
             drafters[rank] = engine.runner.drafter
-            return {o.id: o.output_ids for o in engine.generate([Request(i, p, 12) for i, p in enumerate(prompts)])}
+            return generated_ids(engine, [Request(i, p, 12) for i, p in enumerate(prompts)])
 
         return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
 
@@ -113,7 +114,7 @@ def test_a_few_steps_of_training(form: str, tmp_path: Path, monkeypatch: pytest.
         def body(world: LoopbackWorld, rank: int) -> Any:
             comm = world.communicator(rank, (0,))
             engine = build_engine(path, HelixLayout.create(), comm, 16, drafter=drafts, adaptive=False)
-            return {o.id: o.output_ids for o in engine.generate(requests)}
+            return generated_ids(engine, requests)
 
         return run_ranks(1, body, timeout_s=120.0)[0]
 

@@ -30,6 +30,7 @@ from launch.job.task import Task
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.cli import Job
 from tests.laboratory import composed, preflight
+from tests.sequences import generated
 
 NEW = 8
 
@@ -96,8 +97,7 @@ def served(config: Config, layout: HelixLayout, path: Path) -> tuple[float, list
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(layout, comm, model(layout, comm), config, 2, 1024)
         requests: Any = [to_request(prompt, config, Tokens(None)) for prompt in PromptFile(path)]
-        for _ in engine.generate(requests):
-            pass
+        generated(engine, requests)
         return engine.timings
 
     timings = run_ranks(2, body, timeout_s=120.0)[0]

@@ -19,7 +19,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ScheduleConfig
 from helix.control.engine import Engine
-from helix.events.request import Output, Request
+from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
@@ -28,6 +28,7 @@ from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.kernels.test_shape_logits import Wish, bits
 from tests.pool import pool
+from tests.sequences import Generated, generated, generated_ids
 from tests.unit.test_sampling import oracle
 
 V, EOS = 257, (9, 200)
@@ -79,7 +80,7 @@ def make_requests() -> list[Request]:
 class Seen:
     """What one rank saw: outputs by request, and its columns of the raw logits by (request, draw)."""
 
-    outputs: dict[Any, Output]
+    outputs: dict[Any, Generated]
     logits: dict[tuple[Any, int], Tensor]
 
 
@@ -101,7 +102,7 @@ def play(
                 logits[admission.id, position - begin] = row.clone()
 
         engine.runner.observer = observe
-        outputs = {o.id: o for o in engine.generate(requests())}
+        outputs = generated(engine, requests())
         return Seen(outputs, logits), engine.timings.preemptions
 
     seen = run_ranks(layout.world_size, body, timeout_s=120.0)
@@ -215,10 +216,10 @@ def captured_rank(rank: int, world_size: int, path: Path) -> list[dict[Any, tupl
     found = []
     for _ in range(3):
         assert engine.runner.graphs is not None
-        found.append({o.id: o.output_ids for o in engine.generate(make_requests())})
+        found.append(generated_ids(engine, make_requests()))
     engine.close()
     engine.runner.graphs = None
-    found.append({o.id: o.output_ids for o in engine.generate(make_requests())})
+    found.append(generated_ids(engine, make_requests()))
     comm.close()
     return found
 

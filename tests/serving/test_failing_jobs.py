@@ -27,6 +27,7 @@ from launch.client.supervisor import Silence, Supervisor
 from launch.job.serve import Link, engine_stats, serve
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
+from tests.sequences import generated
 from tests.serving.engine import EngineJob
 from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, until
 
@@ -266,7 +267,7 @@ def test_a_long_chunk_shows_its_layers_and_announces_its_time() -> None:
 
         layer.feed = noting  # type: ignore[method-assign]
     for request in (Request("a", [1] * 20, 1), Request("b", [2] * 8, 1)):
-        assert [output.finish_reason for output in engine.generate([request])] == ["length"]
+        assert [one.finish_reason for one in generated(engine, [request]).values()] == ["length"]
         assert engine_stats(engine)["chunk_s"] == 0.0
     progress, seconds = [stats["progress"] for stats in found], [stats["chunk_s"] for stats in found]
     layers = len(engine.runner.model.layers)

@@ -22,6 +22,7 @@ from helix.layout import HelixLayout
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.sequences import generated_ids
 from tests.serving.engine import EngineJob, ids_of, name_tokens
 from tests.serving.front import Front, front, metrics_of
 
@@ -63,7 +64,7 @@ def test_tokens_are_those_of_decoding(family: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(launch.job.serve, "STATS_S", 0.02)
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     sampled = Request("sampled", wanted[1].prompt, MOE_TOKENS, SamplingParams(**SAMPLED))
-    (decoded,) = (o.output_ids for o in make_engine(family).generate([sampled]) if o.finish_reason)
+    (decoded,) = generated_ids(make_engine(family), [sampled]).values()
 
     def make() -> Engine:  # pages for 160 tokens, slots for three, leases of a few tokens
         schedule = ScheduleConfig(lease=2, stall_ms=2.0)

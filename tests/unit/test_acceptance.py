@@ -34,6 +34,7 @@ from helix.tokenizer import load_tokenizer
 from launch.inputs.compose import ROOT
 from tests.e2e.parity import LayerDrafts, SelfDrafts, build_engine
 from tests.legible import illegible
+from tests.sequences import generated_ids
 
 DEMO = ROOT / "assets/demo-model"
 LENGTH, NEW_TOKENS = 560, 16
@@ -183,7 +184,7 @@ def test_steps_are_those_of_the_engine(tokenizer: Any, policy: str) -> None:
         comm = world.communicator(rank, (0,))
         sizes: dict[str, Any] = {"page_size": 64, "max_length": 460, "max_batch": 1, "prefill_chunk": 1024}
         engine = build_engine(DEMO, HelixLayout.create(), comm, 64, drafter=drafts, adaptive=False, **sizes)
-        return [o.output_ids for o in engine.generate([Request(0, ids, count)])][-1], engine
+        return generated_ids(engine, [Request(0, ids, count)])[0], engine
 
     (((first, *_), _),) = run_ranks(1, lambda world, rank: body(world, rank, 1, None), timeout_s=60.0)
     given_text = Continuation("code", torch.tensor([*ids, first]), (torch.empty(0).long(),))
@@ -321,7 +322,7 @@ def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any, kvp: int) -> 
             max_length=460, max_batch=2, prefill_chunk=1024,
         )  # fmt: skip
         requests = [Request(i, tuple(ids.tolist()), 24) for i, ids in enumerate(prompts)]
-        tokens = {o.id: o.output_ids for o in engine.generate(requests)}
+        tokens = generated_ids(engine, requests)
         return tokens, engine.timings.kept
 
     tokens, kept = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
