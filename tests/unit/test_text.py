@@ -1,20 +1,21 @@
-"""TextStream: text while it comes is the text of all tokens, up to the first stop text."""
+"""TextStream, and Choice over it: text while it comes is the text of all tokens, up to the first stop text."""
 
 from __future__ import annotations
 
 import pickle
-import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from helix.control.detokenize import HELD
-from helix.control.text import OutputStream, TextStream
+from helix.control.detokenize import HELD, TextStream
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
+from launch.client.choice import Choice
+from launch.client.core import Flight
+from launch.client.frames import Submit
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
@@ -28,9 +29,9 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text)["input_ids"]
 
 
-def stream(tokenizer: Any, tokens: list[int], *stop: str) -> tuple[str, list[str], bool]:
+def stream(tokenizer: Any, tokens: list[int], *stop: str, min_tokens: int = 0) -> tuple[str, list[str], bool]:
     """The final text, the deltas, and whether a stop text ended it."""
-    text = TextStream(tokenizer, stop)
+    text = TextStream(tokenizer, stop, min_tokens=min_tokens)
     deltas = []
     for token in tokens:
         delta, stopped = text.push(token)
@@ -97,13 +98,17 @@ def test_a_character_behind_broken_bytes_is_whole(of_bytes: Any) -> None:
 
 
 def test_a_stop_text_before_a_torn_character_ends_the_text() -> None:
-    """Its token is held back, and there is no other."""
+    """Its token is held back, and there is no other: nor does the answer end by its length."""
     made = Tokenizer(models.BPE({"x": 0, "y\u00f0": 1}, []))  # a letter for the byte 0xF0
     made.decoder = decoders.ByteLevel()
     torn = PreTrainedTokenizerFast(tokenizer_object=made)
     assert stream(torn, [0, 1], "y") == ("x", ["x", "", ""], True)
-    outputs = OutputStream(Request(0, (1,), 2, stop=("y",)), (), torn)
-    assert [outputs.push(token).finish_reason for token in (0, 1)] == [None, "stop"]
+    flight, tokens = Flight(Submit(0, 2), None, "", lambda: None), SimpleNamespace(tokenizer=torn)
+    tokens.decode = lambda ids, special: torn.decode(ids)
+    flight.drawn, flight.finish_reason = [0, 1], "length"
+    choice = Choice(0, flight, tokens, ("y",), (), (), lambda *of: None)  # type: ignore[arg-type]
+    news = choice.take()
+    assert (news.text, news.finish_reason, choice.stop) == ("x", "stop", "y")
 
 
 def test_special_tokens_are_not_text(tokenizer: Any) -> None:
@@ -144,13 +149,8 @@ def test_stop_texts_within_min_tokens_do_not_count(
     tokenizer: Any, stop: tuple[str, ...], min_tokens: int, expected: str
 ) -> None:
     tokens = [i for letter in "abcde" for i in ids(tokenizer, letter)]
-    request = Request(0, (1,), len(tokens), SamplingParams(min_tokens=min_tokens), stop=stop)
-    outputs = OutputStream(request, (), tokenizer)
-    said = []
-    while not outputs.ended:
-        said.append(outputs.push(tokens[len(said)]))
-    ended = said[-1].finish_reason == "stop"
-    assert said[-1].text == "".join(one.delta for one in said) == expected + ("" if ended else "abcde"[len(expected) :])
+    whole, deltas, stopped = stream(tokenizer, tokens, *stop, min_tokens=min_tokens)
+    assert whole == "".join(deltas) == expected and stopped == (expected != "abcde")
 
 
 def test_what_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
@@ -163,25 +163,6 @@ def test_what_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
 def test_without_a_tokenizer_there_is_no_text() -> None:
     text = TextStream(None)
     assert text.push(5) == ("", False) and text.finish() == ("", False) and text.text == ""
-
-
-def kept_bytes(tokenizer: Any, count: int) -> int:
-    """What the outputs of a request of so many tokens take, were all of them kept."""
-    (word,) = ids(tokenizer, " the")
-    outputs = OutputStream(Request(0, (1,), count, stop=("\n",)), (), tokenizer)
-    tracemalloc.start()
-    kept = [outputs.push(word) for _ in range(count)]
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept[-1].output_ids == (word,) * count and kept[-1].text == "".join(o.delta for o in kept) == " the" * count
-    assert kept[-1].finish_reason == "length" and all(o.new_ids == (word,) for o in kept)
-    return size
-
-
-def test_what_an_output_costs_does_not_grow_with_the_text(tokenizer: Any) -> None:
-    kept_bytes(tokenizer, 10)  # what is made once
-    # Ids and text of all tokens so far in each output would make it 100 times as much.
-    assert kept_bytes(tokenizer, 5000) < 12 * kept_bytes(tokenizer, 500)
 
 
 def test_a_prompt_of_a_million_tokens_travels_as_bytes() -> None:

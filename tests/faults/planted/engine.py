@@ -221,8 +221,8 @@ FAULTS = [
         ("tests/unit/test_kv_cache.py::test_several_sequences_come_grow_and_leave_at_once",),
     ),
     Fault(
-        "EOS is a token like others", "helix/control/text.py",
-        "if token in self._ends or stopped:", "if stopped:",
+        "EOS is a token like others", "helix/control/serving.py",
+        "if token in progress.ends:", "if False:",
         (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
