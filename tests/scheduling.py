@@ -21,7 +21,6 @@ from helix.control.prefill_time import PrefillTime
 from helix.control.scheduler import LEAST_CHUNK, LONGEST_S, RunnerTraits, Scheduler
 from helix.events.decision import Admission, Decision, StepPlan
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.memory.pages import PagePool
 from helix.memory.prefix import PrefixTree
@@ -177,7 +176,7 @@ class Serving:
         """Submits a request whose model stops after `stops` tokens; its id. It has to be accepted."""
         name = len(self.served)
         grammar = Counting(name) if guided else None
-        request = Request(name, prompt, new, SamplingParams(), (), priority, salt, grammar=grammar)
+        request = Request(name, prompt, new, priority=priority, salt=salt, grammar=grammar)
         first = chain(prompt, salt)[-1]
         reply = [(first + 7 * i) % 991 for i in range(min(new, stops or new))]
         self.served[name] = Served(request, reply, self.now)

@@ -150,16 +150,8 @@ class Scheduler:
             self._unqueue(self._place(s))
         return True
 
-    def end_all(self) -> None:
-        """Ends all requests."""
-        for request_id in list(self._requests):
-            self.end(request_id)
-
     def record_token(self, slot: int, token: int) -> Scheduled | None:
-        """Records a token of the oldest unread decision; returns its request, or None if that has ended.
-
-        The token that reaches `max_new_tokens` ends the request here; all other ends come by `end`.
-        """
+        """Records a token of the oldest unread decision; returns its request, or None if that has ended."""
         drawing = self._launched[0][slot]
         s = drawing.s
         if s.ended:
@@ -168,8 +160,6 @@ class Scheduler:
         if s.request.matcher is not None:
             s.request.matcher.take(token)
         drawing.expect(-min(drawing.least, 1), -min(drawing.most, 1), -min(drawing.likely, 1))
-        if len(s.drawn) == s.request.max_new_tokens:
-            self.end(s.request.id)
         return s
 
     def landed(self) -> None:

@@ -222,8 +222,8 @@ class Serving:
                 sequence = run.rows[slot]
                 if sequence.ended:
                     continue  # computed after its end, discarded
-                left = sequence.request.max_new_tokens - len(sequence.drawn)
-                outcomes.append(DraftOutcome(slot, min(self._tried(run, slot), left - 1), len(drawn) - 1))
+                tried = min(self._tried(run, slot), sequence.remaining - 1)
+                outcomes.append(DraftOutcome(slot, tried, len(drawn) - 1))
                 wanted = sequence.request.sampling.logprobs
                 logprobs = () if wanted is None else (step.logprobs(slot, wanted),)
                 yield self._record(sequence, slot, drawn, logprobs)
@@ -297,15 +297,11 @@ class Serving:
         for token in drawn:
             self._scheduler.record_token(slot, token)
             new.append(token)
-            if token in progress.ends:
-                self._scheduler.end(request.id)
-                reason = "stop"
-            elif len(sequence.drawn) == request.max_new_tokens:
-                reason = "length"
+            reason = "stop" if token in progress.ends else "length" if not sequence.remaining else None
             if reason is not None:
+                self._scheduler.end(request.id)
+                del self._open[request.id]
                 break
-        if reason is not None:
-            del self._open[request.id]
         return progress.update(request.id, tuple(new), reason, logprobs=logprobs)
 
     def _note_kv(self) -> None:

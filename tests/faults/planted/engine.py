@@ -222,7 +222,7 @@ FAULTS = [
     ),
     Fault(
         "EOS is a token like others", "helix/control/serving.py",
-        "if token in progress.ends:", "if False:",
+        '"stop" if token in progress.ends else ', "",
         (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
