@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -184,7 +183,6 @@ def build_engine(
     config: Config,
     max_batch: int,
     wanted_tokens: int,
-    tokenizer: Any | None = None,
     draft: DraftModel | DraftLayer | None = None,
     *,
     fewer: bool = False,
@@ -267,5 +265,4 @@ def build_engine(
         timeout_s=config.comm.timeout_s,
         prefill_chunk=chunk,
         adaptive=config.speculation.adaptive,
-        tokenizer=tokenizer,
     )

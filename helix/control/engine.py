@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,10 +23,9 @@ from helix.control.prefill_time import PrefillTime, doubling_depth
 from helix.control.scheduler import LONGEST_S, RunnerTraits, Scheduler
 from helix.control.serving import Serving
 from helix.control.snapshots import StateSnapshots
-from helix.control.text import OutputStream
 from helix.control.timings import Timings
 from helix.events.decision import Decision, StepKind
-from helix.events.request import Output, Request, RequestUpdate
+from helix.events.request import Request, RequestUpdate
 from helix.memory.pages import PagePool
 from helix.memory.prefix import PrefixTree
 from helix.memory.tiered_cache import TieredCache
@@ -37,14 +35,13 @@ from helix.run.rehearsal import rehearse
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
 from helix.steps.chunk_size import DEEP, LONG, SEQUENCES, SIZES
 
-T = TypeVar("T")
 LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
 RUN_STEPS = 32  # most per decision: pages are allocated for them, however short schedule.run_ms makes runs
 BEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
 
 
 class Engine:
-    """Server of requests on all ranks of a layout; every rank builds one and calls `generate` or `serve` alike.
+    """Server of requests on all ranks of a layout; every rank builds one and calls `serve` alike.
 
     Args:
         runner: executes decisions on this rank.
@@ -52,9 +49,7 @@ class Engine:
         prefill_chunk: most prompt tokens in one step.
         adaptive: whether rank 0 chooses the drafts of each step, up to the drafter's limit; else all have the limit.
         prefix_cache: whether pages are kept for prompts with the same prefix.
-        timeout_s: time that the other ranks wait for a message of rank 0 in `serve`.
-        tokenizer: for text and stop texts of `generate`, on rank 0; without one, outputs have tokens only.
-        on_prefill: called on rank 0 with (prompt tokens done, prompt tokens of the requests admitted so far).
+        timeout_s: time that the other ranks wait for a message of rank 0.
 
     Attributes:
         on_yielded: called on rank 0 when the updates of a step have been yielded.
@@ -74,8 +69,6 @@ class Engine:
         adaptive: bool = True,
         prefix_cache: bool = True,
         timeout_s: float = 300.0,
-        tokenizer: Any | None = None,
-        on_prefill: Callable[[int, int], None] | None = None,
     ) -> None:
         self.runner = runner
         self.comm = runner.comm
@@ -86,8 +79,6 @@ class Engine:
         self.step_seconds: dict[tuple[int, int], float] = {}
         self.prefix_cache = prefix_cache
         self.timeout_s = timeout_s
-        self.tokenizer = tokenizer
-        self.on_prefill = on_prefill
         self.on_yielded: Callable[[], None] = lambda: None
         self.timings = Timings()
         self._broken: str | None = None  # the error that broke it
@@ -98,44 +89,44 @@ class Engine:
         self._pages = min(self.comm.all_gather_object(runner.cache.pages))
         self.tables = self._empty_tables()
 
-    @torch.inference_mode()  # around each resumption: the caller's code between two outputs is not in it
-    def generate(self, requests: Iterable[Request], ahead: int | None = None) -> Iterator[Output]:
-        """Serves requests, with text; a collective call.
-
-        An error on rank 0 between steps ends the call on all ranks and frees all slots: one of `requests`, of the
-        tokenizer, of `on_prefill`, or a stop by the caller. An error of any rank in a step, as `observer` may raise,
-        breaks the engine on all of them, since others are waiting in that step: new communicators and a new engine are
-        needed.
-
-        Args:
-            requests: those of rank 0 are served, other ranks' are ignored; ids are unique.
-            ahead: most requests that are read and have not ended, so that memory does not grow with their number; None:
-                all are read at once.
-
-        Yields:
-            On rank 0, an output for each token of each request, and one for each refused request. On the other ranks
-            nothing, but they must iterate as well.
-
-        Raises:
-            RuntimeError: the model gave NaN, a rank failed, the engine is broken, or another call is under way.
-        """
-        yield from self._call(lambda: self._texts(iter(requests), ahead), None)
-
-    @torch.inference_mode()
+    @torch.inference_mode()  # around each resumption: the caller's code between two updates is not in it
     def serve(self, inbox: Inbox | None) -> Iterator[RequestUpdate]:
         """Serves an inbox until it is closed and all requests have ended; a collective call.
 
         The caller on rank 0 must iterate without delay: no further run is launched before it has taken the updates.
-        The other ranks give up after `timeout_s` without a message of rank 0. Errors are as in `generate`.
+        The other ranks give up after `timeout_s` without a message of rank 0.
+
+        An error on rank 0 between steps, or a stop by the caller, ends the call on all ranks and frees all slots. An
+        error of any rank in a step, as `observer` may raise, breaks the engine on all of them, since others are waiting
+        in that step: new communicators and a new engine are needed.
 
         Args:
             inbox: that of rank 0 is served, other ranks' are ignored.
 
         Yields:
-            On rank 0, updates of requests: new tokens, prefill progress, or the end. Stop texts are ignored.
+            On rank 0, updates of requests: new tokens, prefill progress, or the end. On the other ranks nothing, but
+            they must iterate as well.
+
+        Raises:
+            RuntimeError: the model gave NaN, a rank failed, the engine is broken, or another call is under way.
         """
-        assert inbox is not None or self.comm.rank > 0, "rank 0 serves an inbox"
-        yield from self._call(lambda: self._updates(inbox or Inbox()), self.timeout_s)
+        if self._broken is not None:
+            self.comm.abort(self._broken)  # others may be waiting for this rank
+            raise RuntimeError(
+                f"this engine is broken, make a new one over new communicators: it failed with {self._broken}"
+            )
+        if self._calling:
+            raise RuntimeError("a call is under way on this engine: iterate it to its end, or close() it")
+        self._calling = True
+        self.runner.state.draft_limits.fill_(MAX_QUERIES)  # a new policy does not know those of the last call
+        try:
+            if self.comm.rank > 0:
+                self._follow()
+            else:
+                assert inbox is not None, "rank 0 serves an inbox"
+                yield from self._lead(inbox)
+        finally:
+            self._calling = False
 
     @torch.inference_mode()
     def warm_up(
@@ -233,9 +224,9 @@ class Engine:
 
     # ---- rank 0
 
-    def _lead(self, outputs: Iterator[T]) -> Iterator[T]:
+    def _lead(self, inbox: Inbox) -> Iterator[RequestUpdate]:
         try:
-            yield from outputs
+            yield from self._updates(inbox)
             self._release_all()
         except BaseException as error:
             try:
@@ -245,44 +236,6 @@ class Engine:
                     raise
                 error.add_note(f"then the other ranks could not be told to end: {type(failed).__name__}: {failed}")
             raise
-
-    def _texts(self, requests: Iterator[Request], ahead: int | None) -> Iterator[Output]:
-        inbox, streams = Inbox(), dict[str | int, OutputStream]()
-
-        def read() -> Iterator[Output]:
-            """Submits the next requests; yields refusals. One runs while any are left, or no update would come."""
-            while ahead is None or len(streams) < ahead:
-                if (request := next(requests, None)) is None:
-                    inbox.close()
-                    return
-                if reason := self._text_refusal(request, streams):
-                    yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
-                else:
-                    streams[request.id] = OutputStream(request, self.runner.model.spec.eos, self.tokenizer)
-                    inbox.submit(request)
-
-        yield from read()
-        for update in self._updates(inbox):
-            stream = streams.get(update.id)
-            if stream is None:
-                continue  # computed after its stop text, discarded
-            if update.finish_reason == "error":
-                del streams[update.id]
-                yield Output(update.id, update.prompt_tokens, (), "", "", "error", update.reason)
-            if update.scored is not None:
-                stream.scored.append(update.scored)
-            for token in update.new_ids:
-                yield (output := stream.push(token, update.logprobs))
-                if output.finish_reason is not None:
-                    del streams[update.id]
-                    inbox.abort(update.id)
-                    break
-            yield from read()
-
-    def _text_refusal(self, request: Request, streams: dict[str | int, OutputStream]) -> str | None:
-        if request.stop and self.tokenizer is None:
-            return "stop texts need a tokenizer, and the model directory has none"
-        return f"two requests have id={request.id!r}" if request.id in streams else None
 
     def _updates(self, inbox: Inbox) -> Iterator[RequestUpdate]:
         runner = self.runner
@@ -311,7 +264,6 @@ class Engine:
             refusal=self.refusal,
             launch=self._launch,
             beat_s=self.timeout_s / BEATS,
-            on_prefill=self.on_prefill,
             on_yielded=self.on_yielded,
         )
         try:
@@ -392,31 +344,12 @@ class Engine:
 
     # ---- every rank
 
-    def _call(self, lead: Callable[[], Iterator[T]], patience_s: float | None) -> Iterator[T]:
-        """Runs a call: yields rank 0's outputs; the other ranks follow, and wait up to `patience_s` for a message."""
-        if self._broken is not None:
-            self.comm.abort(self._broken)  # others may be waiting for this rank
-            raise RuntimeError(
-                f"this engine is broken, make a new one over new communicators: it failed with {self._broken}"
-            )
-        if self._calling:
-            raise RuntimeError("a call is under way on this engine: iterate it to its end, or close() it")
-        self._calling = True
-        self.runner.state.draft_limits.fill_(MAX_QUERIES)  # a new policy does not know those of the last call
-        try:
-            if self.comm.rank == 0:
-                yield from self._lead(lead())
-            else:
-                self._follow(patience_s)
-        finally:
-            self._calling = False
-
-    def _follow(self, patience_s: float | None) -> None:
-        """Executes rank 0's decisions until it sends None."""
+    def _follow(self) -> None:
+        """Executes rank 0's decisions until it sends None; waits up to `timeout_s` for each."""
         decision: Decision | None = None
         before: torch.cuda.Event | None = None
         with self._together():
-            self.comm.limit_waits(patience_s)
+            self.comm.limit_waits(self.timeout_s)
             while (decision := self.comm.broadcast_object(decision)) is not None:
                 self._execute(decision)
                 if before is not None:
@@ -437,4 +370,4 @@ class Engine:
             raise
 
 
-__all__ = ["Engine", "Output", "Request"]
+__all__ = ["Engine", "Request"]

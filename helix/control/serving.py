@@ -79,13 +79,13 @@ class RequestProgress:
 
 
 class Serving:
-    """State of one call of `Engine.generate` or `Engine.serve`.
+    """State of one call of `Engine.serve`.
 
     Args:
         refusal: returns the reason why a request cannot be served; None if it can.
         launch: sends a decision to all ranks and launches it here.
         beat_s: most seconds between messages to the other ranks while idle.
-        on_prefill, on_yielded: see `Engine`.
+        on_yielded: see `Engine`.
     """
 
     def __init__(
@@ -99,13 +99,12 @@ class Serving:
         refusal: Callable[[Request], str | None],
         launch: Callable[[Decision], list[StepTokens]],
         beat_s: float,
-        on_prefill: Callable[[int, int], None] | None,
         on_yielded: Callable[[], None],
     ) -> None:
         self._runner, self._scheduler, self._times = runner, scheduler, times
         self._policy, self._timings = policy, timings
         self._refusal, self._launch, self._beat_s = refusal, launch, beat_s
-        self._on_prefill, self._on_yielded = on_prefill, on_yielded
+        self._on_yielded = on_yielded
         self._eos = runner.model.spec.eos
         self._open: dict[str | int, RequestProgress] = {}
         self._runs: deque[Run] = deque()
@@ -113,7 +112,6 @@ class Serving:
         self._came = 0.0  # time at which the last tokens that were read were there
         # On a GPU, of decisions with a prompt chunk: it admits requests, and may be launched kernel by kernel.
         self._chunk_launch_s = 0.0
-        self._to_prefill = 0  # prompt tokens of all admitted requests
         self._most_held = 0
 
     def outputs(self, inbox: Inbox) -> Iterator[RequestUpdate]:
@@ -163,7 +161,6 @@ class Serving:
     def _begin(self, decision: Decision, since: float) -> list[RequestUpdate]:
         """Launches a decision, on which work began then; returns updates of the requests that it admits."""
         for admission in decision.admit:
-            self._to_prefill += admission.length - admission.resumes
             if not admission.drawn:
                 progress = self._open[admission.id]
                 progress.cached_tokens = progress.prefilled = admission.resumes
@@ -276,8 +273,6 @@ class Serving:
         self._announce()
         timings.prefill_s += seconds
         timings.prefill_tokens += sum(s.end - s.begin for s in prefill)
-        if self._on_prefill:
-            self._on_prefill(timings.prefill_tokens, self._to_prefill)
         for segment in prefill:
             sequence = run.rows[segment.slot]
             if not sequence.drawn and not sequence.ended:

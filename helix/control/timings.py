@@ -13,7 +13,7 @@ LAST = 1 << 20  # decode steps of which each time is kept
 
 @dataclass
 class Timings:
-    """Statistics of one call of `generate` or `serve`, on rank 0.
+    """Statistics of one call of `serve`, on rank 0.
 
     Attributes:
         prefill_s: seconds in prefill steps.

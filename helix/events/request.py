@@ -1,4 +1,4 @@
-"""Requests to the engine, and its updates and outputs."""
+"""Requests to the engine, and its updates."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class Request:
     """A prompt to continue.
 
     Attributes:
-        id: identifies the request in outputs and aborts; unique among running requests.
+        id: identifies the request in updates and aborts; unique among running requests.
         prompt: token ids, from any sequence of integers; stored as int32 [n] if they fit.
         max_new_tokens: most tokens to draw, the EOS token included.
-        stop: texts that end the continuation after `sampling.min_tokens`; they are not part of the text.
         priority: higher ones are admitted first.
         drawn: number of the prompt's last tokens that an earlier engine drew for this request: penalties and the least
             length count them as drawn.
@@ -43,7 +42,6 @@ class Request:
     prompt: np.ndarray | Sequence[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: tuple[str, ...] = ()
     priority: int = 0
     salt: Hashable = None
     drawn: int = 0
@@ -120,30 +118,3 @@ class RequestUpdate:
     reason: str | None = None
     logprobs: tuple[Logprobs, ...] = ()
     scored: PromptLogprobs | None = None
-
-
-@dataclass(frozen=True)
-class Output:
-    """News of a request with text; complete only once it has ended, so that an output's cost does not grow.
-
-    Attributes:
-        new_ids: tokens drawn since the last output of this request, the EOS token included.
-        delta: the new text since then.
-        output_ids: all tokens, once the request has ended; empty before.
-        text: all text, once the request has ended; empty before, and without a tokenizer.
-        finish_reason: None while it runs, then `stop` (EOS or a stop text), `length` or `error`.
-        reason: the cause of an `error`.
-        logprobs: those of `output_ids`, if requested.
-        scored: parts of the prompt with their log-probabilities, if requested, once the request has ended.
-    """
-
-    id: str | int
-    prompt_tokens: int
-    output_ids: tuple[int, ...]
-    delta: str
-    text: str
-    finish_reason: str | None
-    reason: str | None = None
-    new_ids: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()
-    scored: tuple[PromptLogprobs, ...] = ()

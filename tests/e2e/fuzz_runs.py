@@ -161,7 +161,7 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
         of_draft = connect(plan.draft.layout)
         own = _load(plan.draft.spec, case, (), plan.draft.layout, of_draft, plan.draft.checkpoint, config)
         draft = DraftModel(own, plan.draft.layout, of_draft)
-    given = plan.layout, comm, model, config, int(config.decode.max_batch), 1, None, draft
+    given = plan.layout, comm, model, config, int(config.decode.max_batch), 1, draft
     if config.kv.tier == "host" and case.scarce:
         config.kv.gpu_bytes = _least_bytes(config, lambda: build_engine(*given).close(), comm)
     try:

@@ -24,7 +24,6 @@ def serving(chunk_s: float, step_s: float, launch_s: float, steps: int, in_chunk
         refusal=lambda request: None,
         launch=lambda decision: [],
         beat_s=1.0,
-        on_prefill=None,
         on_yielded=lambda: None,
     )
     segment, kind = SimpleNamespace(begin=0, end=round(chunk_s * 1e3)), SimpleNamespace(rows=1, drafts=0)
