@@ -26,7 +26,7 @@ from helix.config import Config, KVConfig, ModelConfig
 from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
 from helix.tokenizer import load_tokenizer
 from launch.inputs.arguments import helped, parse, several, unknown

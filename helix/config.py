@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
 MOST_SEQUENCES = 1 << 16  # in a batch
 MOST_CHOSEN = 128  # blocks that a query chooses on a rank, for which the selecting kernel is made
+LEAST_KEYS = 256  # that drafts of a model for itself choose of a sequence at least, over all ranks
 
 
 @dataclass
@@ -119,6 +120,16 @@ class AttentionConfig:
     score: str = "bounds"
     choice: str = "local"
     from_tokens: int = 32768
+
+    @property
+    def parts(self) -> int:
+        """Number of equal parts of a block among which a query chooses; 1: it chooses blocks."""
+        return self.block // self.part if self.part and self.topk else 1
+
+    @property
+    def candidate_blocks(self) -> int:
+        """Number of blocks whose parts are considered; 0 where blocks are chosen."""
+        return self.candidates if self.parts > 1 else 0
 
 
 @dataclass

@@ -35,9 +35,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from helix.models.checkpoint import INDEX, SINGLE
 from helix.models.gguf import GGUFModel, generation_config, read_gguf
 from helix.models.gguf_tokenizer import make_tokenizer
-from helix.models.loading import INDEX, SINGLE
 from launch.inputs.arguments import helped, one_of, parse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -58,8 +58,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from helix.build.checks import check_cache
-from helix.build.parts import make_spec
+from helix.build.parts import check_cache, make_spec
 from helix.config import Config, SpeculationConfig
 from helix.config import check as check_config
 from helix.hub import local_directory

@@ -26,6 +26,7 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
+from helix.models.decoder import MIXERS
 from helix.steps.step import Step
 
 
@@ -54,18 +55,14 @@ class DecaySpec:
         """Multiplications with keys and values: there are none."""
         return 0
 
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
+    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
         """Lists a state for each slot, and the rows of its last step."""
         channels = (len(layout.ffn_columns(rank, self.width)),)
-        return Keeps("state", channels, torch.float32, "slot"), Keeps("rows", channels, torch.float32, "row")
+        return Keeps("state", channels, "float32", "slot"), Keeps("rows", channels, "float32", "row")
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
         """Counts the numbers that a token of a prefill step takes on a rank."""
         return 4 * len(layout.ffn_columns(rank, self.width))
-
-    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Decay:
-        """Makes this rank's part."""
-        return Decay(weights, comm, layout, self, place)
 
 
 class Decay:
@@ -116,3 +113,6 @@ class Decay:
                 seen.append(state := self.spec.decay * state + row)
             kept["state"][slot] = state
         return torch.stack(seen)
+
+
+MIXERS[DecaySpec] = Decay

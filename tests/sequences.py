@@ -13,7 +13,7 @@ from helix.control.inbox import Inbox
 from helix.events.decision import Admission
 from helix.events.request import Logprobs, PromptLogprobs, Request
 from helix.events.sampling_params import SamplingParams
-from helix.layers.attention import AttentionSpec
+from helix.layers.specs import AttentionSpec
 from helix.models import DecoderSpec
 
 

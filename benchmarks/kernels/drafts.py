@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.runner import Given, Part, Row
 from benchmarks.timer import ROTATED, K, seconds
-from kernels.attention.flash_decode import decode_tile, flash_decode, score_planes
+from helix.memory.keeps import dtype_name, score_planes
+from kernels.attention.flash_decode import decode_tile, flash_decode
 from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.reference.flash_decode import flash_decode as by_torch
 from kernels.reference.select_tokens import select_tokens as select_by_torch
@@ -68,7 +69,7 @@ def collect(given: Given, group: int, dim: int, queries: int, batch: int, length
     for rows in kinds:
         # Sums in another order, and fp16: 2^-11 of scores below 8.
         torch.testing.assert_close(found(rows, flash_decode), found(rows, by_torch), rtol=2**-9, atol=2**-8)
-    row["planes"] = score_planes(queries, group, dim, kind)
+    row["planes"] = score_planes(queries, group, dim, dtype_name(kind))
     row["plain_us"] = 1e6 * seconds(attend, copies, device)
     for rows in kinds:
         row[f"{rows}_us"] = 1e6 * seconds(partial(attend, rows=rows), copies, device)

@@ -78,7 +78,7 @@ def cut(model: str, ranks: int, points: list[tuple[int, int]]) -> list[str]:
     """The overrides of a model in few bits, with the layers that fit beside the largest point's KV."""
     overrides = list(FP8.get(model, ()))
     spec = spec_of(model)
-    keeps = spec.keeps(HelixLayout.create(), 0, torch.bfloat16)
+    keeps = spec.keeps(HelixLayout.create(), 0, "bfloat16")
     tokens = max(batch * length for batch, length in points)
     each = sum(tokens * sum(kept.bytes for kept in layer) for layer in keeps) / len(keeps) / ranks
     memory = torch.cuda.get_device_properties(0).total_memory

@@ -25,8 +25,7 @@ from torch import Tensor
 from benchmarks import jobs
 from benchmarks.models.workloads import Items, K, M, fitting_layers, named
 from benchmarks.runner import Benchmark, Given, Part, Row
-from helix.layers.attention import AttentionSpec
-from helix.layers.mlp import MLPSpec
+from helix.layers.specs import AttentionSpec, MLPSpec
 from helix.layout import HelixLayout
 from helix.memory.keeps import token_bytes
 from helix.models import DecoderSpec
@@ -80,7 +79,7 @@ def fitting(model: str, layout: HelixLayout, tokens: int) -> tuple[int, list[str
     spec = spec_of(model)
     layers = len(spec.layers)
     if torch.cuda.is_available():
-        kept = token_bytes(spec.keeps(layout, 0, torch.bfloat16)[0]) * tokens / layout.kvp
+        kept = token_bytes(spec.keeps(layout, 0, "bfloat16")[0]) * tokens / layout.kvp
         items = Items.of([*named(model), *OPTIONS.get(model, [])])
         memory = torch.cuda.get_device_properties(0).total_memory
         layers = fitting_layers(spec, layout.world_size, memory, items, kept)

@@ -24,9 +24,10 @@ from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, ModelC
 from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import StepSizes, with_bounds
+from helix.memory.keeps import StepSizes, dtype_name
+from helix.memory.kv_cache import with_bounds
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
 from helix.placement import Placement
 from helix.tokenizer import load_tokenizer
@@ -58,7 +59,7 @@ def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Co
     if share is None:
         return found
     spec, placement = make_spec(found), Placement(HelixLayout.create("helix", kvp), 0, PAGE, PAGE)
-    keeps = with_bounds(spec.keeps(placement.layout, 0, dtype), dtype)
+    keeps = with_bounds(spec.keeps(placement.layout, 0, dtype_name(dtype)), dtype_name(dtype))
     size = tiered_bytes(keeps, placement, StepSizes(BATCH, 1, CHUNK))
     found.kv.tier, found.kv.host_bytes = "host", 8e9
     world = LoopbackWorld(1)

@@ -92,7 +92,7 @@ def measure(given: Given, host: bool, batch: int, kv: str) -> Iterator[Row]:
     whole = (
         batch
         * length
-        * sum(token_bytes(kept) for kept in spec.keeps(HelixLayout.create(), 0, torch.bfloat16, kv))
+        * sum(token_bytes(kept) for kept in spec.keeps(HelixLayout.create(), 0, "bfloat16", kv))
         / layout.world_size
     )
     for (topk, repeat, more), point in zip(cells, points, strict=True):

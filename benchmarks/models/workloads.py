@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.timer import PRODUCT_CEILING, READ_CEILING
-from helix.layers.mla import MLASpec
-from helix.layers.moe import MoESpec
+from helix.layers.specs import MLASpec, MoESpec
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps
 from helix.models import DecoderSpec
-from helix.models.decoder import LayerSpec
+from helix.models.spec import LayerSpec
 from helix.simulate.hardware import BYTES
 from launch.inputs.auto_layout import weight_dtypes
 from launch.inputs.compose import ROOT, composed
@@ -101,7 +100,7 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, items: Items
     weights = sum(_layer_bytes(spec, layer, touched, items) for layer in spec.layers)
     weights += spec.vocab * spec.hidden * items.other
     whole, rank = HelixLayout.create(), 0
-    kept = spec.keeps(whole, rank, torch.bfloat16)
+    kept = spec.keeps(whole, rank, "bfloat16")
     read = sum(_read_bytes(layer, kept, length, items) for layer, kept in zip(spec.layers, kept, strict=True))
     return (weights + batch * read) / ranks / READ_CEILING
 

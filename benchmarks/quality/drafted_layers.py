@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from helix.models.loading import INDEX
+from helix.models.checkpoint import INDEX
 
 Kept = list[tuple[Tensor, Tensor]]  # keys and values that the model's states made, then each place's own
 

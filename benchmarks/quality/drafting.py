@@ -26,13 +26,14 @@ from benchmarks.quality.draft_variants import FixedBudget, JudgingDrafter, by_we
 from benchmarks.quality.prefilled import Subject, prefilled
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build.parts import load_eagle3
+from helix.build.checks import load_eagle3
 from helix.config import MAX_QUERIES
 from helix.events.decision import StepKind
 from helix.events.follower import Begun, Prefilled, Span, Taken
 from helix.events.sampling_params import SamplingParams
 from helix.memory.kv_cache import KVCache
-from helix.models import Decoder, DraftLayer
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement, PromptChunk
 from helix.run.model_runner import ModelRunner
 from helix.speculation import (

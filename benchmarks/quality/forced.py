@@ -24,7 +24,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.layout import HelixLayout
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.placement import BlockBudget, Placement
 from helix.run.model_runner import ModelRunner
 

@@ -17,11 +17,13 @@ from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
 from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
-from helix.memory.keeps import token_bytes
-from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, with_bounds
-from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.memory.keeps import StepSizes, dtype_name, token_bytes
+from helix.memory.kv_cache import KVCache, free_bytes, with_bounds
+from helix.models import DecoderSpec, spec_from_config
+from helix.models.checkpoint import read_config
+from helix.models.decoder import Decoder
 from helix.models.eagle3 import drafted_by
-from helix.models.loading import Checkpoint, read_config
+from helix.models.loading import Checkpoint
 from helix.placement import Placement, PromptChunk
 from helix.run.model_runner import ModelRunner
 from helix.speculation import Drafter, NoDrafts
@@ -66,7 +68,7 @@ class Subject:
         spec = spec_from_config(read_config(self.path))
         if self.layer is None:
             return spec
-        return spec.with_mtp() if self.layer.drafter == "mtp" else drafted_by(spec, make_eagle3(self.layer, spec)[0])
+        return spec.with_mtp() if self.layer.drafter == "mtp" else drafted_by(spec, make_eagle3(self.layer, spec))
 
     def load(self, comm: Communicator) -> Decoder:
         """This rank's part of the model."""
@@ -85,7 +87,8 @@ class Subject:
     def fitting(self, length: int) -> int:
         """Prompts of one batch: their cache has to fit."""
         spec = self.spec()
-        of_a_token = sum(token_bytes(kept) for kept in spec.keeps(self.layout, 0, self.dtype)) * self.layout.tpa
+        keeps = spec.keeps(self.layout, 0, dtype_name(self.dtype))
+        of_a_token = sum(map(token_bytes, keeps)) * self.layout.tpa
         return max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token)))
 
 
@@ -113,10 +116,10 @@ def prefilled(
         limit: most drafts of a step, for which there is room.
         make_drafter: makes the drafter that follows the prompts.
     """
-    n, layout = len(prompts), placement.layout
+    n, layout, dtype = len(prompts), placement.layout, dtype_name(model.weights.dtype)
     pages = n * placement.stripes.pages_for(room)
-    keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype, kv)
-    keeps = keeps if score is None else with_bounds(keeps, model.weights.dtype, parts)
+    keeps = model.spec.keeps(layout, comm.rank, dtype, kv)
+    keeps = keeps if score is None else with_bounds(keeps, dtype, parts)
     cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, 1 + limit, TOGETHER * CHUNK), score)
     drafter = make_drafter(cache)
     sizes: dict[str, Any] = {"max_batch": n, "max_length": max_length, "prefill_chunk": TOGETHER * CHUNK}

@@ -32,7 +32,7 @@ from comm.torch_dist import are_apart
 from helix.events.decision import StepKind
 from helix.layers.attention import ShardedAttention
 from helix.layout import share
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.run.autotune import CHUNKS, choose_chunks, step_seconds
 from helix.run.clock import Moment, seconds_of_each
 from helix.run.graphs import StepGraphs

@@ -21,7 +21,7 @@ from benchmarks.ranks.steps import fill, rewind
 from benchmarks.schema import lab
 from comm.base import Communicator, message_bytes
 from helix.events.decision import StepKind
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.run.autotune import step_seconds
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun

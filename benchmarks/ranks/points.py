@@ -18,7 +18,8 @@ from helix.build.engine import build_engine
 from helix.config import Config
 from helix.control.engine import Engine
 from helix.errors import ConfigError
-from helix.models import Decoder, DraftLayer
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import DraftLayer
 from helix.speculation import DraftModel
 from launch.inputs.preflight import CheckedRun
 

@@ -24,7 +24,8 @@ from helix.attention.policies import make_policy
 from helix.control.timings import Timings
 from helix.events.decision import StepKind
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder, DraftLayer
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import DraftLayer
 from helix.run.autotune import choose_chunks
 from helix.run.graphs import StepGraphs
 from helix.run.model_runner import ModelRunner

@@ -35,7 +35,7 @@ from helix.control.timings import Timings
 from helix.errors import ConfigError, RankError
 from helix.events.decision import Admission, Decision, Segment, StepKind
 from helix.events.request import Request
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.run.autotune import choose_chunks
 from helix.run.clock import Moment, seconds_of_each
 from helix.run.graphs import StepGraphs

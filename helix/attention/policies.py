@@ -13,9 +13,8 @@ from kernels.sparse.select_blocks import MOST_PAGES
 
 def budget_of(config: AttentionConfig) -> BlockBudget:
     """Returns the budget of a config, over all ranks."""
-    parts = config.block // config.part if config.part and config.topk else 1
-    candidates = config.candidates if parts > 1 else 0
-    return BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens, parts, candidates)
+    read = config.sink_blocks, config.local_blocks, config.topk
+    return BlockBudget(*read, config.from_tokens, config.parts, config.candidate_blocks)
 
 
 def make_policy(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from helix.config import Config
-from helix.layers.mla import MLASpec, most_dealt
+from helix.layers.specs import MLASpec, most_dealt
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import StepSizes
+from helix.memory.keeps import ITEMSIZE, StepSizes
 from helix.models import DecoderSpec
 from helix.steps.chunk_size import longest_size
 
@@ -20,6 +18,9 @@ EXPERTS_SHARE = 6  # and of models with experts 1 / EXPERTS_SHARE
 MOST_SLOTS = 512  # of decode.max_batch=auto, and most tokens of its steps
 FEW_SLOTS = 8  # of it on CPUs and over host memory, where steps of more rows are not cheaper for a row
 SLACK = 1.25  # factor for the allocator's fragmentation
+PIECE_TOKENS = (
+    32768  # tokens before a prompt chunk that come from host memory at once: the merge then takes 2% of attention
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class CacheNeeds:
     draft_page: int = 0
 
 
-def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> int:
+def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: str) -> int:
     """Counts the bytes per token of a prefill step on a rank, without KV, in the layer that needs most.
 
     Both halves of a layer hold the residual stream besides their own buffers; in mode dp a rank also holds rows that it
@@ -48,10 +49,10 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torc
     gathered = 2 * layout.dp * spec.hidden if layout.dp > 1 else 0
     attention = max(layer.mixer.buffers(layout, rank) for layer in spec.layers)
     ffn = max(layer.ffn.buffers(layout, rank, spec.hidden) for layer in spec.layers)
-    return math.ceil(SLACK * (4 * spec.hidden + gathered + max(attention, ffn)) * dtype.itemsize)
+    return math.ceil(SLACK * (4 * spec.hidden + gathered + max(attention, ffn)) * ITEMSIZE[dtype])
 
 
-def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: int, dtype: torch.dtype) -> int:
+def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: int, dtype: str) -> int:
     """Counts the bytes of sequences that ranks gather for a prefill step of `chunk` tokens, of up to `longest` each.
 
     Latents and index keys of two layers are there at once, and beside them the latents that this rank gives. A captured
@@ -62,11 +63,11 @@ def gathered_bytes(spec: DecoderSpec, layout: HelixLayout, chunk: int, longest: 
         return 0
     index = max((indexer.width for indexer in spec.indexers), default=0)
     given = -(-mixer.entry // layout.kvp)
-    return min(2 * longest, most_dealt(mixer, chunk)) * (2 * (mixer.entry + index) + given) * dtype.itemsize
+    return min(2 * longest, most_dealt(mixer, chunk)) * (2 * (mixer.entry + index) + given) * ITEMSIZE[dtype]
 
 
 def prompt_bytes(
-    spec: DecoderSpec, layout: HelixLayout, rank: int, chunk: int, longest: int, dtype: torch.dtype, captured: bool
+    spec: DecoderSpec, layout: HelixLayout, rank: int, chunk: int, longest: int, dtype: str, captured: bool
 ) -> int:
     """Counts the bytes that prefill steps of up to `chunk` tokens, of sequences of up to `longest`, take on a rank.
 

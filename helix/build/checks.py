@@ -1,4 +1,4 @@
-"""Validation of a config against its layout, its model and its draft model."""
+"""Validation of a config against its layout, its model and its draft model, and the checkpoints of these."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from pathlib import Path
 
 import torch
 
+from comm.base import Communicator
 from comm.loopback import LoopbackWorld
-from helix.build.parts import check_weights, load_eagle3, make_checkpoint, make_draft_layout, make_spec
-from helix.config import Config
+from helix.build.parts import check_latents, check_weights, make_draft_layout, make_eagle3, make_spec, stored_format
+from helix.config import Config, ModelConfig, SpeculationConfig
 from helix.files import read_json, read_text
+from helix.layers.specs import AttentionSpec
+from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.models import Decoder, DecoderSpec
-from helix.models.loading import Checkpoint
+from helix.models import DecoderSpec
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import Eagle3Layer
+from helix.models.eagle3 import UNUSED
+from helix.models.loading import Checkpoint, weights_of
 from helix.placement import Stripes
 from helix.speculation import check_draft
 from helix.tokenizer import has_tokenizer
@@ -77,23 +83,6 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
         )
 
 
-def check_cache(config: Config, spec: DecoderSpec) -> None:
-    """Raises ValueError if keys and values cannot be kept as kv.dtype has it."""
-    what = f"kv.dtype={config.kv.dtype}"
-    if config.kv.dtype == "auto":
-        return
-    _check_latents(config, spec)
-    if not spec.full:
-        raise ValueError(f"{what}: all layers of the model have windows, which stay as they are: set auto")
-
-
-def _check_latents(config: Config, spec: DecoderSpec) -> None:
-    if spec.attention.latent is not None and config.kv.dtype == "k16v8":
-        raise ValueError("kv.dtype=k16v8: the model's latents (MLA) are keys and values at once: set fp8 or auto")
-    if config.kv.dtype == "fp8_all" and not spec.indexers:
-        raise ValueError("kv.dtype=fp8_all: the model has no index keys (DSA): set fp8 or auto")
-
-
 def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
     """Raises ValueError if a model cannot draft for itself over few of its keys."""
     if config.speculation.drafter != "sparse":
@@ -155,11 +144,62 @@ def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None
         raise ValueError(f"speculation.drafter=sparse {why}: set speculation=ngram")
 
 
+def load_eagle3(
+    config: SpeculationConfig, target: Decoder, layout: HelixLayout, comm: Communicator, *, check: bool = False
+) -> Eagle3Layer:
+    """Builds and loads this rank's part of the draft layer of speculation.drafter=eagle3.
+
+    Args:
+        target: part of the target on this rank.
+        check: whether to check the checkpoint's tensors instead of loading them.
+
+    Raises:
+        ValueError: the checkpoint is not for this target or layout.
+    """
+    spec = make_eagle3(config, target.spec)
+    attention = spec.layer.mixer
+    assert isinstance(attention, AttentionSpec)
+    try:
+        layout.check_heads(attention.q_heads, attention.kv_heads)
+        window = min(config.window or spec.max_positions, target.spec.max_positions)
+        if window in target.spec.windows:
+            raise ValueError(f"its window of {window} tokens is one of the target's: set another speculation.window")
+        checkpoint = Checkpoint(Path(str(config.path)))
+        d2t = checkpoint.whole("d2t") if "d2t" in checkpoint.files else None
+        ids = None if d2t is None else d2t + torch.arange(len(d2t))
+        weights = Weights(target.weights.dtype, target.weights.device)
+        layer = Eagle3Layer(weights, comm, layout, spec, target, ids, window)
+        if check:
+            checkpoint.check(weights.slices, UNUSED)
+        else:
+            checkpoint.load(weights)
+        return layer
+    except ValueError as error:
+        raise ValueError(f"the draft layer (speculation.path={config.path}): {error}") from error
+
+
 def check_eagle3(config: Config, layout: HelixLayout, target: DecoderSpec, rank: int) -> None:
     """Raises ValueError if the layer of speculation.drafter=eagle3 is not for this target and layout."""
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
     model = Decoder(target, layout, comm, torch.float32, torch.device("meta"))
     load_eagle3(config.speculation, model, layout, comm, check=True)
+
+
+def make_checkpoint(
+    config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int
+) -> tuple[Checkpoint | None, DecoderSpec]:
+    """Opens a model's checkpoint, None for random weights; returns it with the spec that has its head.
+
+    Raises:
+        ValueError: the weights do not fit the config.
+    """
+    if config.load != "checkpoint":
+        return None, spec
+    assert config.path is not None, "check_weights comes before"
+    checkpoint = Checkpoint(Path(config.path), stored_format(config))
+    spec = checkpoint.as_stored(spec)
+    checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)
+    return checkpoint, spec
 
 
 def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank: int) -> CheckedDraft:
@@ -170,7 +210,7 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
             raise ValueError("speculation=model needs speculation.model.path=DIR")
         spec = make_spec(replace(config, model=speculation.model), "speculation.model")
         check_weights(speculation.model, "speculation.model")
-        _check_latents(config, spec)
+        check_latents(config, spec)
         if spec.has_states:
             raise ValueError("a model whose layers keep states (Gated DeltaNet) cannot draft: set speculation=ngram")
         layout = make_draft_layout(speculation.layout, spec, of_target.world_size)

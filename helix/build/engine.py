@@ -14,11 +14,14 @@ from helix.config import Config, SpeculationConfig
 from helix.control.engine import Engine
 from helix.errors import ConfigError
 from helix.layers.indexer import SCORES
-from helix.layers.mla import EXPANDED, MLASpec
+from helix.layers.mla import EXPANDED
+from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
-from helix.memory.keeps import page_bytes
-from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, slot_bytes, with_bounds, without_long_rings
-from helix.models import Decoder, DecoderSpec, DraftLayer
+from helix.memory.keeps import ITEMSIZE, StepSizes, dtype_name, page_bytes
+from helix.memory.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds, without_long_rings
+from helix.models import DecoderSpec
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement
 from helix.run.model_runner import ModelRunner
 from helix.speculation import (
@@ -107,7 +110,7 @@ def make_drafter(
 def auto_slots(
     config: Config,
     spec: DecoderSpec,
-    dtype: torch.dtype,
+    dtype: str,
     placement: Placement,
     comm: Communicator,
     needs: CacheNeeds,
@@ -134,7 +137,7 @@ def auto_slots(
 
 
 def make_cache(
-    config: Config, spec: DecoderSpec, dtype: torch.dtype, placement: Placement, comm: Communicator, needs: CacheNeeds
+    config: Config, spec: DecoderSpec, dtype: str, placement: Placement, comm: Communicator, needs: CacheNeeds
 ) -> KVCache:  # fmt: skip
     """Creates a cache on the GPU for all tokens that it needs to hold, or as many as its memory allows.
 
@@ -201,7 +204,7 @@ def build_engine(
     """
     spec, kv = model.spec, config.kv
     placement = Placement(layout, layout.kvp_rank(comm.rank), *config.blocks)
-    dtype = model.weights.dtype
+    dtype = dtype_name(model.weights.dtype)
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     # In mode dp each rank has its own slots and pages, of sequences that come to any of the ranks.
     max_batch = -(-max_batch // layout.dp)
@@ -210,7 +213,7 @@ def build_engine(
     piece = 0 if kv.dtype == "auto" else PIECE_BYTES
     if isinstance(spec.attention, MLASpec) and spec.attention.topk is None:
         piece = 2 * EXPANDED  # keys and values, and the latents of these, in order and not
-    apart = model.weights.largest * dtype.itemsize + (SCORES * torch.float32.itemsize if spec.indexers else 0)
+    apart = model.weights.largest * ITEMSIZE[dtype] + (SCORES * torch.float32.itemsize if spec.indexers else 0)
     halves = 4 if comm.capturable else 2  # those of captured chunks have memory of their own
     free = free_bytes(comm.device) - halves * (apart + piece)
     buffers = token_buffers(spec, layout, comm.rank, dtype)
@@ -222,7 +225,7 @@ def build_engine(
     layer = model.next_token if config.speculation.drafter == "mtp" else draft
     if comm.capturable and layer is not None and not isinstance(layer, DraftModel):
         captured = longest_size(chunk, layout.world_size)
-        room -= captured * layer.read * dtype.itemsize  # states that a captured chunk leaves to it
+        room -= captured * layer.read * ITEMSIZE[dtype]  # states that a captured chunk leaves to it
     if config.speculation.drafter == "suffix":
         room -= config.speculation.remembered * 8
     needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk, kv.snapshots * kv.prefix_cache), wanted, room)

@@ -1,23 +1,18 @@
-"""Parts that a config names: layout, shape, weights, processes."""
+"""Parts that a config names: layouts, specs, formats of weights. No torch here: the planner makes them, too."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from comm.base import Communicator
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig, SpeculationConfig
-from helix.layers.attention import AttentionSpec
-from helix.layers.weights import Formats, Weights, unpacked
+from helix.layers.specs import Formats, unpacked
 from helix.layout import HelixLayout
-from helix.models import Decoder, DecoderSpec, spec_from_config
-from helix.models.eagle3 import UNUSED, Eagle3Layer, Eagle3Spec, drafted_by
+from helix.models import DecoderSpec, spec_from_config
+from helix.models.checkpoint import CheckpointFiles, WeightFormat, read_config, rounded
+from helix.models.eagle3 import Eagle3Spec, drafted_by
 from helix.models.eagle3 import read as read_eagle3
-from helix.models.loading import Checkpoint, load_spec_config, read_config, weights_of
-from helix.models.overrides import check_overrides, ignored_overrides
-from helix.models.quantized import WeightFormat, rounded
+from helix.models.overrides import check_overrides, ignored_overrides, load_spec_config
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:
@@ -44,53 +39,19 @@ def make_spec(config: Config, key: str = "model") -> DecoderSpec:
     check_overrides(stored_config(model), model.config, f"{key}.config")
     spec = spec_from_config(resolved_config(model))
     if config.speculation.drafter == "eagle3":
-        return drafted_by(spec, make_eagle3(config.speculation, spec)[0])
+        return drafted_by(spec, make_eagle3(config.speculation, spec))
     return spec.with_mtp() if config.speculation.drafter == "mtp" else spec
 
 
-def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> tuple[Eagle3Spec, Checkpoint]:
-    """Opens the checkpoint of speculation.drafter=eagle3; raises ValueError if it is not for this target."""
+def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
+    """Reads the spec of speculation.drafter=eagle3; raises ValueError if its checkpoint is not for this target."""
     if config.path is None:
         raise ValueError("speculation=eagle3 needs speculation.path=DIR, the directory of the draft layer's checkpoint")
     path = Path(config.path)
     try:
-        checkpoint = Checkpoint(path)
-        return read_eagle3(read_config(path), checkpoint.shapes, target), checkpoint
+        return read_eagle3(read_config(path), CheckpointFiles(path).shapes, target)
     except ValueError as error:
         raise ValueError(f"the draft layer (speculation.path={path}): {error}") from error
-
-
-def load_eagle3(
-    config: SpeculationConfig, target: Decoder, layout: HelixLayout, comm: Communicator, *, check: bool = False
-) -> Eagle3Layer:
-    """Builds and loads this rank's part of the draft layer of speculation.drafter=eagle3.
-
-    Args:
-        target: part of the target on this rank.
-        check: whether to check the checkpoint's tensors instead of loading them.
-
-    Raises:
-        ValueError: the checkpoint is not for this target or layout.
-    """
-    spec, checkpoint = make_eagle3(config, target.spec)
-    attention = spec.layer.mixer
-    assert isinstance(attention, AttentionSpec)
-    try:
-        layout.check_heads(attention.q_heads, attention.kv_heads)
-        window = min(config.window or spec.max_positions, target.spec.max_positions)
-        if window in target.spec.windows:
-            raise ValueError(f"its window of {window} tokens is one of the target's: set another speculation.window")
-        d2t = checkpoint.whole("d2t") if "d2t" in checkpoint.files else None
-        ids = None if d2t is None else d2t + torch.arange(len(d2t))
-        weights = Weights(target.weights.dtype, target.weights.device)
-        layer = Eagle3Layer(weights, comm, layout, spec, target, ids, window)
-        if check:
-            checkpoint.check(weights.slices, UNUSED)
-        else:
-            checkpoint.load(weights)
-        return layer
-    except ValueError as error:
-        raise ValueError(f"the draft layer (speculation.path={config.path}): {error}") from error
 
 
 def check_weights(config: ModelConfig, key: str) -> None:
@@ -103,24 +64,7 @@ def check_weights(config: ModelConfig, key: str) -> None:
         )
 
 
-def make_checkpoint(
-    config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int
-) -> tuple[Checkpoint | None, DecoderSpec]:
-    """Opens a model's checkpoint, None for random weights; returns it with the spec that has its head.
-
-    Raises:
-        ValueError: the weights do not fit the config.
-    """
-    if config.load != "checkpoint":
-        return None, spec
-    assert config.path is not None, "check_weights comes before"
-    checkpoint = Checkpoint(Path(config.path), stored_format(config))
-    spec = checkpoint.as_stored(spec)
-    checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)
-    return checkpoint, spec
-
-
-def make_formats(config: ModelConfig, checkpoint: Checkpoint | None, on_gpu: bool) -> Formats:
+def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu: bool) -> Formats:
     """Returns the storage of a model's matrices, as model.weights names it."""
     if config.weights == "bf16" or (config.weights == "auto" and not on_gpu):
         return unpacked
@@ -128,6 +72,24 @@ def make_formats(config: ModelConfig, checkpoint: Checkpoint | None, on_gpu: boo
     if stored is None:
         return rounded if config.weights == "fp8" else unpacked
     return stored.kept if checkpoint is None else checkpoint.kept
+
+
+def check_cache(config: Config, spec: DecoderSpec) -> None:
+    """Raises ValueError if keys and values cannot be kept as kv.dtype has it."""
+    what = f"kv.dtype={config.kv.dtype}"
+    if config.kv.dtype == "auto":
+        return
+    check_latents(config, spec)
+    if not spec.full:
+        raise ValueError(f"{what}: all layers of the model have windows, which stay as they are: set auto")
+
+
+def check_latents(config: Config, spec: DecoderSpec) -> None:
+    """Raises ValueError if kv.dtype is for keys and values, or index keys, that the model does not have."""
+    if spec.attention.latent is not None and config.kv.dtype == "k16v8":
+        raise ValueError("kv.dtype=k16v8: the model's latents (MLA) are keys and values at once: set fp8 or auto")
+    if config.kv.dtype == "fp8_all" and not spec.indexers:
+        raise ValueError("kv.dtype=fp8_all: the model has no index keys (DSA): set fp8 or auto")
 
 
 def stored_format(config: ModelConfig) -> WeightFormat | None:

@@ -11,22 +11,21 @@ import torch
 from comm.base import Communicator
 from helix.attention.policies import budget_of, make_policy
 from helix.attention.tiered import TieredAttention
-from helix.build.buffers import CacheNeeds
+from helix.build.buffers import PIECE_TOKENS, CacheNeeds
 from helix.config import Config
 from helix.errors import ConfigError
-from helix.layers.attention import AttentionSpec
+from helix.layers.specs import AttentionSpec
 from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore, host_store
-from helix.memory.keeps import Keeps, keys_and_values, token_bytes
-from helix.memory.kv_cache import StepSizes, slot_bytes, snapshot_bytes, with_bounds
-from helix.memory.tiered_cache import LISTS, TieredCache, ring_pages
+from helix.memory.keeps import LISTS, Keeps, StepSizes, keys_and_values, token_bytes
+from helix.memory.kv_cache import slot_bytes, snapshot_bytes, with_bounds
+from helix.memory.tiered_cache import TieredCache, ring_pages
 from helix.models import DecoderSpec
 from helix.placement import Placement
 
 # FLOPs of a chunk's attention in the time of a byte over the link: a chunk of 4,096 takes 2.4 times as long as fetching
 # its prefix, at Qwen2.5-7B's shape on an H200 with PCIe 5.
 FLOPS_A_BYTE = 12_000
-PIECE_TOKENS = 32768  # tokens before a prompt chunk that are fetched at once: the merge then takes 2% of attention
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def piece_pages(page_size: int) -> int:
 
 
 def make_tiered(
-    config: Config, spec: DecoderSpec, dtype: torch.dtype, placement: Placement, comm: Communicator, needs: CacheNeeds
+    config: Config, spec: DecoderSpec, dtype: str, placement: Placement, comm: Communicator, needs: CacheNeeds
 ) -> TieredCache:  # fmt: skip
     """Creates a cache for all tokens that it needs to hold, or as many as both memories allow; a collective call.
 
@@ -144,7 +143,7 @@ def make_tiered(
     return cache
 
 
-def least_chunk(spec: DecoderSpec, dtype: torch.dtype, kv: str) -> int:
+def least_chunk(spec: DecoderSpec, dtype: str, kv: str) -> int:
     """Computes the tokens of a prompt chunk whose attention takes as long as fetching the tokens before it."""
     mixer = spec.attention
     assert isinstance(mixer, AttentionSpec), "latents are not kept in host memory"
@@ -153,7 +152,7 @@ def least_chunk(spec: DecoderSpec, dtype: torch.dtype, kv: str) -> int:
     return math.ceil(FLOPS_A_BYTE * number / (2 * group))
 
 
-def of_short_chunks(spec: DecoderSpec, dtype: torch.dtype, kv: str, chunk: int) -> str | None:
+def of_short_chunks(spec: DecoderSpec, dtype: str, kv: str, chunk: int) -> str | None:
     """Returns a warning if chunks are so short that prompts wait for the link with this kv.dtype; else None."""
     if chunk >= (least := least_chunk(spec, dtype, kv)):
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles, paired
+from helix.layers.specs import AttentionSpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.memory.keeps import Keeps, keys_and_values
 from helix.memory.kv_cache import KVCache, LayerCache
 from helix.steps.step import Step
 from kernels.attention.head_squares import head_squares
@@ -27,90 +27,6 @@ from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
 from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.scaled import as_tensor, matrix_rows
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Shape of one layer's attention in the checkpoint.
-
-    Attributes:
-        qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
-        rotated: number of a head's first dimensions that are rotated; None: all.
-        fused: whether one matrix has the rows of queries, keys and values.
-        multiplier: factor on q.k; None: head_dim^-0.5.
-        gated: whether the output of each query head is gated by a sigmoid; each head of q_proj is then followed by its
-            gate.
-        inputs: width of what queries, keys and values are projected from; None: `hidden`, that of the output.
-    """
-
-    hidden: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
-    norm_eps: float
-    window: int | None
-    sinks: bool
-    rotated: int | None = None
-    norm_over: Literal["head", "all"] = "head"
-    fused: bool = False
-    multiplier: float | None = None
-    gated: bool = False
-    inputs: int | None = None
-
-    @property
-    def scale(self) -> float:
-        """Factor on q.k."""
-        return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
-
-    @property
-    def attends(self) -> bool:
-        """Whether queries read keys of the sequence."""
-        return True
-
-    @property
-    def latent(self) -> None:
-        """Width of values that are a part of the keys; None: keys and values are stored separately."""
-        return None
-
-    @property
-    def weights(self) -> int:
-        """Number of weights in all projections, over all ranks."""
-        return self.hidden * self.head_dim * ((2 + self.gated) * self.q_heads + 2 * self.kv_heads)
-
-    @property
-    def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one key and value, over all heads."""
-        return self.q_heads * 2 * self.head_dim
-
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
-        """Lists the data that the layer keeps on a rank."""
-        heads = len(layout.kv_heads(rank, self.kv_heads))
-        return keys_and_values(heads, self.head_dim, dtype, kv, self.window)
-
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank.
-
-        These are QKV, the queries, and partial outputs of all heads, also as sent and received messages.
-        """
-        q, lanes, copies = sent(layout, rank, self.q_heads, self.kv_heads)
-        rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
-        gates = 2 * len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * self.gated
-        return copies * rows + (2 * (q + lanes) + gates) * self.head_dim
-
-    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Attention:
-        """Builds this rank's part."""
-        return Attention(weights, comm, layout, self, place)
-
-
-def sent(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
-    """Returns a rank's query heads, the heads in its received messages, and the copies of QKV: own, sent, received."""
-    heads = rank, q_heads, kv_heads
-    if layout.kvp == 1:
-        return len(layout.q_heads(*heads)), 0, 1
-    return len(layout.q_heads(*heads)), layout.kvp * max(layout.head_shares(*heads)), 3
 
 
 class ShardedAttention:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -14,85 +11,14 @@ from helix.attention.base import AttentionPolicy
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
+from helix.layers.specs import GatedDeltaSpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
 from helix.steps.step import Step
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step
-
-
-@dataclass(frozen=True)
-class GatedDeltaSpec:
-    """Shape of one layer's Gated DeltaNet in the checkpoint.
-
-    Attributes:
-        key_heads, value_heads: heads; `value_heads` is a multiple, neighbours of which share a key head.
-        key_dim, value_dim: their widths.
-        conv: rows that the causal convolution reads.
-        storage: `fused` (in_proj_qkvz and in_proj_ba, rows grouped by key head) or `apart` (in_proj_qkv, _z, _b, _a).
-    """
-
-    hidden: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv: int
-    norm_eps: float
-    storage: Literal["fused", "apart"]
-    attends: bool = False
-    window: None = None
-
-    @property
-    def group(self) -> int:
-        """Number of value heads that share a key head."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def weights(self) -> int:
-        """Number of weights in all projections, over all ranks."""
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        return self.hidden * (2 * keys + 3 * values + 2 * self.value_heads)
-
-    @property
-    def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one key and value: there are none."""
-        return 0
-
-    def channels(self, keys: int, values: int) -> int:
-        """Returns the width of q, k and v of so many heads."""
-        return 2 * keys * self.key_dim + values * self.value_dim
-
-    def key_heads_of(self, values: range) -> range:
-        """Returns the key heads that value heads use."""
-        return range(values.start // self.group, -(-values.stop // self.group)) if values else range(0)
-
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
-        """Lists the data that the layer keeps on a rank: states, recent rows, and what the last step's add."""
-        values = layout.state_heads(rank, self.value_heads)
-        channels = self.channels(len(self.key_heads_of(values)), len(values))
-        return (
-            Keeps("state", (len(values), self.key_dim, self.value_dim), torch.float32, "slot"),
-            Keeps("qkv", (channels,), dtype, "recent", before=self.conv - 1),
-            Keeps("rows", (len(values), self.key_dim + self.value_dim), torch.float32, "row"),
-            Keeps("decays", (len(values),), torch.float32, "row"),
-        )
-
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank.
-
-        These are inputs of the convolution and its outputs, z and gates, the systems' w, gates in fp32, and outputs.
-        """
-        values = layout.state_heads(rank, self.value_heads)
-        channels = self.channels(len(self.key_heads_of(values)), len(values))
-        return 2 * channels + len(values) * (self.key_dim + 2 * self.value_dim + 6)
-
-    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> GatedDeltaNet:
-        """Builds this rank's part."""
-        return GatedDeltaNet(weights, comm, layout, self, place)
 
 
 class GatedDeltaNet:

@@ -14,7 +14,6 @@ rotation by a Hadamard matrix, which leaves products unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.layers.linear import ColumnParallel, Rows
 from helix.layers.rotary import Angles
+from helix.layers.specs import IndexerSpec
 from helix.layers.weights import Weights
-from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import LayerCache
 from helix.steps.dealt import all_rows, gathered
 from helix.steps.step import CHOSEN, Step
@@ -35,49 +34,6 @@ from kernels.reference.choose_tokens import Shard
 
 NORM_EPS = 1e-6  # of the keys' norm, whatever rms_norm_eps is
 SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps choose for some rows after the others
-
-
-@dataclass(frozen=True)
-class IndexerSpec:
-    """Shape of one layer's indexer in the checkpoint.
-
-    Attributes:
-        heads: H_I, index heads.
-        width: D_I, width of their queries and of the one key.
-        rope: width of the rotated part, which comes first.
-        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in the part's two halves.
-    """
-
-    heads: int
-    width: int
-    rope: int
-    interleaved: bool
-
-    def weights(self, hidden: int, q_rank: int) -> int:
-        """Counts its weights."""
-        return hidden * (self.width + self.heads) + q_rank * self.heads * self.width
-
-    def keeps(self, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
-        """Lists the data that it keeps of a token: in `dtype`, or with kv.dtype=fp8_all (`kv`) in e4m3 with a scale."""
-        if kv != "fp8_all":
-            return (Keeps("index_keys", (self.width,), dtype),)
-        return Keeps("index_keys", (self.width,), torch.float8_e4m3fn), Keeps("index_scales", (), torch.float32)
-
-    def buffers(self, topk: int) -> int:
-        """Counts the activations per token of a prefill step, in numbers of 16 bits.
-
-        These are queries, fp32 keys and head weights, and rows of slots, twice while parts are put together.
-        """
-        return self.heads * self.width + 2 * (self.width + self.heads) + 4 * topk
-
-    def rows(self, begin: int) -> list[range]:
-        """Returns the rows of a query or key from `begin` on, with rotated pairs in two halves, as kernels have them.
-
-        The same permutation of queries and keys leaves scores unchanged.
-        """
-        end = begin + self.rope
-        rotated = [range(begin, end, 2), range(begin + 1, end, 2)] if self.interleaved else [range(begin, end)]
-        return [*rotated, range(end, begin + self.width)]
 
 
 class Indexer:

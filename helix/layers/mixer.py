@@ -9,17 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.pending import PendingSum
 from helix.attention.base import AttentionPolicy
 from helix.layers.rotary import Angles
-from helix.layers.weights import Weights
-from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
 from helix.steps.step import Step
 
@@ -37,35 +32,6 @@ class LayerPlace:
     name: str
     index: int
     pipeline: Pipeline
-
-
-class MixerSpec(Protocol):
-    """Shape of one layer's mixer in the checkpoint; hashable."""
-
-    @property
-    def attends(self) -> bool:
-        """Whether queries read keys of the sequence."""
-
-    @property
-    def window(self) -> int | None:
-        """Sliding window in tokens; None if queries read the whole sequence, or none of it."""
-
-    @property
-    def weights(self) -> int:
-        """Number of weights in all projections, over all ranks."""
-
-    @property
-    def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one key and value, over all heads."""
-
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
-        """Lists the data that the layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
-
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank."""
-
-    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Mixer:
-        """Builds this rank's part."""
 
 
 class Mixer(Protocol):

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +35,14 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention
-from helix.layers.attention import ShardedAttention, sent
-from helix.layers.indexer import Indexer, IndexerSpec
+from helix.layers.attention import ShardedAttention
+from helix.layers.indexer import Indexer
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
+from helix.layers.specs import MLASpec, most_dealt
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.memory.keeps import Keeps, latents
 from helix.memory.kv_cache import KVCache, LayerCache
 from helix.steps.chunk_size import DEEP
 from helix.steps.dealt import (
@@ -65,97 +65,8 @@ from kernels.mla.per_head_linear import per_head_linear
 
 READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
 CALL_S = 2.5e-6  # seconds of a small collective (docs/results/kernels.md#collectives)
-WORTH = 2  # bytes of sequences that are gathered as fast as one of queries and outputs is exchanged
 EXPANDED = 1 << 27  # bytes of expanded keys and values at a time
 ROWS = 8  # assumed rows of a step for the choice of queries: weights are placed before rows are known
-
-
-@dataclass(frozen=True)
-class MLASpec:
-    """Shape of one layer's latent attention in the checkpoint.
-
-    Attributes:
-        q_rank: width of the queries' own latent; None: queries are projected from x directly.
-        latent: R, width of the latent without the rotated part.
-        rope: P, width of the rotated part of queries and keys.
-        nope: width of the part of a head's queries and keys that is not rotated.
-        value: width of a head's values.
-        norm_eps: epsilon of the latents' norms.
-        scale: factor on q.k.
-        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in its two halves.
-        topk: tokens that a query reads, those that an indexer chooses; None: all.
-        indexer: this layer's own indexer; with `topk` and without one, the choice of the layer before is read.
-    """
-
-    hidden: int
-    q_heads: int
-    q_rank: int | None
-    latent: int
-    rope: int
-    nope: int
-    value: int
-    norm_eps: float
-    scale: float
-    interleaved: bool
-    topk: int | None = None
-    indexer: IndexerSpec | None = None
-
-    @property
-    def query(self) -> int:
-        """Width of a head's query before absorption."""
-        return self.nope + self.rope
-
-    @property
-    def entry(self) -> int:
-        """Number of values stored per token."""
-        return self.latent + self.rope
-
-    @property
-    def weights(self) -> int:
-        """Number of weights in all projections, over all ranks."""
-        of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
-        index = 0 if self.indexer is None else self.indexer.weights(self.hidden, self.q_rank or 0)
-        return (
-            index + self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
-        )
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads: the one latent."""
-        return 1
-
-    @property
-    def attends(self) -> bool:
-        """Whether queries read keys of the sequence."""
-        return True
-
-    @property
-    def window(self) -> None:
-        """Sliding window in tokens: always None."""
-        return None
-
-    @property
-    def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one expanded key and value, or with one index key."""
-        if self.topk is not None:
-            return 0 if self.indexer is None else self.indexer.heads * self.indexer.width
-        return self.q_heads * (self.query + self.value)
-
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> tuple[Keeps, ...]:
-        """Lists the data that the layer keeps on a rank."""
-        index = () if self.indexer is None else self.indexer.keeps(dtype, kv)
-        return (*latents(self.latent, self.rope, dtype, kv), *index)
-
-    def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.buffers`."""
-        q, lanes, copies = sent(layout, rank, self.q_heads, 1)
-        queries = q * (self.query + copies * self.entry + self.latent)
-        index = 0 if self.indexer is None or self.topk is None else self.indexer.buffers(self.topk)
-        return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent + index
-
-    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> MLA:
-        """Builds this rank's part."""
-        return MLA(weights, comm, layout, self, place)
 
 
 def exchanges_values(spec: MLASpec, rows: int, wire_rate: float) -> bool:
@@ -178,15 +89,6 @@ def gathers_queries(spec: MLASpec, ranks: int, item: int, wire_rate: float) -> b
     others = spec.q_heads * (ranks - 1) / ranks * item
     weights = spec.query * (spec.q_rank or spec.hidden) + spec.nope * spec.latent  # per head: its query's, and W_UK
     return others * weights / READ_RATE > CALL_S + others * ROWS * spec.entry / wire_rate
-
-
-def most_dealt(spec: MLASpec, rows: int) -> int:
-    """Returns the tokens of sequences below which it is faster to gather these than to exchange what `rows` rows need.
-
-    That is queries and outputs of all heads. An exchange has more to do than to send them: choices are exchanged, and
-    partial outputs packed and merged.
-    """
-    return WORTH * rows * spec.q_heads * (spec.query + spec.value) // spec.entry
 
 
 def _tokens(step: Step) -> int:

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
+from helix.layers.specs import MLPSpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from kernels.dense.sigmoid_mul import sigmoid_mul
-
-
-@dataclass(frozen=True)
-class MLPSpec:
-    """Shape of one layer's dense FFN in the checkpoint.
-
-    Attributes:
-        width: number of inner columns.
-        bias: whether all three products have a bias.
-        fused: whether one matrix has the rows of gate and up.
-        activation: silu, or gelu in its approximation by tanh.
-    """
-
-    width: int
-    bias: bool = False
-    fused: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-
-    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> GatedMLP:
-        """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
-        return GatedMLP(weights, comm, layout, hidden, self, f"{layer}.mlp")
-
-    def multiplications(self, hidden: int) -> int:
-        """Counts multiplications with weights for one token, over all ranks."""
-        return 3 * hidden * self.width
-
-    def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
-        """Counts the activations per token of a prefill step on a rank: gate, up and their product."""
-        return 3 * len(layout.ffn_columns(rank, self.width))
 
 
 class GatedMLP:

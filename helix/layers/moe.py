@@ -16,82 +16,18 @@ experts are TP over all ranks too, so shared experts become routed ones that eve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from comm.base import Communicator
 from helix.layers.linear import ColumnParallel, Rows
-from helix.layers.mlp import GatedMLP, MLPSpec
+from helix.layers.mlp import GatedMLP
+from helix.layers.specs import MLPSpec, MoESpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from kernels.moe.experts import RoutedExperts
-from kernels.moe.router import Scoring, route
+from kernels.moe.router import route
 from kernels.scaled import matrix_rows
-
-
-@dataclass(frozen=True)
-class MoESpec:
-    """Experts of a layer, their routing, and their storage in a checkpoint.
-
-    Attributes:
-        width: inner columns of one expert.
-        shared_width: inner columns of the shared experts, which every token uses, together; 0: none.
-        scoring: this and the following up to `group_score` as in `kernels.moe.router.route`.
-        choice_bias: name within `block` of a learned bias on scores for the choice of experts, which weights do not
-            include; None: there is none.
-        router_bias: whether the router's logits have a bias.
-        exact_router: whether these logits stay unrounded.
-        expert_bias: whether each expert's matrices have a bias.
-        clamp_at: limit of the clamped SwiGLU; None: plain SwiGLU.
-        block: name of the layer's FFN.
-        router: name of the router in it.
-        shared: name of the shared experts in it.
-        shared_gate: name of a row whose sigmoid weighs the shared experts; None: their weight is 1.
-        matrices: names of gate, up and down, if each expert has its own tensors.
-        storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved), `mxfp4` (like
-            `stacked`, but [E, out, in] in packed 4-bit blocks) or `joined` ([E, out, in], gate's rows, then up's).
-    """
-
-    experts: int
-    top_k: int
-    width: int
-    shared_width: int = 0
-    scoring: Scoring = "softmax"
-    normalise: bool = False
-    scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    group_score: int = 1
-    choice_bias: str | None = None
-    router_bias: bool = False
-    exact_router: bool = False
-    expert_bias: bool = False
-    clamp_at: float | None = None
-    block: str = "mlp"
-    router: str = "gate"
-    shared: str = "shared_experts"
-    shared_gate: str | None = None
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    storage: Literal["apart", "stacked", "mxfp4", "joined"] = "apart"
-
-    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> MoE:
-        """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
-        return MoE(weights, comm, layout, hidden, self, f"{layer}.{self.block}")
-
-    def multiplications(self, hidden: int) -> int:
-        """Counts multiplications with weights for one token, over all ranks, without the router's few."""
-        return 3 * hidden * (self.top_k * self.width + self.shared_width)
-
-    def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
-        """Counts the activations per token of a prefill step on a rank.
-
-        Every pair of token and expert has a row, even if another rank holds the expert.
-        """
-        routed = self.top_k * (len(layout.expert_columns(rank, self.width)) + hidden)
-        return routed + self.experts + 3 * len(layout.ffn_columns(rank, self.shared_width))
 
 
 class MoE:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from comm.base import Communicator
@@ -12,8 +10,6 @@ from helix.layers.weights import Weights
 from helix.steps.dealt import sum_rows
 from helix.steps.step import DealtRows
 from kernels.dense.rms_norm import rms_norm
-
-Placement = Literal["before", "after", "around"]  # of norms and a half of a layer
 
 
 class AllReduceNorm:

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from helix.layers.specs import MXFP4_BLOCK, Formats, Kept, unpacked
 from kernels.scaled import Matrix, ScaledMatrix, groups
-
-MXFP4_BLOCK = 32  # values of the last dimension that share one scale
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Storage of a matrix in few bits, as `kernels.scaled.ScaledMatrix` has it.
-
-    Attributes:
-        group: columns that share a scale.
-        packed: whether its numbers are e2m1, two in a byte, instead of e4m3.
-    """
-
-    group: int
-    packed: bool = False
-
-    def holds(self, columns: range, total: int) -> bool:
-        """Returns whether kernels multiply these of a matrix's columns as they are stored."""
-        if self.packed:
-            return columns.start % 2 == len(columns) % 2 == 0
-        return self.group % 128 == 0 or self.group >= total
-
-
-Formats = Callable[[str], Kept | None]  # from a tensor's name in the checkpoint; None: kept in the model's dtype
-
-
-def unpacked(name: str) -> None:
-    """Keeps every tensor in the model's dtype."""
 
 
 @dataclass(frozen=True)

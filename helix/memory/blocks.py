@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from helix.memory.keeps import Keeps
+from helix.memory.keeps import ITEMSIZE, Keeps
 
 WORD = 4  # bytes
 ALIGNED = 16  # bytes: each part of a block begins at a multiple, for loads of that many
@@ -62,7 +63,7 @@ class BlockShape:
         found, begin = {}, 0
         for part in self.parts:
             end, width = begin + self._words(part), self._width(part)
-            numbers = blocks[..., begin:end].view(part.dtype)
+            numbers = blocks[..., begin:end].view(getattr(torch, part.dtype))
             *outer, block, _ = numbers.stride()
             # Explicit strides: torch would choose others for a single head, and kernels compute with them.
             shape, strides = [self.page_size, self.heads, width], [width, head * block, 1]
@@ -78,5 +79,5 @@ class BlockShape:
         return 1 if part.by_head else part.entry[1]
 
     def _words(self, part: Keeps) -> int:
-        size = self.page_size * self._width(part) * part.dtype.itemsize
+        size = self.page_size * self._width(part) * ITEMSIZE[part.dtype]
         return -(-size // ALIGNED) * ALIGNED // WORD

@@ -5,11 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import torch
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes of a number; names are torch's
+LATENT_GROUP = 128  # numbers of a latent in e4m3 that share a scale, as in `kernels.scaled_keys`
+RING_MOST = 1024  # tokens of a window that a slot has a ring for
+LISTS = 3  # lists of blocks to fetch from host memory: for the choice, and for the guesses of two layers
 
-from kernels.scaled_keys import GROUP
+
+def dtype_name(dtype: object) -> str:
+    """Returns the name by which specs know a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+class StepSizes(NamedTuple):
+    """Sizes of the largest steps.
+
+    Attributes:
+        slots: number of slots.
+        rows: most tokens of a sequence in a decode step.
+        chunk: most tokens of a prefill step.
+        snapshots: number of copies of states, beside those of the slots.
+    """
+
+    slots: int
+    rows: int = 1
+    chunk: int = 1
+    snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -19,6 +41,7 @@ class Keeps:
     Attributes:
         name: for example keys, values, latents, bounds, state.
         entry: shape of one entry.
+        dtype: one of ITEMSIZE.
         per: unit with one entry. `token`: each token that the rank owns. `page`: each page of such tokens. `slot`: each
             sequence of the batch. `row`: each token of a sequence's last decode step, drafts included. `recent`: each
             such token, and `before` tokens before them.
@@ -29,7 +52,7 @@ class Keeps:
 
     name: str
     entry: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     per: Literal["token", "page", "slot", "row", "recent"] = "token"
     reach: int | None = None
     before: int = 0
@@ -38,7 +61,7 @@ class Keeps:
     @property
     def bytes(self) -> int:
         """Bytes of an entry."""
-        return math.prod(self.entry) * self.dtype.itemsize
+        return math.prod(self.entry) * ITEMSIZE[self.dtype]
 
     @property
     def is_paged(self) -> bool:
@@ -46,7 +69,7 @@ class Keeps:
         return self.per in ("token", "page") and self.reach is None
 
 
-def keys_and_values(heads: int, width: int, dtype: torch.dtype, kv: str, reach: int | None) -> tuple[Keeps, ...]:
+def keys_and_values(heads: int, width: int, dtype: str, kv: str, reach: int | None) -> tuple[Keeps, ...]:
     """Lists what a layer keeps of keys and values: those of a window in `dtype`, others as kv.dtype (`kv`) has it.
 
     Numbers in e4m3 have a scale for each token and head, see `kernels.scaled_keys`.
@@ -54,13 +77,13 @@ def keys_and_values(heads: int, width: int, dtype: torch.dtype, kv: str, reach: 
     kept: list[Keeps] = []
     for name, few in (("keys", kv in ("fp8", "fp8_all")), ("values", kv != "auto")):
         few = few and reach is None
-        kept.append(Keeps(name, (heads, width), torch.float8_e4m3fn if few else dtype, reach=reach))
+        kept.append(Keeps(name, (heads, width), "float8_e4m3fn" if few else dtype, reach=reach))
         if few:
-            kept.append(Keeps(f"{name[:-1]}_scales", (heads,), torch.float32, by_head=True))
+            kept.append(Keeps(f"{name[:-1]}_scales", (heads,), "float32", by_head=True))
     return tuple(kept)
 
 
-def latents(latent: int, rope: int, dtype: torch.dtype, kv: str) -> tuple[Keeps, ...]:
+def latents(latent: int, rope: int, dtype: str, kv: str) -> tuple[Keeps, ...]:
     """Lists what a layer keeps of latents: all numbers of an entry in `dtype`, or as kv.dtype=fp8 (`kv`) has it.
 
     Then latents are e4m3, with a scale for each 128 numbers of a token, and rotated values lie apart in `dtype`.
@@ -69,8 +92,8 @@ def latents(latent: int, rope: int, dtype: torch.dtype, kv: str) -> tuple[Keeps,
         return (Keeps("latents", (latent + rope,), dtype),)
     assert kv != "k16v8", f"latents are keys and values at once: kv.dtype={kv}"
     return (
-        Keeps("latents", (latent,), torch.float8_e4m3fn),
-        Keeps("latent_scales", (-(-latent // GROUP.value),), torch.float32, by_head=True),
+        Keeps("latents", (latent,), "float8_e4m3fn"),
+        Keeps("latent_scales", (-(-latent // LATENT_GROUP),), "float32", by_head=True),
         Keeps("ropes", (rope,), dtype),
     )
 
@@ -100,3 +123,12 @@ def lacking(keeps: Iterable[Iterable[Keeps]]) -> float:
             return math.inf
         tokens += max((k.reach - 1 for k in kept if k.reach is not None), default=0)
     return tokens
+
+
+def score_planes(queries: int, group: int, width: int, dtype: str) -> int:
+    """Counts the planes of scores of keys, of steps of `queries` tokens with `group` query heads for each KV head.
+
+    One for each tile of rows of `kernels.attention.flash_decode`, which asserts that there are as many.
+    """
+    rows = 32 if dtype == "float32" else 128 if width <= 128 else 64
+    return -(-queries * group // rows)

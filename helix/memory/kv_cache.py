@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,30 +21,13 @@ from torch import Tensor
 from helix.events.decision import Admission, StepKind
 from helix.events.follower import Follower, Prefilled, Span, Taken
 from helix.memory.host_store import HostStore
-from helix.memory.keeps import Keeps, lacking, token_bytes
+from helix.memory.keeps import ITEMSIZE, RING_MOST, Keeps, StepSizes, lacking, token_bytes
 from helix.memory.transfers import to_device
 from helix.placement import Placement
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
 
 SNAPPED = ("slot", "recent")  # what a snapshot has
-RING_MOST = 1024  # tokens of a window that a slot has a ring for
-
-
-class StepSizes(NamedTuple):
-    """Sizes of the largest steps.
-
-    Attributes:
-        slots: number of slots.
-        rows: most tokens of a sequence in a decode step.
-        chunk: most tokens of a prefill step.
-        snapshots: number of copies of states, beside those of the slots.
-    """
-
-    slots: int
-    rows: int = 1
-    chunk: int = 1
-    snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,15 +169,15 @@ class KVCache(Follower):
         """Allocates the memory of one kind of data, for `layers` layers."""
         count = entries(kept, self.placement, self.pages, self._sizes)
         shape = (count[0], *kept.entry, count[1]) if kept.by_head else (*count, *kept.entry)
-        return torch.empty(layers, *shape, dtype=kept.dtype, device=self.device)
+        return torch.empty(layers, *shape, dtype=getattr(torch, kept.dtype), device=self.device)
 
     def _share_out(self, numbers: Tensor) -> None:
         """Views host memory as snapshots: the widest numbers first, so that all are aligned."""
         parts, begin = [(group, k) for group in self.groups for k in group.keeps if k.per in SNAPPED], 0
-        for group, kept in sorted(parts, key=lambda part: -part[1].dtype.itemsize):
+        for group, kept in sorted(parts, key=lambda part: -ITEMSIZE[part[1].dtype]):
             shape = len(group.layers), *entries(kept, self.placement, 0, self._sizes)[1:], *kept.entry
-            end = begin + math.prod(shape) * kept.dtype.itemsize
-            group.on_host[kept.name] = numbers[:, begin:end].view(kept.dtype).view(len(numbers), *shape)
+            end = begin + math.prod(shape) * ITEMSIZE[kept.dtype]
+            group.on_host[kept.name] = numbers[:, begin:end].view(getattr(torch, kept.dtype)).view(len(numbers), *shape)
             begin = end
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
@@ -310,7 +292,7 @@ def without_long_rings(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, 
     ]
 
 
-def with_bounds(keeps: Sequence[tuple[Keeps, ...]], dtype: torch.dtype, parts: int = 1) -> list[tuple[Keeps, ...]]:
+def with_bounds(keeps: Sequence[tuple[Keeps, ...]], dtype: str, parts: int = 1) -> list[tuple[Keeps, ...]]:
     """Adds key bounds in `dtype` of each page, and of its `parts` if several, to layers that read whole sequences."""
 
     def more(kept: tuple[Keeps, ...]) -> tuple[Keeps, ...]:

@@ -17,15 +17,13 @@ from helix.events.decision import Admission
 from helix.events.follower import Begun, Retired, Taken
 from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
-from helix.memory.keeps import Keeps
-from helix.memory.kv_cache import KVCache, LayerCache, StepSizes
+from helix.memory.keeps import LISTS, Keeps, StepSizes
+from helix.memory.kv_cache import KVCache, LayerCache
 from helix.placement import ChunkPart, Placement
 from kernels.hot_blocks import NOWHERE, BlockList, FetchList, HotBlocks
 from kernels.paged_keys import parts_apart
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.write_back import write_back
-
-LISTS = 3  # lists of blocks to fetch: for the choice, and for the guesses of two layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,8 @@ from helix.models import (
     qwen3_next,
     seed_oss,
 )
-from helix.models.decoder import Decoder, DecoderSpec
-from helix.models.draft_layer import DraftLayer
 from helix.models.hf import read_as
+from helix.models.spec import DecoderSpec
 
 FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", deepseek.spec_v2),
@@ -161,4 +160,4 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return name
 
 
-__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "DraftLayer", "spec_from_config"]
+__all__ = ["FAMILIES", "DecoderSpec", "spec_from_config"]

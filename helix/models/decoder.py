@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,178 +15,40 @@ from comm.hopb import Pipeline
 from comm.pending import PendingSum
 from comm.solo import SoloCommunicator
 from helix.attention.base import AttentionPolicy
-from helix.layers.attention import Attention, AttentionSpec
+from helix.layers.attention import Attention
 from helix.layers.embedding import Embedding, Head
-from helix.layers.indexer import IndexerSpec
+from helix.layers.gated_delta import GatedDeltaNet
 from helix.layers.linear import RowParallel
-from helix.layers.mixer import LayerPlace, MixerSpec
-from helix.layers.mla import MLA, MLASpec, deals_rows
-from helix.layers.mlp import MLPSpec
-from helix.layers.moe import MoESpec
-from helix.layers.norm import AllReduceNorm, JoinNorm, Placement
-from helix.layers.rotary import Angles, RopeSpec, Rotary
+from helix.layers.mixer import LayerPlace, Mixer
+from helix.layers.mla import MLA, deals_rows
+from helix.layers.mlp import GatedMLP
+from helix.layers.moe import MoE
+from helix.layers.norm import AllReduceNorm, JoinNorm
+from helix.layers.rotary import Angles, Rotary
 from helix.layers.rows import over_all_ranks
-from helix.layers.weights import Formats, Weights, unpacked
+from helix.layers.specs import AttentionSpec, Formats, GatedDeltaSpec, MLASpec, MLPSpec, MoESpec, unpacked
+from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps
 from helix.memory.kv_cache import KVCache
+from helix.models.spec import DecoderSpec, NextTokenNames
 from helix.steps.dealt import all_rows, dealt
 from helix.steps.step import Step
 
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """Spec of one layer: the mixer of tokens, and the FFN after it.
-
-    Attributes:
-        rope: its own RoPE; None: the model's.
-    """
-
-    mixer: MixerSpec
-    ffn: MLPSpec | MoESpec
-    rope: RopeSpec | None = None
+# What computes a mixer of each spec, on a rank: made of weights, communicator, layout, spec and place.
+MIXERS: dict[type[Any], Callable[..., Mixer]] = {
+    AttentionSpec: Attention,
+    MLASpec: MLA,
+    GatedDeltaSpec: GatedDeltaNet,
+}
 
 
-class NextTokenNames(NamedTuple):
-    """Names of a layer for multi-token prediction and of what is around it; {} is the number of the model's layers."""
-
-    layer: str = "model.layers.{}"
-    token_norm: str = "model.layers.{}.enorm"
-    state_norm: str = "model.layers.{}.hnorm"
-    join: str = "model.layers.{}.eh_proj"
-    norm: str = "model.layers.{}.shared_head.norm"
-
-
-BEHIND = NextTokenNames()  # the last layer, as DeepSeek-V3 has it
-
-
-@dataclass(frozen=True)
-class DecoderSpec:
-    """Shape and options of a checkpoint's model.
-
-    Attributes:
-        tied: whether the head shares the embedding's weights.
-        max_positions: context for which the model was trained, in tokens; `limited_by`: the config key with it.
-        dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
-        eos: token ids that end a sequence.
-        unused: prefixes of checkpoint tensors that this model does not use.
-        norms: placement of norms: before, after or around each half of a layer.
-        gain_offset: number that gains of norms have more than their tensors.
-        embedding_scale, logit_scale: factors on what is embedded, and on logits.
-        rounds_scale: whether the first is rounded to the dtype of activations.
-        brought: layer for multi-token prediction that checkpoints have behind the last one; None: they have none.
-        brought_names: names of its tensors.
-        brought_choice: tokens that its indexer chooses for the first draft of a step, and the others read, too; 0: each
-            reads its own.
-        draft: layer behind the last one that drafts, and keeps data in the model's pages; None: nothing is drafted so.
-        taps: layers whose inputs the layer that drafts reads, in order; the number of layers is the last one's output.
-            Empty: it reads the normalised output.
-    """
-
-    vocab: int
-    hidden: int
-    layers: tuple[LayerSpec, ...]
-    rope: RopeSpec
-    norm_eps: float
-    tied: bool
-    max_positions: int
-    limited_by: str
-    dtype: str
-    eos: tuple[int, ...]
-    unused: tuple[str, ...] = ()
-    norms: Placement = "before"
-    gain_offset: float = 0.0
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    rounds_scale: bool = False
-    brought: LayerSpec | None = None
-    brought_names: NextTokenNames = BEHIND
-    brought_choice: int = 0
-    draft: LayerSpec | None = None
-    taps: tuple[int, ...] = ()
-
-    @property
-    def ropes(self) -> list[RopeSpec]:
-        """Different RoPEs of the layers, and the model's first."""
-        found = [self.rope]
-        for layer in self.layers:
-            if layer.rope is not None and layer.rope not in found:
-                found.append(layer.rope)
-        return found
-
-    @property
-    def attention(self) -> AttentionSpec | MLASpec:
-        """Attention of the first layer that reads whole sequences, else of the first layer."""
-        attending = [layer.mixer for layer in self.layers if layer.mixer.attends]
-        found = next((mixer for mixer in attending if mixer.window is None), attending[0])
-        assert isinstance(found, AttentionSpec | MLASpec)
-        return found
-
-    @property
-    def experts(self) -> MoESpec | None:
-        """Spec of the experts; None in a dense model."""
-        return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoESpec)), None)
-
-    @property
-    def indexers(self) -> list[IndexerSpec]:
-        """Indexers of the layers that choose tokens (DSA)."""
-        mixers = [layer.mixer for layer in self.layers]
-        return [m.indexer for m in mixers if isinstance(m, MLASpec) and m.indexer is not None]
-
-    def without_indexers(self) -> DecoderSpec:
-        """Returns the spec of layers that read what others chose."""
-
-        def alone(layer: LayerSpec) -> LayerSpec:
-            mixer = layer.mixer
-            return replace(layer, mixer=replace(mixer, indexer=None)) if isinstance(mixer, MLASpec) else layer
-
-        return replace(self, layers=tuple(map(alone, self.layers)))
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding windows in tokens of the layers that attend, None for full attention."""
-        return tuple(layer.mixer.window for layer in self.layers if layer.mixer.attends)
-
-    @property
-    def full(self) -> list[int]:
-        """Indices of the layers that read whole sequences."""
-        return [i for i, layer in enumerate(self.layers) if layer.mixer.attends and layer.mixer.window is None]
-
-    @property
-    def has_states(self) -> bool:
-        """True if some layers keep a state of each sequence in place of its tokens."""
-        return not all(layer.mixer.attends for layer in self.layers)
-
-    @property
-    def context(self) -> str:
-        """Phrase about `max_positions` for error messages."""
-        return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
-
-    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype, kv: str = "auto") -> list[tuple[Keeps, ...]]:
-        """Lists the data that each layer keeps on a rank, for a model of `dtype` and this kv.dtype."""
-        return [layer.mixer.keeps(layout, rank, dtype, kv) for layer in self.stack]
-
-    @property
-    def stack(self) -> tuple[LayerSpec, ...]:
-        """All layers, the one that drafts included."""
-        return self.layers if self.draft is None else (*self.layers, self.draft)
-
-    def with_mtp(self) -> DecoderSpec:
-        """Returns the spec with the layer for multi-token prediction.
-
-        Raises:
-            ValueError: the model has none.
-        """
-        if self.brought is None:
-            raise ValueError(
-                "speculation.drafter=mtp: config.json names no layer for multi-token prediction "
-                "(num_nextn_predict_layers of DeepSeek-V3 and its kin, mtp_num_hidden_layers of Qwen3.5): "
-                "set speculation=ngram or another drafter"
-            )
-        name = self.brought_names.layer.format(len(self.layers))
-        shared = (f"{name}.{part}" for part in ("embed_tokens.", "shared_head.head.", "shared_head.weight"))
-        others = (prefix for prefix in self.unused if not f"{name}.".startswith(prefix))
-        return replace(self, draft=self.brought, unused=(*others, *shared, f"model.layers.{len(self.layers) + 1}."))
+def make_ffn(
+    spec: MLPSpec | MoESpec, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str
+) -> GatedMLP | MoE:
+    """Builds this rank's part of an FFN; `layer` is the name of its layer in the checkpoint."""
+    if isinstance(spec, MoESpec):
+        return MoE(weights, comm, layout, hidden, spec, f"{layer}.{spec.block}")
+    return GatedMLP(weights, comm, layout, hidden, spec, f"{layer}.mlp")
 
 
 class DecoderLayer:
@@ -223,13 +84,13 @@ class DecoderLayer:
 
         first = None if spec.norms == "after" else norm("input")
         self.input_norm = JoinNorm(own, before, first)
-        self.mixer = layer.mixer.build(weights, own, layout, LayerPlace(name, index, pipeline))
+        self.mixer = MIXERS[type(layer.mixer)](weights, own, layout, layer.mixer, LayerPlace(name, index, pipeline))
         middle = norm("post_attention")
         if spec.norms == "before":
             self.ffn_norm = JoinNorm(own, None, middle)
         else:
             self.ffn_norm = JoinNorm(own, middle, norm("pre_feedforward") if spec.norms == "around" else None)
-        self.ffn = layer.ffn.build(weights, comm, layout, spec.hidden, name)
+        self.ffn = make_ffn(layer.ffn, weights, comm, layout, spec.hidden, name)
         self.added = None if spec.norms == "before" else norm("post_feedforward")
         self.rope = 0 if layer.rope is None else spec.ropes.index(layer.rope)
 

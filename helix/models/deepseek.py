@@ -10,12 +10,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from helix.layers.indexer import IndexerSpec
-from helix.layers.mla import MLASpec
-from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec, LayerSpec
+from helix.layers.specs import IndexerSpec, MLASpec, MoESpec
+from helix.models.checkpoint import FP8
 from helix.models.hf import check_only, check_sizes, decoder_spec
-from helix.models.quantized import FP8
+from helix.models.spec import DecoderSpec, LayerSpec
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is, as in the released models
 

@@ -6,26 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from comm.base import Communicator
-from comm.hopb import Pipeline
-from helix.attention.base import AttentionPolicy
-from helix.layers.attention import AttentionSpec
-from helix.layers.embedding import Embedding
-from helix.layers.linear import RowParallel
-from helix.layers.mixer import LayerPlace
-from helix.layers.norm import AllReduceNorm
-from helix.layers.rotary import RopeSpec, Rotary
-from helix.layers.weights import Weights
-from helix.layout import HelixLayout
-from helix.memory.kv_cache import KVCache
+from helix.layers.specs import AttentionSpec, RopeSpec
 from helix.models import llama
-from helix.models.decoder import Decoder, DecoderSpec, LayerSpec
 from helix.models.hf import read_as
-from helix.steps.step import Step
-from kernels.dense.linear import linear
+from helix.models.spec import DecoderSpec, LayerSpec
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel")
 UNUSED = ("d2t", "t2d")  # tensors that are no weights
@@ -132,87 +116,3 @@ def _taps(config: Mapping[str, Any], layers: int, speculators: bool) -> tuple[tu
 def drafted_by(target: DecoderSpec, spec: Eagle3Spec) -> DecoderSpec:
     """Returns the target's spec with the layer, as memory sees it: all tokens stay in pages, whatever its window."""
     return replace(target, draft=spec.layer, taps=spec.taps)
-
-
-class Eagle3Layer:
-    """A `DraftLayer` on this rank; its states are residual streams, the model's combined by a projection.
-
-    Args:
-        window: latest tokens of a sequence that it reads.
-        ids: target's token ids of the head's rows [draft_vocab] int64, ascending; None: all, or the target's head.
-
-    Raises:
-        ValueError: the ids do not ascend.
-
-    Source:
-        EAGLE-3 (https://arxiv.org/abs/2503.01840).
-    """
-
-    def __init__(
-        self,
-        weights: Weights,
-        comm: Communicator,
-        layout: HelixLayout,
-        spec: Eagle3Spec,
-        target: Decoder,
-        ids: Tensor | None,
-        window: int,
-    ) -> None:
-        hidden, name, eps = spec.hidden, spec.name, spec.norm_eps
-        self.spec, self.window = spec, window
-        self.read, self.width, self.vocab_rows = len(spec.taps) * target.spec.hidden, hidden, target.embedding.rows
-        self.choice = 0
-        self._columns = layout.ffn_columns(comm.rank, self.read)
-        self.join = RowParallel(weights, comm, "fc", self._columns, self.read, hidden, False)
-        self.embedding = target.embedding
-        if spec.own_embedding:
-            self.embedding = Embedding(weights, "embed_tokens", self.vocab_rows, target.spec.vocab, hidden)
-        self.input_norm = AllReduceNorm(weights, comm, f"{name}.input_layernorm", hidden, eps)
-        self.state_norm = AllReduceNorm(weights, comm, f"{name}.hidden_norm", hidden, eps)
-        place = LayerPlace(name, len(target.spec.layers), Pipeline(None))
-        assert isinstance(spec.layer.mixer, AttentionSpec)
-        self.mixer = replace(spec.layer.mixer, window=window).build(weights, comm, layout, place)
-        self.ffn_norm = AllReduceNorm(weights, comm, f"{name}.post_attention_layernorm", hidden, eps)
-        self.ffn = spec.layer.ffn.build(weights, comm, layout, hidden, name)
-        self.norm = AllReduceNorm(weights, comm, "norm", hidden, eps)
-        self._rotary = Rotary(spec.rope, weights.dtype, weights.device)
-        self._head: Tensor = target.head.weight
-        self._ids: Tensor | None = None
-        if spec.vocab is not None:
-            ids = torch.arange(spec.vocab) if ids is None else ids
-            if len(ids) != spec.vocab or not bool((ids[1:] > ids[:-1]).all()):
-                raise ValueError(f"d2t must give {spec.vocab} ascending token ids")
-            first, end = (int(torch.searchsorted(ids, i)) for i in (self.vocab_rows.start, self.vocab_rows.stop))
-            self._head = weights.parameter(end - first, hidden)
-            weights.bind(self._head, "lm_head.weight", (spec.vocab, hidden), range(first, end))
-            self._ids = (ids[first:end] - self.vocab_rows.start).to(weights.device)
-
-    @property
-    def about(self) -> str:
-        """Line about what it reads, in which a mistake would cost acceptance alone."""
-        taps = ", ".join(map(str, self.spec.taps))
-        return (
-            f"drafts read what enters layers {taps} of the model ({self.spec.named}), and the latest {self.window:,} "
-            f"tokens (its config.json has max_position_embeddings={self.spec.max_positions}; see speculation.window)"
-        )
-
-    def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
-        if own:
-            normed, x = self.state_norm.of(states), states
-        else:
-            parts = self.join(states[:, self._columns.start : self._columns.stop].contiguous())
-            normed, x = self.state_norm(parts, None)
-        both = torch.cat((self.input_norm(self.embedding(step.tokens), None)[0], normed), 1)
-        q = self.mixer.project(both, self._rotary.angles(step.positions), cache, step)
-        return q, normed if self.spec.normed_residual else x
-
-    def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        normed, x = self.ffn_norm(self.mixer.finish(queries, cache, step, policy), x)
-        return self.norm(self.ffn(normed), x)[1]
-
-    def logits(self, states: Tensor) -> Tensor:
-        normed = self.norm.of(states)
-        if self._ids is None:
-            return linear(normed, self._head).float()
-        out = torch.full((len(states), len(self.vocab_rows)), -torch.inf, device=states.device)
-        return out.index_copy_(1, self._ids, linear(normed, self._head).float()) if len(self._ids) else out

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from helix.files import check_file
-from helix.layers.rotary import RopeSpec
+from helix.layers.rotary import frequencies
+from helix.layers.specs import RopeSpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, DecoderSpec, spec_from_config
 from helix.models.gguf_tokenizer import KEYS as TOKENIZER_KEYS
@@ -318,8 +319,8 @@ def _rope(value: Any, head_dim: int, stretched: np.ndarray | None) -> dict[str, 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    plain, _ = RopeSpec("default", theta, head_dim).frequencies()
-    scaled, _ = RopeSpec("llama3", theta, head_dim, scaling).frequencies()
+    plain, _ = frequencies(RopeSpec("default", theta, head_dim))
+    scaled, _ = frequencies(RopeSpec("llama3", theta, head_dim, scaling))
     if stretched.shape != plain.shape or not np.allclose(plain / scaled, stretched, rtol=1e-4):
         raise ValueError(f"the factors in {ROPE_FACTORS} are not those of a Llama 3.1, which is not supported")
     return {"rope_type": "llama3", "rope_theta": theta, **scaling}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helix.models.decoder import DecoderSpec, LayerSpec
 from helix.models.deepseek import sigmoid_experts
 from helix.models.hf import decoder_spec
+from helix.models.spec import DecoderSpec, LayerSpec
 
 
 def spec(config: Any) -> DecoderSpec:

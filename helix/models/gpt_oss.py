@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec
+from helix.layers.specs import MoESpec
 from helix.models.hf import check_only, decoder_spec, experts_of, layer_windows, quantisation
+from helix.models.spec import DecoderSpec
 
 LIMIT = 7.0  # of the clamped SwiGLU, in every release
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helix.models.decoder import DecoderSpec
 from helix.models.hf import check_positive, decoder_spec
+from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:

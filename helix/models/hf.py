@@ -9,18 +9,16 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-
-from helix.layers.attention import AttentionSpec
-from helix.layers.mlp import MLPSpec
-from helix.layers.moe import MoESpec
-from helix.layers.rotary import RopeSpec
-from helix.models.decoder import DecoderSpec, LayerSpec
-from helix.models.quantized import FP8, WeightFormat, refused
+from helix.layers.specs import AttentionSpec, MLPSpec, MoESpec, RopeSpec
+from helix.library import import_transformers
+from helix.memory.keeps import dtype_name
+from helix.models.checkpoint import FP8, WeightFormat, refused
+from helix.models.spec import DecoderSpec, LayerSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Labels of classifiers, of which transformers would create any number, and what `read_as` is told itself.
@@ -31,20 +29,32 @@ MOST_LAYERS = 1 << 16  # configs have lists with an entry per layer
 TWO_ROPES = ("gemma3_text", "olmo3")  # families whose RoPE differs by layer type
 
 
+def config_classes() -> Mapping[str, Any]:
+    """Returns transformers' config classes by model type.
+
+    Without torch in this process they are imported without it, which saves seconds: planning needs nothing else.
+    """
+    if "torch" not in sys.modules:
+        import_transformers()
+    from transformers import CONFIG_MAPPING  # a second
+
+    found: Mapping[str, Any] = CONFIG_MAPPING
+    return found
+
+
 def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
     """Creates the transformers config object of a family from the content of a `config.json`.
 
     Raises:
         ValueError: transformers cannot read it; the message names the key.
     """
-    from transformers import CONFIG_MAPPING  # seconds
-
+    classes = config_classes()
     _check_before(config, model_type)
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.CRITICAL)  # its warnings are checked below, and would appear once per rank
     try:
-        read = CONFIG_MAPPING[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in NOT_READ}))
+        read = classes[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in NOT_READ}))
         read.standardize_rope_params()  # as transformers does before each use: outer keys override nested ones
         return read
     except Exception as error:  # of any type: AttributeError, KeyError, TypeError and more
@@ -151,7 +161,7 @@ def decoder_spec(
         raise ValueError(f"config.json: sliding_window={bad[0]!r} must be a positive integer or null")
     if not config.rms_norm_eps >= 0:
         raise ValueError(f"config.json: rms_norm_eps={config.rms_norm_eps!r} must not be negative")
-    dtype = str(config.dtype or "float32").removeprefix("torch.")
+    dtype = dtype_name(config.dtype or "float32")
     if dtype not in DTYPES:
         raise ValueError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     eos = config.eos_token_id
@@ -276,7 +286,7 @@ def _check_before(config: Mapping[str, Any], model_type: str) -> None:
     """Raises ValueError, with the key, for values on which transformers fails without naming the key."""
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)
-        if isinstance(name, str) and not hasattr(torch, name):
+        if isinstance(name, str) and name not in DTYPES:
             raise ValueError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(DTYPES)}")
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec, LayerSpec, NextTokenNames
+from helix.layers.specs import MoESpec
 from helix.models.hf import check_only, check_sizes, decoder_spec, experts_of
+from helix.models.spec import DecoderSpec, LayerSpec, NextTokenNames
 
 
 def spec(config: Any) -> DecoderSpec:

@@ -1,174 +1,39 @@
-"""Loading of a Hugging Face checkpoint: its config, and this rank's slices of its weights."""
+"""Loading of a Hugging Face checkpoint: this rank's slices of its weights."""
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from comm.loopback import LoopbackWorld
-from helix.files import check_file, read_json
-from helix.layers.moe import MoESpec
-from helix.layers.weights import MXFP4_BLOCK, Formats, Kept, Slice, Weights, unpacked
+from helix.layers.specs import MXFP4_BLOCK, Formats, unpacked
+from helix.layers.weights import Slice, Weights
 from helix.layout import HelixLayout
-from helix.models import Decoder, DecoderSpec
-from helix.models.overrides import overridden
-from helix.models.quantized import (
-    UNUSED,
-    WeightFormat,
-    fp8_part,
-    keep_fp8,
-    keep_mxfp4,
-    keep_rounded,
-    mxfp4_part,
-    read_part,
-)
-from helix.tokenizer import read_end_token
-from kernels.scaled import E4M3_MOST, ScaledMatrix
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-MODELOPT = "hf_quant_config.json"  # where ModelOpt states a format that config.json may lack
-LISTED = 8  # most names shown per kind of problem
+from helix.models.checkpoint import BLOCK, UNUSED, CheckpointFiles, some
+from helix.models.decoder import Decoder
+from helix.models.spec import DecoderSpec
+from kernels.scaled import E2M1, E4M3_MOST, ScaledMatrix, quantised
 
 IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer, left over in some checkpoints
-HEAD = "lm_head.weight"
-# Beginnings of names of a text part's tensors, next to a part that reads images -> in a model of text alone.
-TEXT_PARTS = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
 TOWERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-JOINED = ".experts.gate_up_proj"
 NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of plain floating-point types
 PACKED = ("U8",)  # safetensors' name of mxfp4's type
 SCALES = (*NUMBERS, "F8_E8M0")
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Reads `config.json` of a checkpoint directory, with all of its end tokens.
-
-    Its `eos_token_id` is that of `generation_config.json`, or else its own, and the tokenizer's `eos_token` as well:
-    fine-tunes of base models name the end of a turn there alone. vLLM, SGLang and mlx-lm do the same.
-
-    Raises:
-        ValueError: not a checkpoint directory, or unreadable.
-    """
-    if not path.is_dir():
-        raise ValueError(f"model.path={path} is not a directory; it must hold a Hugging Face checkpoint (config.json)")
-    if not os.path.lexists(path / "config.json"):
-        raise ValueError(f"model.path={path} is not a checkpoint: it has no config.json")
-    config = read_json(path / "config.json")
-    if os.path.lexists(path / "generation_config.json"):
-        eos = read_json(path / "generation_config.json").get("eos_token_id")
-        config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
-    if (end := read_end_token(path)) is not None:
-        text = config.get("text_config")
-        eos = config.get("eos_token_id")
-        eos = text.get("eos_token_id") if eos is None and isinstance(text, dict) else eos
-        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        config["eos_token_id"] = eos if end in ends else [*ends, end]
-    if not config.get("quantization_config") and os.path.lexists(path / MODELOPT):
-        section = read_json(path / MODELOPT).get("quantization")
-        config["quantization_config"] = {"quant_method": "modelopt"} | (section if isinstance(section, dict) else {})
-    return config
-
-
-class Checkpoint:
-    """Safetensors files of a directory, and the tensors in each.
-
-    Args:
-        weight_format: format of quantised weights; None: that of the directory's config.json.
-
-    Raises:
-        ValueError: no weights, an unknown quantisation, or a shard that is missing, unreadable, damaged, elsewhere, or
-            contradicts the index.
-    """
-
-    def __init__(self, path: Path, weight_format: WeightFormat | None = None) -> None:
-        self.path = path
-        if os.path.lexists(path / INDEX):
-            listed = read_json(path / INDEX).get("weight_map")
-            if not isinstance(listed, dict) or not listed:
-                raise ValueError(f"{path / INDEX} has no weight_map")
-            for tensor, file in listed.items():
-                if not _is_within(file):
-                    raise ValueError(f"{path / INDEX} has {tensor} in {file!r:.80}, which is not a path within {path}")
-            files = sorted(set(listed.values()))
-            if SINGLE not in files and os.path.lexists(path / SINGLE):  # the one that transformers reads
-                listed, files = None, [SINGLE]
-        elif os.path.lexists(path / SINGLE):
-            listed, files = None, [SINGLE]
-        else:
-            raise ValueError(f"model.path={path} has no weights: neither {SINGLE} nor {INDEX}")
-        missing = [name for name in files if not os.path.lexists(path / name)]
-        if missing:
-            raise ValueError(f"{INDEX} in {path} names files that are missing: {', '.join(missing)}")
-        self.files: dict[str, str] = {}  # tensor name -> file
-        self._stored: dict[str, str] = {}  # tensor name -> name in the file
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        for name in files:
-            with self._open(name) as shard:
-                for within in shard.keys():  # noqa: SIM118 - not a mapping
-                    if listed is not None and listed.get(within, name) != name:
-                        continue  # a stale copy: the index assigns the tensor to another file
-                    tensor = _renamed(within)
-                    if tensor in self.files:
-                        raise ValueError(
-                            f"{path} has {tensor} twice: as {self._stored[tensor]} in {self.files[tensor]}, and as "
-                            f"{within} in {name}; remove one of them, or assign it to one file in {INDEX}"
-                        )
-                    self.files[tensor], self._stored[tensor] = name, within
-                    stored = shard.get_slice(within)
-                    self.shapes[tensor], self.dtypes[tensor] = tuple(stored.get_shape()), stored.get_dtype()
-        held = set(self._stored.values())
-        if lost := sorted(f"{tensor} in {file}" for tensor, file in (listed or {}).items() if tensor not in held):
-            raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {_some(lost)}")
-        config = read_config(path) if os.path.lexists(path / "config.json") else {}
-        self.format = weight_format or WeightFormat.from_config(config.get("quantization_config"))
-        self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
+class Checkpoint(CheckpointFiles):
+    """Files of a directory whose weights are read; arguments and errors as there."""
 
     def whole(self, name: str) -> torch.Tensor:
         """Reads a whole tensor."""
-        with self._open(self.files[name]) as shard:
-            tensor: torch.Tensor = shard.get_tensor(self._stored[name])
+        with self.open(self.files[name], "pt") as shard:
+            tensor: torch.Tensor = shard.get_tensor(self.stored[name])
             return tensor
-
-    def _open(self, name: str, device: str = "cpu") -> Any:
-        file = self.path / name
-        try:
-            check_file(file)
-            return safe_open(str(file), framework="pt", device=device)
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
-        except SafetensorError as error:
-            with file.open("rb") as opened:
-                begins = opened.read(9)[8:]  # eight bytes are the header's length, and then it is JSON
-            what = "truncated or damaged" if begins in (b"", b"{") else "not a safetensors file"
-            raise ValueError(f"{file} is {what} ({error})") from error
-
-    def as_stored(self, spec: DecoderSpec) -> DecoderSpec:
-        """Returns the spec with what the files say and the config does not: an untied head, and joined experts.
-
-        Fine-tuned heads differ from the embedding; transformers compares the two and ties only equal ones.
-        """
-        layers = tuple(
-            replace(layer, ffn=replace(ffn, storage="joined"))
-            if isinstance(ffn := layer.ffn, MoESpec)
-            and ffn.storage == "apart"
-            and f"model.layers.{index}.{ffn.block}{JOINED}" in self.files
-            else layer
-            for index, layer in enumerate(spec.layers)
-        )
-        return replace(spec, tied=spec.tied and HEAD not in self.files, layers=layers)
 
     def check(self, slices: list[Slice], unused: tuple[str, ...] = ()) -> None:
         """Checks the checkpoint's tensors against those that a model needs.
@@ -197,9 +62,9 @@ class Checkpoint:
             for name, shape in sorted(wanted.items())
             if name in self.shapes and self.shapes[name] != shape
         ] + [
-            f"{scale} {list(self.shapes[scale])} for {list(wanted[name])} in {self._sharing()}"
+            f"{scale} {list(self.shapes[scale])} for {list(wanted[name])} in {self.sharing()}"
             for name, scale in sorted(scales.items())
-            if scale in self.shapes and self._block(name) is None
+            if scale in self.shapes and self.block(name) is None
         ]
         mistyped = [
             f"{name} {self.dtypes[name]}, expected {' or '.join(types[name])}"
@@ -207,25 +72,9 @@ class Checkpoint:
             if self.dtypes[name] not in types[name]
         ]
         kinds = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped, "of another type": mistyped}
-        problems = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        problems = [f"{len(names)} {kind}: {some(names)}" for kind, names in kinds.items() if names]
         if problems:
             raise ValueError(f"the weights in {self.path} do not match config.json; {'; '.join(problems)}")
-
-    def _sharing(self) -> str:
-        """Returns what shares a scale, as the config has it."""
-        block = self.format.block if self.format else None
-        return f"blocks of {list(block)}" if block else "rows or as a whole"
-
-    def _block(self, name: str) -> tuple[int, int] | None:
-        """Returns the rows and columns of an e4m3 tensor that share a scale; None if its scales do not fit."""
-        return self.format.block_of(self.shapes[name], self.shapes[self.scales[name]]) if self.format else None
-
-    def kept(self, name: str) -> Kept | None:
-        """Returns how a tensor is stored; see `helix.layers.weights.Formats`."""
-        if f"{name}_blocks" in self.shapes:
-            return Kept(MXFP4_BLOCK, packed=True)
-        block = self._block(name) if name in self.scales else None
-        return None if block is None else Kept(block[1])
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda done: None) -> None:
         """Fills the parameters, one slice at a time, directly from the file: never two copies of a weight.
@@ -239,8 +88,8 @@ class Checkpoint:
             def stored(name: str) -> Any:
                 file = self.files[name]
                 if file not in shards:
-                    shards[file] = stack.enter_context(self._open(file))
-                return shards[file].get_slice(self._stored[name])
+                    shards[file] = stack.enter_context(self.open(file, "pt"))
+                return shards[file].get_slice(self.stored[name])
 
             # Sorted by file, for sequential reads.
             for done, s in enumerate(sorted(weights.slices, key=lambda s: self.files[next(iter(s.stored))]), 1):
@@ -257,7 +106,7 @@ class Checkpoint:
             else:
                 s.target.copy_(mxfp4_part(blocks, scales, s))
         elif s.name in self.scales:
-            block = self._block(s.name)
+            block = self.block(s.name)
             assert block is not None, f"check refuses {s.name}"
             given = stored(s.name), stored(self.scales[s.name]), s, block
             if isinstance(s.target, ScaledMatrix):
@@ -272,15 +121,93 @@ class Checkpoint:
                 s.target.add_(s.plus)
 
 
-def _renamed(name: str) -> str:
-    """Returns a tensor's name in a model of text alone."""
-    outer = next((outer for outer in TEXT_PARTS if name.startswith(outer)), "")
-    return TEXT_PARTS.get(outer, "") + name.removeprefix(outer)
+def read_part(stored: Any, ranges: Sequence[range]) -> Tensor:
+    """Reads ranges, none empty, of a tensor in a file; elements between the steps of a range are read and dropped."""
+    between = stored[tuple(slice(r.start, r[-1] + 1) for r in ranges)]
+    return between[tuple(slice(None, None, r.step) for r in ranges)]
 
 
-def _is_within(name: Any) -> bool:
-    """Returns whether a file name of an index stays in the directory; the file itself may be a link to elsewhere."""
-    return isinstance(name, str) and name[:1] not in ("", "/") and "\0" not in name and ".." not in name.split("/")
+def fp8_part(stored: Any, scales: Any, s: Slice, block: tuple[int, int]) -> Tensor:
+    """Reads a slice of an e4m3 matrix as fp32, on the target's device; it may begin and end inside blocks.
+
+    Raises:
+        ValueError: a scale is not finite.
+    """
+    grid, columns = _scales(scales, s, block), s.ranges[1]
+    places = torch.arange(columns.start, columns.stop, columns.step, device=grid.device) // block[1]
+    grid = grid.index_select(1, places - columns.start // block[1])
+    return grid.mul_(read_part(stored, s.ranges).to(grid.device).float())
+
+
+def keep_fp8(stored: Any, scales: Any, s: Slice, block: tuple[int, int]) -> None:
+    """Fills a slice's target from an e4m3 matrix, as it is stored.
+
+    Raises:
+        ValueError: a scale is not finite.
+    """
+    assert isinstance(s.target, ScaledMatrix)
+    s.target.data.copy_(read_part(stored, s.ranges))
+    s.target.scales.copy_(_scales(scales, s, block).mT)
+
+
+def keep_rounded(stored: Any, s: Slice) -> None:
+    """Fills a slice's target from an unquantised matrix, rounded to e4m3 in the whole matrix's blocks of `BLOCK`."""
+    assert isinstance(s.target, ScaledMatrix)
+    whole = [
+        range(r.start // size * size, min(-(-(r[-1] + 1) // size) * size, total))
+        for r, size, total in zip(s.ranges, BLOCK, s.shape, strict=True)
+    ]
+    made, begins = quantised(read_part(stored, whole).to(s.target.device), BLOCK), [r.start for r in whole]
+    rows, columns = (slice(r.start - n, r[-1] + 1 - n, r.step) for r, n in zip(s.ranges, begins, strict=True))
+    s.target.data.copy_(made.data[rows, columns])
+    s.target.scales.copy_(made.scales[:, rows])
+
+
+def keep_mxfp4(blocks: Any, scales: Any, s: Slice) -> None:
+    """Fills a slice's target from an MXFP4 tensor, as it is stored; its columns begin and end between bytes."""
+    assert isinstance(s.target, ScaledMatrix)
+    *rows, columns = s.ranges
+    covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
+    packed = read_part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))).flatten(-2)
+    begin = (columns.start - covering.start * MXFP4_BLOCK) // 2
+    s.target.data.copy_(packed[..., begin : begin + len(columns) // 2])
+    s.target.scales.copy_(read_part(scales, (*rows, covering)).mT)
+
+
+def _scales(scales: Any, s: Slice, block: tuple[int, int]) -> Tensor:
+    """Reads the scales of each of a slice's rows, fp32 [rows, groups], on the target's device.
+
+    Raises:
+        ValueError: a scale is not finite.
+    """
+    covering = [range(r.start // size, r[-1] // size + 1) for r, size in zip(s.ranges, block, strict=True)]
+    grid = read_part(scales, covering[: len(scales.get_shape())]).float().to(s.target.device)
+    if not grid.isfinite().all():
+        raise ValueError(f"{s.name} has scales that are not finite (NaN or infinite): its file is damaged")
+    rows = s.ranges[0]
+    places = torch.arange(rows.start, rows.stop, rows.step, device=grid.device) // block[0] - covering[0].start
+    return grid.reshape([len(r) for r in covering]).index_select(0, places)
+
+
+def mxfp4_part(blocks: Any, scales: Any, s: Slice) -> Tensor:
+    """Reads a slice of an MXFP4 tensor as fp32, on the target's device; its columns may begin inside a block."""
+    *rows, columns = s.ranges
+    covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
+    packed = read_part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))).to(s.target.device)
+    values = from_mxfp4(packed, read_part(scales, (*rows, covering)).to(s.target.device))
+    begin = columns.start - covering.start * MXFP4_BLOCK
+    return values[..., begin : begin + len(columns)]
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Decodes blocks [..., n, 16] uint8, low nibble first, with scales [..., n] uint8 -> [..., 32 n] fp32.
+
+    Source:
+        OCP Microscaling Formats (MX) v1.0, section 5: E2M1 values, a power of two with bias 127 for each 32 of them.
+    """
+    pairs = torch.stack((blocks & 15, blocks >> 4), -1)  # [..., n, 16, 2]
+    values = torch.tensor(E2M1, device=blocks.device)[pairs.int()]
+    return torch.ldexp(values, scales[..., None, None].int() - 127).flatten(-3)
 
 
 def weights_of(
@@ -321,15 +248,3 @@ def _randomize_scaled(target: ScaledMatrix, generator: torch.Generator) -> None:
         numbers = torch.empty(target.data.shape, dtype=torch.bfloat16, device=target.device)
         target.data.copy_(numbers.normal_(0.0, 64.0, generator=generator).clamp_(-E4M3_MOST, E4M3_MOST))
         target.scales.fill_(0.02 / 64)
-
-
-def load_spec_config(path: Path | None, inline: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the config of a model's text part from a directory; inline keys are merged into it, or are all of it."""
-    if path is None and not inline:
-        raise ValueError("no model: set model.path=DIR, or a shape with model=NAME and model.load=random")
-    return overridden(read_config(path) if path is not None else {}, inline)
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec
+from helix.layers.specs import MoESpec
 from helix.models.hf import check_sizes, decoder_spec, experts_of
+from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:

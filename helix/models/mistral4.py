@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helix.models.decoder import DecoderSpec
 from helix.models.deepseek import experts_of, latent_spec
 from helix.models.hf import check_sizes, with_query_scale
+from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from helix.models import OF_ALL, family_of, outer_of, spec_from_config, text_part
-from helix.models.hf import TWO_ROPES
-from helix.models.quantized import WeightFormat
+from helix.models.checkpoint import WeightFormat, read_config
+from helix.models.hf import TWO_ROPES, config_classes
 
 # Spellings of RoPE. transformers takes one and drops the others, so overrides of any of them become rope_parameters.
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
@@ -68,6 +69,13 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
             result[key] = value
     _override_rope(result, {key: over[key] for key in over if key in ROPE}, family, TRAINED in defaults)
     return result
+
+
+def load_spec_config(path: Path | None, inline: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the config of a model's text part from a directory; inline keys are merged into it, or are all of it."""
+    if path is None and not inline:
+        raise ValueError("no model: set model.path=DIR, or a shape with model=NAME and model.load=random")
+    return overridden(read_config(path) if path is not None else {}, inline)
 
 
 def check_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any], name: str) -> None:
@@ -210,17 +218,14 @@ def _spelled(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _defaults(model_type: Any) -> dict[str, Any]:
     """Returns the keys of a config class of transformers, and their defaults; none of a class that there is not."""
-    from transformers import CONFIG_MAPPING  # seconds
-
-    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    return {field.name: field.default for field in fields(CONFIG_MAPPING[model_type])} if known else {}
+    classes = config_classes()
+    known = isinstance(model_type, str) and model_type in classes
+    return {field.name: field.default for field in fields(classes[model_type])} if known else {}
 
 
 def _names(family: str) -> dict[str, str]:
     """Returns the keys that have another name in transformers' config objects, and that name."""
-    from transformers import CONFIG_MAPPING  # seconds
-
-    return {"torch_dtype": "dtype", **CONFIG_MAPPING[family].attribute_map}
+    return {"torch_dtype": "dtype", **config_classes()[family].attribute_map}
 
 
 def _known(family: str, base: Mapping[str, Any]) -> Iterator[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from helix.models.decoder import DecoderSpec
 from helix.models.hf import decoder_spec, layer_windows
+from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:

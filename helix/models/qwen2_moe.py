@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec
+from helix.layers.specs import MoESpec
 from helix.models.hf import check_sizes, decoder_spec, experts_of, layer_windows
 from helix.models.qwen3_moe import sparse_layers
+from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from helix.models.decoder import DecoderSpec
 from helix.models.qwen3_next import hybrid, shared_gated
+from helix.models.spec import DecoderSpec
 
 
 def spec_dense(config: Any) -> DecoderSpec:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helix.layers.gated_delta import GatedDeltaSpec
-from helix.layers.moe import MoESpec
-from helix.models.decoder import DecoderSpec, NextTokenNames
+from helix.layers.specs import GatedDeltaSpec, MoESpec
 from helix.models.hf import check_sizes, decoder_spec, experts_of
+from helix.models.spec import DecoderSpec, NextTokenNames
 
 MTP = NextTokenNames(
     "mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"

@@ -23,11 +23,12 @@ from helix.errors import RankError
 from helix.events.decision import Admission, Decision, Segment, StepKind
 from helix.events.follower import Begun, Follower, Prefilled, Taken
 from helix.events.request import Logprobs, PromptLogprobs
-from helix.layers.mla import MLASpec, expanding_rows
+from helix.layers.mla import expanding_rows
+from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import KVCache
 from helix.memory.transfers import to_device, to_host
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.placement import Placement, PromptChunk
 from helix.run.clock import Moment, seconds_of_each
 from helix.run.graphs import StepGraphs

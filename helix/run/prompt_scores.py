@@ -10,7 +10,7 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.events.decision import Segment
 from helix.memory.transfers import to_device
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
 
 SCORED = 64  # prompt tokens scored at a time: their logits take no more memory than those of a decode step

@@ -10,27 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from helix.layers.attention import AttentionSpec
-from helix.layers.gated_delta import GatedDeltaSpec
-from helix.layers.indexer import IndexerSpec
-from helix.layers.mla import MLASpec
-from helix.layers.mlp import MLPSpec
-from helix.layers.moe import MoESpec
+from helix.config import LEAST_KEYS
+from helix.layers.specs import AttentionSpec, GatedDeltaSpec, IndexerSpec, MLASpec, MLPSpec, MoESpec
+from helix.memory.keeps import LATENT_GROUP, score_planes
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Constant, Hardware, between
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
-from helix.speculation.sparse import LEAST_KEYS
-from kernels.attention.flash_decode import score_planes
-from kernels.indexer.choose import COUNTED
-from kernels.indexer.keys import DIGITS
-from kernels.scaled_keys import GROUP
 
 SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
+COUNTED, DIGITS = 2, 256  # kernels/indexer/choose.py: digits whose counts ranks gather, and numbers of a digit
 SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch of a choice
 
 
@@ -267,12 +259,12 @@ class Layer:
         gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGITS * NUMBER_BYTES * p.kvp)
         lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
         # Of single queries, the launch that computes scores counts their first digit, and the one before zeroes counts.
-        reads, launches = (SCORE_READS - 1, COUNTED.value + 1) if self.single else (SCORE_READS, COUNTED.value + 3)
+        reads, launches = (SCORE_READS - 1, COUNTED + 1) if self.single else (SCORE_READS, COUNTED + 3)
         kernels = self._timed("choose tokens", self.rows * tokens * reads * NUMBER_BYTES, self.zeros, launches)
         return [
             self.kernel("index", of.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
             self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, 1, None, hw.latent_flops),
-            kernels.plus(gathers.times(COUNTED.value)).plus(lists),
+            kernels.plus(gathers.times(COUNTED)).plus(lists),
         ]
 
     def index_bytes(self, of: IndexerSpec) -> float:
@@ -307,7 +299,7 @@ class Layer:
     def planes(self) -> Array:
         """Computes the score planes that verification writes in such a layer."""
         groups, each = np.unique(self.q // self.kv, return_inverse=True)
-        of = [score_planes(self.options.step_tokens, int(g), self.head_dim, torch.bfloat16) for g in groups]
+        of = [score_planes(self.options.step_tokens, int(g), self.head_dim, "bfloat16") for g in groups]
         return np.array(of)[each]
 
     def choosing(self) -> Phase:
@@ -567,6 +559,6 @@ def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:
     few, plain = FEW_BITS[kv], BYTES["bf16"]
     if isinstance(mixer, MLASpec):
         assert kv != "k16v8", "latents are keys and values at once"
-        groups = -(-mixer.latent // GROUP.value)
+        groups = -(-mixer.latent // LATENT_GROUP)
         return {"kv": (mixer.latent + 4 * groups + plain * mixer.rope) / mixer.entry, "plain_kv": plain}
     return {"kv": (few * (1 + 4 / mixer.head_dim) + (2 - few) * plain) / 2, "plain_kv": plain}

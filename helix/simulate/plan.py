@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from helix.build.buffers import longest_chunk, prompt_bytes, token_buffers
 from helix.config import MAX_QUERIES
@@ -27,7 +26,7 @@ LARGEST_BLOCK = 16  # the runtime's append block
 LARGEST_OF_DRAFTS = 64  # the same for self-speculation (conf/speculation/sparse.yaml)
 UNEVEN = 1.01  # most tokens of the fullest rank over the mean, before a smaller append block is used
 BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried if the question has no batch
-DTYPE = torch.bfloat16  # of activations
+DTYPE = "bfloat16"  # of activations
 LEAST_FRACTION = 0.01  # of the memory, for KV, where chunks of prompts need all
 ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
 MENTIONED = 0.02  # least share of the step by which phases must differ to be named, except for the largest

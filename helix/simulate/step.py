@@ -8,11 +8,9 @@ from functools import reduce
 
 import numpy as np
 
-from helix.build.tiering import PIECE_TOKENS
-from helix.layers.gated_delta import GatedDeltaSpec
-from helix.layers.mla import MLASpec
-from helix.memory.kv_cache import RING_MOST
-from helix.memory.tiered_cache import LISTS
+from helix.build.buffers import PIECE_TOKENS
+from helix.layers.specs import GatedDeltaSpec, MLASpec
+from helix.memory.keeps import LISTS, RING_MOST
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import INTERPOLATED, PROVENANCE, Array, Hardware

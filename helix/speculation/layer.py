@@ -13,7 +13,7 @@ from helix.events.decision import Admission, StepKind, TableWrite
 from helix.events.follower import Begun, Prefilled, Taken
 from helix.memory.kv_cache import KVCache
 from helix.memory.transfers import to_device
-from helix.models import DraftLayer
+from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement, PromptChunk
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing

@@ -13,9 +13,9 @@ from helix.attention.dense import DenseAttention
 from helix.events.decision import Admission, StepKind, TableWrite
 from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps, page_bytes
-from helix.memory.kv_cache import KVCache, StepSizes, slot_bytes, without_long_rings
-from helix.models import Decoder
+from helix.memory.keeps import Keeps, StepSizes, dtype_name, page_bytes
+from helix.memory.kv_cache import KVCache, slot_bytes, without_long_rings
+from helix.models.decoder import Decoder
 from helix.placement import Placement, PromptChunk, Stripes
 from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
@@ -51,7 +51,7 @@ class DraftModel:
     @property
     def keeps(self) -> list[tuple[Keeps, ...]]:
         """Data that each of its layers keeps on this rank."""
-        of = self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype, self.kv)
+        of = self.model.spec.keeps(self.layout, self.comm.rank, dtype_name(self.model.weights.dtype), self.kv)
         return without_long_rings(of)
 
     def slot_bytes(self, target: Placement, sizes: StepSizes) -> int:

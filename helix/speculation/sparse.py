@@ -19,24 +19,24 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
 from helix.attention.dense import DenseAttention
-from helix.config import MOST_CHOSEN
+from helix.config import LEAST_KEYS, MOST_CHOSEN
 from helix.events.decision import Admission, StepKind, TableWrite
 from helix.events.follower import Prefilled, Retired, Taken
-from helix.layers.attention import AttentionSpec
+from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
+from helix.memory.keeps import dtype_name, score_planes
 from helix.memory.kv_cache import KVCache
 from helix.memory.score_pages import ScorePages, score_bytes
-from helix.models import Decoder, DecoderSpec
+from helix.models import DecoderSpec
+from helix.models.decoder import Decoder
 from helix.placement import BlockBudget, KeyBudget, Placement
 from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
 from helix.steps.step import DecodeState
-from kernels.attention.flash_decode import score_planes
 from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens
 
 SINK_TOKENS = 4  # first tokens of a sequence, always read
-LEAST_KEYS = 256  # least keys chosen per sequence, over all ranks
 # By score alone (0 and 0), 6.66, 7.25 and 4.89 tokens per iteration are accepted; with these values 7.37, 7.51 and 6.77
 # (docs/results/acceptance.md). One choice for all KV heads, over all ranks, or in blocks of keys gained nothing.
 RECENT, REACH = 0.5, 8
@@ -83,7 +83,7 @@ class DraftBudget:
             )
         return BlockBudget(1, local, topk, 0)
 
-    def planes(self, spec: DecoderSpec, layout: HelixLayout, rank: int, queries: int, dtype: torch.dtype) -> int:
+    def planes(self, spec: DecoderSpec, layout: HelixLayout, rank: int, queries: int, dtype: str) -> int:
         """Returns the score planes per layer on a rank, for verification of `queries` queries per sequence."""
         if ROWS[self.policy] is None:
             return 0
@@ -107,7 +107,7 @@ class DraftBudget:
         return len(spec.full) * max_batch * heads * columns * torch.int32.itemsize
 
     def page_bytes(
-        self, spec: DecoderSpec, layout: HelixLayout, rank: int, drafts: int, dtype: torch.dtype, page_size: int
+        self, spec: DecoderSpec, layout: HelixLayout, rank: int, drafts: int, dtype: str, page_size: int
     ) -> int:
         """Counts the bytes of a page of scores on a rank, in all layers with scores."""
         planes, heads = (
@@ -191,7 +191,7 @@ class SparseDrafter(Drafter):
         self.own_pages = self.scores is not None
 
     def _planes(self, queries: int) -> int:
-        layout, dtype = self.placement.layout, self.model.weights.dtype
+        layout, dtype = self.placement.layout, dtype_name(self.model.weights.dtype)
         return self.budget.planes(self.model.spec, layout, self.comm.rank, queries, dtype)
 
     def admit(self, *admissions: Admission) -> None:

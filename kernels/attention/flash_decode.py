@@ -160,11 +160,6 @@ def decode_tile(rows: int, D: int, dtype: torch.dtype, more: int = 0) -> dict[st
     return tile_shape(rows, 128 if D <= 128 else 64, D, dtype, more)
 
 
-def score_planes(T: int, group: int, D: int, dtype: torch.dtype) -> int:
-    """Returns the number of score planes of T queries with `group` heads per KV head: one per tile of rows."""
-    return triton.cdiv(T * group, decode_tile(T * group, D, dtype)["BLOCK_M"])
-
-
 def flash_decode(
     q: torch.Tensor,
     keys: PagedKeys,
@@ -246,7 +241,7 @@ def decode_parts(
     if scores is not None:
         kept, kept_table, collect = scores.planes, scores.table, scores.rows
         assert kept.shape[2:] == (Hkv, keys.page_size) and kept.stride()[2:] == (keys.page_size, 1)
-        assert len(kept) >= score_planes(T, group, D, q.dtype)
+        assert len(kept) >= triton.cdiv(T * group, tile["BLOCK_M"]), "there is a plane for each tile of rows"
         kept_strides = kept.stride(0), kept.stride(1), kept_table.stride(0)
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps fill an SM's registers
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D, lane)

@@ -9,18 +9,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from typing import TYPE_CHECKING
 
-from helix.attention.policies import budget_of
 from helix.build.buffers import most_slots
 from helix.build.parts import make_eagle3, stored_format
 from helix.config import Config, LayoutConfig, ModelConfig, SpeculationConfig
-from helix.layers.attention import AttentionSpec
+from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.plan import Question, plan
 from helix.simulate.points import LayerDrafts, Options, Sparse, Tier
 from launch.inputs.hardware import hardware_of
-from launch.inputs.prompts import PromptLine
+
+if TYPE_CHECKING:
+    from launch.inputs.prompts import PromptLine  # with the schemas of requests, which planning does without
 
 KV_DTYPES = {"auto": "bf16", "fp8": "e4m3", "fp8_all": "e4m3_all", "k16v8": "k16v8"}  # in the planner's words
 TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
@@ -108,7 +110,7 @@ def layer_drafts(config: SpeculationConfig, spec: DecoderSpec) -> LayerDrafts | 
     alone = replace(spec, layers=(spec.draft,), brought=None, draft=None, taps=())
     if config.drafter == "mtp":
         return LayerDrafts(alone, 2 * spec.hidden, 2 * spec.hidden, True)
-    own = make_eagle3(config, spec)[0]
+    own = make_eagle3(config, spec)
     assert isinstance(spec.draft.mixer, AttentionSpec)
     layer = replace(spec.draft, mixer=replace(spec.draft.mixer, window=config.window or own.max_positions))
     alone = replace(alone, layers=(layer,), hidden=own.hidden, vocab=own.vocab or spec.vocab)
@@ -128,8 +130,8 @@ def budget(config: Config) -> Sparse | None:
     a = config.attention
     if a.policy == "dense":
         return None
-    parts, candidates = budget_of(a).parts, budget_of(a).candidates
-    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens, parts, candidates)
+    of_parts = a.parts, a.candidate_blocks
+    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens, *of_parts)
 
 
 def _tokens(prompt: PromptLine) -> int:

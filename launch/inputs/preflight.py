@@ -14,15 +14,15 @@ from comm import emulated
 from helix.build.checks import (
     CheckedDraft,
     check_attention,
-    check_cache,
     check_eagle3,
     check_layout,
     check_own_sequences,
     check_self_drafts,
     check_states,
+    make_checkpoint,
     make_draft,
 )
-from helix.build.parts import check_weights, make_checkpoint, make_layout, make_spec, models_of, resolved_config
+from helix.build.parts import check_cache, check_weights, make_layout, make_spec, models_of, resolved_config
 from helix.config import Config, check
 from helix.devices import choose_backend, ranks
 from helix.layout import HelixLayout

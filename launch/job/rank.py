@@ -13,14 +13,15 @@ import torch
 
 from comm.base import Communicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.build.checks import CheckedDraft
-from helix.build.parts import load_eagle3, make_formats
+from helix.build.checks import CheckedDraft, load_eagle3
+from helix.build.parts import make_formats
 from helix.config import Config, ModelConfig
 from helix.devices import KINDS, gpu_facts, gpu_name
 from helix.errors import ConfigError, RankError
-from helix.layers.weights import Formats
+from helix.layers.specs import Formats
 from helix.memory.kv_cache import free_bytes
-from helix.models import Decoder, DraftLayer
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import DraftLayer
 from helix.models.loading import is_untrained, randomize, weights_of
 from helix.place import Place
 from helix.speculation import DraftModel

@@ -24,8 +24,8 @@ from helix.build.parts import ignored
 from helix.control.timings import Timings
 from helix.errors import RankError
 from helix.layout import HelixLayout
-from helix.models import Decoder
-from helix.models.quantized import rounded
+from helix.models.checkpoint import rounded
+from helix.models.decoder import Decoder
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.terminal import FILE_WIDTH, new_bar

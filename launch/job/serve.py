@@ -32,6 +32,7 @@ from helix.control.inbox import Inbox
 from helix.errors import RankError
 from helix.events.decision import StepKind
 from helix.events.request import Request, RequestUpdate
+from helix.memory.keeps import dtype_name
 from kernels.ahead import on_compilation
 from launch.client.errors import ApiError
 from launch.client.frames import (
@@ -111,7 +112,7 @@ def _engine(task: Task, file: PromptFile | None) -> Engine:
         if config.decode.prefill_chunk == "auto":
             console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
     if config.kv.tier == "host" and (
-        warning := of_short_chunks(model.spec, model.weights.dtype, config.kv.dtype, engine.prefill_chunk)
+        warning := of_short_chunks(model.spec, dtype_name(model.weights.dtype), config.kv.dtype, engine.prefill_chunk)
     ):
         console.note(warning)
     task.phases.mark("build")

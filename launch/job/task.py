@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from comm.torch_dist import TorchDistCommunicator
-from helix.models import Decoder, DraftLayer
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import DraftLayer
 from helix.speculation import DraftModel
 from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, Phases

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from helix.layers.attention import AttentionSpec
+from helix.layers.specs import AttentionSpec
 from helix.models import DecoderSpec, spec_from_config
-from helix.models.decoder import NextTokenNames
-from helix.models.loading import read_config
+from helix.models.checkpoint import read_config
+from helix.models.spec import NextTokenNames
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import earliest_topk, write_fp8
 from tests.e2e.fuzz_cases import STORED, Ask, Case

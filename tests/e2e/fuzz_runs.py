@@ -21,18 +21,20 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.build.checks import load_eagle3
 from helix.build.engine import build_engine
-from helix.build.parts import load_eagle3
 from helix.config import Config
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.decision import StepPlan
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
-from helix.layers.weights import unpacked
+from helix.layers.specs import unpacked
 from helix.layout import HelixLayout
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder, DecoderSpec, DraftLayer
+from helix.models import DecoderSpec
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import DraftLayer
 from helix.models.loading import Checkpoint
 from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy

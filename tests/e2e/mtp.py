@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from helix.models import spec_from_config
-from helix.models.decoder import NextTokenNames
+from helix.models.spec import NextTokenNames
 from tests.e2e.checkpoints import config_of, earliest_topk
 from tests.e2e.parity import Continuation
 from tests.ending import folder

@@ -16,19 +16,24 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
-from helix.build.parts import load_eagle3, make_eagle3
+from helix.build.checks import load_eagle3
+from helix.build.parts import make_eagle3
 from helix.config import ScheduleConfig, SpeculationConfig
 from helix.control.engine import Engine
 from helix.events.request import Request
-from helix.layers.weights import Formats, unpacked
+from helix.layers.specs import Formats, unpacked
 from helix.layout import HelixLayout
 from helix.memory.blocks import BlockShape
 from helix.memory.host_store import HostStore
-from helix.memory.kv_cache import KVCache, StepSizes, snapshot_bytes, with_bounds
+from helix.memory.keeps import StepSizes, dtype_name
+from helix.memory.kv_cache import KVCache, snapshot_bytes, with_bounds
 from helix.memory.tiered_cache import TieredCache
-from helix.models import Decoder, DecoderSpec, DraftLayer, spec_from_config
+from helix.models import DecoderSpec, spec_from_config
+from helix.models.checkpoint import read_config
+from helix.models.decoder import Decoder
+from helix.models.draft_layer import DraftLayer
 from helix.models.eagle3 import drafted_by
-from helix.models.loading import Checkpoint, read_config
+from helix.models.loading import Checkpoint
 from helix.placement import BlockBudget, Placement
 from helix.run.model_runner import ModelRunner
 from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
@@ -136,7 +141,7 @@ class LayerDrafts:
 
     def spec(self, target: DecoderSpec) -> DecoderSpec:
         """The target's spec with the layer."""
-        return target.with_mtp() if self.eagle3 is None else drafted_by(target, make_eagle3(self.eagle3, target)[0])
+        return target.with_mtp() if self.eagle3 is None else drafted_by(target, make_eagle3(self.eagle3, target))
 
     def layer(self, model: Decoder, layout: HelixLayout, comm: Communicator) -> DraftLayer:
         """The rank's part of the layer."""
@@ -178,7 +183,7 @@ def build_engine(
     spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
-    keeps = spec.keeps(layout, comm.rank, dtype, kv)
+    keeps = spec.keeps(layout, comm.rank, dtype_name(dtype), kv)
     drafts = 0 if drafter is None else drafter.limit
     sizes = StepSizes(max_batch, drafts + 1, prefill_chunk, snapshots)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
@@ -200,14 +205,14 @@ def build_engine(
         assert score is not None and sparse is not None and sparse.hot is not None
         block = BlockShape.of(keeps, page_size)
         cache: KVCache = TieredCache(
-            with_bounds(keeps, dtype, parts), pages, placement, device, sizes, score=score,
+            with_bounds(keeps, dtype_name(dtype), parts), pages, placement, device, sizes, score=score,
             store=HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device),
             hot=sparse.hot, piece_pages=4, host_states=of_host,
         )  # fmt: skip
         for tensor in cache.on_gpu:
             tensor.fill_(-1)  # NaN in every dtype
     else:
-        keeps = keeps if score is None else with_bounds(keeps, dtype, parts)
+        keeps = keeps if score is None else with_bounds(keeps, dtype_name(dtype), parts)
         cache = KVCache(keeps, pages, placement, device, sizes, score, of_host)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)

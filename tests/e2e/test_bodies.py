@@ -11,7 +11,7 @@ import torch
 
 from comm.loopback import LoopbackWorld
 from helix.events.request import Output
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.tokenizer import load_tokenizer
 from launch.inputs.compose import composed
 from launch.inputs.preflight import preflight

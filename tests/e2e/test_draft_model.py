@@ -21,7 +21,7 @@ from helix.events.decision import StepPlan
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.speculation import Draft, ModelDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.speculation.drawing import DraftDrawing

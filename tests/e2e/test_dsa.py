@@ -18,7 +18,7 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ScheduleConfig
 from helix.control.engine import Engine
-from helix.layers import indexer, mla
+from helix.layers import indexer, mla, specs
 from helix.layers.mla import MLA
 from helix.layout import HelixLayout
 from helix.memory.keeps import latents
@@ -197,7 +197,7 @@ def test_index_keys_in_e4m3(monkeypatch: pytest.MonkeyPatch, family: str, kvp: i
     with monkeypatch.context() as patched:
         patched.setattr(DynamicCache, "update_indexer", rounds)
         wanted = continuations(checkpoint(family), MOE_LENGTHS, MOE_TOKENS)
-    monkeypatch.setattr(mla, "latents", lambda *args: latents(*args[:-1], "auto"))
+    monkeypatch.setattr(specs, "latents", lambda *args: latents(*args[:-1], "auto"))
 
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))

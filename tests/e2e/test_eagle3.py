@@ -17,7 +17,7 @@ from helix.config import SpeculationConfig
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
-from helix.models.loading import read_config
+from helix.models.checkpoint import read_config
 from helix.speculation.adaptive import DraftPolicy
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import continuations
@@ -134,7 +134,7 @@ def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:
 def test_states_are_named_in_two_ways(ids: list[int] | None, taps: tuple[int, ...], tmp_path: Path) -> None:
     target = spec_from_config(read_config(eagle3.target("qwen3")))
     given = changed(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids} if ids else None)
-    assert make_eagle3(given, target)[0].taps == taps
+    assert make_eagle3(given, target).taps == taps
 
 
 @pytest.mark.parametrize(
@@ -157,5 +157,5 @@ def test_another_layer_is_refused(keys: dict[str, Any], said: str, tmp_path: Pat
 def test_the_demo_models_layer_is_for_it() -> None:
     given = SpeculationConfig(drafter="eagle3", path="assets/demo-eagle3")
     spec = spec_from_config(read_config(Path("assets/demo-model")))
-    layer, _ = make_eagle3(given, spec)[:2]
+    layer = make_eagle3(given, spec)
     assert layer.taps == (2, 4, 5) and layer.hidden == spec.hidden and layer.vocab is None

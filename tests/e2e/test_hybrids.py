@@ -17,7 +17,8 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
-from helix.models.loading import Checkpoint, read_config, weights_of
+from helix.models.checkpoint import read_config
+from helix.models.loading import Checkpoint, weights_of
 from helix.speculation import NgramDrafter
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint, oracle
 from tests.e2e.parity import Continuation, build_engine, check, generate, loopback
@@ -115,7 +116,7 @@ def test_keys_in_few_bits_beside_states(kv: str) -> None:
         def body(world: LoopbackWorld, rank: int) -> dict[Any, tuple[int, ...]]:
             comm = world.communicator(rank, layout.kvp_group(rank))
             e = build_engine(checkpoint("qwen3-next"), layout, comm, 16, drafter=drafter, adaptive=False, kv=kv)
-            assert {k.dtype for k in e.runner.cache.groups[0].keeps} == {torch.float32}, "states and rows in fp32"
+            assert {k.dtype for k in e.runner.cache.groups[0].keeps} == {"float32"}, "states and rows in fp32"
             return generate(e, wanted).tokens
 
         return run_ranks(layout.world_size, body, timeout_s=120.0)[0]

@@ -20,8 +20,9 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.events.decision import Admission, StepKind
 from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.models import Decoder, DecoderSpec, spec_from_config
-from helix.models.loading import read_config
+from helix.models import DecoderSpec, spec_from_config
+from helix.models.checkpoint import read_config
+from helix.models.decoder import Decoder
 from helix.placement import PromptChunk
 from helix.speculation import Draft, DraftBudget, Drafter
 from helix.steps.step import DecodeState

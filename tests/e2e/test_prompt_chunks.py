@@ -24,7 +24,8 @@ from helix.control.prefill_time import PrefillTime
 from helix.events.decision import StepKind
 from helix.events.request import Request
 from helix.layers import indexer
-from helix.layers.mla import MLASpec, expanding_rows
+from helix.layers.mla import expanding_rows
+from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.run.graphs import StepGraphs

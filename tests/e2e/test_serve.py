@@ -28,7 +28,7 @@ from helix.events.decision import Decision
 from helix.events.request import Request, RequestUpdate
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.placement import BlockBudget
 from helix.run.model_runner import StepTokens
 from helix.speculation import DraftBudget, NgramDrafter

@@ -19,8 +19,10 @@ from transformers import (
 from comm.loopback import LoopbackWorld
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.models import Decoder, spec_from_config
-from helix.models.loading import Checkpoint, is_untrained, read_config
+from helix.models import spec_from_config
+from helix.models.checkpoint import read_config
+from helix.models.decoder import Decoder
+from helix.models.loading import Checkpoint, is_untrained
 from tests.e2e.parity import Continuation, check, loopback
 
 TEXT: dict[str, Any] = dict(

@@ -19,7 +19,8 @@ from helix.config import SpeculationConfig
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
-from helix.models.loading import Checkpoint, read_config, weights_of
+from helix.models.checkpoint import read_config
+from helix.models.loading import Checkpoint, weights_of
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import LayerDrafts, build_engine
@@ -50,7 +51,7 @@ def test_eagle3_drafts_in_training_as_its_layer_does(tmp_path: Path) -> None:
                 assert (found[place][at] - wanted).abs().max() < 1e-4, (at, place)
     layer.save(eagle3.target("qwen3"), 64, tmp_path)
     given = SpeculationConfig(drafter="eagle3", path=str(tmp_path))
-    assert make_eagle3(given, spec_from_config(read_config(eagle3.target("qwen3"))))[0].own_embedding is False
+    assert make_eagle3(given, spec_from_config(read_config(eagle3.target("qwen3")))).own_embedding is False
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.engine import build_engine
 from helix.config import Config
 from helix.layout import HelixLayout
-from helix.models import Decoder
+from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
 from launch.client.tokens import Tokens
 from launch.inputs.prompts import PromptFile

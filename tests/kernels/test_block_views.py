@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helix.memory.blocks import BlockShape
-from helix.memory.keeps import keys_and_values
+from helix.memory.keeps import dtype_name, keys_and_values
 from kernels.attention.flash_decode import flash_decode
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.kv_append import kv_append
@@ -35,7 +35,7 @@ CASES = {
 
 
 def shape_of(heads: int, dim: int, dtype: torch.dtype, kv: str, page_size: int) -> BlockShape:
-    return BlockShape.of([keys_and_values(heads, dim, dtype, kv, None)], page_size)
+    return BlockShape.of([keys_and_values(heads, dim, dtype_name(dtype), kv, None)], page_size)
 
 
 def made(name: str, kv: str, dtype: torch.dtype, device: torch.device) -> tuple[Case, PagedKeys, BlockShape]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from helix.layout import HelixLayout
-from kernels.attention.flash_decode import decode_tile, flash_decode, score_planes
+from helix.memory.keeps import dtype_name, score_planes
+from kernels.attention.flash_decode import decode_tile, flash_decode
 from kernels.paged_keys import KeyScores
 from kernels.reference.flash_decode import flash_decode as reference
 from tests.kernels.oracle import Case, check, make_case
@@ -36,7 +37,7 @@ OPS = {"kernel": flash_decode, "reference": reference}
 def planes_for(case: Case, rows: str) -> KeyScores:
     """Planes of a layer among others; pages of scores are others than those of the keys, and hold no number."""
     T, (page_size, heads) = case.counts[0], case.k_cache.shape[1:3]
-    count = score_planes(T, case.q.shape[1] // heads, case.q.shape[2], case.q.dtype)
+    count = score_planes(T, case.q.shape[1] // heads, case.q.shape[2], dtype_name(case.q.dtype))
     B, columns = case.block_table.shape
     pages = B * columns
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).view(B, columns).int()

@@ -15,7 +15,7 @@ from helix.answers.matcher import Grammars
 from helix.config import Config
 from helix.events.request import Output, Request
 from helix.models import spec_from_config
-from helix.models.loading import read_config
+from helix.models.checkpoint import read_config
 from helix.tokenizer import load_tokenizer
 from launch.client.tokens import Tokens
 from launch.inputs.prompts import PromptFile, ResultFile

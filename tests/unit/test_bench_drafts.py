@@ -13,6 +13,7 @@ from benchmarks.quality import agent_turns
 from benchmarks.records import layer_tables, rows
 from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
+from helix.models.loading import Checkpoint
 from launch.inputs.prompts import PromptFile
 from launch.inputs.shapes import spec_of
 
@@ -56,8 +57,8 @@ def test_random_text_repeats_nothing() -> None:
 def test_a_random_layer_is_one_for_the_model(tmp_path: Path) -> None:
     spec = spec_of("demo")
     layer_drafts.write_eagle3(spec, tmp_path)
-    layer, checkpoint = make_eagle3(SpeculationConfig(drafter="eagle3", path=str(tmp_path)), spec)
-    ids = checkpoint.whole("d2t") + torch.arange(layer.vocab or 0)
+    layer = make_eagle3(SpeculationConfig(drafter="eagle3", path=str(tmp_path)), spec)
+    ids = Checkpoint(tmp_path).whole("d2t") + torch.arange(layer.vocab or 0)
     assert layer.hidden == spec.hidden and int(ids[-1]) < spec.vocab and bool((ids[1:] > ids[:-1]).all())
 
 

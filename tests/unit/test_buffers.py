@@ -24,8 +24,9 @@ from helix.build.buffers import (
 )
 from helix.control.prefill_time import PrefillTime, doubling_depth
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import KVCache, StepSizes
-from helix.models import Decoder
+from helix.memory.keeps import StepSizes
+from helix.memory.kv_cache import KVCache
+from helix.models.decoder import Decoder
 from helix.placement import Placement, PromptChunk
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
@@ -47,12 +48,12 @@ from tests.sequences import admission, with_windows
     ids=str,
 )
 def test_buffers_of_a_token(model: str, layout: HelixLayout, numbers: int) -> None:
-    assert token_buffers(spec_of(model), layout, 0, torch.bfloat16) == pytest.approx(1.25 * 2 * numbers, abs=1)
+    assert token_buffers(spec_of(model), layout, 0, "bfloat16") == pytest.approx(1.25 * 2 * numbers, abs=1)
 
 
 def test_gathered_sequences() -> None:
     """Latents of 576 and index keys of 128 numbers, twice, and an eighth of the latents to give (GLM-5.2)."""
-    spec, bf16 = spec_of("glm-5.2"), torch.bfloat16
+    spec, bf16 = spec_of("glm-5.2"), "bfloat16"
     layout = HelixLayout.create("helix", 8)
     assert gathered_bytes(spec, layout, 8192, 64 << 10, bf16) == 2 * (64 << 10) * 2 * (2 * (576 + 128) + 72)
     most = gathered_bytes(spec, layout, 8192, 1 << 20, bf16)
@@ -106,7 +107,7 @@ def test_a_step_takes_no_more(model: str) -> None:
             for weight in decoder.weights.parameters:
                 weight.normal_(std=0.02)
             placement = Placement(layout, 0, 16, 64)
-            cache = KVCache(spec.keeps(layout, rank, torch.bfloat16), tokens // 64, placement, device, StepSizes(1))
+            cache = KVCache(spec.keeps(layout, rank, "bfloat16"), tokens // 64, placement, device, StepSizes(1))
             state = DecodeState(1, tokens // 64, placement, device)
             pages, prompt = np.arange(tokens // 64, dtype=np.int32), np.zeros(tokens, dtype=np.int32)
             state.admit(admission(0, 0, pages, tokens, prompt))
@@ -118,7 +119,7 @@ def test_a_step_takes_no_more(model: str) -> None:
             return torch.cuda.max_memory_allocated() - before
 
     [taken] = run_ranks(1, body, timeout_s=120.0, device="cuda")
-    assert taken <= tokens * token_buffers(spec, layout, 0, torch.bfloat16)
+    assert taken <= tokens * token_buffers(spec, layout, 0, "bfloat16")
 
 
 @pytest.mark.parametrize("budget", [DraftBudget(), DraftBudget(sparsity=0.3)])
@@ -132,7 +133,7 @@ def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> 
         comm = world.communicator(rank, layout.kvp_group(rank))
         decoder = Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
         placement = Placement(layout, layout.kvp_rank(rank), 16, 32)
-        cache = KVCache(spec.keeps(layout, rank, torch.float32), 4, placement, device, StepSizes(1))
+        cache = KVCache(spec.keeps(layout, rank, "float32"), 4, placement, device, StepSizes(1))
         drafter = SparseDrafter(3, decoder, comm, cache, placement, budget, noise="own", max_batch=5, max_length=9000)
         assert drafter.chosen is not None
         return drafter.chosen.tables.nbytes, budget.table_bytes(spec, placement, rank, 5, 9000, 3)

@@ -18,10 +18,11 @@ from helix.build.checks import CheckedDraft
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
-from helix.memory.keeps import token_bytes
-from helix.memory.kv_cache import KVCache, StepSizes
-from helix.models import Decoder, spec_from_config
-from helix.models.loading import read_config
+from helix.memory.keeps import StepSizes, token_bytes
+from helix.memory.kv_cache import KVCache
+from helix.models import spec_from_config
+from helix.models.checkpoint import read_config
+from helix.models.decoder import Decoder
 from helix.placement import Placement
 from helix.speculation import DraftModel, ModelDrafter
 from tests.e2e.checkpoints import DEMO, checkpoint
@@ -155,9 +156,9 @@ def test_both_caches_fit_the_memory(
     monkeypatch.setattr(build, "free_bytes", lambda device: free)
     comm = world.communicator(0, [0])
     placement = Placement(layout, 0, block, 32)
-    page = 32 * sum(token_bytes(kept) for kept in target.spec.keeps(layout, 0, torch.float32))
+    page = 32 * sum(token_bytes(kept) for kept in target.spec.keeps(layout, 0, "float32"))
     page += draft.page_bytes(placement)
-    chunk = longest_chunk(token_buffers(target.spec, layout, 0, torch.float32), free)
+    chunk = longest_chunk(token_buffers(target.spec, layout, 0, "float32"), free)
     beside = draft.slot_bytes(placement, StepSizes(max_batch, sizes.speculation.gamma + 1, chunk))
     if page + beside > int(free * sizes.kv.memory_fraction):
         with pytest.raises(ConfigError, match="holds no page"):

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
 from helix.control.prefill_time import doubling_depth
-from helix.layers.mla import MLASpec
+from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.memory.keeps import token_bytes
 from helix.models import DecoderSpec, spec_from_config
@@ -80,7 +79,7 @@ def test_a_token_keeps_index_keys_where_layers_choose() -> None:
     glm52 = spec_of("glm-5.2")
     few = 512 + 4 * 4 + 128
     for kv, of_latent, of_index in (("auto", 1152, 256), ("fp8", few, 256), ("fp8_all", few, 132)):
-        keeps = glm52.keeps(KVP_8, 3, torch.bfloat16, kv)
+        keeps = glm52.keeps(KVP_8, 3, "bfloat16", kv)
         assert sum(map(token_bytes, keeps)) == 78 * of_latent + 21 * of_index
 
 
@@ -106,14 +105,14 @@ def test_a_plan_counts_what_is_kept_and_read() -> None:
     glm52, hardware = spec_of("glm-5.2"), load_hardware("h200")
     options = Options(weights="e4m3", experts="e4m3", other="bf16", messages="bf16", kv="bf16", arithmetic="bf16")
     found = predict(glm52, hardware, Points.of("helix", 1, kvp=8), M, options)
-    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, torch.bfloat16))) * M / 8
+    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, "bfloat16"))) * M / 8
     assert found.memory.kv_bytes[0] == pytest.approx(kept, rel=0.001) and found.fits.all()
     assert not predict(glm52, hardware, Points.of("tp", 1, tpa=8), M, options).fits.any()
     phases = {phase.name: phase for phase in found.phases}
     assert phases["index scores"].bytes[0] == 21 * M / 8 * 256
     assert phases["attention"].bytes[0] == 78 * 2048 / 8 * 1152
     few = predict(glm52, hardware, Points.of("helix", 1, kvp=8), M, replace(options, kv="e4m3_all"))
-    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, torch.bfloat16, "fp8_all"))) * M / 8
+    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, "bfloat16", "fp8_all"))) * M / 8
     assert few.memory.kv_bytes[0] == pytest.approx(kept, rel=0.001)
     assert {phase.name: phase for phase in few.phases}["index scores"].bytes[0] == 21 * M / 8 * 132
     # Dense attention of the same shape reads all latents.

@@ -12,7 +12,8 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from comm.loopback import LoopbackWorld
-from helix.layers.moe import MoE, MoESpec
+from helix.layers.moe import MoE
+from helix.layers.specs import MoESpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.models.loading import randomize

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helix.events.decision import TableWrite
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps, page_bytes
-from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
+from helix.memory.keeps import Keeps, StepSizes, page_bytes
+from helix.memory.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
 from helix.models import DecoderSpec
 from helix.placement import Placement, PromptChunk
 from helix.steps.step import PAST, DecodeState
@@ -90,8 +90,8 @@ def test_planned_pages_hold_any_split_of_the_tokens(lengths: list[int], kvp: int
 @pytest.mark.parametrize("entries, score", [([(1, 8), (1, 8)], "bounds"), ([(12,)], None)])
 def test_pages_are_copied_in_all_layers(entries: list[tuple[int, ...]], score: str | None) -> None:
     names = ("keys", "values") if len(entries) == 2 else ("latents",)
-    kept = tuple(Keeps(name, entry, torch.float32) for name, entry in zip(names, entries, strict=True))
-    keeps = [kept, kept] if score is None else with_bounds([kept, kept], torch.float32)
+    kept = tuple(Keeps(name, entry, "float32") for name, entry in zip(names, entries, strict=True))
+    keeps = [kept, kept] if score is None else with_bounds([kept, kept], "float32")
     cache = KVCache(keeps, 5, Placement(HelixLayout.create(), 0, 4, 4), torch.device("cpu"), StepSizes(1), score)
     tensors = cache.tensors
     for tensor in tensors:
@@ -254,7 +254,7 @@ def test_windows_free_their_memory(kvp: int, tpa: int) -> None:
     placement = Placement(layout, 0, 16, page)
 
     def tokens(spec: DecoderSpec) -> int:
-        keeps = spec.keeps(layout, 0, torch.bfloat16)
+        keeps = spec.keeps(layout, 0, "bfloat16")
         left = room - slot_bytes(keeps, placement, StepSizes(32, 1, 4096))
         return left // sum(page_bytes(kept, page) for kept in keeps)
 
@@ -265,7 +265,7 @@ def test_long_windows_stay_in_pages() -> None:
     """Two layers with a window of 4,096 and of 1,024: the first has entries for all tokens, the second a ring."""
     layout = HelixLayout.create()
     spec = with_windows(load_spec("gpt-oss-20b"), 4096, 1024)
-    keeps = without_long_rings(spec.keeps(layout, 0, torch.bfloat16))
+    keeps = without_long_rings(spec.keeps(layout, 0, "bfloat16"))
     cache = KVCache(keeps, 3, Placement(layout, 0, 16, 16), torch.device("cpu"), StepSizes(2, 1, 64))
     assert cache.rings.keys() == {1024} and cache.lacking == 1023
     assert cache.layer(0).keys.shape[:2] == (3, 16) and len(cache.layer(1).keys) > 2 * 64

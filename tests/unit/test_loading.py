@@ -15,11 +15,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from comm.loopback import LoopbackWorld
 from helix.hub import missing_files
-from helix.layers.weights import Formats, Weights, unpacked
+from helix.layers.specs import Formats, unpacked
+from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.models import Decoder, spec_from_config
-from helix.models.loading import Checkpoint, load_spec_config, randomize, read_config
-from helix.models.quantized import from_mxfp4, rounded
+from helix.models import spec_from_config
+from helix.models.checkpoint import read_config, rounded
+from helix.models.decoder import Decoder
+from helix.models.loading import Checkpoint, from_mxfp4, randomize
+from helix.models.overrides import load_spec_config
 from kernels.scaled import ScaledMatrix, quantised
 from tests.e2e.checkpoints import checkpoint, write_fp8
 from tests.unit.test_files import as_nobody

@@ -17,11 +17,14 @@ from comm.loopback import LoopbackWorld
 from comm.torch_dist import HOST_RATE
 from helix.build.checks import check_layout
 from helix.layers import mla
-from helix.layers.mlp import MLPSpec
+from helix.layers.rotary import frequencies
+from helix.layers.specs import MLPSpec
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps, token_bytes
-from helix.models import Decoder, DecoderSpec, spec_from_config
-from helix.models.loading import Checkpoint, randomize, read_config
+from helix.models import DecoderSpec, spec_from_config
+from helix.models.checkpoint import read_config
+from helix.models.decoder import Decoder
+from helix.models.loading import Checkpoint, randomize
 from launch.inputs.shapes import spec_of
 from tests.e2e.checkpoints import checkpoint
 
@@ -57,7 +60,7 @@ def test_the_published_shapes() -> None:
     # As the releases write it: 192^-0.5 times (0.1 mscale ln 40 + 1)^2; on the angles the two factors cancel.
     assert r1.attention.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     assert lite.attention.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
-    assert r1.rope.frequencies()[1] == lite.rope.frequencies()[1] == 1.0
+    assert frequencies(r1.rope)[1] == frequencies(lite.rope)[1] == 1.0
     assert r1.attention.norm_eps == 1e-6 and r1.attention.kv_heads == 1
 
 
@@ -65,10 +68,10 @@ def test_a_token_stores_one_latent() -> None:
     r1 = spec_of("deepseek-r1")
     for layout in (HelixLayout.create("helix", 8), HelixLayout.create("tp", 1, 8)):
         for rank in range(8):
-            keeps = r1.keeps(layout, rank, torch.bfloat16)
-            assert {kept for layer in keeps for kept in layer} == {Keeps("latents", (576,), torch.bfloat16)}
+            keeps = r1.keeps(layout, rank, "bfloat16")
+            assert {kept for layer in keeps for kept in layer} == {Keeps("latents", (576,), "bfloat16")}
             assert sum(token_bytes(layer) for layer in keeps) == 61 * 1152
-    few = r1.keeps(HelixLayout.create("helix", 8), 0, torch.bfloat16, "fp8")
+    few = r1.keeps(HelixLayout.create("helix", 8), 0, "bfloat16", "fp8")
     assert sum(token_bytes(layer) for layer in few) == 61 * (512 + 4 * 4 + 64 * 2)
 
 

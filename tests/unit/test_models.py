@@ -23,12 +23,11 @@ from transformers import (
 
 from comm.loopback import LoopbackWorld
 from helix.build.parts import make_spec
-from helix.layers.attention import AttentionSpec
-from helix.layers.mlp import MLPSpec
-from helix.layers.moe import MoESpec
+from helix.layers.specs import AttentionSpec, MLPSpec, MoESpec
 from helix.layout import HelixLayout
-from helix.models import FAMILIES, Decoder, DecoderSpec, spec_from_config
-from helix.models.quantized import WeightFormat
+from helix.models import FAMILIES, DecoderSpec, spec_from_config
+from helix.models.checkpoint import WeightFormat
+from helix.models.decoder import Decoder
 from tests.unit.test_config import composed
 
 

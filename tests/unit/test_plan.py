@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +70,7 @@ def test_states_are_counted() -> None:
 @pytest.mark.parametrize("model", ["glm-5.2", "deepseek-r1", "llama-3.1-8b"])
 def test_room_for_kv_is_what_the_engine_leaves_to_it(model: str) -> None:
     """Beside chunks of prompts, which take more than a tenth where experts share a GPU."""
-    spec, bf16 = load_spec(model), torch.bfloat16
+    spec, bf16 = load_spec(model), "bfloat16"
     choice = ask(model, batch=1, context=M, options=replace(BF16, weights="fp8")).choices[0]
     free = int(choice.free_bytes + choice.kv_bytes)
     chunk = longest_chunk(token_buffers(spec, choice.layout, 0, bf16), free, spec.experts is not None)
@@ -536,7 +535,7 @@ def test_a_layer_that_drafts_is_one_layer_more() -> None:
     """In the cache, and in what the planner takes a rank's memory for."""
     config = composed("model=deepseek-r1", "model.load=random", "layout=auto", "speculation=mtp")
     spec, plain = make_spec(config), load_spec("deepseek-r1")
-    assert [len(s.keeps(HelixLayout.create("helix", 8), 0, torch.bfloat16)) for s in (plain, spec)] == [61, 62]
+    assert [len(s.keeps(HelixLayout.create("helix", 8), 0, "bfloat16")) for s in (plain, spec)] == [61, 62]
     seen: list[int] = []
 
     def asked(question: Question) -> Ranking:

@@ -35,7 +35,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> LayerDrafts:
     """The layer, without its weights."""
     target = load_spec("qwen2.5-7b")
     own = eagle3.read(LAYER, {"lm_head.weight": (32000, 3584), "midlayer.x": ()}, target)
-    monkeypatch.setattr(auto_layout, "make_eagle3", lambda config, spec: (own, None))
+    monkeypatch.setattr(auto_layout, "make_eagle3", lambda config, spec: own)
     config = composed("model=qwen2.5-7b", "speculation=eagle3", "speculation.path=DIR")
     found = layer_drafts(config.speculation, eagle3.drafted_by(target, own))
     assert found is not None

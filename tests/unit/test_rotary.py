@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from helix.layers.rotary import ROPE_TYPES, RopeSpec, Rotary
+from helix.layers.rotary import Rotary, frequencies
+from helix.layers.specs import ROPE_TYPES, RopeSpec
 from helix.models import spec_from_config
 from kernels.reference.kv_append import rotate
 
@@ -54,7 +55,7 @@ def test_same_rotation_as_transformers(kind: str, dim: int) -> None:
     # Angles up to 5000 in fp32 differ by a unit in the last place, 5000 x 2^-24 = 3e-4, times values up to 4.
     found = ours.angles(positions)
     torch.testing.assert_close(rotate(q, found.cos, found.sin), expected[0].transpose(0, 1), atol=1.5e-3, rtol=0)
-    inv_freq, factor = RopeSpec.from_config(config, dim).frequencies()
+    inv_freq, factor = frequencies(RopeSpec.from_config(config, dim))
     torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
@@ -66,8 +67,8 @@ def test_both_spellings_of_a_config_mean_the_same() -> None:
     older = {"rope_scaling": {"type" if k == "rope_type" else k: v for k, v in scaling.items()}, "rope_theta": 5e5}
     specs = [rope(c) for c in (new, old, older | {"max_position_embeddings": 1024})]
     assert all(s.kind == "llama3" and s.theta == 5e5 for s in specs)
-    assert torch.equal(specs[0].frequencies()[0], specs[1].frequencies()[0])
-    assert torch.equal(specs[0].frequencies()[0], specs[2].frequencies()[0])
+    assert torch.equal(frequencies(specs[0])[0], frequencies(specs[1])[0])
+    assert torch.equal(frequencies(specs[0])[0], frequencies(specs[2])[0])
     assert rope({}).theta == 10_000.0
     both = {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, "rope_scaling": scaling}
     assert rope(both).kind == "llama3"  # the older key, which model cards tell users to add, is not overlooked

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helix.build.tiering import tiered_bytes
 from helix.layout import HelixLayout
-from helix.memory.keeps import page_bytes, token_bytes
-from helix.memory.kv_cache import StepSizes, with_bounds
+from helix.memory.keeps import StepSizes, page_bytes, token_bytes
+from helix.memory.kv_cache import with_bounds
 from helix.placement import BlockBudget, Placement
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
@@ -305,8 +304,8 @@ def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int, kv: str,
     h200, spec, length = load_hardware("h200"), load_spec("qwen2.5-7b"), 128 * 1024
     layout = HelixLayout.create("helix", kvp)
     placement = Placement(layout, 0, 128, 128)
-    keeps = spec.keeps(layout, 0, torch.bfloat16, kv)
-    runtime = tiered_bytes(with_bounds(keeps, torch.bfloat16), placement, StepSizes(1, 1, CHUNK_TOKENS))
+    keeps = spec.keeps(layout, 0, "bfloat16", kv)
+    runtime = tiered_bytes(with_bounds(keeps, "bfloat16"), placement, StepSizes(1, 1, CHUNK_TOKENS))
     pages = placement.stripes.pages_for(length + 1)
     budget = BlockBudget(1, 4, 32 // kvp, 0)
     taken = runtime.fixed + pages * runtime.page + placement.most_blocks(budget, length) * runtime.place
@@ -387,7 +386,7 @@ def test_windows_bound_what_is_read(kv: str, known: str) -> None:
     attention = next(phase for phase in found.phases if phase.name == "attention")
     wanted = sum(
         sum(k.bytes for k in kept) * (window or M)
-        for window, kept in zip(spec.windows, spec.keeps(HelixLayout.create(), 0, torch.bfloat16, kv), strict=True)
+        for window, kept in zip(spec.windows, spec.keeps(HelixLayout.create(), 0, "bfloat16", kv), strict=True)
     )
     assert attention.bytes[0] == pytest.approx(wanted, rel=EXACT)
 
@@ -433,7 +432,7 @@ def test_capacity_is_counted_as_the_runtime_counts_it(kv: str, known: str) -> No
     """With bounds, whose type is the model's."""
     spec, layout, length = load_spec("qwen2.5-7b"), HelixLayout.create("helix", 2), 128 * 1024
     pages = Placement(layout, 0, 128, 128).stripes.pages_for(length + 1)
-    keeps = with_bounds(spec.keeps(layout, 0, torch.bfloat16, kv), torch.bfloat16)
+    keeps = with_bounds(spec.keeps(layout, 0, "bfloat16", kv), "bfloat16")
     options = Options("bf16", known, "bf16", sparse=Sparse(32), append_block=128, page_size=128)
     found = memory_of(spec, load_hardware("h200"), Points.of("helix", 1, kvp=2), length, options)
     assert found.kv_bytes[0] == pytest.approx(pages * sum(page_bytes(kept, 128) for kept in keeps), rel=EXACT)
@@ -444,7 +443,7 @@ def test_latents_are_counted_as_the_runtime_counts_them(kv: str, known: str, of_
     """In pages, and as attention reads them."""
     spec, layout, length = load_spec("deepseek-r1"), HelixLayout.create("helix", 8), 128 * 1024
     pages = Placement(layout, 0, 16, 64).stripes.pages_for(length + 1)
-    keeps = spec.keeps(layout, 0, torch.bfloat16, kv)
+    keeps = spec.keeps(layout, 0, "bfloat16", kv)
     assert {token_bytes(kept) for kept in keeps} == {of_token}
     hardware, points = load_hardware("h200"), Points.of("helix", 1, kvp=8)
     found = memory_of(spec, hardware, points, length, Options("bf16", known, "bf16"))

@@ -16,11 +16,11 @@ from helix.build.tiering import TieredBytes, make_tiered, of_short_chunks, tiere
 from helix.config import AttentionConfig, Config, KVConfig, check
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
-from helix.memory.keeps import page_bytes
-from helix.memory.kv_cache import StepSizes, with_bounds
+from helix.memory.keeps import StepSizes, page_bytes
+from helix.memory.kv_cache import with_bounds
 from helix.memory.tiered_cache import TieredCache
 from helix.models import spec_from_config
-from helix.models.loading import read_config
+from helix.models.checkpoint import read_config
 from helix.placement import BlockBudget, Placement
 from launch.inputs.compose import ROOT
 from launch.inputs.shapes import load_spec
@@ -45,18 +45,18 @@ def made(given: Config) -> list[TieredCache]:
         comm = world.communicator(rank, LAYOUT.kvp_group(rank))
         placement = Placement(LAYOUT, LAYOUT.kvp_rank(rank), 16, 16)
         tokens = given.kv.tokens or TOKENS
-        return make_tiered(given, SPEC, torch.float32, placement, comm, CacheNeeds(SIZES, tokens, 0))
+        return make_tiered(given, SPEC, "float32", placement, comm, CacheNeeds(SIZES, tokens, 0))
 
     return run_ranks(2, body, timeout_s=60.0)
 
 
 def of_page(kv: str = "auto") -> int:
-    return sum(page_bytes(kept, 16) for kept in SPEC.keeps(LAYOUT, 0, torch.float32, kv))
+    return sum(page_bytes(kept, 16) for kept in SPEC.keeps(LAYOUT, 0, "float32", kv))
 
 
 def size_of(kv: str = "auto") -> TieredBytes:
     where = Placement(LAYOUT, 0, 16, 16)
-    return tiered_bytes(with_bounds(SPEC.keeps(LAYOUT, 0, torch.float32, kv), torch.float32), where, SIZES)
+    return tiered_bytes(with_bounds(SPEC.keeps(LAYOUT, 0, "float32", kv), "float32"), where, SIZES)
 
 
 @pytest.mark.parametrize("kv, gpu", [("auto", GPU), ("fp8", GPU / 2), ("k16v8", GPU)])
@@ -106,7 +106,7 @@ def test_what_more_would_take_is_said_of_both_memories() -> None:
 def test_cards_hold_what_the_documentation_says() -> None:
     """One rank of Qwen2.5-7B with a sequence of 1M tokens, and with as many as its GPU allows."""
     spec, placement = load_spec("qwen2.5-7b"), Placement(HelixLayout.create(), 0, 128, 128)
-    keeps = with_bounds(spec.keeps(placement.layout, 0, torch.bfloat16), torch.bfloat16)
+    keeps = with_bounds(spec.keeps(placement.layout, 0, "bfloat16"), "bfloat16")
     size = tiered_bytes(keeps, placement, StepSizes(1, 1, 8192))
     pages, least = placement.stripes.pages_for((1 << 20) + 1), placement.most_blocks(BlockBudget(1, 4, 32, 0), 1 << 20)
     text = (ROOT / "docs" / "tiering.md").read_text(encoding="utf-8")
@@ -135,7 +135,7 @@ def test_tokens_from_which_steps_are_sparse_need_places_too() -> None:
 )  # fmt: skip
 def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, kv: str, least: int) -> None:
     """Seven query heads read each KV head: 1,715 tokens are computed in the time that their prefix takes in bf16."""
-    said = of_short_chunks(load_spec("qwen2.5-7b"), getattr(torch, dtype), kv, chunk)
+    said = of_short_chunks(load_spec("qwen2.5-7b"), dtype, kv, chunk)
     assert (said is not None) == (least > 0)
     if said is not None:
         assert f"chunks of {chunk:,} tokens" in said and f"decode.prefill_chunk={least}" in said

@@ -150,7 +150,7 @@ FAULTS = [
         'plain / s["factor"] * ramp + plain * (1 - ramp)', 'plain / s["factor"] * (1 - ramp) + plain * ramp', ROTARY,
     ),
     Fault(
-        "YaRN's temperature in base 2", "helix/layers/rotary.py",
+        "YaRN's temperature in base 2", "helix/layers/specs.py",
         "0.1 * weight * math.log(stretch) + 1.0", "0.1 * weight * math.log2(stretch) + 1.0", ROTARY,
     ),
     Fault("Llama 3's band without ends", "helix/layers/rotary.py", "keep = keep.clamp(0, 1)", "keep = keep", ROTARY),
@@ -217,7 +217,7 @@ FAULTS = [
         ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
     ),
     Fault(
-        "index keys rotated as latents are", "helix/layers/indexer.py",
+        "index keys rotated as latents are", "helix/layers/specs.py",
         "if self.interleaved else [range(begin, end)]", "if True else [range(begin, end)]",
         ("tests/e2e/test_dsa.py::test_every_group[deepseek-v32-kvp2]",),
     ),
@@ -300,24 +300,24 @@ FAULTS = [
     ),
     # ---- checkpoints
     Fault(
-        "nibbles in the other order", "helix/models/quantized.py",
+        "nibbles in the other order", "helix/models/loading.py",
         "torch.stack((blocks & 15, blocks >> 4), -1)", "torch.stack((blocks >> 4, blocks & 15), -1)", LOADING,
     ),
     Fault(
-        "columns from the beginning of their block", "helix/models/quantized.py",
+        "columns from the beginning of their block", "helix/models/loading.py",
         "begin = columns.start - covering.start * MXFP4_BLOCK", "begin = 0", LOADING,
     ),
     Fault(
-        "fp8 blocks from the beginning of the slice", "helix/models/quantized.py",
+        "fp8 blocks from the beginning of the slice", "helix/models/loading.py",
         "torch.arange(rows.start, rows.stop, rows.step, device=grid.device) // block[0] - covering[0].start",
         "torch.arange(0, rows.stop - rows.start, rows.step, device=grid.device) // block[0]", LOADING,
     ),
     Fault(
-        "fp8 without its last, ragged blocks", "helix/models/quantized.py",
+        "fp8 without its last, ragged blocks", "helix/models/checkpoint.py",
         "tuple(-(-n // b) for n, b", "tuple(n // b for n, b", LOADING,
     ),
     Fault(
-        "the last shard with a tensor wins", "helix/models/loading.py",
+        "the last shard with a tensor wins", "helix/models/checkpoint.py",
         "if listed is not None and listed.get(within, name) != name:", "if False:", LOADING,
     ),
     Fault(

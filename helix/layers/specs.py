@@ -1,0 +1,519 @@
+"""Shapes of a layer in a checkpoint, as data: what it stores of a sequence, and what it costs; the planner reads them.
+
+No torch here. A module that computes is made of its spec (`helix.models.decoder`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from helix.layout import HelixLayout
+from helix.memory.keeps import Keeps, keys_and_values, latents
+
+MXFP4_BLOCK = 32  # values of the last dimension that share one scale
+WORTH = 2  # bytes of sequences that are gathered as fast as one of queries and outputs is exchanged
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")  # besides those needed
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Parameters of the rotary embedding.
+
+    Attributes:
+        kind: one of ROPE_TYPES.
+        theta: base of the frequencies.
+        head_dim: number of rotated dimensions, a head's first.
+        scaling: the kind's own parameters, named as in a Hugging Face config; those of other kinds are left out.
+        resting: number of a head's further dimensions, which are not rotated.
+        query_scale: (b, n): queries at position p grow by a factor 1 + b ln(1 + floor(p / n)); None: they do not.
+    """
+
+    kind: str
+    theta: float
+    head_dim: int
+    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    resting: int = 0
+    query_scale: tuple[float, int] | None = None
+
+    @classmethod
+    def from_config(cls, config: Any, head_dim: int, partial: bool = False, layers: str | None = None) -> RopeSpec:
+        """Reads `rope_parameters` of a transformers config object, which collects all spellings.
+
+        Args:
+            partial: whether the family may rotate a part of a head alone, `partial_rotary_factor`.
+            layers: type of the layers, where parameters differ by it; None: they do not.
+
+        Raises:
+            ValueError: a kind or a parameter is not supported, missing or out of range.
+        """
+        parameters = dict(config.rope_parameters if layers is None else config.rope_parameters[layers])
+        theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        share = parameters.pop("partial_rotary_factor", None)
+        rotated = head_dim if share is None else rotated_of(head_dim, share)
+        if rotated < head_dim and not partial:
+            raise ValueError("partial rotary embedding (partial_rotary_factor below 1) is not supported")
+        trained = "original_max_position_embeddings"
+        if kind == "yarn" and parameters.get("factor") is None and parameters.get(trained):
+            parameters["factor"] = config.max_position_embeddings / parameters[trained]
+        needed = {
+            "linear": ["factor"],
+            "llama3": ["factor", "low_freq_factor", "high_freq_factor", trained],
+            "yarn": ["factor", trained],
+        }.get(kind, [])
+        if missing := [name for name in needed if parameters.get(name) is None]:
+            raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {', '.join(missing)}")
+        optional = [n for n in ("beta_fast", "beta_slow", "attention_factor") if parameters.get(n)]
+        numbers = {"rope_theta": theta} | {name: parameters[name] for name in [*needed, *optional]}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"config.json: RoPE's {name}={value!r} must be a positive number")
+        if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+            raise ValueError("config.json: RoPE's low_freq_factor must be below high_freq_factor")
+        if kind == "yarn" and theta <= 1:
+            raise ValueError(f"config.json: RoPE's rope_theta={theta!r} must be above 1")
+        used = {*needed, *(YARN if kind == "yarn" else () if kind == "default" else ("mscale_all_dim",))}
+        used |= {"llama_4_scaling_beta", trained} if "llama_4_scaling_beta" in parameters else set()
+        scaling = {name: value for name, value in parameters.items() if name in used}
+        return cls(kind, float(theta), rotated, scaling, head_dim - rotated)
+
+    def mscale(self, weight: float) -> float:
+        """Computes YaRN's correction of the attention's temperature for a context stretched by `factor`."""
+        stretch = self.scaling["factor"]
+        return 1.0 if stretch <= 1 else 0.1 * weight * math.log(stretch) + 1.0
+
+
+def rotated_of(head_dim: int, share: Any) -> int:
+    """Returns the number of a head's rotated dimensions, from `partial_rotary_factor`.
+
+    Raises:
+        ValueError: it is no even number of dimensions.
+    """
+    known = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+    rotated = int(head_dim * share) if known else 0
+    if rotated < 2 or rotated % 2:
+        raise ValueError(f"config.json: partial_rotary_factor={share!r} of head_dim={head_dim} must be an even number")
+    return rotated
+
+
+class MixerSpec(Protocol):
+    """Shape of one layer's mixer in the checkpoint; hashable."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether queries read keys of the sequence."""
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window in tokens; None if queries read the whole sequence, or none of it."""
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in all projections, over all ranks."""
+
+    @property
+    def multiplications(self) -> int:
+        """Number of multiplications of a token's queries with one key and value, over all heads."""
+
+    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+        """Lists the data that the layer keeps on a rank, for a model of `dtype` (a name) and this kv.dtype."""
+
+    def buffers(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the activations per token of a prefill step on a rank."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Shape of one layer's attention in the checkpoint.
+
+    Attributes:
+        qk_norm: whether queries and keys are normalised; `norm_over`: each head alone, or all heads together.
+        rotated: number of a head's first dimensions that are rotated; None: all.
+        fused: whether one matrix has the rows of queries, keys and values.
+        multiplier: factor on q.k; None: head_dim^-0.5.
+        gated: whether the output of each query head is gated by a sigmoid; each head of q_proj is then followed by its
+            gate.
+        inputs: width of what queries, keys and values are projected from; None: `hidden`, that of the output.
+    """
+
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    window: int | None
+    sinks: bool
+    rotated: int | None = None
+    norm_over: Literal["head", "all"] = "head"
+    fused: bool = False
+    multiplier: float | None = None
+    gated: bool = False
+    inputs: int | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor on q.k."""
+        return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
+
+    @property
+    def attends(self) -> bool:
+        """Whether queries read keys of the sequence."""
+        return True
+
+    @property
+    def latent(self) -> None:
+        """Width of values that are a part of the keys; None: keys and values are stored separately."""
+        return None
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in all projections, over all ranks."""
+        return self.hidden * self.head_dim * ((2 + self.gated) * self.q_heads + 2 * self.kv_heads)
+
+    @property
+    def multiplications(self) -> int:
+        """Number of multiplications of a token's queries with one key and value, over all heads."""
+        return self.q_heads * 2 * self.head_dim
+
+    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+        """Lists the data that the layer keeps on a rank."""
+        heads = len(layout.kv_heads(rank, self.kv_heads))
+        return keys_and_values(heads, self.head_dim, dtype, kv, self.window)
+
+    def buffers(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the activations per token of a prefill step on a rank.
+
+        These are QKV, the queries, and partial outputs of all heads, also as sent and received messages.
+        """
+        q, lanes, copies = sent(layout, rank, self.q_heads, self.kv_heads)
+        rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
+        gates = 2 * len(layout.o_heads(rank, self.q_heads, self.kv_heads)) * self.gated
+        return copies * rows + (2 * (q + lanes) + gates) * self.head_dim
+
+
+def sent(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
+    """Returns a rank's query heads, the heads in its received messages, and the copies of QKV: own, sent, received."""
+    heads = rank, q_heads, kv_heads
+    if layout.kvp == 1:
+        return len(layout.q_heads(*heads)), 0, 1
+    return len(layout.q_heads(*heads)), layout.kvp * max(layout.head_shares(*heads)), 3
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """Shape of one layer's indexer in the checkpoint.
+
+    Attributes:
+        heads: H_I, index heads.
+        width: D_I, width of their queries and of the one key.
+        rope: width of the rotated part, which comes first.
+        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in the part's two halves.
+    """
+
+    heads: int
+    width: int
+    rope: int
+    interleaved: bool
+
+    def weights(self, hidden: int, q_rank: int) -> int:
+        """Counts its weights."""
+        return hidden * (self.width + self.heads) + q_rank * self.heads * self.width
+
+    def keeps(self, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+        """Lists the data that it keeps of a token: in `dtype`, or with kv.dtype=fp8_all (`kv`) in e4m3 with a scale."""
+        if kv != "fp8_all":
+            return (Keeps("index_keys", (self.width,), dtype),)
+        return Keeps("index_keys", (self.width,), "float8_e4m3fn"), Keeps("index_scales", (), "float32")
+
+    def buffers(self, topk: int) -> int:
+        """Counts the activations per token of a prefill step, in numbers of 16 bits.
+
+        These are queries, fp32 keys and head weights, and rows of slots, twice while parts are put together.
+        """
+        return self.heads * self.width + 2 * (self.width + self.heads) + 4 * topk
+
+    def rows(self, begin: int) -> list[range]:
+        """Returns the rows of a query or key from `begin` on, with rotated pairs in two halves, as kernels have them.
+
+        The same permutation of queries and keys leaves scores unchanged.
+        """
+        end = begin + self.rope
+        rotated = [range(begin, end, 2), range(begin + 1, end, 2)] if self.interleaved else [range(begin, end)]
+        return [*rotated, range(end, begin + self.width)]
+
+
+@dataclass(frozen=True)
+class MLASpec:
+    """Shape of one layer's latent attention in the checkpoint.
+
+    Attributes:
+        q_rank: width of the queries' own latent; None: queries are projected from x directly.
+        latent: R, width of the latent without the rotated part.
+        rope: P, width of the rotated part of queries and keys.
+        nope: width of the part of a head's queries and keys that is not rotated.
+        value: width of a head's values.
+        norm_eps: epsilon of the latents' norms.
+        scale: factor on q.k.
+        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in its two halves.
+        topk: tokens that a query reads, those that an indexer chooses; None: all.
+        indexer: this layer's own indexer; with `topk` and without one, the choice of the layer before is read.
+    """
+
+    hidden: int
+    q_heads: int
+    q_rank: int | None
+    latent: int
+    rope: int
+    nope: int
+    value: int
+    norm_eps: float
+    scale: float
+    interleaved: bool
+    topk: int | None = None
+    indexer: IndexerSpec | None = None
+
+    @property
+    def query(self) -> int:
+        """Width of a head's query before absorption."""
+        return self.nope + self.rope
+
+    @property
+    def entry(self) -> int:
+        """Number of values stored per token."""
+        return self.latent + self.rope
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in all projections, over all ranks."""
+        of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
+        index = 0 if self.indexer is None else self.indexer.weights(self.hidden, self.q_rank or 0)
+        return (
+            index + self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads: the one latent."""
+        return 1
+
+    @property
+    def attends(self) -> bool:
+        """Whether queries read keys of the sequence."""
+        return True
+
+    @property
+    def window(self) -> None:
+        """Sliding window in tokens: always None."""
+        return None
+
+    @property
+    def multiplications(self) -> int:
+        """Number of multiplications of a token's queries with one expanded key and value, or with one index key."""
+        if self.topk is not None:
+            return 0 if self.indexer is None else self.indexer.heads * self.indexer.width
+        return self.q_heads * (self.query + self.value)
+
+    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+        """Lists the data that the layer keeps on a rank."""
+        index = () if self.indexer is None else self.indexer.keeps(dtype, kv)
+        return (*latents(self.latent, self.rope, dtype, kv), *index)
+
+    def buffers(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.buffers`."""
+        q, lanes, copies = sent(layout, rank, self.q_heads, 1)
+        queries = q * (self.query + copies * self.entry + self.latent)
+        index = 0 if self.indexer is None or self.topk is None else self.indexer.buffers(self.topk)
+        return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent + index
+
+
+def most_dealt(spec: MLASpec, rows: int) -> int:
+    """Returns the tokens of sequences below which it is faster to gather these than to exchange what `rows` rows need.
+
+    That is queries and outputs of all heads. An exchange has more to do than to send them: choices are exchanged, and
+    partial outputs packed and merged.
+    """
+    return WORTH * rows * spec.q_heads * (spec.query + spec.value) // spec.entry
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """Shape of one layer's Gated DeltaNet in the checkpoint.
+
+    Attributes:
+        key_heads, value_heads: heads; `value_heads` is a multiple, neighbours of which share a key head.
+        key_dim, value_dim: their widths.
+        conv: rows that the causal convolution reads.
+        storage: `fused` (in_proj_qkvz and in_proj_ba, rows grouped by key head) or `apart` (in_proj_qkv, _z, _b, _a).
+    """
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+    norm_eps: float
+    storage: Literal["fused", "apart"]
+    attends: bool = False
+    window: None = None
+
+    @property
+    def group(self) -> int:
+        """Number of value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in all projections, over all ranks."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return self.hidden * (2 * keys + 3 * values + 2 * self.value_heads)
+
+    @property
+    def multiplications(self) -> int:
+        """Number of multiplications of a token's queries with one key and value: there are none."""
+        return 0
+
+    def channels(self, keys: int, values: int) -> int:
+        """Returns the width of q, k and v of so many heads."""
+        return 2 * keys * self.key_dim + values * self.value_dim
+
+    def key_heads_of(self, values: range) -> range:
+        """Returns the key heads that value heads use."""
+        return range(values.start // self.group, -(-values.stop // self.group)) if values else range(0)
+
+    def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
+        """Lists the data that the layer keeps on a rank: states, recent rows, and what the last step's add."""
+        values = layout.state_heads(rank, self.value_heads)
+        channels = self.channels(len(self.key_heads_of(values)), len(values))
+        return (
+            Keeps("state", (len(values), self.key_dim, self.value_dim), "float32", "slot"),
+            Keeps("qkv", (channels,), dtype, "recent", before=self.conv - 1),
+            Keeps("rows", (len(values), self.key_dim + self.value_dim), "float32", "row"),
+            Keeps("decays", (len(values),), "float32", "row"),
+        )
+
+    def buffers(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the activations per token of a prefill step on a rank.
+
+        These are inputs of the convolution and its outputs, z and gates, the systems' w, gates in fp32, and outputs.
+        """
+        values = layout.state_heads(rank, self.value_heads)
+        channels = self.channels(len(self.key_heads_of(values)), len(values))
+        return 2 * channels + len(values) * (self.key_dim + 2 * self.value_dim + 6)
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Shape of one layer's dense FFN in the checkpoint.
+
+    Attributes:
+        width: number of inner columns.
+        bias: whether all three products have a bias.
+        fused: whether one matrix has the rows of gate and up.
+        activation: silu, or gelu in its approximation by tanh.
+    """
+
+    width: int
+    bias: bool = False
+    fused: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+
+    def multiplications(self, hidden: int) -> int:
+        """Counts multiplications with weights for one token, over all ranks."""
+        return 3 * hidden * self.width
+
+    def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
+        """Counts the activations per token of a prefill step on a rank: gate, up and their product."""
+        return 3 * len(layout.ffn_columns(rank, self.width))
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Experts of a layer, their routing, and their storage in a checkpoint.
+
+    Attributes:
+        width: inner columns of one expert.
+        shared_width: inner columns of the shared experts, which every token uses, together; 0: none.
+        scoring: this and the following up to `group_score` as in `kernels.moe.router.route`.
+        choice_bias: name within `block` of a learned bias on scores for the choice of experts, which weights do not
+            include; None: there is none.
+        router_bias: whether the router's logits have a bias.
+        exact_router: whether these logits stay unrounded.
+        expert_bias: whether each expert's matrices have a bias.
+        clamp_at: limit of the clamped SwiGLU; None: plain SwiGLU.
+        block: name of the layer's FFN.
+        router: name of the router in it.
+        shared: name of the shared experts in it.
+        shared_gate: name of a row whose sigmoid weighs the shared experts; None: their weight is 1.
+        matrices: names of gate, up and down, if each expert has its own tensors.
+        storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved), `mxfp4` (like
+            `stacked`, but [E, out, in] in packed 4-bit blocks) or `joined` ([E, out, in], gate's rows, then up's).
+    """
+
+    experts: int
+    top_k: int
+    width: int
+    shared_width: int = 0
+    scoring: Literal["softmax", "top_softmax", "sigmoid"] = "softmax"
+    normalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: int = 1
+    choice_bias: str | None = None
+    router_bias: bool = False
+    exact_router: bool = False
+    expert_bias: bool = False
+    clamp_at: float | None = None
+    block: str = "mlp"
+    router: str = "gate"
+    shared: str = "shared_experts"
+    shared_gate: str | None = None
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    storage: Literal["apart", "stacked", "mxfp4", "joined"] = "apart"
+
+    def multiplications(self, hidden: int) -> int:
+        """Counts multiplications with weights for one token, over all ranks, without the router's few."""
+        return 3 * hidden * (self.top_k * self.width + self.shared_width)
+
+    def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
+        """Counts the activations per token of a prefill step on a rank.
+
+        Every pair of token and expert has a row, even if another rank holds the expert.
+        """
+        routed = self.top_k * (len(layout.expert_columns(rank, self.width)) + hidden)
+        return routed + self.experts + 3 * len(layout.ffn_columns(rank, self.shared_width))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Storage of a matrix in few bits, as `kernels.scaled.ScaledMatrix` has it.
+
+    Attributes:
+        group: columns that share a scale.
+        packed: whether its numbers are e2m1, two in a byte, instead of e4m3.
+    """
+
+    group: int
+    packed: bool = False
+
+    def holds(self, columns: range, total: int) -> bool:
+        """Returns whether kernels multiply these of a matrix's columns as they are stored."""
+        if self.packed:
+            return columns.start % 2 == len(columns) % 2 == 0
+        return self.group % 128 == 0 or self.group >= total
+
+
+Formats = Callable[[str], Kept | None]  # from a tensor's name in the checkpoint; None: kept in the model's dtype
+
+
+def unpacked(name: str) -> None:
+    """Keeps every tensor in the model's dtype."""

@@ -1,0 +1,286 @@
+"""A checkpoint's files before weights are read: its config, names, shapes and formats of its tensors. No torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from helix.files import check_file, read_json
+from helix.layers.specs import MXFP4_BLOCK, Kept, MoESpec
+from helix.models.spec import DecoderSpec
+from helix.tokenizer import read_end_token
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MODELOPT = "hf_quant_config.json"  # where ModelOpt states a format that config.json may lack
+LISTED = 8  # most names shown per kind of problem
+HEAD = "lm_head.weight"
+# Beginnings of names of a text part's tensors, next to a part that reads images -> in a model of text alone.
+TEXT_PARTS = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+JOINED = ".experts.gate_up_proj"
+# Methods whose tensors are e4m3 with scales: the key that tells their formats apart, and its values that are read.
+FP8: dict[str, tuple[str, tuple[str | None, ...]]] = {
+    "fp8": ("fmt", (None, "e4m3", "float8_e4m3fn")),
+    "fbgemm_fp8": ("fmt", (None,)),
+    "modelopt": ("quant_algo", ("FP8",)),
+    "compressed-tensors": ("format", ("float-quantized",)),
+}
+SUFFIXES = ("_scale_inv", "_scale")  # of a tensor's scales; its values are multiplied by either
+# Scales of activations and caches, which stay unscaled.
+UNUSED = (".input_scale", ".input_scale_ub", ".activation_scale", ".k_scale", ".v_scale")
+SUPPORTED = f"FP8 of {', '.join(FP8)} in matrices (e4m3, with scales), and mxfp4 of gpt-oss"
+BLOCK = (128, 128)  # rows and columns that share a scale where weights are rounded to e4m3 here
+# Routers and choices of tokens, which rounding would change, and gates of states, whose errors add up over all tokens.
+IN_FULL = (
+    ".gate.weight", ".router.weight", ".weights_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight",
+    ".in_proj_ba.weight",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Storage of a checkpoint's quantised weights, as its config states it.
+
+    Attributes:
+        method: its `quant_method`.
+        block: rows and columns that share a scale; None: a scale for each matrix, or for each of its rows.
+    """
+
+    method: str
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def from_config(cls, section: Any) -> WeightFormat | None:
+        """Reads a `quantization_config`; None if there is none.
+
+        Raises:
+            ValueError: the format is not supported; the message names it.
+        """
+        if not section:
+            return None
+        if not isinstance(section, Mapping):
+            raise refused(f"{section!r:.100}")
+        method = str(section.get("quant_method", "unknown"))
+        if method == "mxfp4":
+            return cls(method)
+        if method not in FP8:
+            raise refused(f"{method:.100}")
+        key, known = FP8[method]
+        if section.get(key) not in known:
+            raise refused(f"{method} with {key}={section.get(key)!r:.100}")
+        block = section.get("weight_block_size")
+        if method == "compressed-tensors":
+            block = _block_of_groups(section.get("config_groups"))
+        if block is None:
+            return cls(method)
+        if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [True, True]:
+            raise ValueError(f"quantization_config: blocks of {block!r:.100} must be two positive integers")
+        return cls(method, (block[0], block[1]))
+
+    def kept(self, name: str) -> Kept | None:
+        """Returns how random weights of this format are kept; see `helix.layers.specs.Formats`."""
+        if self.method != "mxfp4":
+            return rounded(name)
+        return Kept(MXFP4_BLOCK, packed=True) if ".experts." in name and not name.endswith(".weight") else None
+
+    def scales_of(self, dtypes: Mapping[str, str]) -> dict[str, str]:
+        """Returns the names of the scales of each e4m3 tensor among these; its stored type decides, not a list."""
+        found = {}
+        for name in (name for name, dtype in dtypes.items() if dtype == "F8_E4M3" and self.method in FP8):
+            candidates = [f"{name}{suffix}" for suffix in SUFFIXES]
+            found[name] = next((candidate for candidate in candidates if candidate in dtypes), candidates[0])
+        return found
+
+    def block_of(self, shape: Sequence[int], grid: Sequence[int]) -> tuple[int, int] | None:
+        """Returns the rows and columns that share one of a grid of scales; None if the grid does not fit."""
+        if len(shape) != 2:
+            return None
+        (rows, columns), grid = shape, tuple(grid)
+        if self.block is not None:
+            return self.block if grid == tuple(-(-n // b) for n, b in zip(shape, self.block, strict=True)) else None
+        if grid in ((), (1,), (1, 1)):
+            return rows, columns
+        return (1, columns) if grid in ((rows,), (rows, 1)) else None
+
+
+def _block_of_groups(groups: Any) -> Any:
+    """Returns the block size that all `config_groups` share; None: theirs are whole matrices or rows."""
+    blocks = []
+    for name, group in (groups if isinstance(groups, Mapping) else {}).items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        weights = weights if isinstance(weights, Mapping) else {}
+        bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
+        if (bits, kind) != (8, "float") or strategy not in ("tensor", "channel", "block"):
+            raise refused(f"compressed-tensors {name}: num_bits={bits!r}, type={kind!r}, strategy={strategy!r}")
+        blocks.append(weights.get("block_structure") if strategy == "block" else None)
+    if any(block != blocks[0] for block in blocks):
+        raise refused(f"compressed-tensors with groups of different blocks {blocks}")
+    return blocks[0] if blocks else None
+
+
+def rounded(name: str) -> Kept | None:
+    """Returns how a matrix is kept whose numbers are rounded to e4m3 here; see `helix.layers.specs.Formats`."""
+    return None if name.endswith(IN_FULL) else Kept(BLOCK[1])
+
+
+def refused(what: str) -> ValueError:
+    """Returns the error for a format that is not read."""
+    return ValueError(
+        f"the checkpoint is quantised ({what}, in quantization_config), which is not supported here; "
+        f"supported: {SUPPORTED}, and unquantised weights"
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads `config.json` of a checkpoint directory, with all of its end tokens.
+
+    Its `eos_token_id` is that of `generation_config.json`, or else its own, and the tokenizer's `eos_token` as well:
+    fine-tunes of base models name the end of a turn there alone. vLLM, SGLang and mlx-lm do the same.
+
+    Raises:
+        ValueError: not a checkpoint directory, or unreadable.
+    """
+    if not path.is_dir():
+        raise ValueError(f"model.path={path} is not a directory; it must hold a Hugging Face checkpoint (config.json)")
+    if not os.path.lexists(path / "config.json"):
+        raise ValueError(f"model.path={path} is not a checkpoint: it has no config.json")
+    config = read_json(path / "config.json")
+    if os.path.lexists(path / "generation_config.json"):
+        eos = read_json(path / "generation_config.json").get("eos_token_id")
+        config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+    if (end := read_end_token(path)) is not None:
+        text = config.get("text_config")
+        eos = config.get("eos_token_id")
+        eos = text.get("eos_token_id") if eos is None and isinstance(text, dict) else eos
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        config["eos_token_id"] = eos if end in ends else [*ends, end]
+    if not config.get("quantization_config") and os.path.lexists(path / MODELOPT):
+        section = read_json(path / MODELOPT).get("quantization")
+        config["quantization_config"] = {"quant_method": "modelopt"} | (section if isinstance(section, dict) else {})
+    return config
+
+
+class CheckpointFiles:
+    """Safetensors files of a directory, and the tensors in each.
+
+    Args:
+        weight_format: format of quantised weights; None: that of the directory's config.json.
+
+    Raises:
+        ValueError: no weights, an unknown quantisation, or a shard that is missing, unreadable, damaged, elsewhere, or
+            contradicts the index.
+    """
+
+    def __init__(self, path: Path, weight_format: WeightFormat | None = None) -> None:
+        self.path = path
+        if os.path.lexists(path / INDEX):
+            listed = read_json(path / INDEX).get("weight_map")
+            if not isinstance(listed, dict) or not listed:
+                raise ValueError(f"{path / INDEX} has no weight_map")
+            for tensor, file in listed.items():
+                if not _is_within(file):
+                    raise ValueError(f"{path / INDEX} has {tensor} in {file!r:.80}, which is not a path within {path}")
+            files = sorted(set(listed.values()))
+            if SINGLE not in files and os.path.lexists(path / SINGLE):  # the one that transformers reads
+                listed, files = None, [SINGLE]
+        elif os.path.lexists(path / SINGLE):
+            listed, files = None, [SINGLE]
+        else:
+            raise ValueError(f"model.path={path} has no weights: neither {SINGLE} nor {INDEX}")
+        missing = [name for name in files if not os.path.lexists(path / name)]
+        if missing:
+            raise ValueError(f"{INDEX} in {path} names files that are missing: {', '.join(missing)}")
+        self.files: dict[str, str] = {}  # tensor name -> file
+        self.stored: dict[str, str] = {}  # tensor name -> name in the file
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        for name in files:
+            with self.open(name) as shard:
+                for within in shard.keys():  # noqa: SIM118 - not a mapping
+                    if listed is not None and listed.get(within, name) != name:
+                        continue  # a stale copy: the index assigns the tensor to another file
+                    tensor = _renamed(within)
+                    if tensor in self.files:
+                        raise ValueError(
+                            f"{path} has {tensor} twice: as {self.stored[tensor]} in {self.files[tensor]}, and as "
+                            f"{within} in {name}; remove one of them, or assign it to one file in {INDEX}"
+                        )
+                    self.files[tensor], self.stored[tensor] = name, within
+                    stored = shard.get_slice(within)
+                    self.shapes[tensor], self.dtypes[tensor] = tuple(stored.get_shape()), stored.get_dtype()
+        held = set(self.stored.values())
+        if lost := sorted(f"{tensor} in {file}" for tensor, file in (listed or {}).items() if tensor not in held):
+            raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {some(lost)}")
+        config = read_config(path) if os.path.lexists(path / "config.json") else {}
+        self.format = weight_format or WeightFormat.from_config(config.get("quantization_config"))
+        self.scales = self.format.scales_of(self.dtypes) if self.format else {}  # e4m3 tensor -> name of its scales
+
+    def open(self, name: str, framework: str = "np") -> Any:
+        """Opens a file, whose tensors are to be of this framework."""
+        file = self.path / name
+        try:
+            check_file(file)
+            return safe_open(str(file), framework=framework)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+        except SafetensorError as error:
+            with file.open("rb") as opened:
+                begins = opened.read(9)[8:]  # eight bytes are the header's length, and then it is JSON
+            what = "truncated or damaged" if begins in (b"", b"{") else "not a safetensors file"
+            raise ValueError(f"{file} is {what} ({error})") from error
+
+    def as_stored(self, spec: DecoderSpec) -> DecoderSpec:
+        """Returns the spec with what the files say and the config does not: an untied head, and joined experts.
+
+        Fine-tuned heads differ from the embedding; transformers compares the two and ties only equal ones.
+        """
+        layers = tuple(
+            replace(layer, ffn=replace(ffn, storage="joined"))
+            if isinstance(ffn := layer.ffn, MoESpec)
+            and ffn.storage == "apart"
+            and f"model.layers.{index}.{ffn.block}{JOINED}" in self.files
+            else layer
+            for index, layer in enumerate(spec.layers)
+        )
+        return replace(spec, tied=spec.tied and HEAD not in self.files, layers=layers)
+
+    def sharing(self) -> str:
+        """Returns what shares a scale, as the config has it."""
+        block = self.format.block if self.format else None
+        return f"blocks of {list(block)}" if block else "rows or as a whole"
+
+    def block(self, name: str) -> tuple[int, int] | None:
+        """Returns the rows and columns of an e4m3 tensor that share a scale; None if its scales do not fit."""
+        return self.format.block_of(self.shapes[name], self.shapes[self.scales[name]]) if self.format else None
+
+    def kept(self, name: str) -> Kept | None:
+        """Returns how a tensor is stored; see `helix.layers.specs.Formats`."""
+        if f"{name}_blocks" in self.shapes:
+            return Kept(MXFP4_BLOCK, packed=True)
+        block = self.block(name) if name in self.scales else None
+        return None if block is None else Kept(block[1])
+
+
+def _renamed(name: str) -> str:
+    """Returns a tensor's name in a model of text alone."""
+    outer = next((outer for outer in TEXT_PARTS if name.startswith(outer)), "")
+    return TEXT_PARTS.get(outer, "") + name.removeprefix(outer)
+
+
+def _is_within(name: Any) -> bool:
+    """Returns whether a file name of an index stays in the directory; the file itself may be a link to elsewhere."""
+    return isinstance(name, str) and name[:1] not in ("", "/") and "\0" not in name and ".." not in name.split("/")
+
+
+def some(names: list[str]) -> str:
+    """Names up to LISTED of these, and how many more there are."""
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
