@@ -54,7 +54,6 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -73,7 +72,7 @@ from launch.inputs.arguments import helped, one_of, parse, several, tokens
 from launch.inputs.auto_layout import layer_drafts, planned
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.files import check_writable, write_atomically
-from launch.inputs.hardware import hardware_of, load_hardware
+from launch.inputs.hardware import device_here, hardware_of, load_hardware
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "context": tokens, "batch": int, "ttl_ms": float, "hardware": str,
@@ -119,8 +118,8 @@ def pick_hardware(name: str | None, backend: str) -> Hardware:
     """
     if name is not None:
         hardware = load_hardware(name)
-    elif torch.cuda.is_available():
-        hardware = hardware_of(torch.cuda.get_device_name(0))
+    elif (device := device_here()) is not None:
+        hardware = hardware_of(device)
     else:
         hardware = load_hardware("h200")
     return hardware.over_nccl() if backend == "nccl" else hardware

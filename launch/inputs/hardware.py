@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from copy import deepcopy
 from functools import cache
 from io import StringIO
@@ -15,6 +17,7 @@ from yaml import YAMLError
 from helix.simulate.hardware import Hardware
 
 HARDWARE = Path(__file__).resolve().parents[2] / "conf" / "hardware"
+DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, with its model's name
 CALIBRATE = "helix calibrate output=conf/hardware/mine.yaml"
 
 
@@ -71,3 +74,16 @@ def hardware_of(device: str) -> Hardware:
         described = ", ".join(f"{data.get('name')} ({name})" for name, data in known)
         raise ValueError(f"no hardware profile is called {device!r}; there are {described}: run `{CALIBRATE}`")
     return Hardware.from_mapping(max(fitting, key=lambda dated: dated[0])[1])
+
+
+def device_here() -> str | None:
+    """Returns the name of this machine's first GPU, as the driver has it; None without one, or with all of them hidden.
+
+    CUDA has the same names, but asking it takes torch, and seconds.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    for file in sorted(DRIVER.glob("*/information")):
+        if (model := re.search(r"^Model:\s*(.+?)\s*$", file.read_text(), re.MULTILINE)) is not None:
+            return model[1]
+    return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import planner
+from benchmarks.models.layer_drafts import write_eagle3
 from benchmarks.program import PROGRAM
 from helix.build.buffers import longest_chunk, prompt_bytes, token_buffers
 from helix.build.parts import make_spec
@@ -25,11 +28,11 @@ from helix.simulate.points import Options, Points, Sparse, Tier
 from helix.simulate.step import memory_of, predict
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, workload
-from launch.inputs.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
+from launch.inputs.hardware import HARDWARE, device_here, hardware_of, load_hardware, read_hardware
 from launch.inputs.prompts import PromptLine
 from launch.inputs.shapes import load_spec
 from launch.job.sweep import skip_reason
-from launch.plan import KEYS, NEEDED, answer, main
+from launch.plan import KEYS, NEEDED, answer, main, pick_hardware
 from tests.e2e.checkpoints import checkpoint
 from tests.laboratory import composed, preflight
 
@@ -529,6 +532,46 @@ def test_a_calibrated_profile_comes_before_the_shipped_one(tmp_path: Path, monke
         (tmp_path / f"{name}.yaml").write_text(json.dumps(data | of | ({"calibrated": {"date": date}} if date else {})))
     monkeypatch.setattr("launch.inputs.hardware.HARDWARE", tmp_path)
     assert hardware_of("NVIDIA H200").gpus == 4
+
+
+def test_the_gpu_here_is_the_drivers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `nvidia-smi`'s and torch's words, as descriptions have it."""
+    monkeypatch.setattr("launch.inputs.hardware.DRIVER", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert device_here() is None and pick_hardware(None, "auto") == H200
+    for bus, model in (("0000:1b:00.0", "NVIDIA H100 80GB HBM3"), ("0000:2a:00.0", "NVIDIA H200")):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 18\nGPU UUID: \t GPU-1\n")
+    assert pick_hardware(None, "auto").name == "NVIDIA H100 80GB HBM3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_here() is None
+
+
+QUESTIONS = (
+    "plan qwen2.5-7b gpus=8 context=1M",
+    "plan deepseek-r1 gpus=8 context=128K batch=8 drafter=mtp acceptance=0.8 kv=fp8",
+    "plan qwen3-next-80b-a3b gpus=4 context=256K",
+    "plan qwen3-30b-a3b gpus=4 context=32K sparse=32 tier=host",
+    "plan qwen3-30b-a3b gpus=4 context=32K drafter=sparse acceptance=0.9",
+    "plan demo gpus=1 context=1K drafter=eagle3 path={} acceptance=0.8",
+    "simulate point qwen2.5-7b hardware=h200 tpa=4",
+)
+ASKED = """
+import sys
+from launch import plan, simulate
+for question in sys.argv[1:]:
+    name, *rest = question.split()
+    {"plan": plan, "simulate": simulate}[name].main(rest)
+    loaded = {name.partition(".")[0] for name in sys.modules} & {"torch", "triton", "kernels", "comm"}
+    assert not loaded, (question, loaded)
+"""
+
+
+def test_planning_imports_neither_torch_nor_kernels(tmp_path: Path) -> None:
+    write_eagle3(load_spec("demo"), tmp_path)
+    asked = [sys.executable, "-c", ASKED, *(question.format(tmp_path) for question in QUESTIONS)]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("To run it:") == 6, done.stderr
 
 
 def test_a_layer_that_drafts_is_one_layer_more() -> None:

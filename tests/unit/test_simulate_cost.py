@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from helix.build.tiering import tiered_bytes
 from helix.layout import HelixLayout
-from helix.memory.keeps import StepSizes, page_bytes, token_bytes
+from helix.memory.keeps import LATENT_GROUP, StepSizes, page_bytes, token_bytes
 from helix.memory.kv_cache import with_bounds
 from helix.placement import BlockBudget, Placement
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
+from helix.simulate.layer import COUNTED, DIGITS
 from helix.simulate.points import Options, Points, Sparse, Speculation, Tier
 from helix.simulate.step import CHUNK_TOKENS, Memory, StepCost, memory_of, predict
+from kernels.indexer import choose, keys
+from kernels.scaled_keys import GROUP
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
@@ -469,6 +472,10 @@ def test_provenance_is_that_of_the_worst_input() -> None:
     )
     assert step("llama-3.1-8b", load_hardware("h200"), "tp", tpa=2, weights="fp8").provenance(0) == "roofline"
     assert step("llama-3.1-405b", gb200(), "tp", tpa=8).provenance(0) == "roofline"
+
+
+def test_kernels_have_the_sizes_that_are_counted_without_them() -> None:
+    assert (GROUP.value, choose.COUNTED.value, keys.DIGITS) == (LATENT_GROUP, COUNTED, DIGITS)
 
 
 @settings(deadline=None, max_examples=30)  # a machine that others use as well
