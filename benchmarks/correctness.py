@@ -64,7 +64,7 @@ def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]
     config = Config(model=ModelConfig(path=str(DEMO)), kv=KVConfig(memory_fraction=0.1))
     tokenizer = load_tokenizer(config.model.path)
     assert tokenizer is not None
-    requests = [Request(i, tokenizer(line["prompt"])["input_ids"], 8) for i, line in enumerate(lines)]
+    requests = [Request(i, tokenizer.encode(str(line["prompt"])), 8) for i, line in enumerate(lines)]
 
     def body(world: LoopbackWorld, rank: int) -> list[tuple[int, ...]]:
         comm = world.communicator(rank, layout.kvp_group(rank))

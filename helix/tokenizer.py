@@ -1,14 +1,91 @@
-"""Loading of a checkpoint directory's tokenizer."""
+"""A checkpoint directory's tokenizer: its files as transformers reads them, over the `tokenizers` library."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from helix.files import read_json
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Backend
+
+from helix.files import read_json, read_text
 
 LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
+# Special tokens that every tokenizer may have, by their names in tokenizer_config.json.
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# What `clean_up_tokenization_spaces` takes back: WordPiece's spaces before punctuation.
+CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+
+class Tokenizer:
+    """Tokenizer of a checkpoint directory with `tokenizer.json`, equal to transformers' PreTrainedTokenizerFast.
+
+    It splits texts as `tokenizer.json` says. For some classes that `tokenizer_config.json` names, such as
+    LlamaTokenizerFast of DeepSeek's distilled models, AutoTokenizer would put the class's own splitting in its place.
+
+    Attributes:
+        backend_tokenizer: the `tokenizers.Tokenizer`.
+        special_tokens: texts of special tokens by their names, such as `eos_token`; chat templates read them.
+        chat_templates: chat templates by their names; a single one is `default`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        backend = self.backend_tokenizer = Backend.from_file(str(path / "tokenizer.json"))
+        config = _read(path / "tokenizer_config.json")
+        listed, named, more = _added_tokens(path, config, backend)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = config.get("split_special_tokens", False)
+        self.chat_templates = _chat_templates(path, config.get("chat_template"))
+        self.special_tokens = {name: str(token) for name, token in named.items()}
+        self._add_tokens(listed, [*named.values(), *more])
+        # The cleaning would take spaces of the text from BPE's.
+        self._cleans = config.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE"
+        bos = self.special_tokens.get("bos_token")
+        # DeepSeek's tokenizers begin texts by the config alone, for a class that followed it before transformers 5.
+        if bos is not None and config.get("add_bos_token") is True and config.get("tokenizer_class") in LLAMA:
+            begin = self.token_to_id(bos)
+            if begin not in self.encode(""):
+                single, pair = f"{bos}:0 $A:0", f"{bos}:0 $A:0 {bos}:1 $B:1"
+                backend.post_processor = processors.TemplateProcessing(single, pair, [(bos, begin)])
+
+    def _add_tokens(self, listed: Iterable[AddedToken], special: list[AddedToken | str]) -> None:
+        """Adds tokens that `tokenizer.json` lacks, or has with other options."""
+        known = self.added_tokens.values()
+        options = {repr(token) for token in known}
+        missing: list[AddedToken | str] = [token for token in listed if repr(token) not in options]
+        texts = {token.content for token in known} | {str(token) for token in missing}
+        for token in special:
+            if str(token) not in texts and token not in missing:
+                missing.append(token)
+        for token in missing:
+            if isinstance(token, AddedToken) and token.content in self.special_tokens.values():
+                token.special = True
+        tokens = [AddedToken(token, special=True) if isinstance(token, str) else token for token in missing]
+        self.backend_tokenizer.add_tokens(tokens)
+
+    @property
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Tokens that are found in a text before it is split, by their ids."""
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        text: str = self.backend_tokenizer.decode([*map(int, ids)], skip_special_tokens=skip_special_tokens)
+        for spaced in CLEANED if self._cleans else ():
+            text = text.replace(spaced, spaced.strip())
+        return text
+
+    def id_to_token(self, token: int) -> str | None:
+        """Returns a token's name in the vocabulary; None if it has no such token."""
+        return self.backend_tokenizer.id_to_token(token)
+
+    def token_to_id(self, name: str) -> int | None:
+        return self.backend_tokenizer.token_to_id(name)
 
 
 def has_tokenizer(path: str | Path | None) -> bool:
@@ -16,32 +93,22 @@ def has_tokenizer(path: str | Path | None) -> bool:
 
 
 def check_tokenizer_files(path: str | Path | None) -> None:
-    """Raises ValueError if a file is not a JSON object; transformers would ignore files that are not regular."""
+    """Raises ValueError if a file is not a JSON object."""
     for file in sorted(Path(str(path)).glob("*token*.json")) if has_tokenizer(path) else ():
         read_json(file)
 
 
-def load_tokenizer(path: str | Path | None) -> Any | None:
+def load_tokenizer(path: str | Path | None) -> Tokenizer | None:
     """Loads the tokenizer of a checkpoint directory; returns None if it has none.
-
-    It splits texts as `tokenizer.json` says. For some classes that `tokenizer_config.json` names, such as
-    LlamaTokenizerFast of DeepSeek's distilled models, AutoTokenizer would put the class's own splitting in its place.
 
     Raises:
         ValueError: it cannot be read.
     """
     if not has_tokenizer(path):
         return None
-    assert path is not None
-    from transformers import PreTrainedTokenizerFast  # takes seconds, and only rank 0 needs it
-
     check_tokenizer_files(path)
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-        begin, empty = tokenizer.bos_token_id, tokenizer.backend_tokenizer.encode("").ids
-        if begin is not None and begin not in empty and _begins_texts(Path(path)):
-            tokenizer.add_bos_token = True
-        return tokenizer
+        return Tokenizer(Path(str(path)))
     except BaseException as error:  # of any type that the library raises for bad files, including panics
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
@@ -58,21 +125,18 @@ def read_end_token(path: Path) -> int | None:
     if not has_tokenizer(path):
         return None
 
-    def read(name: str) -> dict[str, Any]:
-        return read_json(path / name) if os.path.lexists(path / name) else {}
-
-    config = read("tokenizer_config.json")
+    config = _read(path / "tokenizer_config.json")
     known = config.get("added_tokens_decoder")
     text = config.get("eos_token")
     if not isinstance(known, dict) or not known:  # transformers merges the other file only then
-        known, text = {}, read("special_tokens_map.json").get("eos_token", text)
+        known, text = {}, _read(path / "special_tokens_map.json").get("eos_token", text)
     text = text.get("content") if isinstance(text, dict) else text
     if not isinstance(text, str):
         return None
     for i, token in known.items():
         if isinstance(token, dict) and token.get("content") == text and i.isdecimal():
             return int(i)
-    whole = read("tokenizer.json")
+    whole = _read(path / "tokenizer.json")
     try:
         added, vocab = whole.get("added_tokens") or (), whole["model"]["vocab"]
         pieces = vocab.items() if isinstance(vocab, dict) else ((piece, i) for i, (piece, _) in enumerate(vocab))
@@ -83,10 +147,88 @@ def read_end_token(path: Path) -> int | None:
         return None
 
 
-def _begins_texts(path: Path) -> bool:
-    """Returns whether texts begin with a special token by `tokenizer_config.json`; DeepSeek's say so there alone.
+def _read(file: Path) -> dict[str, Any]:
+    return read_json(file) if os.path.lexists(file) else {}
 
-    It counts for the class whose tokenizers followed it before version 5 of transformers, which ignores it.
+
+def _chat_templates(path: Path, configured: Any) -> dict[str, str]:
+    """Reads the chat templates of a directory; its files go before `tokenizer_config.json`."""
+    files = {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
+    if os.path.lexists(path / "chat_template.jinja"):
+        files = {"default": path / "chat_template.jinja"} | files
+    if files:
+        configured = {name: read_text(file) for name, file in files.items()}
+    elif isinstance(configured, list):
+        configured = {one["name"]: one["template"] for one in configured}
+    if configured is None:
+        return {}
+    templates = configured if isinstance(configured, dict) else {"default": configured}
+    if not all(isinstance(text, str) for item in templates.items() for text in item):
+        raise TypeError("chat_template is neither a text nor texts with names")
+    return templates
+
+
+def _added_tokens(
+    path: Path, config: dict[str, Any], backend: Backend
+) -> tuple[list[AddedToken], dict[str, AddedToken | str], list[AddedToken | str]]:
+    """Reads the added tokens that the files beside `tokenizer.json` tell of, as transformers merges these.
+
+    Args:
+        config: that of `tokenizer_config.json`; it is changed.
+        backend: `tokenizer.json`, as it was read.
+
+    Returns:
+        The listed ones by their ids, special ones by their names, and more special ones.
     """
-    config = read_json(path / "tokenizer_config.json") if os.path.lexists(path / "tokenizer_config.json") else {}
-    return config.get("add_bos_token") is True and config.get("tokenizer_class") in LLAMA
+    if "additional_special_tokens" in config:
+        config.setdefault("extra_special_tokens", config.pop("additional_special_tokens"))
+    custom = {name: config.pop(name) for name in [*config] if _is_custom(name) and isinstance(config[name], str)}
+    if isinstance(config.get("extra_special_tokens"), dict):
+        custom |= config.pop("extra_special_tokens")
+    if "added_tokens_decoder" in config:
+        listed = {int(i): AddedToken(**token) for i, token in config["added_tokens_decoder"].items()}
+    else:
+        listed = _merge_older_files(path, config) | backend.get_added_tokens_decoder()
+    if isinstance(config.get("extra_special_tokens"), dict):
+        custom |= config.pop("extra_special_tokens")
+    if backend.padding is not None:
+        config.setdefault("pad_token", backend.padding["pad_token"])
+    tokens = {name: _token(token) for name, token in config.items() if name in NAMED or _is_custom(name)}
+    texts = {token.content: token for token in listed.values()}
+    named = {name: texts.get(str(token), token) for name in NAMED if (token := tokens.get(name)) is not None}
+    named |= {name: t for name, t in tokens.items() if name not in NAMED and isinstance(t, str | AddedToken)} | custom
+    more = config.get("extra_special_tokens", config.get("additional_special_tokens"))
+    more = [_token(token) for token in more or ()]
+    for name, token in [*named.items(), *(("extra_special_tokens", token) for token in more)]:
+        if not isinstance(token, str | AddedToken):
+            raise TypeError(f"{name} is a {type(token).__name__}, not a token")
+    return [token for _, token in sorted(listed.items(), key=lambda item: item[0])], named, more
+
+
+def _merge_older_files(path: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
+    """Merges `special_tokens_map.json` into a config without `added_tokens_decoder`; reads `added_tokens.json`."""
+    for name, value in _read(path / "special_tokens_map.json").items():
+        if name == "extra_special_tokens" and isinstance(value, list):
+            tokens = [AddedToken(**token, special=True) if isinstance(token, dict) else token for token in value]
+            config[name] = [*(config.get(name) or ()), *tokens]
+        elif name != "extra_special_tokens" and isinstance(value, dict):
+            config[name] = AddedToken(**(value | {"special": True}))
+        else:
+            config[name] = value
+    named = [config.get(name) for name in NAMED]
+    special = {str(token) for token in [*named, *(config.get("extra_special_tokens") or ())] if token}
+    return {
+        i: AddedToken(text, normalized=text not in special, special=text in special)
+        for text, i in _read(path / "added_tokens.json").items()
+    }
+
+
+def _is_custom(name: str) -> bool:
+    return name.endswith("_token") and name not in NAMED
+
+
+def _token(value: Any) -> Any:
+    """Returns the token that a value of a config stands for; others as they are."""
+    if isinstance(value, dict) and value.get("__type") == "AddedToken":
+        return AddedToken(**{name: option for name, option in value.items() if name != "__type"})
+    return value

@@ -45,7 +45,7 @@ def prompts(length: int, count: int) -> tuple[list[list[int]], list[str]]:
     tokenizer = load_tokenizer(str(DEMO))
     assert tokenizer is not None
     lines = make(DEMO / "tokenizer.json", SOURCES, length, count)
-    return [tokenizer(x["prompt"])["input_ids"] for x in lines], [str(x["id"]).split("-")[1] for x in lines]
+    return [tokenizer.encode(str(x["prompt"])) for x in lines], [str(x["id"]).split("-")[1] for x in lines]
 
 
 def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Config:

@@ -44,7 +44,7 @@ class Questions:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # longer than any context
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from helix.answers.arguments import read_arguments
+from helix.library import import_transformers
 
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
 THINKING = {"open": "<think>", "close": "</think>"}
@@ -442,6 +444,8 @@ def _reader(spec: dict[str, Any], turn: str) -> Any:
     that is not a part of its arguments. The event of its end has its `value` (None: it is no call), its whole `text`,
     and the mark that opened it, `head`.
     """
+    if "torch" not in sys.modules:  # keeps out torch's 335 MB
+        import_transformers()
     from transformers.utils.chat_parsing import ResponseParser  # seconds
     from transformers.utils.chat_parsing.content_parsers import process_field
 

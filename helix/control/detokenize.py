@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tokenizers.decoders import DecodeStream
+
+from helix.tokenizer import Tokenizer
 
 HELD = 16  # tokens without text after which they are taken to be broken: a character has four bytes
 
@@ -13,14 +13,14 @@ class TextStream:
     """Text of one continuation, released as soon as it can neither change nor become part of a stop text.
 
     Args:
-        tokenizer: a transformers tokenizer with a `tokenizers` backend, or None: no text.
+        tokenizer: None: no text.
         stop: texts that end the continuation; the text ends before the first of them.
         special: whether special tokens appear in the text.
         min_tokens: a stop text that is complete within so many tokens does not end the continuation.
     """
 
     def __init__(
-        self, tokenizer: Any | None, stop: tuple[str, ...] = (), special: bool = False, min_tokens: int = 0
+        self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = (), special: bool = False, min_tokens: int = 0
     ) -> None:
         self._said: list[str] = []
         self._stop = stop
@@ -61,7 +61,7 @@ class TextStream:
         self._said.append(rest)
         return ready + rest, stopped
 
-    def _decoded(self, tokenizer: Any, token: int) -> str:
+    def _decoded(self, tokenizer: Tokenizer, token: int) -> str:
         """Decodes one more token; returns the text that cannot change any more."""
         self._pending.append(token)
         try:
@@ -75,7 +75,7 @@ class TextStream:
             text = self._cut(tokenizer)
         return text or ""
 
-    def _cut(self, tokenizer: Any) -> str:
+    def _cut(self, tokenizer: Tokenizer) -> str:
         """Returns the text of pending tokens but the last ones: a character may begin in those, and in no others.
 
         A stream decodes all pending tokens for each new one, and broken ones would be pending for ever.
@@ -88,8 +88,8 @@ class TextStream:
         self._pending, self._decoder = [], DecodeStream(skip_special_tokens=not self._special)
         return self._whole(tokenizer, parts[0]) + "".join(self._decoded(tokenizer, token) for token in parts[1])
 
-    def _whole(self, tokenizer: Any, ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=not self._special))
+    def _whole(self, tokenizer: Tokenizer, ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=not self._special)
 
     def _release(self, new: str) -> tuple[str, bool]:
         known = len(self._held)  # what is complete within it came too early to count

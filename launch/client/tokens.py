@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -14,14 +12,11 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment
-from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Const, Getattr
 
 from helix.events.sampling_params import OPTIONS
 from helix.files import read_json, read_text
-from helix.library import import_transformers
-from helix.tokenizer import load_tokenizer
+from helix.tokenizer import Tokenizer, load_tokenizer
+from launch.client.chat_template import choose, names, render, variables
 from launch.client.errors import ApiError
 from launch.client.schemas import ChatMessage, Completion, Conversation, Tool, parsed
 
@@ -29,9 +24,11 @@ KEPT_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
 SHORT = 64  # characters; shorter segments are not cached
 DENSE = 16  # characters per token above which a text's tokens are estimated before it is encoded whole
 COUNTED = 1 << 14  # characters at a time
-# Template variables that requests set by other fields, and functions that transformers provides.
+# Template variables that requests set by other fields, and functions that templates may call.
 OTHERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # tags of transformers' own
+# Arguments of transformers' `apply_chat_template`, which no template of its can read as variables.
+OTHERS |= {"conversation", "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length"}
+OTHERS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an earlier answer's thought
 SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on and off
 # Texts around special tokens, where tokenizers differ in stripping and prefixing.
@@ -45,7 +42,7 @@ class Tokens:
         template: file with the chat template; None: the directory's.
 
     Attributes:
-        tokenizer: the tokenizer of transformers; None if the directory has none.
+        tokenizer: None if the directory has none.
         added: its added tokens, such as ends of turns, by their texts.
         special: those of them that are not text.
 
@@ -54,8 +51,6 @@ class Tokens:
     """
 
     def __init__(self, path: str | None, template: str | None = None) -> None:
-        if path is not None and "torch" not in sys.modules:  # keeps out torch's 335 MB
-            import_transformers()
         self.tokenizer = load_tokenizer(path)
         self._texts: dict[int, str] = {}  # of single tokens, which log-probabilities tell by the hundred thousand
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
@@ -66,11 +61,8 @@ class Tokens:
         self._lock = Lock()
         if self.tokenizer is not None:
             if template is not None:
-                self.tokenizer.chat_template = read_text(Path(template))
-            backend = self.tokenizer.backend_tokenizer
-            backend.no_truncation()
-            backend.no_padding()
-            own = self.tokenizer.added_tokens_decoder
+                self.tokenizer.chat_templates = {"default": read_text(Path(template))}
+            own = self.tokenizer.added_tokens
             self.added = {token.content: i for i, token in own.items()}
             self.special = frozenset(token.content for token in own.values() if token.special)
             longest_first = sorted(self.added, key=len, reverse=True)
@@ -79,15 +71,13 @@ class Tokens:
 
     @property
     def has_template(self) -> bool:
-        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+        return bool(self.template)
 
     @property
     def template(self) -> str:
         """The chat template, the default one or the first; empty if there is none."""
-        template = self.tokenizer.chat_template if self.tokenizer is not None else None
-        if isinstance(template, dict):
-            return str(template.get("default") or next(iter(template.values()), ""))
-        return template or ""
+        templates = self.tokenizer.chat_templates if self.tokenizer is not None else {}
+        return templates.get("default") or next(iter(templates.values()), "")
 
     def encode(self, text: str, most: int, special: bool = True) -> np.ndarray:
         """Encodes a text to ids [n] int32; `special` adds the tokenizer's begin and end tokens.
@@ -99,7 +89,7 @@ class Tokens:
         return self._whole(text, special)
 
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> str:
-        return str(self._needed().decode(ids, skip_special_tokens=not special))
+        return self._needed().decode(ids, skip_special_tokens=not special)
 
     def token_text(self, token: int) -> str:
         """Decodes a single token; its number if there is no tokenizer."""
@@ -110,17 +100,16 @@ class Tokens:
     def _token_text(self, token: int) -> str:
         if self.tokenizer is None:
             return str(token)
-        text = str(self.tokenizer.decode([token]))
-        name = str(self.tokenizer.convert_ids_to_tokens(token))
-        if name.startswith("▁"):  # SentencePiece's: a first space is dropped
-            text = str(self.tokenizer.decode([token, token]))[len(text) :]
+        text = self.tokenizer.decode([token])
+        if str(self.tokenizer.id_to_token(token)).startswith("▁"):  # SentencePiece's: a first space is dropped
+            text = self.tokenizer.decode([token, token])[len(text) :]
         return text
 
     def token_bytes(self, token: int) -> bytes:
         """Returns a single token's bytes, which may be a part of a character."""
         text = self.token_text(token)
         if "\ufffd" in text:
-            name = str(self._needed().convert_ids_to_tokens(token))
+            name = str(self._needed().id_to_token(token))
             if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
                 return bytes.fromhex(found[1])
             letters = _bytes_of_letters()
@@ -142,7 +131,7 @@ class Tokens:
         given = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
         try:
-            template = tokenizer.get_chat_template(tools=given)
+            template = choose(tokenizer.chat_templates, given is not None)
             read, named = variables(template), names(template)
         except Exception as error:  # of jinja2, or of a checkpoint with several templates
             what = f"the chat template cannot be read: {_line(error)}"
@@ -151,19 +140,11 @@ class Tokens:
             given = None  # the answer's form tells of them
         if given and "tools" not in read:
             raise ApiError(400, "tools are given, and the chat template does not read them", param="tools")
-        taken = inspect.signature(tokenizer.apply_chat_template).parameters
-        more = _variables(chat, read - OTHERS - taken.keys(), read)
+        more = {"tools": given, "documents": None, "add_generation_prompt": chat.prompts_answer}
+        more |= tokenizer.special_tokens | _variables(chat, read - OTHERS, read)
 
         def rendered(conversation: list[dict[str, Any]]) -> str:
-            text: str = tokenizer.apply_chat_template(
-                conversation,
-                tools=given,
-                tokenize=False,
-                add_generation_prompt=chat.prompts_answer,
-                continue_final_message=chat.continue_final_message,
-                **more,
-            )
-            return text
+            return render(template, conversation, chat.continue_final_message, more)
 
         first: Exception | None = None
         for conversation in _ways(chat.said, next((name for name in THOUGHTS if name in named), THOUGHTS[0])):
@@ -207,8 +188,7 @@ class Tokens:
         return ids
 
     def _whole(self, text: str, special: bool) -> np.ndarray:
-        # Not the tokenizer itself: it changes the backend's settings, which another thread may be using.
-        return _array(self._needed().backend_tokenizer.encode(text, add_special_tokens=special).ids)
+        return _array(self._needed().encode(text, special))
 
     def _falls_into_segments(self, pattern: re.Pattern[str]) -> bool:
         """Returns whether segments between special tokens, encoded separately, have the ids of the whole text."""
@@ -233,7 +213,7 @@ class Tokens:
                 what = f"the prompt's {len(text)} characters are more than {count} tokens, and there is room for {most}"
                 raise ApiError(400, what, param=param, code="context_length_exceeded")
 
-    def _needed(self) -> Any:
+    def _needed(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer: give prompts as token ids", code="no_tokenizer")
         return self.tokenizer
@@ -254,21 +234,6 @@ def read_defaults(path: str | None) -> dict[str, Any]:
     except ApiError as error:
         raise ValueError(f"{file}: {error.message}") from error
     return found
-
-
-@lru_cache
-def variables(template: str) -> frozenset[str]:
-    """Finds the variables that a chat template reads."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    return frozenset(find_undeclared_variables(environment.parse(GENERATION.sub("", template))))
-
-
-@lru_cache
-def names(template: str) -> frozenset[str]:
-    """Finds the names of what a chat template reads of objects, and all of its other texts."""
-    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
-    texts = {const.value for const in tree.find_all(Const) if isinstance(const.value, str)}
-    return frozenset(texts | {found.attr for found in tree.find_all(Getattr)})
 
 
 def _variables(chat: Conversation, free: frozenset[str], read: frozenset[str]) -> dict[str, Any]:
@@ -307,9 +272,10 @@ def _names(names: frozenset[str]) -> str:
 @lru_cache
 def _bytes_of_letters() -> dict[str, int]:
     """Returns the bytes that the letters of byte-level tokens stand for."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+    # GPT-2's table (openai/gpt-2, encoder.py): printable bytes stand for themselves, the others come after Latin-1.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _line(error: Exception) -> str:

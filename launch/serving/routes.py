@@ -21,13 +21,13 @@ from starlette.types import ASGIApp
 
 from helix.config import ServeConfig
 from launch.client.answer import Answer
+from launch.client.chat_template import variables
 from launch.client.checked import Schema
 from launch.client.errors import ApiError
 from launch.client.prompts import ids_of
 from launch.client.reader import RECEIVE_S, Reader
 from launch.client.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.client.session import Session
-from launch.client.tokens import variables
 from launch.serving import messages, responses
 from launch.serving.access import Logged, with_cors
 from launch.serving.blocks import BlockAnswer

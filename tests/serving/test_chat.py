@@ -213,8 +213,9 @@ def test_calls_of_a_model_of_no_known_family(
 
     async def check(front: Front) -> None:
         tokenizer = front.session.tokens.tokenizer
-        tokenizer.chat_template = shown + thinks + "{{ messages[0].content }}<|im_end|>\n"
-        front.session._dialect = dialect_of(tokenizer.chat_template)
+        template = shown + thinks + "{{ messages[0].content }}<|im_end|>\n"
+        tokenizer.chat_templates = {"default": template}
+        front.session._dialect = dialect_of(template)
         assert (front.session._dialect is None) == (not thinks)
         wanted: dict[str, Any] = {"messages": [USER], "tools": [WEATHER, tool("now")], "tool_choice": choice}
         for stream in (False, True):
@@ -406,9 +407,8 @@ def result(call: str) -> dict[str, Any]:
 def test_earlier_answers_are_in_the_prompt(kind: str, turns: list[Any], wanted: str, model: Path) -> None:
     """Text beside an empty list of calls, further calls, and thoughts, under the template's own name."""
     tokens = Tokens(str(model))
-    tokens.tokenizer.chat_template = (
-        f"{{% for m in messages %}}{HAS_CALLS}{KINDS[kind]}{{% else %}}{{{{ m.content }}}}{{% endif %}};{{% endfor %}}"
-    )
+    shown = f"{HAS_CALLS}{KINDS[kind]}{{% else %}}{{{{ m.content }}}}{{% endif %}};"
+    tokens.tokenizer.chat_templates = {"default": f"{{% for m in messages %}}{shown}{{% endfor %}}"}
     chat = parsed(Chat, json.dumps({"messages": [USER, *turns]}).encode())
     assert tokens.encode_chat(chat, None, 1000)[1] == f"{USER['content']};{wanted};"
 
@@ -416,7 +416,7 @@ def test_earlier_answers_are_in_the_prompt(kind: str, turns: list[Any], wanted: 
 def test_a_template_that_cannot_show_all_calls_is_told(model: Path) -> None:
     tokens = Tokens(str(model))
     last = "{{ messages[1].tool_calls[0].function.arguments.a if messages|length == 2 else raise_exception('two') }}"
-    tokens.tokenizer.chat_template = last
+    tokens.tokenizer.chat_templates = {"default": last}
     chat = parsed(Chat, json.dumps({"messages": [USER, called("A", "B")]}).encode())
     with pytest.raises(ApiError, match="several calls, and it reads the first alone"):
         tokens.encode_chat(chat, None, 1000)
@@ -428,12 +428,13 @@ def test_templates_that_join_texts_read_calls(content: str, tmp_path: Path, mode
 
     async def check(front: Front) -> None:
         tokenizer = front.session.tokens.tokenizer  # type: ignore[union-attr]
-        tokenizer.chat_template = (
+        template = (
             "{% for m in messages %}{% if m.tool_calls %}{% if not m['content'] "
             + content
             + " %}{{ m['content'] + '!' }}{% endif %}{{ '(' + m.tool_calls[0].function.arguments + ')' }}"
             "{% else %}{{ m['content'] + ';' }}{% endif %}{% endfor %}"
         )
+        tokenizer.chat_templates = {"default": template}
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":"é"}'}}
         turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
         turns.append({"role": "tool", "tool_call_id": "c", "content": "sunny"})
@@ -502,7 +503,8 @@ def test_prompts_are_those_of_transformers(
     template: str, turns: list[Any], wanted: dict[str, Any], rendered: dict[str, Any], tmp_path: Path, model: Path
 ) -> None:
     async def check(front: Front) -> None:
-        tokenizer = front.session.tokens.tokenizer
+        front.session.tokens.tokenizer.chat_templates = {"default": template}
+        tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.chat_template = template
         ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **rendered)
         for route in ("/v1/chat/completions", "/tokenize"):
@@ -539,7 +541,7 @@ def test_what_no_template_reads_is_refused(
     template: str, wanted: dict[str, Any], words: str, tmp_path: Path, model: Path
 ) -> None:
     async def check(front: Front) -> None:
-        front.session.tokens.tokenizer.chat_template = template
+        front.session.tokens.tokenizer.chat_templates = {"default": template}
         answer = await front.post("/v1/chat/completions", {"messages": [USER]} | wanted)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
         assert front.job.submits == []
@@ -642,8 +644,7 @@ def test_tokens_of_a_conversation_in_segments(model: Path) -> None:
         "".join(f"<|im_start|>user\nline {i} of it: é🙂\n\n{'x ' * 40}<|im_end|>\n" for i in range(n)) for n in (20, 21)
     ]
     for turn in turns:
-        whole = tokens.tokenizer(turn, add_special_tokens=False)["input_ids"]
-        assert tokens.encode_segments(turn).tolist() == whole
+        assert tokens.encode_segments(turn).tolist() == tokens.tokenizer.encode(turn, add_special_tokens=False)
     assert len(tokens._segments) == 21
 
 

@@ -55,7 +55,7 @@ def saying(text: str, finish: str | None = "stop") -> Any:
     async def script(job: FakeJob, submit: Request) -> None:
         from helix.tokenizer import load_tokenizer
 
-        ids = load_tokenizer(job.ready.model)(text)["input_ids"]
+        ids = load_tokenizer(job.ready.model).encode(text)
         for token in ids:
             await job.say(submit, [token])
         if finish:

@@ -244,7 +244,7 @@ def test_whatever_a_tokenizer_file_raises_is_one_line(kind: type[BaseException],
     def broken(*args: Any, **kwargs: Any) -> None:
         raise kind("data did not match\nat line 1")
 
-    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.from_pretrained", broken)
+    monkeypatch.setattr("helix.tokenizer.Tokenizer", broken)
     with pytest.raises(ValueError, match=f"tokenizer in {DEMO} cannot be read: {kind.__name__}: data") as caught:
         load_tokenizer(DEMO)
     assert "\n" not in str(caught.value)

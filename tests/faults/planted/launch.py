@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "an answer that goes on begins a message", "launch/client/tokens.py",
-        "continue_final_message=chat.continue_final_message", "continue_final_message=False",
+        "conversation, chat.continue_final_message, more", "conversation, False, more",
         ("tests/serving/test_chat.py::test_prompts_are_those_of_transformers",),
     ),
     Fault(
