@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["LLM"]
+from helix.packages import ROOT, import_package
+
+__all__ = ["LLM", "ROOT"]
 
 
 def __getattr__(name: str) -> Any:
-    """Finds `LLM`, which is a command of `launch` under the name that users look for."""
+    """Finds `LLM`, which lies in `launch` under the name that users look for."""
     if name != "LLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for package in ("kernels", "comm", "launch"):
+        import_package(package)
     from launch.llm import LLM
 
     return LLM

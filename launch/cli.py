@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
+from helix.packages import ROOT, rank_environment
 from launch.inputs.arguments import unknown
 
-ROOT = Path(__file__).resolve().parent.parent  # found here: the list of commands imports nothing that takes seconds
 COMMANDS = {
     "run": "decode the prompts of a file",
     "serve": "serve a model over HTTP, with OpenAI's interface and a page to chat at",
@@ -56,7 +55,7 @@ def main() -> None:
         print(f"helix {version('helix-runtime')}")
         return
     # In place of this process, so that signals and exit codes are the command's own.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ.update(rank_environment())
     if name in ("--shell-completion", "-sc", "--complete"):
         os.execv(sys.executable, [sys.executable, "-m", "launch.completion", name, *rest])
     if name not in COMMANDS | LABORATORY:

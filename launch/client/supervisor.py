@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from helix.config import ServeConfig
+from helix.packages import ROOT, rank_environment
 from launch.client.core import Core, Flight
-from launch.client.workers import ROOT
 
 LOG = logging.getLogger("helix.serving")  # unlike a print, a log that cannot be written raises nothing
 ENTRY = ROOT / "torchrun_entry.py"
@@ -122,7 +122,7 @@ class Supervisor:
         path = self._directory / f"{self._jobs}.sock"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(ENTRY), *self._arguments, f"serve.socket={path}"),
-            env=os.environ | {LAUNCHER: str(os.getpid())},
+            env=os.environ | rank_environment() | {LAUNCHER: str(os.getpid())},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,

@@ -14,11 +14,10 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from helix.packages import rank_environment
 from launch.client.errors import ApiError
 
-ROOT = Path(__file__).parents[2]
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 PIECE = 1 << 20  # bytes read at a time
 BUSY_S = 10  # when to try again
@@ -149,11 +148,10 @@ class Workers:
 
     async def _started(self) -> Process:
         """Starts a process and waits until it is ready."""
-        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
-                env=os.environ | {"PYTHONPATH": paths},
+                env=os.environ | rank_environment(),
                 stdin=PIPE,
                 stdout=PIPE,
                 limit=PIECE,

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 import urllib.request
-import venv
 from pathlib import Path
 
 import pytest
 
 from launch.cli import COMMANDS, LABORATORY
 from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ROOT, Job
+from tests.e2e.cli import ROOT
+from tests.e2e.installed import install, job
 
 FOLDERS = ("helix", "kernels", "comm", "launch", "benchmarks", "conf")
-PARTS = (*FOLDERS, "pyproject.toml", "torchrun_entry.py", "README.md", "LICENSE")
-RECORDS = shutil.ignore_patterns("results", "figures", "*.md")  # of the laboratory, which a wheel leaves out
 IN_A_CHECKOUT = ("bench", "demo", "fidelity", "acceptance", "plot", "tables", "needles make output=x")
 IN_A_CHECKOUT += ("planner check", "planner bill", "papers")
 
@@ -29,33 +22,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with the wheel, which sees this one's other packages: no network is needed."""
-    directory = tmp_path_factory.mktemp("wheel")
-    source, environment = directory / "source", directory / "environment"
-    source.mkdir()
-    for part in PARTS:
-        if part in FOLDERS:
-            shutil.copytree(ROOT / part, source / part, ignore=RECORDS if part == "benchmarks" else None)
-        else:
-            shutil.copy(ROOT / part, source / part)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    build = [*pip, "wheel", str(source), "--no-deps", "--no-build-isolation", f"--wheel-dir={directory}"]
-    subprocess.run(build, check=True)
-    (wheel,) = directory.glob("*.whl")
-    venv.create(environment, symlinks=True)
-    subprocess.run(
-        [*pip, f"--python={environment}", "install", "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True
-    )
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
-    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "others.pth").write_text("".join(f"{path}\n" for path in others))
-    return environment / "bin"
-
-
-def job(installed: Path, directory: Path, *words: str, program: str = "helix") -> Job:
-    return Job(
-        ["env", "-u", "PYTHONPATH", "-C", str(directory), str(installed / program)], *words, log=directory / "log"
-    )
+    return install(tmp_path_factory.mktemp("wheel"), editable=False)
 
 
 def test_it_decodes(installed: Path, tmp_path: Path) -> None:
@@ -65,6 +32,14 @@ def test_it_decodes(installed: Path, tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     assert len(json.loads((tmp_path / "o.jsonl").read_text())["output_ids"]) == 4
     assert json.loads((tmp_path / "r.json").read_text())["commit"] is None
+
+
+def test_torchrun_starts_its_ranks(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "def read_json(path):"}) + "\n")
+    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "helix", "run", str(DEMO), "p.jsonl"]
+    words += ["-o", "o.jsonl", "layout.kvp=2", "decode.max_new_tokens=4"]
+    ended = job(installed, tmp_path, *words, program="python").wait()
+    assert ended.code == 0 and len(json.loads((tmp_path / "o.jsonl").read_text())["output_ids"]) == 4, ended.output
 
 
 def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
@@ -80,23 +55,32 @@ def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
         server.kill()
 
 
-def files(root: Path) -> set[Path]:
-    """Lists the files that a wheel holds, of the checkout or of where it is installed."""
-    found = (file.relative_to(root) for folder in FOLDERS for file in (root / folder).rglob("*.*"))
+def files(root: Path, packages: Path | None = None) -> set[Path]:
+    """Lists the files that a wheel holds: of the checkout, or of where one is installed."""
+    roots = {folder: root if folder != "helix" else packages or root for folder in FOLDERS}
+    found = (file.relative_to(roots[folder]) for folder in FOLDERS for file in (roots[folder] / folder).rglob("*.*"))
     code = {file for file in found if file.suffix in (".py", ".yaml", ".txt", ".html", ".css", ".js")}
-    return {file for file in code if file.parts[:2] != ("benchmarks", "results")}
+    own = ("benchmarks", "results"), ("helix", "_runtime")
+    return {file for file in code if file.parts[:2] not in own and file.stem != "mine"}  # of `helix calibrate`
 
 
 def test_it_has_all_that_the_checkout_has(installed: Path) -> None:
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")
-    assert files(packages) == files(ROOT)
+    assert files(packages / "helix" / "_runtime", packages) == files(ROOT)
+    (record,) = packages.glob("helix_runtime-*.dist-info/RECORD")
+    held = [line.partition(",")[0] for line in record.read_text().splitlines()]
+    tops = {file.partition("/")[0] for file in held if not file.startswith("../")}
+    assert tops == {"helix", record.parent.name}, "names of others are theirs"
+    assert {file for file in held if "/licenses/" in file} == {
+        f"{record.parent.name}/licenses/{name}" for name in ("LICENSE", "NOTICE")
+    }
 
 
 def test_commands_of_the_checkout_say_so(installed: Path, tmp_path: Path) -> None:
     assert {command.split()[0] for command in IN_A_CHECKOUT} <= (COMMANDS | LABORATORY).keys()
-    program = [str(installed / "python"), "-c", PROGRAM, *IN_A_CHECKOUT]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    said = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    ended = job(installed, tmp_path, "-c", PROGRAM, *IN_A_CHECKOUT, program="python").wait()
+    assert ended.code == 0, ended.output
+    said = ended.output
     for command, line in zip(IN_A_CHECKOUT, said.splitlines(), strict=True):
         assert line.startswith(f"error: helix {command.partition(' output')[0]}"), said
         assert " needs Helix's checkout" in line, said
@@ -104,7 +88,8 @@ def test_commands_of_the_checkout_say_so(installed: Path, tmp_path: Path) -> Non
 
 # All of them in one process: each takes seconds to import.
 PROGRAM = """
-import importlib, sys
+import importlib, sys, helix
+sys.path.insert(0, str(helix.ROOT))
 for command in sys.argv[1:]:
     name, *arguments = command.split()
     file = f"{name}.__main__" if name == "papers" else name
@@ -121,5 +106,6 @@ def test_packages_of_others_are_not_taken_for_its_own(installed: Path, tmp_path:
     """Jupyter has a `comm`: one that comes first is named."""
     (tmp_path / "comm").mkdir()
     (tmp_path / "comm" / "__init__.py").touch()
-    ended = job(installed, tmp_path, "-m", "torchrun_entry", program="python").wait()
+    program = "import sys, helix, runpy; sys.path.append(str(helix.ROOT)); runpy.run_module('torchrun_entry')"
+    ended = job(installed, tmp_path, "-c", program, program="python").wait()
     assert ended.code == 1 and f"package 'comm' was imported from {tmp_path}" in ended.output, ended.output

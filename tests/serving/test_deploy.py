@@ -187,8 +187,9 @@ def test_slurm_is_told_what_a_node_is() -> None:
 
 def fake(directory: Path) -> Path:
     """The script beside commands that last as long, and end as, a test wants."""
+    (directory / "launch").mkdir()
+    (directory / "launch" / "__init__.py").touch()
     for name in ("agent", "cli"):
-        (directory / "launch").mkdir(exist_ok=True)
         (directory / "launch" / f"{name}.py").write_text(
             "import os, signal, sys, time\n"
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
@@ -196,6 +197,7 @@ def fake(directory: Path) -> Path:
             f"seconds, code = os.environ.get({name!r}, '60 9').split()\n"
             "time.sleep(float(seconds))\nsys.exit(int(code))\n"
         )
+    (directory / "helix.py").write_text(f"ROOT = {str(directory)!r}\n")
     (directory / "deploy").mkdir()
     (script := directory / "deploy" / "node.sh").write_text((DEPLOY / "node.sh").read_text())
     return script

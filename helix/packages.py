@@ -1,0 +1,42 @@
+"""Where Helix's other packages lie: in the checkout, or in a folder of the wheel that is on the path of ranks alone.
+
+Others have distributions with packages `comm`, `kernels` and `launch`: theirs stay importable wherever `helix` is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+_HERE = Path(__file__).resolve().parent
+ROOT = _HERE / "_runtime" if (_HERE / "_runtime").is_dir() else _HERE.parent
+
+
+def rank_environment() -> dict[str, str]:
+    """Returns environment variables with which Python finds the packages of `ROOT` before all others."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # or `python -m` would look in the working directory first
+
+
+def import_package(name: str) -> ModuleType:
+    """Imports a package of `ROOT`, which need not be on Python's path.
+
+    Raises:
+        ImportError: this process has imported another package of that name.
+    """
+    folder = ROOT / name
+    if (module := sys.modules.get(name)) is None:
+        spec = spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    elif folder not in {Path(place).resolve() for place in getattr(module, "__path__", ())}:
+        where = module.__file__ or ", ".join(module.__path__)
+        raise ImportError(
+            f"Helix has a package {name!r}, and this process has imported another one, from {where}: use Helix in a "
+            "process of its own, such as `helix serve`"
+        )
+    return module
