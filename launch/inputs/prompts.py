@@ -253,7 +253,7 @@ def body_of(prompt: PromptLine, defaults: DecodeConfig) -> Chat | Completion:
     """Makes a request of a line; where it is no line of a batch, it has the settings of `decode` for defaults.
 
     Raises:
-        ValueError: its limit is wrong.
+        ValueError: an option is out of range.
         ApiError: a body is wrong.
     """
     given = None if prompt.body is None else parsed(prompt.schema, json.dumps(prompt.body).encode(), MOST_IDS)
@@ -264,9 +264,10 @@ def body_of(prompt: PromptLine, defaults: DecodeConfig) -> Chat | Completion:
     options |= {key: prompt.options[key] for key in WISHES if key in prompt.options}
     if options["max_tokens"] < 1:
         raise ValueError(f"max_tokens={options['max_tokens']} must be at least 1")
+    SamplingParams(**{key: value for key, value in options.items() if key not in ("max_tokens", "stop")})
     stop = options["stop"]
     options["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
-    if given is None:  # `SamplingParams` checks the options, whose ranges are wider than those of requests
+    if given is None:  # no schema: the options' ranges are the engine's, not those of requests
         ids = None if prompt.ids is None else np.array(prompt.ids, dtype=object)
         return Completion.model_construct(prompt=prompt.text if ids is None else ids, **options)
     if isinstance(given, Chat) and (best := options.pop("logprobs", None)) is not None:

@@ -6,20 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from comm.loopback import LoopbackWorld
-from helix.events.request import Output
-from helix.models.decoder import Decoder
-from helix.tokenizer import load_tokenizer
-from launch.inputs.compose import composed
-from launch.inputs.preflight import preflight
-from launch.inputs.prompts import ResultFile
-from launch.job import decode
-from launch.job.bodies import Desk
-from launch.job.report import Phases
-from launch.job.task import Task
 from tests.e2e.checkpoints import DEMO
 from tests.e2e.cli import ENTRY, Job
 
@@ -80,61 +66,3 @@ def test_they_mean_what_they_mean_to_a_server(tmp_path: Path) -> None:
     assert said["wrong"]["body"]["error"]["param"] == "temperature"
     assert "demo-model is" in said["other"]["body"]["error"]["message"]
     assert "exceed the model's context" in said["long"]["body"]["error"]["message"]
-
-
-class Heard:
-    """The console of a rank that is a thread: what was reported."""
-
-    def __init__(self) -> None:
-        self.shown: list[Any] = []
-
-    def show(self, output: Output) -> None:
-        self.shown.append(output.id)
-
-    def ignore(self, *given: Any) -> None:
-        return
-
-    note = prefill = count = finish = ignore
-
-
-def test_a_long_file_is_read_as_it_is_served_and_a_line_that_fails_is_its_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first results come before the last lines are read; what breaks on one of them ends no other."""
-    lines: list[dict[str, Any]] = [
-        {"id": n, "prompt": CODE if n % 5 else "x" * 300, "max_tokens": 2} for n in range(40)
-    ]
-    lines[30] = {"id": 30, "prompt": "x = ", "response_format": FORM, "max_tokens": 4}
-    lines[31] = batch("31", "completions", prompt="x = ", response_format=FORM, max_tokens=4)
-    lines[35] = batch("35", "completions", prompt=[CODE, "import os"], max_tokens=2)
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = f"decode.prompts={tmp_path / 'p.jsonl'}", f"decode.output={tmp_path / 'o.jsonl'}"
-    plan = preflight(composed([f"model.path={DEMO}", *files]), 0, 1)
-    comm: Any = LoopbackWorld(1).communicator(0, [0])
-    read: list[int] = []
-
-    def planted(desk: Desk, form: Any) -> str:
-        read.append(len(console.shown))
-        raise TypeError("planted")
-
-    monkeypatch.setattr(Desk, "_written", planted)
-    monkeypatch.setattr(decode, "AT_ONCE", (4, 1 << 20))
-
-    def load() -> tuple[Decoder, None]:
-        assert plan.checkpoint is not None
-        made = Decoder(plan.spec, plan.layout, comm, torch.float32, comm.device)
-        plan.checkpoint.load(made.weights)
-        return made, None
-
-    console: Any = Heard()
-    results = ResultFile(plan.config, plan.prompts)
-    task = Task(plan, comm, "loopback", load, load_tokenizer(str(DEMO)), results, console, Phases())
-    _, refused = decode.run(task)
-    assert refused == 2 and read[0] > 8
-    found = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert [line.get("custom_id", line["id"]) for line in found] == [
-        line.get("custom_id", line.get("id")) for line in lines
-    ]
-    assert "TypeError: planted" in found[30]["reason"] and found[31]["response"]["status_code"] == 500
-    assert len(found[35]["response"]["body"]["choices"]) == 2
-    assert [line["finish_reason"] for line in found if "text" in line].count("length") == 37

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from helix.events.request import Request
 from launch.client.errors import ApiError
 from launch.client.forms import MOST_SCHEMA
+from launch.client.reader import LARGE, Reader
 from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
-from launch.serving.reader import LARGE, Reader
 from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, until
 
 pytestmark = pytest.mark.timeout(120)

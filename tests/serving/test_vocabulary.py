@@ -12,14 +12,6 @@ import numpy as np
 import pytest
 
 from helix.answers.matcher import Grammars
-from helix.config import Config
-from helix.events.request import Output, Request
-from helix.models import spec_from_config
-from helix.models.checkpoint import read_config
-from helix.tokenizer import load_tokenizer
-from launch.client.tokens import Tokens
-from launch.inputs.prompts import PromptFile, ResultFile
-from launch.job.bodies import Desk
 from tests.serving.front import DEMO, READY, FakeJob, Front, run
 
 MORE = "<|more|>"  # token 4096, the first one beyond the logits
@@ -79,45 +71,3 @@ def test_a_text_with_a_token_beyond_the_logits_is_refused(path: str, body: dict[
         assert answer.status_code == 200, answer.text
 
     run(check, model, FakeJob(ready=replace(READY, model=str(model), guided=True)))
-
-
-class Panic(BaseException):
-    """Error of a library in Rust."""
-
-
-def test_a_line_that_is_refused_ends_no_file(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def batch(prompt: str) -> dict[str, Any]:
-        return {"custom_id": prompt, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
-
-    lines = [
-        SAID | {"id": "chat"},
-        {"id": "form", "prompt": "x"} | FORM,
-        {"id": "wrong", "prompt": "wrong"} | FORM,
-        {"id": "plain", "prompt": "a"},
-        batch(MORE),
-        batch("panic"),
-    ]
-    prompts, output = model / "p.jsonl", model / "o.jsonl"
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = Config()
-    config.model.path, config.decode.prompts, config.decode.output = str(model), str(prompts), str(output)
-    encode = Tokens.encode
-
-    def failing(tokens: Tokens, text: str, *more: Any) -> np.ndarray:
-        if text in ("wrong", "panic"):
-            raise ValueError("planted") if text == "wrong" else Panic("planted")
-        return encode(tokens, text, *more)
-
-    monkeypatch.setattr(Tokens, "encode", failing)
-    results = ResultFile(config, PromptFile(prompts))
-    desk = Desk(config, spec_from_config(read_config(model)), load_tokenizer(model), results)
-    made = [*desk.requests()]
-    results.close()
-    requests = [one for one in made if isinstance(one, Request)]
-    refusals = [one for one in made if isinstance(one, Output)]
-    assert [request.id for request in requests] == ["form", "plain"] and requests[0].grammar is not None
-    reasons = {refusal.id: str(refusal.reason) for refusal in refusals}
-    assert reasons.keys() == {"chat", "wrong"} and reasons["wrong"] == "planted" and MORE in reasons["chat"]
-    told = {line["custom_id"]: line["response"] for line in map(json.loads, output.read_text().splitlines())}
-    assert {name: response["status_code"] for name, response in told.items()} == {MORE: 400, "panic": 500}
-    assert "Panic: planted" in told["panic"]["body"]["error"]["message"]

@@ -195,7 +195,7 @@ def test_the_model_is_the_one_that_was_written(kind: str, tmp_path: Path) -> Non
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [501, 0]
     assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-5
     config = composed([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])
-    assert prepared(config) == 1
+    assert prepared(config).layout.world_size == 1
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "BF16"])
@@ -226,7 +226,7 @@ def test_many_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     assert len(list(out.glob("*.safetensors"))) > 2
     read = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert all(torch.equal(t, read[name]) for name, t in model_of("qwen3moe").state_dict().items())
-    assert prepared(composed([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])) == 1
+    assert prepared(composed([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])).layout.world_size == 1
 
 
 def test_sampling_defaults_come_along_and_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:

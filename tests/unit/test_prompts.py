@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, LayoutConfig, ModelConfig
 from helix.errors import RankError
-from helix.events.request import Output, Request
-from launch.client.schemas import Completion
-from launch.inputs.prompts import OPTIONS, PromptFile, PromptLine, ResultFile, digest, kept_results, to_request
+from launch.client.answer import CompletionOutput, RequestOutput
+from launch.client.sampling import sampling_of
+from launch.client.schemas import Chat, Completion
+from launch.inputs.prompts import OPTIONS, PromptFile, PromptLine, ResultFile, body_of, digest, kept_results
 from tests.unit.test_files import largest_file
 
 BATCH = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 4}}
@@ -100,12 +101,15 @@ def test_no_prompts(tmp_path: Path) -> None:
 
 def test_a_request_takes_the_line_before_the_config() -> None:
     defaults = DecodeConfig(max_new_tokens=9, temperature=0.5, stop=["\n"], seed=3)
-    request = to_request(PromptLine("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults, None)
-    assert isinstance(request, Request)
-    assert request.max_new_tokens == 9 and request.stop == ("x",) and tuple(request.prompt) == (1, 2)
-    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.seed) == (0, 5, 3)
-    plain = to_request(PromptLine("a", None, (1,), {}), defaults, None)
-    assert isinstance(plain, Request) and plain.stop == ("\n",) and plain.sampling.temperature == 0.5
+    body = body_of(PromptLine("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults)
+    assert (body.max_tokens, body.stop, body.prompt.tolist()) == (9, ["x"], [1, 2])  # type: ignore[union-attr]
+    assert (body.temperature, body.top_k, body.seed) == (0, 5, 3)
+    plain = body_of(PromptLine("a", None, (1,), {}), defaults)
+    assert plain.stop == ["\n"] and plain.temperature == 0.5
+    chat = body_of(
+        PromptLine("a", None, None, {"logprobs": 2}, {"messages": [{"role": "user", "content": "x"}]}), defaults
+    )
+    assert isinstance(chat, Chat) and (chat.logprobs, chat.top_logprobs, chat.max_tokens) == (True, 2, 9)
 
 
 def test_what_a_line_wants_of_the_logits(tmp_path: Path) -> None:
@@ -114,9 +118,10 @@ def test_what_a_line_wants_of_the_logits(tmp_path: Path) -> None:
         "presence_penalty": -1, "stop_token_ids": [4, 9], "ignore_eos": True, "logprobs": 2,
     }  # fmt: skip
     (prompt,) = PromptFile(write(tmp_path, {"prompt_ids": [1], **wishes}))
-    request = to_request(prompt, DecodeConfig(), None)
-    assert isinstance(request, Request)
-    assert {key: getattr(request.sampling, key) for key in wishes} == wishes | {"logit_bias": {5: -100, 7: 0.5}}
+    sampling = sampling_of(body_of(prompt, DecodeConfig()), {}, 4096, 0)
+    assert {key: getattr(sampling, key) for key in wishes} == wishes | {
+        "logit_bias": {5: -100, 7: 0.5}, "stop_token_ids": (4, 9)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -137,14 +142,13 @@ def test_what_a_line_wants_of_the_logits(tmp_path: Path) -> None:
 )
 def test_parameters_out_of_range_refuse_the_request(tmp_path: Path, options: dict[str, Any], word: str) -> None:
     (prompt,) = PromptFile(write(tmp_path, {"prompt_ids": [1, 2, 3], **options}))
-    refused = to_request(prompt, DecodeConfig(), None)
-    assert isinstance(refused, Output)
-    assert refused.finish_reason == "error" and refused.prompt_tokens == 3
-    assert refused.reason is not None and word in refused.reason
+    with pytest.raises(ValueError, match=re.escape(word)):
+        body_of(prompt, DecodeConfig())
 
 
-def output(name: str | int, reason: str = "length", text: str = "text") -> Output:
-    return Output(name, 3, (4, 5), "", f"{text} of {name}", reason, "why" if reason == "error" else None)
+def output(name: str | int, reason: str = "length", text: str = "text") -> tuple[str | int, RequestOutput]:
+    answer = CompletionOutput(f"{text} of {name}", (4, 5), reason)
+    return name, RequestOutput(3, 0, (answer,), "why" if reason == "error" else None)
 
 
 def prompts(*names: str | int) -> list[PromptLine]:
@@ -166,10 +170,10 @@ def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path
     path = tmp_path / "out.jsonl"
     results = begun(Config(decode=DecodeConfig(output=str(path))), prompts("a", "b", "c"))
     assert path.read_text() == ""
-    results.add(output("c"))
+    results.add(*output("c"))
     assert ids(path) == ["c"], "on disk before the run ends"
-    results.add(output("a", "error"))
-    results.add(output("b"))
+    results.add(*output("a", "error"))
+    results.add(*output("b"))
     assert ids(path) == ["c", "a", "b"]
     results.close()
     assert ids(path) == ["a", "b", "c"]
@@ -184,7 +188,7 @@ def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Pa
     dense = Config(decode=DecodeConfig(output=str(path)))
     sparse = replace(dense, attention=AttentionConfig("block_sparse"))
     results = begun(sparse, prompts("a"))
-    results.add(output("a"))
+    results.add(*output("a"))
     results.close()
     assert json.loads(path.read_text())["attention"] == "block_sparse (lossy)"
     four = LayoutConfig(kvp=4)
@@ -205,8 +209,8 @@ def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> Non
     path = tmp_path / "out.jsonl"
     asked = Config(decode=DecodeConfig(output=str(path)))
     first = begun(asked, prompts(0, 1, 2, 3))
-    first.add(output(2))
-    first.add(output(0, "error"))
+    first.add(*output(2))
+    first.add(*output(0, "error"))
     del first  # it was killed
     with path.open("a") as file:
         file.write('{"id": 1, "prompt_tok')  # torn by the interruption
@@ -215,7 +219,7 @@ def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> Non
     assert [p.id for p in second.remaining] == [0, 1, 3]
     assert ids(path) == [2]
     for name in (3, 1, 0):
-        second.add(output(name, text="a\u2028b"))  # no end of a line to JSON
+        second.add(*output(name, text="a\u2028b"))  # no end of a line to JSON
     second.close()
     assert ids(path) == [0, 1, 2, 3]
     third = ResultFile(again, prompts(0, 1, 2, 3))
@@ -232,7 +236,7 @@ def test_a_batch_is_resumed_as_other_prompts_are(tmp_path: Path) -> None:
     first = begun(config, given)
     first.add_response("b", 200, {"choices": []})
     first.add_response("a", 400, {"error": {}})
-    first.add(output("d"))
+    first.add(*output("d"))
     del first  # it was killed
     with path.open("a") as file:
         file.write('{"custom_id": "c", "id": "batch_re')  # torn by the interruption
@@ -255,7 +259,7 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
     again = replace(asked, decode=replace(asked.decode, resume=True))
     shorter = replace(again, decode=replace(again.decode, max_new_tokens=3))
     results = begun(asked, prompts("a", "b"))
-    results.add(output("a"))
+    results.add(*output("a"))
     results.close()
     held = path.read_text()
     for config, wanted, said in (
@@ -291,7 +295,7 @@ def test_all_that_a_prompt_asks_for_tells_results_apart(key: str) -> None:
 
 def test_without_a_file_results_are_counted_all_the_same() -> None:
     results = begun(Config(), prompts("a"))
-    results.add(output("a"))
+    results.add(*output("a"))
     results.close()
     assert results.count == 1
 
@@ -340,7 +344,7 @@ def test_a_file_torn_anywhere_is_resumed(tmp_path: Path, data: st.DataObject) ->
     names = ["a: 0", 'é"\n', 7]
     first = begun(config, prompts(*names))
     for name in names:
-        first.add(output(name, text="\U0001f600"))
+        first.add(*output(name, text="\U0001f600"))
     first.close()
     whole = path.read_bytes()
     end = data.draw(st.integers(0, len(whole)))
@@ -350,7 +354,7 @@ def test_a_file_torn_anywhere_is_resumed(tmp_path: Path, data: st.DataObject) ->
     ends = [sum(map(len, lines[: i + 1])) - 1 for i in range(3)]  # without the end of the line it is whole
     assert [p.id for p in second.remaining] == [name for name, at in zip(names, ends, strict=True) if end < at]
     for prompt in second.remaining:
-        second.add(output(prompt.id, text="\U0001f600"))
+        second.add(*output(prompt.id, text="\U0001f600"))
     second.close()
     assert path.read_bytes() == whole
 
@@ -365,7 +369,7 @@ def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
         for other in (config, by_link):
             with pytest.raises(ValueError, match=r"decode\.output=.* cannot be written: another run writes it"):
                 ResultFile(other, prompts("a", "b"))
-        first.add(output("ab"[moment]))
+        first.add(*output("ab"[moment]))
     first.close()
     second = begun(by_link, prompts("a", "b"))
     assert [*second.remaining] == [] and link.is_symlink()
@@ -378,13 +382,13 @@ def test_a_full_disk_says_how_many_results_are_safe(tmp_path: Path) -> None:
     path, copy = tmp_path / "out.jsonl", tmp_path / "copy.jsonl"
     config = Config(decode=DecodeConfig(output=str(path)))
     results = begun(config, prompts("a", "b", "c", "d"))
-    results.add(output("c"))
-    results.add(output("a", "error"))
-    results.add(output("b"))
+    results.add(*output("c"))
+    results.add(*output("a", "error"))
+    results.add(*output("b"))
     held = path.read_bytes()
     said = r"out\.jsonl cannot be written: File too large; 2 of 4 results are safe in it, and decode\.resume=true runs"
     with largest_file(len(held) + 9), pytest.raises(RankError, match=said):
-        results.add(output("d"))
+        results.add(*output("d"))
     torn = path.read_bytes()
     assert len(torn) == len(held) + 9 and torn.startswith(held)
     with largest_file(9), pytest.raises(RankError, match=said):
@@ -418,7 +422,7 @@ def test_memory_does_not_grow_with_prompts_and_results(tmp_path: Path) -> None:
     for config, left in (asked, 5000), (again, 0):
         results = ResultFile(config, PromptFile(path))
         for prompt in results.remaining:
-            results.add(output(prompt.id, text="y" * 200))
+            results.add(*output(prompt.id, text="y" * 200))
             left -= 1
         results.close()
         assert left == 0 and results.count == 5000

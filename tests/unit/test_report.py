@@ -14,35 +14,30 @@ from tokenizers import Tokenizer
 
 from benchmarks.quality.needles import ANSWER_TOKENS, make, score
 from benchmarks.quality.needles import main as needles
-from helix.config import Config, DecodeConfig
 from helix.control.timings import Timings
 from helix.errors import RankError
-from helix.events.request import Output
 from helix.layout import HelixLayout
 from helix.speculation.adaptive import Acceptance, DraftOutcome
 from launch.inputs.files import check_record
 from launch.inputs.preflight import preflight
+from launch.inputs.terminal import OneAtATime, PromptsTerminal
 from launch.job.membership import Job
-from launch.job.report import Console, OneAtATime, Phases, percentile_us, summary, write_record
+from launch.job.report import Phases, percentile_us, summary, write_record
 from tests.unit.test_config import composed
 from tests.unit.test_files import largest_file
 
 ROOT = Path(__file__).parents[2]
 
 
-def out(name: str, delta: str, reason: str | None = None) -> Output:
-    return Output(name, 1, (), delta, "", reason)
-
-
 def test_one_text_at_a_time_and_none_lost() -> None:
     said: list[str] = []
     text = OneAtATime(said.append)
     assert not text.started
-    for output in (
-        out("a", "one "), out("b", "uno "), out("a", "two "), out("b", "dos", "stop"), out("c", "eins "),
-        out("a", "three", "length"), out("c", "zwei", "stop"), out("d", "", "stop"),
+    for name, piece, ended in (
+        ("a", "one ", False), ("b", "uno ", False), ("a", "two ", False), ("b", "dos", True), ("c", "eins ", False),
+        ("a", "three", True), ("c", "zwei", True), ("d", "", True),
     ):  # fmt: skip
-        text.push(output)
+        text.push(name, piece, ended)
     assert text.started
     assert "".join(said) == "[a] one two three\n[b] uno dos\n[c] eins zwei\n[d] \n"
     # The first one is shown as it comes, not at its end.
@@ -56,14 +51,12 @@ def test_no_bar_is_left_behind_that_is_not_full(
 ) -> None:
     """The first of two prompts speaks before the second is done; a bar cannot go on among text."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
-    config = Config(decode=DecodeConfig(stream=streams))
-    plan = SimpleNamespace(config=config, layout=HelixLayout.create(), reason=None)
-    place = SimpleNamespace(world_size=1)
-    console = Console(plan, SimpleNamespace(leads=True, device=torch.device("cpu"), backend="gloo", place=place))
-    console.prefill(8192, 8222)
-    console.show(out("a", "one \x1b[2J"))
-    console.prefill(8222, 8222)
-    console.show(out("b", "two"))
+    shown = PromptsTerminal(streams)
+    shown.prefill(0, 8222)
+    shown.prefill(8192, 8222)
+    shown.show("a", "one \x1b[2J", False)
+    shown.prefill(8222, 8222)
+    shown.show("b", "two", False)
     lines = screen(capsys.readouterr().out)
     bars = [line for line in lines if line.startswith("prefill")]
     assert [("8222/8222" in bar) for bar in bars] == ([] if streams else [True]), lines
