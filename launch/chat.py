@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
+from importlib import import_module
 from threading import Thread, Timer
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from launch.inputs import compose, front
+from launch.inputs import front
 from launch.inputs.arguments import parse, tokens
 from launch.inputs.front import API_KEY, Line
 from launch.inputs.terminal import harmless
@@ -206,8 +207,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a chat; returns the exit code: 0, or 1 where something is wrong that was said in one line."""
     try:
         line = front.read(arguments, front.CHAT)
-        if (text := compose.told(line, front.CHAT)) is not None:
-            print(text, end="")
+        if line.options and (text := import_module("launch.inputs.compose").told(line, front.CHAT)) is not None:
+            print(text, end="")  # the import takes longer than all others: it is the server that composes
             return 0
         given = [f"{NUMBERS[flag][0]}={value}" for flag, value in line.own.items() if flag in NUMBERS]
         options = parse(given, dict(NUMBERS.values()))

@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-import torch
 
 from launch import run
 from launch.inputs.arguments import helped, need_checkout
@@ -26,7 +25,7 @@ def main() -> None:
     if helped(given, __doc__):
         return
     need_checkout("helix demo")
-    gpus = torch.cuda.device_count()
+    gpus = import_module("helix.devices").gpu_count()
     kvp, tpa = (2, 2) if gpus == 0 else (gpus // 2, 2) if gpus % 2 == 0 else (gpus, 1)
     if any(text.startswith("layout") for text in given):  # then all of it is the user's
         kvp, tpa = 1, 1

@@ -46,33 +46,15 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from math import inf, isfinite
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from helix.build.parts import check_cache, make_spec
-from helix.config import Config, SpeculationConfig
-from helix.config import check as check_config
-from helix.hub import local_directory
-from helix.models import DecoderSpec
-from helix.simulate import drafting
-from helix.simulate.crossover import compared, dense_ttl_s, pays_from
-from helix.simulate.hardware import Hardware
-from helix.simulate.plan import MODES, PlannedLayout, Question, Ranking, plan
-from helix.simulate.points import Tier
 from launch.inputs import front
 from launch.inputs.arguments import helped, one_of, parse, several, tokens
-from launch.inputs.auto_layout import layer_drafts, planned
-from launch.inputs.compose import ROOT, composed
 from launch.inputs.files import check_writable, write_atomically
-from launch.inputs.hardware import device_here, hardware_of, load_hardware
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "context": tokens, "batch": int, "ttl_ms": float, "hardware": str,
@@ -81,248 +63,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "attention": str, "tier": one_of("host"), "hits": float, "ahead": float, "host_bytes": float, "gpu_bytes": float,
     "weights": one_of("bf16", "fp8"), "kv": one_of("fp8", "fp8_all", "k16v8"), "modes": several, "json": str,
 }  # fmt: skip
-STORAGE = {"weights": "model.weights", "kv": "kv.dtype"}
 NEEDED = ("model", "gpus", "context")
-TIMED = 1024  # tokens that a timing appends at most behind a context
-PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
-
-
-def load_model(
-    name: str, attention: Sequence[str] = (), storage: Sequence[str] = ()
-) -> tuple[Config, DecoderSpec, list[str]]:
-    """Loads a model's config and spec; returns them with the overrides that name it on the runtime's command line.
-
-    Args:
-        attention: overrides of the config that do not name the model.
-        storage: overrides that do: of its weights and of its keys and values.
-
-    Raises:
-        ValueError: there is no such model, or the runtime does not know its family.
-    """
-    overrides = [front.model_override(name), *storage]
-    config = composed([*overrides, *attention])
-    if config.model.path is not None:
-        config.model.path = str(local_directory(config.model.path, weights=False))
-    spec = make_spec(config)
-    if config.model.dtype == "auto" and spec.dtype == "float32":
-        overrides.append("model.dtype=bfloat16")
-        config.model.dtype = "bfloat16"
-    return config, spec, overrides
-
-
-def pick_hardware(name: str | None, backend: str) -> Hardware:
-    """Loads the hardware description of this name; None: that of this machine's GPU, or of an H200 without a GPU.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name is not None:
-        hardware = load_hardware(name)
-    elif (device := device_here()) is not None:
-        hardware = hardware_of(device)
-    else:
-        hardware = load_hardware("h200")
-    return hardware.over_nccl() if backend == "nccl" else hardware
-
-
-def sparse_overrides(given: dict[str, Any]) -> list[str]:
-    """Returns the runtime's overrides for block-sparse attention; empty if the question has none.
-
-    Raises:
-        ValueError: conf/attention/ has no such file, or it is that of dense attention.
-    """
-    if "sparse" not in given and "attention" not in given:
-        return []
-    name = given.get("attention", "block_sparse")
-    known = sorted({path.stem for path in (ROOT / "conf" / "attention").glob("*.yaml")} - {"dense"})
-    if name not in known:
-        raise ValueError(f"attention={name} is unknown; known: {', '.join(known)}")
-    return [f"attention={name}", *([f"attention.topk={given['sparse']}"] if "sparse" in given else [])]
-
-
-def tier_of(given: dict[str, Any]) -> Tier | None:
-    """Returns the cache in host memory that arguments describe; None without one.
-
-    Raises:
-        ValueError: it is described without tier=host, or tier=host without sparse; or a number is out of range.
-    """
-    said = [key for key in ("hits", "ahead", "host_bytes", "gpu_bytes") if key in given]
-    if "tier" not in given:
-        if said:
-            raise ValueError(f"{said[0]}={given[said[0]]:g} is of tier=host: add it, or leave out {said[0]}")
-        return None
-    if "sparse" not in given and "attention" not in given:
-        raise ValueError("tier=host reads the blocks that a step chooses: add sparse=32, or leave out tier")
-    for key in said:
-        if key in ("hits", "ahead") and not 0 <= given[key] <= 1:
-            raise ValueError(f"{key}={given[key]:g} must be from 0 to 1: it is a share")
-        if key in ("host_bytes", "gpu_bytes") and not given[key] > 0:
-            raise ValueError(f"{key}={given[key]:g} must be positive")
-    return Tier(given.get("hits", 0.0), given.get("host_bytes", inf), given.get("gpu_bytes"), given.get("ahead"))
-
-
-def drafted_share(given: dict[str, Any]) -> float | None:
-    """Returns the share of its keys with which the model drafts for itself; None with another drafter.
-
-    Raises:
-        ValueError: a share is given for another drafter, or it is not a share.
-    """
-    share = given.get("sparsity")
-    if given.get("drafter") != "sparse":
-        if share is not None:
-            raise ValueError(f"sparsity={share:g} is of drafter=sparse: add it, or leave out sparsity")
-        if "drafter" in given and "acceptance" not in given:
-            raise ValueError(f"drafter={given['drafter']} needs acceptance: the probability that a draft is accepted")
-        return None
-    if share is not None and not 0 < share <= 1:
-        raise ValueError(f"sparsity={share:g} must be above 0 and at most 1")
-    if "sparse" in given or "attention" in given:
-        raise ValueError("drafter=sparse is verified over all keys: leave out sparse and attention")
-    return SpeculationConfig().sparsity if share is None else share
-
-
-def drafter_overrides(given: dict[str, Any]) -> list[str]:
-    """Returns the runtime's overrides that name a layer that drafts; empty with another drafter.
-
-    Raises:
-        ValueError: eagle3 without a path, or a path without it.
-    """
-    drafter, path = given.get("drafter"), given.get("path")
-    if (drafter == "eagle3") != (path is not None):
-        raise ValueError("drafter=eagle3 and path=DIR, the directory of its checkpoint, go together")
-    if drafter not in ("mtp", "eagle3"):
-        return []
-    return [f"speculation={drafter}", *([f"speculation.path={path}"] if path is not None else [])]
-
-
-def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], list[str]]]:
-    """Returns the ranking of layouts, with a function that gives the runtime's overrides for each.
-
-    Raises:
-        ValueError: a value is out of range, or nothing fits.
-    """
-    attention, share = sparse_overrides(given), drafted_share(given)
-    storage = [f"{key}={given[name]}" for name, key in STORAGE.items() if name in given]
-    drafter, tier = drafter_overrides(given), tier_of(given)
-    config, spec, model = load_model(given["model"], [*attention, *drafter], storage)
-    if tier is not None:  # it is checked with the rest
-        config.kv.tier, config.kv.host_bytes, config.kv.ahead = "host", tier.host_bytes, tier.ahead is not None
-    check_config(config)
-    check_cache(config, spec)
-    config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
-    if given["context"] > spec.max_positions:
-        raise ValueError(
-            f"context={given['context']} exceeds {given['model']}'s {spec.context}: give at most {spec.max_positions}"
-        )
-    backend = given.get("backend", "auto")
-    question = Question(
-        replace(spec, draft=None, taps=()),
-        pick_hardware(given.get("hardware"), backend),
-        given["gpus"],
-        given["context"],
-        given.get("batch", None if "ttl_ms" in given else 1),
-        given["ttl_ms"] / 1e3 if "ttl_ms" in given else None,
-        given.get("acceptance"),
-        given.get("gamma"),
-        share,
-        layer_drafts(config.speculation, spec),
-        tuple(given.get("modes", MODES)),
-        replace(planned(config, spec), tier=tier),
-    )
-    model += ["comm.backend=nccl"] if backend == "nccl" else []
-
-    def overrides(choice: PlannedLayout) -> list[str]:
-        layout, chunks = choice.layout, choice.chunks
-        widths = ("dp",) if layout.mode == "dp" else ("kvp", "tpa")
-        settings = [*model, f"layout={layout.mode}", *(f"layout.{key}={getattr(layout, key)}" for key in widths)]
-        settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
-        settings += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
-        random = config.model.path is None  # a shape without weights: there is only time to see
-        if choice.gamma:
-            settings += drafter or [f"speculation={'ngram' if share is None else 'sparse'}"]
-            settings += [f"speculation.gamma={choice.gamma}"]
-            settings += [f"speculation.sparsity={share:g}"] if share is not None else []
-        if choice.gamma and question.priced:
-            settings += [f"bench.acceptance={given['acceptance']:g}"] if random else []
-        tokens = 0 if tier is not None else None if question.options.sparse is None else pays_from(question, choice)
-        if tokens is not None:
-            settings += [*attention, f"attention.from_tokens={tokens}"]
-        if tier is not None:
-            room = tier.host_bytes if isfinite(tier.host_bytes) else 1.02 * choice.host_bytes
-            on_gpu = tier.gpu_bytes or question.options.memory_fraction * (choice.free_bytes + choice.kv_bytes)
-            settings += ["kv.tier=host", f"kv.host_bytes={room:.3g}", f"kv.gpu_bytes={on_gpu:.3g}"]
-            settings += ["kv.ahead=true"] if tier.ahead is not None else []
-        if random and (least := given["context"] + TIMED) > spec.max_positions:
-            settings += [f"model.config.max_position_embeddings={least}"]
-        if random:
-            return [*settings, "model.load=random", "bench=decode", f"bench.points=[{choice.batch}x{given['context']}]"]
-        return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
-
-    return plan(question), overrides
-
-
-def command(gpus: int, overrides: Sequence[str]) -> str:
-    entry = "-m benchmarks.entry" if "bench=decode" in overrides else "torchrun_entry.py"
-    return f"torchrun --nproc-per-node={gpus} {entry} {shlex.join(overrides)}"
-
-
-def as_json(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns everything that the tables show, and more, for JSON."""
-    q, gpus = ranking.question, ranking.question.gpus
-    return {
-        "question": given,
-        "hardware": ranking.question.hardware.name,
-        "reason": ranking.reason,
-        "verdict": ranking.verdict,
-        **({"compared": compared(ranking)} if q.options.sparse else {}),
-        **({"drafting": drafting.compared(ranking)} if q.priced else {}),
-        "choices": [
-            asdict(choice)
-            | {"in_time": ranking.in_time(choice), "command": command(gpus, overrides(choice))}
-            | ({"dense_ttl_s": dense_ttl_s(q, choice), "pays_from": pays_from(q, choice)} if q.options.sparse else {})
-            for choice in ranking.choices
-        ],
-        "refused": [asdict(refused) for refused in ranking.refused],
-    }
-
-
-def show(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]]) -> None:
-    """Prints the tables, the reasons and the command."""
-    q = ranking.question
-    speculates = q.acceptance is not None
-    sparse = q.options.sparse is not None
-    table = Table(
-        "layout", "batch", "chunks", "block", *(["gamma"] if speculates else []), "TTL", *(["dense"] if sparse else []),
-        "tok/s/user", "tok/s/GPU", "weights", "KV", "left", "room for", "known",
-        title=f"{q.context:,} tokens on {q.gpus} x {q.hardware.name}",
-        caption="GB on the fullest GPU; room for: sequences of this length, or tokens at this batch",
-    )  # fmt: skip
-    for c in ranking.choices:
-        sizes = (f"{size / 1e9:.1f}" for size in (c.weight_bytes, c.kv_bytes, c.free_bytes))
-        late = "" if ranking.in_time(c) else " (late)"
-        table.add_row(
-            c.name, str(c.batch), str(c.chunks if c.chunks > 1 else "none"), str(c.append_block),
-            *([str(c.gamma)] if speculates else []), f"{1e3 * c.ttl_s:.2f} ms{late}",
-            *([f"{1e3 * dense_ttl_s(q, c):.2f} ms"] if sparse else []), f"{c.user:.1f}", f"{c.gpu:.1f}", *sizes,
-            f"{c.largest_batch:,}, or {c.longest:,} tokens", c.provenance,
-        )  # fmt: skip
-    terminal = Console(width=max(165, Console().width), highlight=False)
-    terminal.print(table)
-    for refused in ranking.refused:
-        room = f"{refused.largest_batch} would fit" if refused.largest_batch else "not one sequence fits"
-        print(f"no room: {refused.layout} lacks {refused.missing_bytes / 1e9:.1f} GB a GPU; {room}")
-    if q.options.tier is not None:
-        first = ranking.choices[0]
-        print(
-            f"\nIn host memory: {first.host_bytes / 1e9:.1f} GB a rank, of which a step with {q.options.tier.hits:.0%} "
-            f"hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms."
-        )
-    print(f"\n{ranking.reason}\n{ranking.verdict}\n" + (f"{compared(ranking)}\n" if sparse else ""))
-    if q.priced:
-        print(drafting.compared(ranking))
-    elif speculates:
-        print("Drafting is counted as free, and acceptance as the same at every place.")
-    print(f"To run it:\n  {command(q.gpus, overrides(ranking.choices[0]))}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -332,17 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         given = parse(arguments, KEYS, NEEDED, words=("model",))
+        front.model_override(given["model"])  # or it is unknown
         if (path := given.get("json")) not in (None, "-"):
             check_writable("json", Path(path))
-        ranking, overrides = answer(given)
+        planning = import_module("launch.inputs.planning")
+        ranking, overrides = planning.answer(given)
         if path is None:
-            show(ranking, overrides)
+            planning.show(ranking, overrides)
             return
-        text = json.dumps(as_json(ranking, overrides, given), indent=1)
+        text = json.dumps(planning.as_json(ranking, overrides, given), indent=1)
         if path == "-":
             print(text)
         else:
-            show(ranking, overrides)
+            planning.show(ranking, overrides)
             write_atomically(Path(path), text + "\n")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2
 from helix.models.gguf_tokenizer import SPLITTINGS, bytes_of_characters, make_tokenizer
 from launch import convert
 from launch.client.tokens import read_defaults
+from launch.inputs import conversion
 from launch.inputs.compose import composed
 from launch.inputs.preflight import prepared
 from tests.e2e.checkpoints import DEMO
@@ -220,7 +221,7 @@ def test_quantised_experts_are_the_nearest_numbers(tmp_path: Path) -> None:
 
 
 def test_many_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "SHARD_BYTES", 1 << 18)
+    monkeypatch.setattr(conversion, "SHARD_BYTES", 1 << 18)
     write(tmp_path / "x.gguf", "qwen3moe")
     out = converted(tmp_path)
     assert len(list(out.glob("*.safetensors"))) > 2
@@ -541,7 +542,7 @@ def test_a_disk_that_is_full(
     def full(*arguments: Any) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(convert, "save_file", full)
+    monkeypatch.setattr(conversion, "save_file", full)
     assert "out cannot be written: Error while serializing: I/O error: No space left" in refused(capsys, file, out)
     assert [f.name for f in tmp_path.iterdir()] == ["x.gguf"], "nothing is left behind"
 

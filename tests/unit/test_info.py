@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from launch import info
+from launch.inputs import machine
 
 
 def test_a_machine_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,17 +26,17 @@ def test_a_machine_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch:
 @pytest.mark.parametrize("count, peers, wanted", [(1, True, "nccl"), (2, True, "symm_mem"), (2, False, "nccl")])
 def test_collectives_follow_the_links(count: int, peers: bool, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
-    assert info.backend(count) == wanted
+    assert machine.backend(count) == wanted
 
 
 def test_kernels_follow_the_capability() -> None:
-    assert "plain torch" in info.kernels(None) and "Hopper's, and" in info.kernels((9, 0))
-    assert all("general" in info.kernels(c) for c in ((8, 0), (8, 9), (10, 0), (12, 0)))
+    assert "plain torch" in machine.kernels(None) and "Hopper's, and" in machine.kernels((9, 0))
+    assert all("general" in machine.kernels(c) for c in ((8, 0), (8, 9), (10, 0), (12, 0)))
 
 
 def test_the_planner_s_description() -> None:
-    assert info.described("NVIDIA H200").startswith("NVIDIA H200, 149 GB")
-    assert "helix calibrate" in info.described("NVIDIA X9")
+    assert machine.described("NVIDIA H200").startswith("NVIDIA H200, 149 GB")
+    assert "helix calibrate" in machine.described("NVIDIA X9")
 
 
 def test_other_arguments_are_refused() -> None:

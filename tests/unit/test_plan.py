@@ -29,10 +29,11 @@ from helix.simulate.step import memory_of, predict
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, workload
 from launch.inputs.hardware import HARDWARE, device_here, hardware_of, load_hardware, read_hardware
+from launch.inputs.planning import answer, pick_hardware
 from launch.inputs.prompts import PromptLine
 from launch.inputs.shapes import load_spec
 from launch.job.sweep import skip_reason
-from launch.plan import KEYS, NEEDED, answer, main, pick_hardware
+from launch.plan import KEYS, NEEDED, main
 from tests.e2e.checkpoints import checkpoint
 from tests.laboratory import composed, preflight
 

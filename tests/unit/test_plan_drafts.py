@@ -22,8 +22,9 @@ from helix.simulate.points import Options, Points, Speculation
 from helix.simulate.step import StepCost, predict
 from launch.inputs.arguments import parse
 from launch.inputs.hardware import load_hardware
+from launch.inputs.planning import answer
 from launch.inputs.shapes import load_spec
-from launch.plan import KEYS, NEEDED, answer, main
+from launch.plan import KEYS, NEEDED, main
 from tests.laboratory import composed, preflight
 from tests.sequences import with_windows
 
