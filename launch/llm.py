@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from tempfile import mkdtemp
 from threading import Thread
 from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -34,13 +34,14 @@ from launch.client.answer import Answer, Heard, RequestOutput, output_of
 from launch.client.choice import News
 from launch.client.core import Core
 from launch.client.errors import ApiError
+from launch.client.options import CALL_OPTIONS, takes_options, with_defaults
 from launch.client.schemas import Body, Chat, Completion, parsed
 from launch.client.session import Session
 from launch.client.supervisor import ENDING_S, Supervisor, cause
 from launch.inputs.arguments import unknown
 from launch.inputs.compose import composed
 from launch.inputs.front import CPU_TOKENS
-from launch.inputs.prompts import DEFAULTED, MOST_IDS
+from launch.inputs.prompts import MOST_IDS
 
 LOG = logging.getLogger("helix")
 T = TypeVar("T")
@@ -50,44 +51,6 @@ START_S = 3600.0  # for all ranks to load the model
 LOOK_S = 0.05  # between two looks at ranks that start
 SHOWN_S = 1.0  # after which a call's progress is shown
 LAST_LINES = 30  # of what the ranks printed, in the error of their failure
-
-
-class SamplingOptions(TypedDict, total=False):
-    """SamplingOptions of a call; the first seven are those of `decode` where they are unset, the others change nothing.
-
-    Attributes:
-        max_tokens: most new tokens, the end token included.
-        temperature: 0: greedy.
-        top_k, top_p, min_p: filters; 0, 1 and 0 filter nothing.
-        seed: fixes what is drawn; answer i of `n` takes seed + i.
-        stop: one text or several that end an answer and are no part of it.
-        n: answers to each prompt.
-        logprobs: so many of the most likely tokens are told with each new one, up to 20.
-        schema: JSON schema that the answer follows.
-        stop_token_ids: tokens that end an answer.
-        ignore_eos: whether the model's end tokens do not end it.
-        min_tokens: tokens before an end may be drawn or a stop text counts.
-        logit_bias: what is added to the logits of tokens, by id.
-        repetition_penalty, frequency_penalty, presence_penalty: as in prompt files.
-    """
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    stop: str | Sequence[str]
-    n: int
-    logprobs: int
-    schema: Mapping[str, Any]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    min_tokens: int
-    logit_bias: Mapping[int, float]
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
 
 
 class LLM:
@@ -154,8 +117,9 @@ class LLM:
                 self.close()
                 raise
 
+    @takes_options
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **options: Unpack[SamplingOptions]
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **options: Any
     ) -> list[RequestOutput]:
         """Continues prompts: a text, a list of token ids, or a list of either.
 
@@ -172,6 +136,7 @@ class LLM:
         """
         return self._answers([self._completion(prompt, options) for prompt in as_prompts(prompts)], use_tqdm)
 
+    @takes_options
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -179,7 +144,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
-        **options: Unpack[SamplingOptions],
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation, or a list of them: messages as in OpenAI's interface, through the chat template.
 
@@ -194,9 +159,10 @@ class LLM:
         several = [messages] if _is_conversation(messages) else messages
         return self._answers([self._chat(conversation, options, more) for conversation in several], use_tqdm)
 
-    def stream(self, prompt: Prompt | Messages, **options: Unpack[SamplingOptions]) -> Stream:
+    @takes_options
+    def stream(self, prompt: Prompt | Messages, **options: Any) -> Stream:
         """Continues one prompt or answers one conversation, piece by piece; raises as `generate`."""
-        if (n := options.get("n", 1)) != 1:
+        if (n := options.get("n") or 1) != 1:
             raise ValueError(f"n={n}: a stream has one answer")
         if _is_conversation(prompt):
             return Stream(self._streamed(self._chat(prompt, options, {})))
@@ -233,29 +199,28 @@ class LLM:
 
     # ---- bodies of requests, as servers get them
 
-    def _completion(self, prompt: Prompt, options: SamplingOptions) -> Completion:
+    def _completion(self, prompt: Prompt, options: Mapping[str, Any]) -> Completion:
         return checked_body(Completion, self._fields(options) | {"prompt": prompt})
 
-    def _chat(self, messages: Any, options: SamplingOptions, more: Mapping[str, Any]) -> Chat:
+    def _chat(self, messages: Any, options: Mapping[str, Any], more: Mapping[str, Any]) -> Chat:
         fields = self._fields(options) | {name: value for name, value in more.items() if value is not None}
         if (best := fields.pop("logprobs", None)) is not None:
             fields |= {"logprobs": True, "top_logprobs": best}
         return checked_body(Chat, fields | {"messages": [*messages]})
 
-    def _fields(self, options: SamplingOptions) -> dict[str, Any]:
-        """Collects what options say, and the settings where they do not.
+    def _fields(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Collects the options, and the settings where they are unset.
 
         Raises:
             ValueError: an option is unknown.
         """
-        known = SamplingOptions.__annotations__
-        if wrong := [name for name in options if name not in known]:
-            raise ValueError(unknown(wrong[0], known))
-        fields = {name: getattr(self._config.decode, key) for name, key in DEFAULTED.items()} | dict(options)
-        if (schema := fields.pop("schema", None)) is not None:
-            named = {"name": "answer", "schema": schema}
+        if wrong := [name for name in options if name not in CALL_OPTIONS]:
+            raise ValueError(unknown(wrong[0], CALL_OPTIONS))
+        fields = with_defaults(options, self._config.decode)
+        if "schema" in fields:
+            named = {"name": "answer", "schema": fields.pop("schema")}
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
-        return {name: value for name, value in fields.items() if value is not None}
+        return fields
 
     # ---- the thread that asks the ranks
 

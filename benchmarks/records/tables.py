@@ -48,7 +48,7 @@ from benchmarks.records.planner_check import check_table, errors_table, regrets,
 from benchmarks.records.recorded_steps import Cell, halves, read_cells
 from benchmarks.records.rows import kv, results, shape
 from benchmarks.records.sparse_bill import Account
-from launch.client.fields import table
+from launch.client import fields, options
 from launch.inputs.arguments import helped, need_checkout, unknown
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
@@ -66,7 +66,10 @@ RESULTS = [
     "acceptance",
     "serving",
 ]
-GUIDES = ["planner", "sparse", "tiering", "serving", "serving-engine", "speculation", "hybrids", "dsa"]
+GUIDES = [
+    "planner", "sparse", "tiering", "serving", "serving-engine", "speculation", "hybrids", "dsa",
+    "reference/prompts-and-results",
+]  # fmt: skip
 ROWS, MOST_ROWS = 8, 12  # of a table of results on a page
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/results/{name}.md" for name in RESULTS)]
 
@@ -208,7 +211,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "sparse-bill": partial(bill, sparse_bill.bill_table),
     "sparse-bill-three": partial(bill, sparse_bill.three_terms_table),
     "sparse-crossover": partial(bill, sparse_bill.crossover_table),
-    "request-fields": table,
+    "request-fields": fields.table,
+    "options": options.table,
     "planner": partial(planner, "step", "baselines"),
     "planner-errors": planner_errors,
     "planner.emulated-8": partial(planner, "step.emulated-8", "baselines.emulated-8"),

@@ -29,7 +29,7 @@ class Parameter:
         neutral: what the default does, in a word.
         is_option: users set it by this name: in requests over HTTP, in prompt files and from Python.
         of_checkpoints: in requests over HTTP, the default is that of `generation_config.json`, if it has one.
-        request: range in requests over HTTP, if not `range`.
+        request: range in requests over HTTP and from Python, if not `range`.
         request_default: default in requests over HTTP, if not `default`.
         hint: type of its field, for signatures.
         kind: the same without None and items: float, int, bool, Sequence or Mapping.
@@ -50,8 +50,16 @@ class Parameter:
     @cached_property
     def accepted(self) -> str:
         """The values that are accepted, and what the default does."""
+        return self._accepted(self.range)
+
+    @property
+    def in_requests(self) -> str:
+        """The meaning, and the values that requests over HTTP and from Python accept."""
+        return f"{self.says} ({self._accepted(self.request)})"
+
+    def _accepted(self, range: Interval | None) -> str:
         neutral = f", {self.default:g} = {self.neutral}" if self.neutral else ""
-        return accepted(self.kind, self.range) + (", or none" if self.default is None else neutral)
+        return _accepted(self.kind, range) + (", or none" if self.default is None else neutral)
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError, naming the parameter, the value and what is accepted."""
@@ -69,7 +77,7 @@ class Parameter:
         return above and (value <= r.le if r.lt is None else value < r.lt)
 
 
-def accepted(kind: Any, range: Interval | None) -> str:
+def _accepted(kind: Any, range: Interval | None) -> str:
     """Returns the words for the values of a kind and range."""
     if kind is bool:
         return "true or false"
@@ -105,30 +113,30 @@ class SamplingParams:
 
     # fmt: off
     temperature: Annotated[float, Parameter(
-        "divides the logits", Interval(ge=0, le=FP32_MAX), "greedy",
+        "divides the logits before a token is sampled", Interval(ge=0, le=FP32_MAX), "greedy",
         of_checkpoints=True, request=Interval(ge=0, le=100), request_default=1.0,
     )] = 0.0
     top_k: Annotated[int, Parameter(
-        "only the k most likely tokens are sampled", Interval(ge=0, lt=1 << 63), "off",
+        "samples among the k most likely tokens only", Interval(ge=0, lt=1 << 63), "off",
         of_checkpoints=True, request=Interval(ge=-1, lt=1 << 31),
     )] = 0
     top_p: Annotated[float, Parameter(
-        "of those, only the fewest most likely tokens whose probabilities sum to `top_p`", Interval(gt=0, le=1), "off",
+        "of those, among the fewest most likely ones whose probabilities sum to `top_p`", Interval(gt=0, le=1), "off",
         of_checkpoints=True,
     )] = 1.0
     min_p: Annotated[float, Parameter(
-        "of those, only tokens at least `min_p` times as likely as the most likely one", Interval(ge=0, le=1), "off",
+        "of those, among the ones at least `min_p` times as likely as the most likely one", Interval(ge=0, le=1), "off",
         of_checkpoints=True,
     )] = 0.0
     seed: Annotated[int, Parameter(
-        "fixes, with the position, each sampled token: the rest of the batch and the layout change nothing",
+        "fixes the sampled tokens, whatever else is in the batch and whatever the layout",
         Interval(ge=0, lt=1 << 63), request=Interval(ge=-(1 << 63), lt=1 << 63),
     )] = 0
     logit_bias: Annotated[Mapping[int, float], Parameter(
-        "added to the logits of these tokens, -100 to 100",
+        "by token id, a number from -100 to 100 that is added to its logit",
     )] = field(default_factory=dict, hash=False)
     min_tokens: Annotated[int, Parameter(
-        "before so many new tokens, none that ends the answer is sampled, and no stop text counts",
+        "the least number of new tokens: before, nothing that ends the answer is sampled, and no stop text counts",
         Interval(ge=0, lt=1 << 31), "off",
     )] = 0
     repetition_penalty: Annotated[float, Parameter(
@@ -145,11 +153,11 @@ class SamplingParams:
         "rank 0 sends a mask of the allowed tokens before each is sampled", is_option=False,
     )] = False
     stop_token_ids: Annotated[Sequence[int], Parameter(
-        "end the answer, besides the model's own end tokens",
+        "tokens that end the answer, besides the model's own end tokens",
     )] = field(default=(), hash=False)
     ignore_eos: Annotated[bool, Parameter("the model's own end tokens do not end the answer")] = False
     logprobs: Annotated[int | None, Parameter(
-        "so many of the most likely tokens are reported with each new one", LOGPROBS,
+        "number of most likely tokens that are reported with each new one", LOGPROBS,
     )] = None
     prompt_logprobs: Annotated[int | None, Parameter(
         "the same for each token of the prompt but the first: no prefix of it is taken from the cache", LOGPROBS,

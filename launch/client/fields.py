@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from helix.events.sampling_params import OPTIONS
+
 ALL, BOTH, COMPLETIONS, CHATS, RESPONSES, MESSAGES = "all", "both", "completions", "chats", "responses", "messages"
 DONE, REFUSED, HARMLESS = "done", "refused", "harmless"
 
@@ -33,23 +35,29 @@ def _fields(fate: str, route: str, *rows: tuple[Any, ...]) -> Iterator[Field]:
         yield Field(name, route, fate, says, tuple(neutral))
 
 
+SAMPLING = {name: option for name, option in OPTIONS.items() if name != "logprobs"}  # which each route has as its own
+ADDED = {
+    "top_k": "-1 is off, too",
+    "seed": "choice *i* of `n` takes seed + *i*; unset: each request draws its own",
+    "stop_token_ids": "the text ends before them",
+}
+
+
+def _says(name: str) -> str:
+    """Describes the field of a sampling parameter."""
+    option = SAMPLING[name]
+    parts = [option.in_requests, ADDED.get(name)]
+    if option.of_checkpoints:
+        parts.append(f"unset: that of `generation_config.json`, then {option.request_default:g}")
+    return "; ".join(part for part in parts if part)
+
+
 FIELDS = (
     *_fields(
         DONE, ALL,
         ("model", "the model's name, or none; another one is 404"),
         ("stream", "the answer comes as server-sent events"),
-        ("temperature", "0 to 100; unset: that of `generation_config.json`, then 1"),
-        ("top_p", "above 0, to 1; unset: that of `generation_config.json`, then 1"),
-        ("top_k", "0 and -1 keep all tokens; unset: that of `generation_config.json`, then 0"),
-        ("min_p", "0 to 1; unset: that of `generation_config.json`, then 0"),
-        ("seed", "fixes what is drawn, choice *i* of `n` with seed + *i*; unset: each request draws its own"),
-        ("stop_token_ids", "token ids; the answer ends before them"),
-        ("min_tokens", "number of tokens before an end may be drawn or a stop text counts"),
-        ("ignore_eos", "the model's own ends do not end the answer"),
-        ("logit_bias", "up to 300 token ids with -100 to 100, which is added to their logits"),
-        ("presence_penalty", "-2 to 2, for tokens that were drawn"),
-        ("frequency_penalty", "-2 to 2, as often as a token was drawn"),
-        ("repetition_penalty", "0.01 to 100, for tokens that were drawn or are in the prompt"),
+        *((name, _says(name)) for name in SAMPLING),
         ("priority", "lower ones are admitted first"),
         ("cache_salt", "cached prefixes are shared with requests of the same salt alone"),
         ("skip_special_tokens", "false: special tokens are part of the text"),
@@ -249,5 +257,6 @@ def table() -> list[str]:
     rows = ["| field | of | here | |", "|---|---|---|---|"]
     order = (DONE, REFUSED, HARMLESS)
     for field in sorted(FIELDS, key=lambda field: order.index(field.fate)):
-        rows.append(f"| `{field.name}` | {field.route} | {field.fate} | {field.says} |")
+        says = field.says.replace("2**", r"2\*\*")  # a power, and no bold text
+        rows.append(f"| `{field.name}` | {field.route} | {field.fate} | {says} |")
     return rows

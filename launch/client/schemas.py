@@ -19,10 +19,10 @@ from pydantic import (
 )
 
 from helix.answers.grammars import Shape
-from helix.events.sampling_params import BIAS, LOGPROBS, MAX_LISTED, OPTIONS, TOKEN_ID, Parameter
+from helix.events.sampling_params import BIAS, LOGPROBS, MAX_LISTED, TOKEN_ID, Parameter
 from launch.client.checked import SAID, Off, On, Schema, Some, or_null
 from launch.client.errors import ApiError
-from launch.client.fields import CHATS, REFUSED, field_of
+from launch.client.fields import CHATS, REFUSED, SAMPLING, field_of
 from launch.client.fields import Field as Known
 from launch.client.forms import MOST_EXPRESSION, Expression, Format, Structured, Texts, bounded, shape_of
 
@@ -80,10 +80,7 @@ def _field(parameter: Parameter) -> tuple[Any, Any]:
     return Annotated[parameter.kind, parameter.request] | None, None
 
 
-# Each route has `logprobs` of its own.
-NUMBERS: dict[str, Any] = {
-    name: _field(of) for name, of in OPTIONS.items() if of.kind in (bool, int, float) and name != "logprobs"
-}
+NUMBERS: dict[str, Any] = {name: _field(of) for name, of in SAMPLING.items() if of.kind in (bool, int, float)}
 Numbers: Any = create_model("Numbers", __base__=Schema, **NUMBERS)
 
 

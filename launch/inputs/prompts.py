@@ -17,22 +17,15 @@ import numpy as np
 
 from helix.config import Config, DecodeConfig
 from helix.errors import RankError
-from helix.events.sampling_params import SamplingParams
+from helix.events.sampling_params import PARAMETERS, SamplingParams
 from helix.files import check_file, parse_json, read_text
 from launch.client.answer import RequestOutput
 from launch.client.errors import ApiError
+from launch.client.options import LINE_OPTIONS, with_defaults
 from launch.client.schemas import Chat, Completion, parsed
 from launch.inputs.files import claim, replace
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-# Where a line does not say, `decode` does, by a key of the same name but for the first.
-DEFAULTED = {"max_tokens": "max_new_tokens"} | {name: name for name in (*SAMPLING, "stop")}
-WISHES = (
-    "logit_bias", "min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop_token_ids",
-    "ignore_eos", "logprobs",
-)  # fmt: skip
-OPTIONS = (*DEFAULTED, *WISHES)
-KEYS = ("id", "prompt", "prompt_ids", "messages", *OPTIONS, "response_format")
+KEYS = ("id", "prompt", "prompt_ids", "messages", *LINE_OPTIONS, "response_format")
 BATCH = ("custom_id", "method", "url", "body")  # keys of a line of OpenAI's batch files
 SCHEMAS: dict[str, type[Chat | Completion]] = {"/v1/chat/completions": Chat, "/v1/completions": Completion}
 MOST_IDS = 1 << 40  # of a prompt; whether the model can take them is seen later
@@ -41,13 +34,13 @@ BATCH_ID, SERVED = "batch_req_", 200
 BOM = b"\xef\xbb\xbf"
 TEMPLATE_TOKENS = 256  # that a chat template adds to messages, beyond as many again: an estimate
 
-NUMBER, INTEGER = ((int, float), "a number"), ((int,), "an integer")
-REAL = "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"
-KINDS: dict[str, tuple[tuple[type, ...], str]] = dict.fromkeys(OPTIONS, INTEGER) | dict.fromkeys(REAL, NUMBER)
-KINDS |= {
-    "logit_bias": ((dict,), "an object of token ids and numbers"),
-    "stop_token_ids": ((list,), "a list of integers"),
-    "ignore_eos": ((bool,), "true or false"),
+# What JSON has for the kinds of options, and its name in errors.
+KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    float: ((int, float), "a number"),
+    int: ((int,), "an integer"),
+    bool: ((bool,), "true or false"),
+    Sequence: ((list,), "a list of integers"),
+    Mapping: ((dict,), "an object of token ids and numbers"),
 }
 
 
@@ -56,7 +49,7 @@ class PromptLine:
     """A line of a prompt file: `text`, `ids` or `body` is set.
 
     Attributes:
-        options: values of OPTIONS that the line sets.
+        options: values of LINE_OPTIONS that the line sets.
         body: fields of a server's request: messages or a form of the answer, or the whole of a line of a batch.
         url: of a line of a batch, the route that its body is for.
     """
@@ -204,14 +197,14 @@ def _parse(line: str, index: int) -> PromptLine:
             raise ValueError(
                 f'"{key}" has half a character at {half.start()} (a surrogate without the other): no valid text'
             )
-    options = {key: entry[key] for key in OPTIONS if entry.get(key) is not None}
+    options = {key: entry[key] for key in LINE_OPTIONS if entry.get(key) is not None}
     for key in options.keys() - {"stop"}:
-        kinds, what = KINDS[key]
+        kinds, what = KINDS[LINE_OPTIONS[key].kind]
         if type(value := options[key]) not in kinds:
             raise ValueError(f'"{key}" must be {what}, not {value!r:.60}')
     if bias := options.get("logit_bias"):
         if wrong := [token for token in bias if not re.fullmatch("[0-9]{1,10}", token)]:
-            raise ValueError(f'"logit_bias" must be {KINDS["logit_bias"][1]}, and {wrong[0]!r:.60} is not a token id')
+            raise ValueError(f'"logit_bias" must be {KINDS[Mapping][1]}, and {wrong[0]!r:.60} is not a token id')
         options["logit_bias"] = {int(token): value for token, value in bias.items()}
     body = {key: entry[key] for key in ("messages", "response_format") if entry.get(key) is not None}
     if not body:
@@ -244,7 +237,7 @@ def _parse_batch(entry: dict[str, Any]) -> PromptLine:
 def check_defaults(config: DecodeConfig) -> None:
     """Raises ValueError if a sampling key of `decode`, the default of prompts, is out of range."""
     try:
-        SamplingParams(**{key: getattr(config, key) for key in SAMPLING})
+        _sampling(with_defaults({}, config))
     except ValueError as error:
         raise ValueError(f"decode: {error}") from error
 
@@ -260,11 +253,10 @@ def body_of(prompt: PromptLine, defaults: DecodeConfig) -> Chat | Completion:
     if prompt.url is not None:
         assert given is not None, "lines of a batch have one"
         return given
-    options = {key: prompt.options.get(key, getattr(defaults, name)) for key, name in DEFAULTED.items()}
-    options |= {key: prompt.options[key] for key in WISHES if key in prompt.options}
+    options = with_defaults(prompt.options, defaults)
     if options["max_tokens"] < 1:
         raise ValueError(f"max_tokens={options['max_tokens']} must be at least 1")
-    SamplingParams(**{key: value for key, value in options.items() if key not in ("max_tokens", "stop")})
+    _sampling(options)
     stop = options["stop"]
     options["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
     if given is None:  # no schema: the options' ranges are the engine's, not those of requests
@@ -273,6 +265,10 @@ def body_of(prompt: PromptLine, defaults: DecodeConfig) -> Chat | Completion:
     if isinstance(given, Chat) and (best := options.pop("logprobs", None)) is not None:
         options |= {"logprobs": True, "top_logprobs": best}
     return given.model_copy(update=options)
+
+
+def _sampling(options: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(**{name: value for name, value in options.items() if name in PARAMETERS})
 
 
 def digest(prompt: PromptLine, config: Config) -> str:
@@ -284,7 +280,7 @@ class Digests:
     """Digests of the requests of a run; see `digest`."""
 
     def __init__(self, config: Config) -> None:
-        self._defaults = {key: getattr(config.decode, name) for key, name in DEFAULTED.items()}
+        self._defaults = with_defaults({}, config.decode)
         self._model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
         if config.model.load == "random":
             self._model["seed"] = config.seed

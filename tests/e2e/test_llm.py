@@ -93,8 +93,9 @@ def test_ranks_that_cannot_start_say_why(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> None:
     (short,) = demo.generate(PYTHON)
+    (unset,) = demo.generate(PYTHON, max_tokens=None, temperature=None)
     (longer,) = demo.generate(PYTHON, max_tokens=12)
-    assert len(short.output_ids) == 6 and longer.output_ids[:6] == short.output_ids
+    assert len(short.output_ids) == 6 and unset == short and longer.output_ids[:6] == short.output_ids
     (stopped,) = demo.generate(PYTHON, max_tokens=12, stop='"""')
     assert stopped.finish_reason == "stop" and longer.text.startswith(f'{stopped.text}"""')
     (held,) = demo.generate(PYTHON, max_tokens=12, stop='"""', min_tokens=12)
@@ -104,7 +105,7 @@ def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> No
     (other,) = demo.generate(PYTHON, max_tokens=12, repetition_penalty=2.0)
     assert other.output_ids != longer.output_ids
     with pytest.raises(ValueError, match=r"max_new_tokens is unknown; known: max_tokens, .*did you mean max_tokens"):
-        demo.generate(PYTHON, max_new_tokens=3)  # type: ignore[call-arg]
+        demo.generate(PYTHON, max_new_tokens=3)
 
 
 FORKS = """

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, LayoutConfig, ModelConfig
 from helix.errors import RankError
 from launch.client.answer import CompletionOutput, RequestOutput
+from launch.client.options import LINE_OPTIONS
 from launch.client.sampling import sampling_of
 from launch.client.schemas import Chat, Completion
-from launch.inputs.prompts import OPTIONS, PromptFile, PromptLine, ResultFile, body_of, digest, kept_results
+from launch.inputs.prompts import PromptFile, PromptLine, ResultFile, body_of, digest, kept_results
 from tests.unit.test_files import largest_file
 
 BATCH = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 4}}
@@ -287,7 +288,7 @@ def test_only_random_weights_are_told_apart_by_the_seed() -> None:
         assert (first == second) is same
 
 
-@pytest.mark.parametrize("key", ["ids", *OPTIONS])
+@pytest.mark.parametrize("key", ["ids", *LINE_OPTIONS])
 def test_all_that_a_prompt_asks_for_tells_results_apart(key: str) -> None:
     first = PromptLine("a", None, (1, 2), {})
     other = replace(first, ids=(1, 3)) if key == "ids" else replace(first, options={key: 0.25})

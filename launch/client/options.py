@@ -1,0 +1,64 @@
+"""Options of answers in prompt files and in calls from Python."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from helix.config import DecodeConfig
+from helix.events.sampling_params import OPTIONS, Parameter
+
+F = TypeVar("F", bound=Callable[..., Any])
+RULE = "Unset or None, {} are those of the run's `decode` settings; the others have the defaults shown above."
+
+MORE = {
+    "max_tokens": Parameter(
+        "most new tokens, at least 1; the end token counts", hint=int, kind=int, default=DecodeConfig.max_new_tokens
+    ),
+    "stop": Parameter(
+        "text or list of texts that end the answer and are not part of it", hint=str | Sequence[str], default=()
+    ),
+}
+# Where an option is unset, `decode` says it, by a key of the same name but for max_tokens.
+_KEYS = {key.name: key.name for key in fields(DecodeConfig)} | {"max_tokens": "max_new_tokens"}
+DEFAULTED = {name: _KEYS[name] for name in ("max_tokens", *OPTIONS, "stop") if name in _KEYS}
+LINE_OPTIONS = {name: (MORE | OPTIONS)[name] for name in (*DEFAULTED, *OPTIONS)}
+CALL_OPTIONS = LINE_OPTIONS | {
+    "n": Parameter("answers to each prompt; answer i takes seed + i", hint=int, default=1),
+    "schema": Parameter("JSON schema that the answer follows", hint=Mapping[str, Any] | None, default=None),
+}
+
+
+def with_defaults(options: Mapping[str, Any], decode: DecodeConfig) -> dict[str, Any]:
+    """Returns options with those of `decode` where they are unset or None; the others stay unset."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return {name: getattr(decode, key) for name, key in DEFAULTED.items()} | given
+
+
+def table() -> list[str]:
+    """Returns the table of options of a line of a prompt file, as lines of Markdown."""
+    rows = ["| key | | values | unset |", "|---|---|---|---|"]
+    for name, option in LINE_OPTIONS.items():
+        accepted = option.accepted.replace("2**", r"2\*\*") if name in OPTIONS else ""  # a power, and no bold text
+        unset = f"`decode.{DEFAULTED[name]}`" if name in DEFAULTED else "off"
+        rows.append(f"| `{name}` | {option.says} | {accepted} | {unset} |")
+    return rows
+
+
+def takes_options(call: F) -> F:
+    """Shows the options of a call in its signature and docstring, in place of `**options`."""
+    shown: Any = call
+    signature = inspect.signature(call)
+    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.hint)
+        for name, option in CALL_OPTIONS.items()
+    ]
+    shown.__signature__ = signature.replace(parameters=[*own, *options])
+    says = {name: option.in_requests if name in OPTIONS else option.says for name, option in CALL_OPTIONS.items()}
+    lines = (f"    {name}: {said}." for name, said in says.items())
+    rule = RULE.format(", ".join(DEFAULTED))
+    shown.__doc__ = "\n".join([inspect.cleandoc(call.__doc__ or ""), "", f"Options: {rule}", *lines])
+    return call
