@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from helix.sampling_params import SamplingParams
+
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
 MOST_SEQUENCES = 1 << 16  # in a batch
 MOST_CHOSEN = 128  # blocks that a query chooses on a rank, for which the selecting kernel is made
@@ -235,11 +237,11 @@ class DecodeConfig:
     prefill_chunk: str = "auto"
     stream: bool = True
     max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    temperature: float = SamplingParams.temperature
+    top_k: int = SamplingParams.top_k
+    top_p: float = SamplingParams.top_p
+    min_p: float = SamplingParams.min_p
+    seed: int = SamplingParams.seed
     stop: list[str] = field(default_factory=list)
 
 

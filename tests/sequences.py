@@ -12,9 +12,9 @@ from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.decision import Admission
 from helix.events.request import Logprobs, PromptLogprobs, Request
-from helix.events.sampling_params import SamplingParams
 from helix.layers.specs import AttentionSpec
 from helix.models import DecoderSpec
+from helix.sampling_params import SamplingParams
 
 
 @dataclass

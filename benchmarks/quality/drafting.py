@@ -30,12 +30,12 @@ from helix.build.checks import load_eagle3
 from helix.config import MAX_QUERIES
 from helix.events.decision import StepKind
 from helix.events.follower import Begun, Prefilled, Span, Taken
-from helix.events.sampling_params import SamplingParams
 from helix.memory.kv_cache import KVCache
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement, PromptChunk
 from helix.run.model_runner import ModelRunner
+from helix.sampling_params import SamplingParams
 from helix.speculation import (
     Draft,
     DraftBudget,

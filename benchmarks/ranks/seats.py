@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from helix.events.decision import Admission
-from helix.events.sampling_params import SamplingParams
 from helix.memory.pages import PagePool
 from helix.run.model_runner import ModelRunner
+from helix.sampling_params import SamplingParams
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
 

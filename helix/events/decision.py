@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from helix.events.sampling_params import SamplingParams
 from helix.placement import NO_PAGES
+from helix.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, eq=False)

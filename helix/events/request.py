@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from helix.events.sampling_params import SamplingParams
+from helix.sampling_params import SamplingParams
 
 
 class Grammar(Protocol):

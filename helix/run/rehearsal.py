@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from helix.events.decision import Admission, Decision, Segment, StepKind
-from helix.events.sampling_params import SamplingParams
 from helix.run.autotune import fill
 from helix.run.model_runner import ModelRunner
+from helix.sampling_params import SamplingParams
 from kernels.ahead import compiled_ahead
 
 

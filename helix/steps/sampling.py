@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.events.sampling_params import SamplingParams
 from helix.memory.transfers import to_device
+from helix.sampling_params import SamplingParams
 from kernels.reference.uniform import DRAFT, TARGET
 from kernels.tokens.accept import ALL_KEYS, Distribution, descending_keys
 from kernels.tokens.best_token import best_of_rank, best_of_ranks

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from helix.events.sampling_params import OPTIONS
+from helix.sampling_params import OPTIONS
 
 ALL, BOTH, COMPLETIONS, CHATS, RESPONSES, MESSAGES = "all", "both", "completions", "chats", "responses", "messages"
 DONE, REFUSED, HARMLESS = "done", "refused", "harmless"

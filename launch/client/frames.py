@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from helix.events.request import Logprobs, PromptLogprobs, Request, RequestUpdate
-from helix.events.sampling_params import SamplingParams
+from helix.sampling_params import SamplingParams
 
 HEAD = struct.Struct("=IIq")
 MOST_HEADER, MOST_TAIL = 1 << 24, 1 << 30  # bytes; grammars, the largest part of headers, are far below

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from helix.config import DecodeConfig
-from helix.events.sampling_params import OPTIONS, Parameter
+from helix.sampling_params import OPTIONS, Parameter
 
 F = TypeVar("F", bound=Callable[..., Any])
 RULE = "Unset or None, {} are those of the run's `decode` settings; the others have the defaults shown above."

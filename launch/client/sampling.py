@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helix.events.request import Request
-from helix.events.sampling_params import OPTIONS, SamplingParams
+from helix.sampling_params import OPTIONS, SamplingParams
 from launch.client.errors import ApiError
 from launch.client.frames import Ready
 from launch.client.prompts import Reading

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from helix.answers.grammars import Shape
-from helix.events.sampling_params import BIAS, LOGPROBS, MAX_LISTED, TOKEN_ID, Parameter
+from helix.sampling_params import BIAS, LOGPROBS, MAX_LISTED, TOKEN_ID, Parameter
 from launch.client.checked import SAID, Off, On, Schema, Some, or_null
 from launch.client.errors import ApiError
 from launch.client.fields import CHATS, REFUSED, SAMPLING, field_of

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from helix.events.sampling_params import OPTIONS
 from helix.files import read_json, read_text
+from helix.sampling_params import OPTIONS
 from helix.tokenizer import Tokenizer, load_tokenizer
 from launch.client.chat_template import choose, names, render, variables
 from launch.client.errors import ApiError

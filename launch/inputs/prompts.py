@@ -17,8 +17,8 @@ import numpy as np
 
 from helix.config import Config, DecodeConfig
 from helix.errors import RankError
-from helix.events.sampling_params import PARAMETERS, SamplingParams
 from helix.files import check_file, parse_json, read_text
+from helix.sampling_params import PARAMETERS, SamplingParams
 from launch.client.answer import RequestOutput
 from launch.client.errors import ApiError
 from launch.client.options import LINE_OPTIONS, with_defaults

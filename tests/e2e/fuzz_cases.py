@@ -13,10 +13,10 @@ from operator import attrgetter
 from typing import Any
 
 from helix.config import MOST_CHOSEN, Config
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.placement import Stripes
+from helix.sampling_params import SamplingParams
 from tests.e2e.fuzz_configs import LATENTS, Json, Shapes, config_of, rope_of, written
 
 # Sections of config.json, and rows and columns of a scale.

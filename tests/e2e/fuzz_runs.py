@@ -28,7 +28,6 @@ from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.decision import StepPlan
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layers.specs import unpacked
 from helix.layout import HelixLayout
 from helix.memory.tiered_cache import TieredCache
@@ -36,6 +35,7 @@ from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.models.loading import Checkpoint
+from helix.sampling_params import SamplingParams
 from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
 from launch.inputs.preflight import CheckedRun, preflight

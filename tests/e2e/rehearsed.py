@@ -23,10 +23,10 @@ from triton.runtime.jit import JITFunction
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.control.engine import Engine
 from helix.events.decision import Admission, Decision, Segment, StepKind
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.run.autotune import fill
 from helix.run.rehearsal import rehearse
+from helix.sampling_params import SamplingParams
 from kernels import dispatch
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import build_engine

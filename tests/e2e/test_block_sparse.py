@@ -22,10 +22,10 @@ from helix.attention.dense import DenseAttention
 from helix.control.engine import Engine
 from helix.events.follower import Span
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget
+from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention

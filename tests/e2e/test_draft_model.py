@@ -19,9 +19,9 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.control.engine import Engine
 from helix.events.decision import StepPlan
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
+from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, ModelDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.speculation.drawing import DraftDrawing

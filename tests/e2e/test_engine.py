@@ -26,8 +26,8 @@ from helix.control.inbox import Inbox
 from helix.control.timings import Timings
 from helix.events.decision import StepKind
 from helix.events.request import Request, RequestUpdate
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
+from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import checkpoint, oracle

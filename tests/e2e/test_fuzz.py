@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 
 from helix.build import tiering
-from helix.events.sampling_params import SamplingParams
 from helix.placement import Placement
+from helix.sampling_params import SamplingParams
 from helix.speculation import sparse
 from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.fuzz import Options, quiet, run_case, work

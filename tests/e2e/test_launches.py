@@ -15,9 +15,9 @@ from triton.runtime.interpreter import GridExecutor
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.run.model_runner import ComputedStep
+from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
 from kernels import dispatch
 from tests.e2e.checkpoints import DEMO

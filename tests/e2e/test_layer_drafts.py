@@ -21,9 +21,9 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.config import SpeculationConfig
 from helix.events.decision import Decision, StepKind
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.run.model_runner import StepTokens
+from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, LayerDrafter, SuffixDrafter
 from helix.steps.step import DecodeState
 from tests.e2e import eagle3, mtp, test_draft_model

@@ -12,8 +12,8 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
 from helix.control.engine import Engine
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
+from helix.sampling_params import SamplingParams
 from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import FAMILIES, HYBRID_FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle

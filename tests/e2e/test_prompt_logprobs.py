@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import ScheduleConfig
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
+from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine

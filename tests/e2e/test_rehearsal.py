@@ -18,11 +18,11 @@ from comm.loopback import LoopbackWorld
 from comm.solo import SoloCommunicator
 from helix.events.decision import StepKind
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
 from helix.run.autotune import fill
 from helix.run.rehearsal import rehearse
+from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
 from kernels import dispatch
 from kernels.ahead import compiled_ahead, on_compilation

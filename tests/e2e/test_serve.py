@@ -26,11 +26,11 @@ from helix.control.inbox import Inbox
 from helix.control.scheduler import Scheduler
 from helix.events.decision import Decision
 from helix.events.request import Request, RequestUpdate
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import BlockBudget
 from helix.run.model_runner import StepTokens
+from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine

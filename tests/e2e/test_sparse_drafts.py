@@ -21,10 +21,10 @@ from helix.control.engine import Engine
 from helix.events.decision import StepKind
 from helix.events.follower import Taken
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.memory.kv_cache import LayerCache
 from helix.run.autotune import fill
+from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, DraftBudget, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.steps.step import DecodeState, Step

@@ -21,9 +21,9 @@ from helix.control.engine import Engine
 from helix.events.decision import Admission, StepKind, StepPlan
 from helix.events.follower import Prefilled, Retired
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.run.autotune import fill, step_seconds
+from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, Drafter, NgramDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.steps.step import DecodeState

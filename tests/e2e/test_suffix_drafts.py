@@ -13,9 +13,9 @@ from benchmarks.models.lookup import DRAFTS, Replay, worded
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.control.engine import Engine
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.placement import NO_PAGES
+from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter, SuffixDrafter
 from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.checkpoints import checkpoint, oracle

@@ -22,9 +22,9 @@ from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.decision import Admission
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.memory.tiered_cache import TieredCache
+from helix.sampling_params import SamplingParams
 from kernels.hot_blocks import BlockList
 from kernels.tier.copy_blocks import copy_blocks
 from tests.e2e.checkpoints import checkpoint

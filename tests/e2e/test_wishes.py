@@ -20,8 +20,8 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.config import ScheduleConfig
 from helix.control.engine import Engine
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
+from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter
 from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.checkpoints import checkpoint

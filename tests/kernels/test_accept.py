@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.events.sampling_params import SamplingParams
 from helix.layout import share
+from helix.sampling_params import SamplingParams
 from helix.steps.sampling import SamplingState, distribution, sample
 from kernels.reference import accept as reference
 from kernels.reference.uniform import DRAFT, TARGET, gumbel, uniform

@@ -17,8 +17,8 @@ from comm.loopback import LoopbackWorld
 from helix.config import ScheduleConfig
 from helix.control.engine import Engine
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
+from helix.sampling_params import SamplingParams
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helix.events.request import Logprobs, PromptLogprobs, Request, RequestUpdate
-from helix.events.sampling_params import SamplingParams
+from helix.sampling_params import SamplingParams
 from launch.client.compiler import MOST_BYTES
 from launch.client.frames import (
     HEAD,

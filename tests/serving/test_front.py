@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from helix.events.request import Request, RequestUpdate
-from helix.events.sampling_params import SamplingParams
+from helix.sampling_params import SamplingParams
 from launch.client.errors import ApiError
 from launch.client.frames import Queued, Stats
 from launch.client.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed

@@ -27,6 +27,7 @@ ROOMS = (  # folders and files in which every summary has its form, but in EXCEP
     "helix/place.py",
     "helix/placement.py",
     "helix/run",
+    "helix/sampling_params.py",
     "helix/simulate",
     "helix/speculation",
     "helix/steps",

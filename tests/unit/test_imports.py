@@ -42,7 +42,8 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {"config", "errors", "files", "layout", "library", "packages"},
+        {"errors", "files", "layout", "library", "sampling_params"},
+        {"config"},
         {"answers", "hub", "place", "placement", "tokenizer"},
         {"devices"},
         {"events"},

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from helix.config import DecodeConfig
-from helix.events.sampling_params import OPTIONS
 from launch.client.options import CALL_OPTIONS, DEFAULTED
 from launch.llm import LLM
 
@@ -25,13 +23,10 @@ PRODUCT = [file for folder in ("helix", "launch") for file in sorted((ROOT / fol
 ])  # fmt: skip
 def test_a_parameter_is_named_where_it_is_declared_and_where_it_is_used(name: str, users: set[str]) -> None:
     found = {str(file.relative_to(ROOT)) for file in PRODUCT if re.search(rf"\b{name}\b", file.read_text())}
-    assert found == users | {"helix/events/sampling_params.py"}
+    assert found == users | {"helix/sampling_params.py"}
 
 
-def test_config_has_the_defaults_of_the_table() -> None:
-    config = DecodeConfig()
-    of_table = {key: option.default for key, option in OPTIONS.items() if key in DEFAULTED}
-    assert of_table == {key: getattr(config, key) for key in of_table}
+def test_settings_stand_for_these_options() -> None:
     assert [*DEFAULTED] == ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"]
 
 

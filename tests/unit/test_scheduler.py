@@ -17,7 +17,7 @@ from helix.control.prefill_time import PrefillTime
 from helix.control.scheduler import LOOK_AHEAD
 from helix.events.decision import Decision, StepPlan
 from helix.events.request import Request
-from helix.events.sampling_params import SamplingParams
+from helix.sampling_params import SamplingParams
 from tests.scheduling import DOUBLING, TOKEN_S, Serving
 
 

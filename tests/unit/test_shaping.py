@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.events.decision import Admission
-from helix.events.sampling_params import SamplingParams
 from helix.layout import share
 from helix.placement import NO_PAGES
+from helix.sampling_params import SamplingParams
 from helix.steps.sampling import SamplingState, sample
 from helix.steps.shaping import Shaper
 from kernels.reference.top_tokens import logprobs
