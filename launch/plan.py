@@ -45,6 +45,7 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -92,4 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # an answer takes a second, of which looking for cycles would be a quarter
     main()
+    gc.freeze()  # nor is there anything to look for at the end

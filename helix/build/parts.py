@@ -49,7 +49,8 @@ def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
         raise ValueError("speculation=eagle3 needs speculation.path=DIR, the directory of the draft layer's checkpoint")
     path = Path(config.path)
     try:
-        return read_eagle3(read_config(path), CheckpointFiles(path).shapes, target)
+        files = CheckpointFiles(path)
+        return read_eagle3(read_config(path), files.shapes, target)
     except ValueError as error:
         raise ValueError(f"the draft layer (speculation.path={path}): {error}") from error
 

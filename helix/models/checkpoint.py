@@ -281,6 +281,6 @@ def _is_within(name: Any) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Names up to LISTED of these, and how many more there are."""
+    """Lists up to LISTED names, and counts the others."""
     more = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")

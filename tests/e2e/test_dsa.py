@@ -68,7 +68,7 @@ def test_every_group(
     monkeypatch: pytest.MonkeyPatch, family: str, layout: HelixLayout, block: int, gathers: bool, worth: int
 ) -> None:
     monkeypatch.setattr(mla, "gathers_queries", lambda *args: gathers)
-    monkeypatch.setattr(mla, "WORTH", worth)
+    monkeypatch.setattr(specs, "WORTH", worth)
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), layout, block, wanted), wanted)
 
@@ -91,7 +91,7 @@ def test_rows_dealt_to_ranks(
 ) -> None:
     """Each rank attends some rows of a prompt's chunk, to whole sequences."""
     monkeypatch.setattr(mla, "gathers_queries", lambda *args: gathers)
-    monkeypatch.setattr(mla, "WORTH", 1 << 20)
+    monkeypatch.setattr(specs, "WORTH", 1 << 20)
     wanted, layout = oracle(family, MOE_LENGTHS, MOE_TOKENS), HelixLayout.create(mode, kvp)
 
     def in_chunks(engine: Engine) -> None:
@@ -115,7 +115,7 @@ def test_dealt_rows_of_keys_in_few_bits(monkeypatch: pytest.MonkeyPatch, family:
     wanted, layout = oracle(family, MOE_LENGTHS, MOE_TOKENS), HelixLayout.create("helix", 3)
 
     def tokens(worth: int) -> list[Any]:
-        monkeypatch.setattr(mla, "WORTH", worth)
+        monkeypatch.setattr(specs, "WORTH", worth)
 
         def body(world: LoopbackWorld, rank: int) -> Any:
             comm = world.communicator(rank, layout.kvp_group(rank))
@@ -145,7 +145,7 @@ def test_some_rows_of_a_chunk_after_others(monkeypatch: pytest.MonkeyPatch, scor
 def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch, family: str, kvp: int) -> None:
     """Rows are not dealt here, and sequences not gathered."""
     monkeypatch.setattr(turns, "LEAST", 7)
-    monkeypatch.setattr(mla, "WORTH", 0)
+    monkeypatch.setattr(specs, "WORTH", 0)
     wanted, seen, halves = oracle(family, MOE_LENGTHS, MOE_TOKENS), list[int](), Step.halves
 
     def spy(step: Step) -> tuple[Step, Step]:
@@ -227,7 +227,7 @@ def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
     ids=str,
 )
 def test_loopback_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, family: str, layout: HelixLayout) -> None:
-    monkeypatch.setattr(mla, "WORTH", 1 << 20 if layout.kvp == 3 else 0)
+    monkeypatch.setattr(specs, "WORTH", 1 << 20 if layout.kvp == 3 else 0)
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     check(loopback(checkpoint(family), layout, 16, wanted, device="cuda"), wanted)
 
@@ -281,7 +281,7 @@ def with_late_kernels(rank: int, ranks: int, late: str, waits: bool, *task: Any)
         for name, value in small.items():
             patched.setattr(chunk_size, name, value)
         patched.setattr(turns, "LEAST", 7)
-        patched.setattr(mla, "WORTH", 0 if late in LATE else 1 << 20)
+        patched.setattr(specs, "WORTH", 0 if late in LATE else 1 << 20)
         patched.setattr(MLA, "project", late_project)
         patched.setattr(MLA, "gather_ahead", late_gather)
         if not waits:

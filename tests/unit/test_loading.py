@@ -120,10 +120,10 @@ def test_one_file_beside_an_index_that_does_not_name_it_is_what_is_read(director
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Names and numbers of elements of what is fetched from files."""
-    import helix.models.loading as loading
+    import helix.models.checkpoint as files
 
     read: list[tuple[str, int]] = []
-    real = loading.safe_open
+    real = files.safe_open
 
     class Spy:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +156,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
             return Slice()
 
-    monkeypatch.setattr(loading, "safe_open", Spy)
+    monkeypatch.setattr(files, "safe_open", Spy)
     return read
 
 
