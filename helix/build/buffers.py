@@ -18,9 +18,7 @@ EXPERTS_SHARE = 6  # and of models with experts 1 / EXPERTS_SHARE
 MOST_SLOTS = 512  # of decode.max_batch=auto, and most tokens of its steps
 FEW_SLOTS = 8  # of it on CPUs and over host memory, where steps of more rows are not cheaper for a row
 SLACK = 1.25  # factor for the allocator's fragmentation
-PIECE_TOKENS = (
-    32768  # tokens before a prompt chunk that come from host memory at once: the merge then takes 2% of attention
-)
+PIECE_TOKENS = 32768  # tokens before a prompt chunk that are fetched at once: the merge then takes 2% of attention
 
 
 @dataclass(frozen=True)

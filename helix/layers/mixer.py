@@ -1,7 +1,8 @@
 """The contract of a mixer: the part of a layer in which tokens of a sequence see each other.
 
-A mixer has two types. Its spec describes the checkpoint's shape, the data that a layer keeps of sequences, and its
-cost; it builds a rank's part of the layer. That part computes queries, then the rank's summand of the layer's output.
+A mixer has two types. Its spec (`helix.layers.specs`) describes the checkpoint's shape, the data that a layer keeps of
+sequences, and its cost. A rank's part of the layer, which is made of it (`helix.models.decoder.MIXERS`), computes
+queries, then the rank's summand of the layer's output.
 """
 
 from __future__ import annotations
