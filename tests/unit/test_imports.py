@@ -42,7 +42,7 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {"errors", "files", "layout", "library", "sampling_params"},
+        {"errors", "files", "layout", "library", "packages", "sampling_params"},
         {"config"},
         {"answers", "hub", "place", "placement", "tokenizer"},
         {"devices"},
