@@ -59,8 +59,6 @@ class Session:
         self.name = self._serve.name or (Path(model).resolve().name if model else "model")
         self.reader = Reader(model, self._serve.chat_template, RECEIVE_S, loop)
         self._dialect = dialect_of(self.reader.tokens.template)
-        if self._dialect is not None:
-            Parser(self._dialect.template, "", [])  # its imports take seconds: not with the first chat
         self.defaults = read_defaults(model)
 
     def know(self, ready: Ready, loop: asyncio.AbstractEventLoop | None = None) -> None:

@@ -144,7 +144,9 @@ FILES = st.fixed_dictionaries(
     {"tokenizer_config.json": CONFIG},
     optional={
         "special_tokens_map.json": OLDER,
-        "added_tokens.json": st.dictionaries(ANY(ADDED), st.integers(600, 620), max_size=3),
+        "added_tokens.json": st.lists(ANY(ADDED), unique=True, max_size=3).map(
+            lambda texts: {text: 600 + i for i, text in enumerate(texts)}
+        ),
         "chat_template.jinja": ANY(["{# file #}", ""]),
         "additional_chat_templates/tool_use.jinja": st.just("{# tools #}"),
     },

@@ -108,7 +108,7 @@ FAULTS = [
     ),
     Fault(
         "spaces where a message goes on are lost", "helix/answers/dialects.py",
-        "self._parts(self._parser.initial_events)", "pass",
+        "self._parts(self._reader.begun)", "pass",
         ("tests/serving/test_chat.py::test_an_answer_goes_on_where_a_message_ends",),
     ),
     Fault(
