@@ -53,7 +53,8 @@ def main() -> None:
     if torch:
         # Not `system_site_packages`: this Python may be that of an environment itself, which it would pass over.
         packages = target / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-        (packages / "torch-of-the-host.pth").write_text(f"{torch.locate_file('')}\n")
+        # By its name before the path file of the checkout, whose packages `comm` and `kernels` are last.
+        (packages / "0-torch-of-the-host.pth").write_text(f"{torch.locate_file('')}\n")
         constraints = []
     pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # The project itself as an editable install: it runs from its checkout, and `helix` is a command.

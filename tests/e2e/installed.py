@@ -11,7 +11,10 @@ from pathlib import Path
 from tests.e2e.cli import ROOT, Job
 
 # The version that transformers takes for its own, and a module that has whatever transformers imports of it.
-KERNELS = "Metadata-Version: 2.1\nName: kernels\nVersion: 0.16.0\n", "def __getattr__(name):\n    return name\n"
+KERNELS = (
+    "Metadata-Version: 2.1\nName: kernels\nVersion: 0.16.0\n",
+    "own = True\ndef __getattr__(name):\n    return name\n",
+)
 
 
 def install(directory: Path, editable: bool) -> Path:
@@ -34,7 +37,7 @@ def install(directory: Path, editable: bool) -> Path:
         (packages / file).parent.mkdir()
         (packages / file).write_text(text)
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "others.pth").write_text("".join(f"{path}\n" for path in others))
+    (packages / "0.pth").write_text("".join(f"{path}\n" for path in others))
     return environment / "bin"
 
 

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from benchmarks import program, schema
+from helix.packages import import_package
 from launch.inputs.work import DECODE, SERVE
 
 ROOT = Path(__file__).parents[2]
@@ -262,6 +264,17 @@ def test_kernels_package_is_cheap_and_unversioned() -> None:
 def test_every_room_is_a_package() -> None:
     """What a wheel holds of them, `tests/e2e/test_wheel.py` compares."""
     assert {file.parent for file in sources()[1:]} == {file.parent for file in sources() if file.name == "__init__.py"}
+
+
+def test_another_s_launch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROS has a package `launch`."""
+    other = ModuleType("launch")
+    other.__file__ = "/opt/ros/launch/__init__.py"
+    monkeypatch.setitem(sys.modules, "launch", other)
+    with pytest.raises(
+        ImportError, match="a package 'launch', and this process has imported another one, from /opt/ros/"
+    ):
+        import_package("launch")
 
 
 def test_transformers_imports_beside_our_kernels() -> None:
