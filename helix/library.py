@@ -1,4 +1,4 @@
-"""Import of transformers for its tokenizers and configs, without its models."""
+"""Import of transformers for its configs, without its models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _without_torch(name: str, package: str | None = None) -> ModuleSpec | None:
 def import_transformers() -> None:
     """Imports transformers as if torch were not installed, for the lifetime of this process.
 
-    With torch, reading a config or a tokenizer also imports dependencies of models and training: torch's compiler, and
+    With torch, reading a config also imports dependencies of models and training: torch's compiler, and
     pandas and scikit-learn if installed. That takes 1 to 6 s.
     """
     quiet = mock.patch.dict(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1")

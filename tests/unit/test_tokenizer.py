@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,7 +57,12 @@ def word_piece() -> tuple[Tokenizer, Any]:
     return tokenizer, trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", OPENS], show_progress=False)
 
 
-def made(kind: str) -> Tokenizer:
+KINDS = ("bytes", "bpe", "unigram", "words")
+
+
+@cache
+def made(kind: str) -> str:
+    """Returns the `tokenizer.json` of a kind."""
     tokenizer, trainer = {
         "bytes": byte_level,
         "bpe": lambda: sentence_piece(models.BPE(unk_token="<unk>", byte_fallback=True), trainers.BpeTrainer),
@@ -64,17 +70,14 @@ def made(kind: str) -> Tokenizer:
         "words": word_piece,
     }[kind]()
     tokenizer.train_from_iterator(TEXTS * 50, trainer)
-    return tokenizer
-
-
-KINDS = {kind: made(kind).to_str() for kind in ("bytes", "bpe", "unigram", "words")}
+    return tokenizer.to_str()
 
 
 def write(directory: Path, **config: Any) -> Tokenizer:
     """Writes a byte-level tokenizer and its config."""
-    directory.joinpath("tokenizer.json").write_text(KINDS["bytes"])
+    directory.joinpath("tokenizer.json").write_text(made("bytes"))
     directory.joinpath("tokenizer_config.json").write_text(json.dumps(config))
-    return Tokenizer.from_str(KINDS["bytes"])
+    return Tokenizer.from_str(made("bytes"))
 
 
 def compare(path: Path, *texts: str) -> None:
@@ -101,7 +104,7 @@ def compare(path: Path, *texts: str) -> None:
 @pytest.mark.parametrize("kind", ["demo", *KINDS])
 def test_tokenizers_without_a_config_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     if kind != "demo":
-        (tmp_path / "tokenizer.json").write_text(KINDS[kind])
+        (tmp_path / "tokenizer.json").write_text(made(kind))
     compare(DEMO if kind == "demo" else tmp_path, *TEXTS)
 
 
@@ -160,7 +163,7 @@ def test_files_are_merged_as_transformers_merges_them(
     files: dict[str, Any], backend: tuple[str, bool, bool, bool], text: str
 ) -> None:
     kind, pads, cuts, ends = backend
-    tokenizer = Tokenizer.from_str(KINDS[kind])
+    tokenizer = Tokenizer.from_str(made(kind))
     if pads:
         tokenizer.enable_padding(length=4, pad_token=PAD)
     if cuts:
