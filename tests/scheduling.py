@@ -102,7 +102,7 @@ class Row:
 
     @property
     def guided(self) -> bool:
-        return self.served.request.grammar is not None
+        return self.served.request.matcher is not None
 
 
 class Serving:
@@ -176,7 +176,7 @@ class Serving:
         """Submits a request whose model stops after `stops` tokens; its id. It has to be accepted."""
         name = len(self.served)
         grammar = Counting(name) if guided else None
-        request = Request(name, prompt, new, priority=priority, salt=salt, grammar=grammar)
+        request = Request(name, prompt, new, priority=priority, salt=salt, matcher=grammar)
         first = chain(prompt, salt)[-1]
         reply = [(first + 7 * i) % 991 for i in range(min(new, stops or new))]
         self.served[name] = Served(request, reply, self.now)
@@ -294,7 +294,7 @@ class Serving:
         assert not served.ended and a.slot not in self.rows and a.slot < self.max_batch
         text = [*served.request.prompt.tolist(), *served.drawn]
         assert a.length == len(text) and a.drawn == len(served.drawn), "it goes on where it was cut"
-        grammar = served.request.grammar
+        grammar = served.request.matcher
         looks = self.drafts or grammar is not None
         assert a.text.tolist() == (text if looks else []), "who looks back has all of it, others nothing"
         assert (None if a.allowed is None else a.allowed.tolist()) == (grammar and [a.id, a.drawn]), (

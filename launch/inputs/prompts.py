@@ -141,7 +141,7 @@ class PromptFile(Sequence[PromptLine]):
         lengths = np.diff(self._begins)
         if self.has_bodies:  # a chat template adds to them
             lengths = 2 * lengths + TEMPLATE_TOKENS
-        new = context if self.has_unlimited else max(default, self.most_new)
+        new = context if self.has_unlimited else min(max(default, self.most_new), context)
         return int(np.sort(np.minimum(lengths + new, context))[-batch:].sum())
 
     def _at(self, file: BinaryIO, index: int) -> PromptLine:

@@ -28,7 +28,7 @@ Setup = Callable[[Path], Any]
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[list[str], str], None]:
     """Runs a command line in this process, which has to end it with one line that has the words, and start nothing."""
-    monkeypatch.setattr(spawn, "launch", lambda count, work, command: pytest.fail("ranks were started"))
+    monkeypatch.setattr(spawn, "launch", lambda *_: pytest.fail("ranks were started"))
 
     def check(arguments: list[str], words: str, program: Program = RUNTIME) -> None:
         capsys.readouterr()  # what making a checkpoint has printed

@@ -314,7 +314,7 @@ def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Ser
     with engine_of(plain(case, directory, rank), case, connect) as engine:
         logits, words = observe(engine), -(-engine.runner.model.spec.vocab // 32)
         requests = [
-            Request(name, prompt, len(tokens), SamplingParams(ignore_eos=True), grammar=Forced(tokens, words))
+            Request(name, prompt, len(tokens), SamplingParams(ignore_eos=True), matcher=Forced(tokens, words))
             for name, prompt in served.prompts.items()
             if (tokens := served.tokens[name])
         ]

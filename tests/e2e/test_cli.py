@@ -92,7 +92,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     reasons = {line["id"]: line["reason"] for line in lines if line["finish_reason"] == "error"}
     assert set(reasons) == {"empty", "outside", "kühl", "long", "longer"}
     assert "empty" in reasons["empty"] and "4096" in reasons["outside"] and "temperature = -1" in reasons["kühl"]
-    assert "are 316 tokens of KV" in reasons["long"] and "max_length=200 (raise kv.tokens" in reasons["long"]
+    assert "are 316, which exceed what the KV cache can hold (kv.tokens) of 200 tokens" in reasons["long"]
     assert "context of 32768" in reasons["longer"]
     for name in ("plain", 1, "sampled"):
         assert list(by_id[name]) == KEYS

@@ -322,7 +322,7 @@ def test_what_a_decision_says_is_launched_without_a_wait(given: Any) -> None:
     others = [replace(r, id=f"others' {r.id}", salt="others") for r in (*first, *drawn)]
 
     def guided() -> list[Request]:
-        return [replace(r, id=f"guided {r.id}", grammar=EveryThird()) for r in first]
+        return [replace(r, id=f"guided {r.id}", matcher=EveryThird()) for r in first]
 
     def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served]:
         options = dict(sparse=given) if isinstance(given, Sparse) else dict(drafter=given)

@@ -70,7 +70,7 @@ def make_requests() -> list[Request]:
     return [
         Request(
             name, [(5 * i + j * j) % 250 for j in range(9 + 7 * i)], NEW, params,
-            grammar=EveryThird() if "guided" in name else None,
+            matcher=EveryThird() if "guided" in name else None,
         )
         for i, (name, params) in enumerate(PARAMS.items())
     ]  # fmt: skip
@@ -131,7 +131,7 @@ def check(ranks: list[Seen], requests: list[Request]) -> None:
                 list(request.prompt), drawn, params.repetition_penalty, params.frequency_penalty,
                 params.presence_penalty, dict(params.logit_bias), [*EOS, *params.stop_token_ids],
                 len(request.prompt) + params.min_tokens,
-                EveryThird.after(len(drawn)) if request.grammar is not None else None,
+                EveryThird.after(len(drawn)) if request.matcher is not None else None,
             )  # fmt: skip
             shaped = torch.tensor(wish.shape(raw.tolist(), position), dtype=torch.float64).float()
             assert token == oracle(shaped, params, position), f"{request.id}, token {len(drawn)}"
@@ -251,7 +251,7 @@ def test_what_a_grammar_takes_does_not_delay_the_next_decision(monkeypatch: pyte
     )
     monkeypatch.setattr(DraftPolicy, "seconds", lambda policy, rows, drafts: 1.0)  # longer than any step
     guided = make_requests()[4]
-    play(HelixLayout.create(), lambda: [replace(guided, grammar=Slow())], lambda engine: None)
+    play(HelixLayout.create(), lambda: [replace(guided, matcher=Slow())], lambda engine: None)
     assert naps == [] and min(seconds) < 0.02
 
 

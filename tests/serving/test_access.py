@@ -21,7 +21,7 @@ HEX = "[0-9a-f]{32}"
 
 async def cached(job: FakeJob, submit: Request) -> None:
     job.send(RequestUpdate(submit.id, 3, 2, 0))
-    await job.say(submit, [100], cached=2)
+    await job.say(submit, [100], cached_tokens=2)
     await job.say(submit, [101], "error" if submit.prompt[0] == 9 else "length", reason="planted")
 
 

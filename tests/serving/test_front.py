@@ -169,7 +169,7 @@ def test_a_stream_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         job.send(RequestUpdate(submit.id, 3, 1, 0))
         await released.wait()
         job.send(RequestUpdate(submit.id, 3, 0, 2))
-        await job.say(submit, [100], cached=1)
+        await job.say(submit, [100], cached_tokens=1)
         await job.say(submit, [101], "length")
 
     async def check(front: Front) -> None:
@@ -382,7 +382,7 @@ def test_a_chat_template_comes_with_the_model_or_the_server(tmp_path: Path) -> N
 def test_metrics_count_what_went_through(tmp_path: Path) -> None:
     async def cached(job: FakeJob, submit: Request) -> None:
         job.send(Stats({"pages_used": 3, "pages_free": 5}))
-        await job.say(submit, [100], cached=2)
+        await job.say(submit, [100], cached_tokens=2)
         await job.say(submit, [101, 102], "length")
 
     async def check(front: Front) -> None:
@@ -405,7 +405,7 @@ def test_metrics_count_what_went_through(tmp_path: Path) -> None:
 
 def test_cached_tokens_of_several_prompts_are_added_up(tmp_path: Path) -> None:
     async def cached(job: FakeJob, submit: Request) -> None:
-        await job.say(submit, [100], "length", cached=2)
+        await job.say(submit, [100], "length", cached_tokens=2)
 
     async def check(front: Front) -> None:
         body = {"prompt": [[1, 2, 3], [1, 2, 4]], "n": 2, "max_tokens": 1}

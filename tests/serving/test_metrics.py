@@ -29,7 +29,7 @@ async def cached(job: FakeJob, submit: Request) -> None:
     drafts = {"drafts": 10, "drafts_kept_0": 7, "drafts_kept_1": 3}
     job.send(Stats({"pages": 64, "pages_used": 16, "pages_free": 48} | drafts))
     job.send(RequestUpdate(submit.id, 3, 2, 0))
-    await job.say(submit, [100], cached=2)
+    await job.say(submit, [100], cached_tokens=2)
     await job.say(submit, [101, 102], "length")
 
 
