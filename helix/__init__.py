@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from helix.packages import ROOT, import_package
@@ -13,7 +14,7 @@ def __getattr__(name: str) -> Any:
     """Finds `LLM`, which lies in `launch` under the name that users look for."""
     if name != "LLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for package in ("kernels", "comm", "launch"):
+    for package in ("launch", "kernels", "comm") if "RANK" in os.environ else ("launch",):  # a rank computes here
         import_package(package)
     from launch.llm import LLM
 

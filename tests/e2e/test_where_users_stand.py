@@ -18,10 +18,8 @@ PROMPT, TEXT = "def read_json(path):", '\n    """\n    Return'
 LLM = f"LLM({str(DEMO)!r}, kvp=1, overrides=['kv.tokens=8192'])"
 OTHERS = "import comm, kernels\nprint(*[hasattr(comm, 'create_comm'), hasattr(kernels, 'own')])"
 PROGRAM = f"from helix import LLM\nwith {LLM} as llm:\n    print(llm.generate({PROMPT!r}, max_tokens=4)[0].text)\n"
-LIGHT = (ROOT / "launch" / "client" / "llm.py").exists()
 
 pytestmark = pytest.mark.timeout(240)
-light = pytest.mark.skipif(not LIGHT, reason="launch/llm.py imports our own comm and kernels")
 
 
 @pytest.fixture(scope="module", params=["editable", "wheel"])
@@ -39,12 +37,12 @@ def places(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("place, script", [("checkout", False), ("parent", False), ("other", True)])
 def test_a_program_decodes(programs: Path, places: dict[str, Path], place: str, script: bool, tmp_path: Path) -> None:
-    (places["other"] / "mine.py").write_text(PROGRAM + (OTHERS if LIGHT else ""))
+    (places["other"] / "mine.py").write_text(PROGRAM + OTHERS)
     words = ["mine.py"] if script else ["-c", PROGRAM]
     command = ["env", "-u", "PYTHONPATH", "-C", str(places[place]), str(programs / "python"), *words]
     ended = Job(command, log=tmp_path / "log").wait()
     assert ended.code == 0 and ended.output.startswith(TEXT), ended.output
-    assert not (script and LIGHT) or ended.output.endswith("True True\n")
+    assert not script or ended.output.endswith("True True\n")
 
 
 TORCHRUN = ["python", "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "helix", "run"]
@@ -58,6 +56,13 @@ def test_a_command_decodes(programs: Path, places: dict[str, Path], words: list[
     given = [str(DEMO), "p.jsonl", "-o", "o.jsonl", "decode.max_new_tokens=4"]
     ended = job(programs, places["parent"], *words[1:], *given, program=words[0]).wait()
     assert ended.code == 0 and json.loads((places["parent"] / "o.jsonl").read_text())["text"] == TEXT, ended.output
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_decode_in_a_program(programs: Path, places: dict[str, Path]) -> None:
+    (places["other"] / "mine.py").write_text(PROGRAM)
+    ended = job(programs, places["other"], *TORCHRUN[1:4], "mine.py", program="python").wait()
+    assert ended.code == 0 and TEXT in ended.output, ended.output
 
 
 @pytest.mark.slow
@@ -80,7 +85,6 @@ def notebook(programs: Path, places: dict[str, Path], place: str) -> Iterator[No
 SLOW = [pytest.param(place, marks=pytest.mark.slow) for place in ("checkout", "other")]
 
 
-@light
 @pytest.mark.parametrize("place", ["parent", *SLOW])
 def test_a_notebook_decodes(notebook: Notebook, place: str) -> None:
     """The cells of the example, and what goes wrong in notebooks: interrupts, models that are made again."""
