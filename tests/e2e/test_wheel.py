@@ -43,6 +43,8 @@ def test_torchrun_starts_its_ranks(installed: Path, tmp_path: Path) -> None:
 
 
 def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()  # of the user's own
+    (tmp_path / "launch" / "__init__.py").touch()
     server = job(installed, tmp_path, "serve", f"model.path={DEMO}", "layout.kvp=1", "kv.tokens=2048", "serve.port=0")
     try:
         server.wait_for(server.log, "curl -N ")

@@ -193,4 +193,15 @@ FAULTS = [
         "else hang_s):", "else 1e9):",
         (FAILING + "test_a_job_without_progress_is_started_again[1-0-False]",),
     ),
+    # ---- where packages lie
+    Fault(
+        "a package of the working directory is taken for ours", "helix/packages.py",
+        '"PYTHONSAFEPATH": "1"', '"PYTHONSAFEPATH": ""',
+        ("tests/e2e/test_wheel.py::test_it_serves_its_page",),
+    ),
+    Fault(
+        "a package that another has imported is taken for ours", "helix/packages.py",
+        "elif folder not in", "elif not folder and folder not in",
+        ("tests/unit/test_imports.py::test_another_s_launch_is_named",),
+    ),
 ]  # fmt: skip
