@@ -1,4 +1,4 @@
-"""Where Helix's other packages lie: in the checkout, or in a folder of the wheel that is on the path of ranks alone.
+"""Location of Helix's other packages: in the checkout, or in a folder of the wheel that is on the path of ranks alone.
 
 Others have distributions with packages `comm`, `kernels` and `launch`: theirs stay importable wherever `helix` is.
 """

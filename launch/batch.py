@@ -17,10 +17,10 @@ from helix.errors import RankError
 from launch.client.answer import Answer, RequestOutput, output_of
 from launch.client.choice import News
 from launch.client.core import Core
-from launch.client.errors import ApiError
+from launch.client.errors import REFUSED, ApiError
 from launch.client.schemas import Chat, Completion
 from launch.client.session import Session
-from launch.client.supervisor import REFUSED, Supervisor
+from launch.client.supervisor import Supervisor
 from launch.inputs.prompts import SERVED, PromptFile, PromptLine, ResultFile, body_of, check_defaults
 from launch.inputs.terminal import PromptsTerminal
 from launch.serving.openai import OpenAIAnswer

@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 
 from helix.config import check
 from helix.hub import find_models
+from helix.place import Place
 from launch.client.answer import Answer, Heard, RequestOutput, output_of
 from launch.client.choice import News
 from launch.client.core import Core
@@ -42,6 +43,7 @@ from launch.inputs.arguments import unknown
 from launch.inputs.compose import composed
 from launch.inputs.front import CPU_TOKENS
 from launch.inputs.prompts import MOST_IDS
+from launch.inputs.work import SERVE
 
 LOG = logging.getLogger("helix")
 T = TypeVar("T")
@@ -91,17 +93,21 @@ class LLM:
         if self._config.kv.tokens is None and not Path("/dev/nvidia0").exists():
             settings.append(f"kv.tokens={CPU_TOKENS}")
         check(self._config)
-        rank = os.environ.get("RANK")  # set by the launcher that has started this process
-        self._leads = rank in (None, "0")
+        place = Place.from_environment()
+        self._leads = place is None or place.rank == 0
+        if place is not None:  # a rank imports torch
+            device = import_module("helix.devices").gpu_name(place) if self._config.comm.backend != "gloo" else None
+            preflight = import_module("launch.inputs.preflight").preflight
+            preflight(self._config, place.rank, place.world_size, device, SERVE)
         self.layout = ""
         self._closed = False
         self._pid = os.getpid()
         self._directory = Path(mkdtemp(prefix="helix-"))
         self._rank: Thread | None = None
-        if rank is not None:
+        if place is not None:
             socket = self._directory / "rank.sock"
             self._config.serve.attach = str(socket)
-            main = import_module("launch.run").main  # a rank imports torch
+            main = import_module("launch.run").main
             self._rank = Thread(target=main, args=([*settings, f"serve.socket={socket}"],), daemon=True)
             self._rank.start()
         atexit.register(self.close)
@@ -255,8 +261,8 @@ class LLM:
     def _answers(self, bodies: Sequence[Chat | Completion], use_tqdm: bool) -> list[RequestOutput]:
         if not self._leads:
             return []
-        with tqdm(total=len(bodies), unit="prompt", delay=SHOWN_S, disable=not use_tqdm or len(bodies) < 2) as bar:
-            return self._finish(self._begin(self._outputs(bodies, ended=bar.update)))
+        with tqdm(total=len(bodies), unit="prompt", delay=SHOWN_S, disable=not use_tqdm or len(bodies) < 2) as shown:
+            return self._finish(self._begin(self._outputs(bodies, ended=shown.update)))
 
     def _streamed(self, body: Chat | Completion) -> Generator[str | RequestOutput]:
         """Yields an answer's text piece by piece, then the output."""

@@ -15,6 +15,7 @@ from helix.hub import find_models
 from helix.library import import_transformers
 from helix.place import Place
 from launch import sweep
+from launch.client.errors import WRONG_SETTINGS
 from launch.inputs import compose, front
 from launch.inputs.work import RUNTIME, Program
 
@@ -62,5 +63,6 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
             time.sleep(2.0)  # the first to exit takes the others down
         else:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 1
+        # Who has started this job tells wrong settings from ranks that failed.
+        return WRONG_SETTINGS if any(text.startswith("serve.socket=") for text in arguments) else 1
     return begin()

@@ -62,7 +62,7 @@ class Answer:
         self._changed = changed
 
     def close(self) -> None:
-        """Aborts unfinished continuations; to be called once the answer is sent."""
+        """Ends unfinished continuations; to be called once the answer is sent."""
         for choice in self.choices:
             choice.abort("abort")
 
@@ -214,7 +214,7 @@ class RequestOutput:
 
 
 def shorten(text: str) -> str:
-    """Cuts a text for a line in a terminal."""
+    """Returns a text that fits in a line of a terminal."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

@@ -39,7 +39,7 @@ class News:
 
     @classmethod
     def joined(cls, pieces: Sequence[News]) -> News:
-        """Joins consecutive news of one continuation."""
+        """Merges consecutive news of one continuation."""
         return cls(
             [token for one in pieces for token in one.ids],
             [logprobs for one in pieces for logprobs in one.logprobs],

@@ -52,7 +52,7 @@ class Flight:
     """A running continuation.
 
     Attributes:
-        request: what the ranks are asked.
+        request: as the ranks get it.
         group: identity shared by all continuations of one request of a client.
         name: the request's id in the log.
         drawn: token ids so far.
@@ -218,7 +218,7 @@ class Core:
         return self.ready
 
     def start(self, requests: Sequence[Request], changed: Callable[[], None], name: str = "") -> list[Flight]:
-        """Requests continuations to the job, all of them or none; sets their `id`.
+        """Submits continuations to the job, all of them or none; sets their `id`.
 
         Args:
             name: the request's id in the log.

@@ -13,6 +13,9 @@ KINDS = {
     503: "service_unavailable_error",
 }
 
+REFUSED = 3  # exit code of a run that has refused some requests and served the others
+WRONG_SETTINGS = 2  # exit code of a job whose settings were refused before ranks started
+
 
 class ApiError(Exception):
     """Refusal or failure of a request.

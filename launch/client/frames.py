@@ -208,7 +208,7 @@ def _messages(of: int, header: bytearray, tail: bytearray) -> list[Message]:
         grouped = groupby(ids.reshape(-1, 2).tolist(), itemgetter(0))
         return [RequestUpdate(name, new_ids=tuple([token for _, token in pairs])) for name, pairs in grouped]
     if kind == "request":
-        content["sampling"] = SamplingParams.from_dict(content["sampling"])
+        content["sampling"] = SamplingParams.from_dict(_frozen(content["sampling"]))
         return [Request(of, ids, **content)]
     values = {name: _frozen(value) for name, value in content.items()}
     if kind == "update":

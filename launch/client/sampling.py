@@ -88,14 +88,15 @@ def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) 
     if wanted == 0:
         wanted = 1  # the engine draws a token behind each prompt; the answer leaves it out
     room = ready.max_length
-    what = "the model's context" if ready.context <= room else "what the KV cache can hold (kv.tokens)"
+    fits = prompt + (wanted or 1) <= ready.context
+    most, what = (room, "what the KV cache can hold (kv.tokens)") if fits else (ready.context, "the model's context")
     if prompt == 0:
         raise ApiError(400, "the prompt is empty: it needs a token", param="prompt")
     if prompt + (wanted or 1) > room:
         new = f" and {wanted} new ones are {prompt + wanted}, which" if wanted else ""
         raise ApiError(
             400,
-            f"the prompt's {prompt} tokens{new} exceed {what} of {room} tokens",
+            f"the prompt's {prompt} tokens{new} exceed {what} of {most} tokens",
             param="messages" if hasattr(request, "messages") else "prompt",
             code="context_length_exceeded",
         )

@@ -1,4 +1,4 @@
-"""From the body of a request to its answer: the one way in for HTTP, `LLM` and prompt files."""
+"""Pipeline from the body of a request to its answer, for HTTP, `LLM` and prompt files alike."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from launch.client.tokens import Tokens, read_defaults
 
 
 class Session:
-    """A model that ranks serve, asked by bodies of requests.
+    """Client of a model that ranks serve: bodies of requests in, answers out.
 
     Args:
         serve: how it is served.
@@ -62,7 +62,7 @@ class Session:
         self.defaults = read_defaults(model)
 
     def know(self, ready: Ready, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Learns what a job serves, and loads that if it is not loaded; arguments and errors as in `load`."""
+        """Takes over what a job serves; arguments and errors as in `load`, which is called if it was not."""
         if ready.guided and ready.model is not None:
             self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
             if loop is not None:

@@ -17,12 +17,11 @@ from pathlib import Path
 from helix.config import ServeConfig
 from helix.packages import ROOT, rank_environment
 from launch.client.core import Core, Flight
+from launch.client.errors import WRONG_SETTINGS
 
 LOG = logging.getLogger("helix.serving")  # unlike a print, a log that cannot be written raises nothing
 ENTRY = ROOT / "torchrun_entry.py"
 LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the process that it must not outlive
-REFUSED = 3  # exit code of a run that has refused some requests and served the others
-WRONG_SETTINGS = 2  # exit code of a job whose settings were refused before ranks started
 # Lines of a failed job that tell the cause, the most reliable first: a lost process, an error line, an exception.
 CAUSES = (r"(rank \d+|the launcher) was (killed|stopped)", r"error\b", r"[\w.]+(Error|Exception): ")
 WINDOW_S = 600.0  # in which `serve.restarts` are counted

@@ -25,7 +25,7 @@ def new_bar(console: Console) -> Progress:
 
 
 class PromptsTerminal:
-    """What the terminal shows of prompts that run.
+    """View of running prompts on the terminal.
 
     Args:
         streams: whether texts are shown as they come.
@@ -61,7 +61,7 @@ class PromptsTerminal:
             self._text.push(name, text, ended)
 
     def refuse(self, name: str | int, reason: str) -> None:
-        """Says why a prompt has no answer."""
+        """Prints why a prompt has no answer."""
         self.console.print(f"[{name}] refused: {reason}", markup=False, style="red")
 
     def count(self, done: int, total: int) -> None:
@@ -72,7 +72,7 @@ class PromptsTerminal:
             self.console.print(f"{done:,} of {total:,} prompts are done", markup=False)
 
     def finish(self, served: int, refused: int) -> None:
-        """Says how it ended."""
+        """Prints the final counts."""
         self._end_bar()
         self.console.print(f"{served} served, {refused} refused")
 

@@ -25,7 +25,7 @@ from helix.models.draft_layer import DraftLayer
 from helix.models.loading import is_untrained, randomize, weights_of
 from helix.place import Place
 from helix.speculation import DraftModel
-from launch.client.supervisor import REFUSED
+from launch.client.errors import REFUSED
 from launch.inputs.preflight import CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile
 from launch.inputs.work import Work
@@ -67,7 +67,7 @@ def _launch(plan: CheckedRun, work: Work, rank: Callable[[], int], command: Sequ
 
 
 def _finished(config: Config, plan: CheckedRun) -> int:
-    """Says that a resumed run has nothing left, which needs no model."""
+    """Prints that a resumed run has nothing left, which needs no model."""
     ResultFile(config, plan.prompts).close()
     record = f"; record={config.record} is not written" if config.record is not None else ""
     print(f"decode.output={config.decode.output} holds the results of all {len(plan.prompts)} prompts already{record}")

@@ -34,7 +34,7 @@ from helix.events.decision import StepKind
 from helix.events.request import Request, RequestUpdate
 from helix.memory.keeps import dtype_name
 from kernels.ahead import on_compilation
-from launch.client.errors import ApiError
+from launch.client.errors import REFUSED, ApiError
 from launch.client.frames import (
     Cancel,
     Failed,
@@ -49,7 +49,6 @@ from launch.client.frames import (
     encode_tokens,
 )
 from launch.client.sampling import sampling_of
-from launch.client.supervisor import REFUSED
 from launch.client.tokens import read_defaults
 from launch.inputs.prompts import PromptFile, body_of
 from launch.job.lifeline import LAUNCHER

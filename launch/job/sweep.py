@@ -18,7 +18,8 @@ from helix.build.checks import check_layout
 from helix.build.parts import make_layout, make_spec
 from helix.config import Config
 from helix.devices import ranks
-from launch.client.supervisor import REFUSED, cause
+from launch.client.errors import REFUSED
+from launch.client.supervisor import cause
 from launch.inputs.points import Point
 from launch.inputs.preflight import prepared
 from launch.inputs.work import RUNTIME, Program

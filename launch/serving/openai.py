@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format, whole or as stream events."""
+"""Response objects in OpenAI's format, whole or as stream events."""
 
 from __future__ import annotations
 

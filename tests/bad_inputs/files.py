@@ -491,15 +491,15 @@ CASES = [
     ("a temperature that is none", line(prompt_ids=[1], temperature=float("nan")), [], 3, "temperature = nan"),
     ("a seed beyond 64 bits", line(prompt_ids=[1], seed=2**70), [], 3, "seed = 1180591620717411303424"),
     ("a top_k beyond 64 bits", line(prompt_ids=[1], top_k=2**70), [], 3, "top_k = 1180591620717411303424"),
-    ("a token id beyond 64 bits", line(prompt_ids=[2**70]), [], 3, "token id 1180591620717411303424"),
+    ("a token id beyond 64 bits", line(prompt_ids=[2**70]), [], 3, "prompt has 1180591620717411303424"),
     ("a token id below 0", line(prompt_ids=[-1]), [], 3, "token id -1"),
-    ("no token ids", line(prompt_ids=[]), [], 3, "the prompt is empty"),
+    ("no token ids", line(prompt_ids=[]), [], 3, "prompt must not be empty"),
     (
         "max_tokens beyond 64 bits",
         line(prompt_ids=[1], max_tokens=2**70),
         [],
         3,
-        "1180591620717411303424 new ones exceed",
+        "1180591620717411303424 new ones are",
     ),
     ("max_tokens of 0", line(prompt_ids=[1], max_tokens=0), [], 3, "max_tokens=0"),
 ]

@@ -65,4 +65,4 @@ def test_they_mean_what_they_mean_to_a_server(tmp_path: Path) -> None:
     assert len(scored["token_logprobs"]) == len(scored["tokens"]) and max(scored["token_logprobs"][1:]) < 0
     assert said["wrong"]["body"]["error"]["param"] == "temperature"
     assert "demo-model is" in said["other"]["body"]["error"]["message"]
-    assert "40001, which exceed what the KV cache can hold" in said["long"]["body"]["error"]["message"]
+    assert "40001, which exceed the model's context of 32768 tokens" in said["long"]["body"]["error"]["message"]

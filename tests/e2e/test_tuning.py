@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,9 +76,8 @@ def task(config: Config, world: LoopbackWorld, rank: int) -> Task:
     def load() -> tuple[Decoder, None]:
         return model(plan.layout, comm), None
 
-    results: Any = SimpleNamespace(remaining=plan.prompts) if rank == 0 and plan.prompts else None
     console: Any = Silent()
-    return Task(plan, comm, "loopback", load, None, results, console, Phases())
+    return Task(plan, comm, "loopback", load, console, Phases())
 
 
 def model(layout: HelixLayout, comm: Any) -> Decoder:

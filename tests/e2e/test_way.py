@@ -29,7 +29,7 @@ def note(frame, event, argument):
         return
     caller = frame.f_back
     while caller is not None:
-        if caller.f_code.co_name == "<module>" and caller.f_globals["__name__"] != "__main__":
+        if caller.f_code.co_name == "<module>" and caller.f_globals.get("__name__") not in ("__main__", None):
             return
         caller = caller.f_back
     seen.add(code)

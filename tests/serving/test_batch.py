@@ -15,7 +15,7 @@ import pytest
 from helix.config import Config
 from launch.batch import decode
 from launch.client.compiler import Compiler
-from launch.client.supervisor import REFUSED
+from launch.client.errors import REFUSED
 from launch.client.tokens import Tokens
 from launch.inputs.prompts import PromptFile
 from tests.serving.front import DEMO, READY, FakeJob

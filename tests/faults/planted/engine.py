@@ -128,7 +128,7 @@ FAULTS = [
     ),
     Fault(
         "a first token without a mask", "helix/control/scheduler.py",
-        "None if request.grammar is None else request.grammar.allowed(),", "None,", SCHEDULER,
+        "None if request.matcher is None else request.matcher.allowed(),", "None,", SCHEDULER,
     ),
     Fault(
         "runs of steps beside a grammar", "helix/control/scheduler.py",
