@@ -36,7 +36,8 @@ def between(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
     at = np.array(sorted(known))
     values = np.interp(np.log2(sizes), np.log2(at), [known[size].value for size in at])
     inside = (sizes >= at[0]) & (sizes <= at[-1])
-    level = np.where(np.isin(sizes, at), MEASURED, np.where(inside, INTERPOLATED, EXTRAPOLATED))
+    known_size = (np.asarray(sizes)[..., None] == at).any(-1)  # of few sizes; np.isin takes six times as long
+    level = np.where(known_size, MEASURED, np.where(inside, INTERPOLATED, EXTRAPOLATED))
     return values, np.maximum(level, max(constant.level for constant in known.values()))
 
 
