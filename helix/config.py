@@ -274,7 +274,7 @@ class ServeConfig:
     Attributes:
         socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`.
             `helix serve` sets it for the ranks that it starts.
-        attach: such a socket of ranks that somebody else started; unset: `helix serve` starts ranks.
+        attach: such a socket of ranks that somebody else started; unset: `helix serve` and `helix run` start ranks.
         host: address to listen at.
         port: port to listen at; 0: any that is free.
         name: the model's name to clients; unset: that of its directory.

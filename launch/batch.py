@@ -74,7 +74,6 @@ class BatchRunner:
         self._core = Core(sys.maxsize)
         self._supervisor = Supervisor(self._core, serve, [], socket.parent)
         self._session = Session(serve, self._core)
-        self._core.on_first = self._session.know
         self._answers: set[Answer] = set()
         self._prompt_tokens = 0  # of answers that have ended
         self._refused = 0

@@ -286,7 +286,6 @@ class LLM:
         self._log = self._directory / "log"
         self._core = Core(sys.maxsize)
         self._session = Session(self._config.serve, self._core)
-        self._core.on_first = self._session.know
         with self._log.open("wb") as log:
             self._supervisor = Supervisor(self._core, self._config.serve, settings, self._directory, log.fileno())
             self._keeping = asyncio.create_task(self._supervisor.keep())

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from helix.events.request import Request, RequestUpdate
-from launch.client.acceptance import AcceptanceWatch
 from launch.client.errors import ApiError
 from launch.client.frames import (
     Cancel,
@@ -30,9 +27,7 @@ from launch.client.frames import (
     Unread,
     pieces,
 )
-from launch.client.metrics import ENGINE, Metrics
 
-LOG = logging.getLogger("helix.serving")
 PIECE = 1 << 20  # bytes read at a time
 CRASHES = 2  # crashes of the job during one continuation after which it is taken for the cause
 RETRY_S = {"starting": 10, "restarting": 10, "draining": 30, "failed": 60}
@@ -105,6 +100,28 @@ class Flight:
         self.changed()
 
 
+class Observer:
+    """Listener to what becomes of continuations; this one does nothing."""
+
+    def submitted(self, flight: Flight) -> None:
+        """A continuation was submitted."""
+
+    def admitted(self, flight: Flight) -> None:
+        """It was admitted."""
+
+    def drawn(self, flight: Flight, count: int, now: float) -> None:
+        """So many tokens were drawn for it, which it does not have yet."""
+
+    def ended(self, flight: Flight, finish_reason: str) -> None:
+        """It has ended."""
+
+    def reported(self, before: Mapping[str, float], stats: Mapping[str, float]) -> None:
+        """The job has sent gauges and counters; `before` are the last ones."""
+
+    def restarted(self) -> None:
+        """The job is started again."""
+
+
 class Core:
     """Registry of running continuations, and their connection to a job; it outlives jobs.
 
@@ -113,30 +130,17 @@ class Core:
         on_first: called in a thread with the first job's `Ready`, before the core is ready.
         ready: the job's `Ready` message, once the first job has sent it.
         stats: the job's last gauges and counters.
-        rate: tokens per second between the job's last two gauges.
-        queried, hits: tokens of prompts, and those of them that were in the cache.
-        metrics: metrics of all continuations.
+        observer: hears of all continuations.
     """
 
-    def __init__(self, most_waiting: int) -> None:
+    def __init__(self, most_waiting: int, observer: Observer | None = None) -> None:
         self._state, self._why = "starting", "the model is being loaded"
         self.draining = False
         self.on_first: Callable[[Ready], None] = lambda ready: None
         self.ready: Ready | None = None
         self.flights: dict[str | int, Flight] = {}
         self.stats: dict[str, float] = {}
-        self.metrics = Metrics()
-        self._acceptance = AcceptanceWatch()
-        self.metrics.watch("num_requests_waiting", "requests queued, not yet admitted", lambda: self.waiting)
-        self.metrics.watch(
-            "num_requests_running", "requests that were admitted", lambda: len(self.flights) - self.waiting
-        )
-        self.metrics.watch("kv_cache_usage_perc", "share of the pages that sequences hold, 0 to 1", self._usage)
-        for key, (name, what) in ENGINE.items():
-            self.metrics.watch(name, what, lambda key=key: self.stats.get(key, 0))  # type: ignore[misc]
-        self.rate = 0.0
-        self.queried = self.hits = 0
-        self._drawn, self._counted = 0, time.monotonic()  # tokens since the job's last gauges, and their time
+        self.observer = observer or Observer()
         self._most_waiting = most_waiting
         self._numbers = itertools.count(1)
         self._writer: StreamWriter | None = None
@@ -160,9 +164,6 @@ class Core:
     def waiting(self) -> int:
         return sum(flight.waits for flight in self.flights.values())
 
-    def _usage(self) -> float:
-        return self.stats.get("pages_used", 0) / (self.stats.get("pages", 0) or 1)
-
     def refuse_unless_ready(self) -> Ready:
         """Returns the job's `Ready` message.
 
@@ -172,44 +173,6 @@ class Core:
         if self.state != "ready" or self.ready is None:
             raise ApiError(503, f"{self.state}: {self.why}", code=self.state, retry_s=RETRY_S.get(self.state, 10))
         return self.ready
-
-    def loads(self) -> dict[str, Any]:
-        """Describes how busy the ranks are, in the fields of SGLang's `/v1/loads` that routers read.
-
-        Raises:
-            ApiError: 503, there are none.
-        """
-        ready, waiting = self.refuse_unless_ready(), self.waiting
-        page = ready.kv_tokens / self.stats.get("pages", 1)  # tokens
-        used, cached = (round(self.stats.get(name, 0) * page) for name in ("pages_used", "pages_cached"))
-        running = len(self.flights) - waiting
-        load = {
-            "dp_rank": 0,
-            "num_running_reqs": running,
-            "num_waiting_reqs": waiting,
-            "num_total_reqs": running + waiting,
-            "num_waiting_uncached_tokens": sum(
-                len(flight.request.prompt) for flight in self.flights.values() if flight.waits
-            ),
-            "num_used_tokens": used,
-            "num_cached_tokens": cached,  # of nobody, and known to prompts that begin alike
-            "max_total_num_tokens": ready.kv_tokens,
-            "max_running_requests": ready.max_batch,
-            "token_usage": self._usage(),
-            "utilization": running / ready.max_batch,
-            "gen_throughput": self.rate,
-            "cache_hit_rate": self.hits / max(1, self.queried),
-        }
-        total = {
-            "total_running_reqs": running,
-            "total_waiting_reqs": waiting,
-            "total_reqs": running + waiting,
-            "avg_token_usage": load["token_usage"],
-            "avg_throughput": self.rate,
-            "avg_utilization": load["utilization"],
-        }
-        now = datetime.now(UTC).isoformat()
-        return {"timestamp": now, "dp_rank_count": 1, "loads": [load], "aggregate": total}
 
     async def first_ready(self) -> Ready:
         """Waits for the first job to be ready; returns its message."""
@@ -243,7 +206,7 @@ class Core:
             raise ApiError(400, str(error), code="too_large") from error
         for flight, frame in zip(flights, frames, strict=True):
             self.flights[flight.request.id] = flight
-            self.metrics.prompt_tokens.inc(len(flight.request.prompt))
+            self.observer.submitted(flight)
             self._write(frame)
         return flights
 
@@ -342,25 +305,10 @@ class Core:
             ids = np.concatenate([before.prompt, np.asarray(flight.drawn, dtype=np.int32)])
             self._send(replace(before, prompt=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn))
 
-    def _more(self, key: str, values: dict[str, float]) -> float:
-        """Returns by how much a counter of the job has grown; another job counts from 0."""
-        before, now = (of.get(key, 0) for of in (self.stats, values))
-        return now - before if now >= before else now
-
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):
-            self.metrics.preemptions.inc(self._more("preemptions", message.values))
-            tried, kept = (self._more(key, message.values) for key in ("drafts", "drafts_kept_0"))
-            self.metrics.drafts.inc(tried)
-            if (fallen := self._acceptance.add(tried, kept, time.monotonic())) is not None:
-                LOG.warning(fallen)
-            for key in (key for key in message.values if key.startswith("drafts_kept_")):
-                self.metrics.kept.labels(key.removeprefix("drafts_kept_")).inc(self._more(key, message.values))
+            self.observer.reported(self.stats, message.values)
             self.stats = message.values
-            if self.ready is not None and (pages := int(self.stats.get("pages", 0))):
-                self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)
-            told = time.monotonic()
-            self.rate, self._drawn, self._counted = self._drawn / (told - self._counted), 0, told
         elif isinstance(message, Unread | Queued | RequestUpdate) and message.id in self.flights:
             flight = self.flights[message.id]
             if isinstance(message, Unread):
@@ -390,25 +338,15 @@ class Core:
     def _admitted(self, flight: Flight) -> None:
         if flight.waits:
             flight.admitted = time.monotonic()
-            self.metrics.queued.observe(flight.admitted - flight.began)
+            self.observer.admitted(flight)
 
     def _add(self, flight: Flight, tokens: Sequence[int]) -> None:
         """Adds tokens that a continuation has drawn."""
-        now, metrics = time.monotonic(), self.metrics
-        if count := len(tokens):
+        if tokens:
+            now = time.monotonic()
             self._admitted(flight)
-            if flight.drawn:
-                metrics.between_tokens.observe((now - flight.last) / count)
-            else:
-                flight.first = now
-                metrics.first_token.observe(now - flight.began)
-                metrics.prefill.observe(now - flight.admitted)
-                metrics.looked_up.inc(len(flight.request.prompt))
-                metrics.cached_tokens.inc(flight.cached or 0)
-                self.queried += len(flight.request.prompt)
-                self.hits += flight.cached or 0
-            metrics.new_tokens.inc(count)
-            self._drawn += count
+            flight.first = flight.first or now
+            self.observer.drawn(flight, len(tokens), now)
             flight.last = now
         flight.stage = Stage.RUNNING
         flight.drawn += tokens
@@ -416,13 +354,7 @@ class Core:
 
     def _end(self, flight: Flight, finish_reason: str, reason: str | None) -> None:
         self.flights.pop(flight.request.id, None)
-        self.metrics.ended.labels(finish_reason).inc()
-        now = time.monotonic()
-        self.metrics.whole.observe(now - flight.began)
-        self.metrics.prompt_lengths.observe(len(flight.request.prompt))
-        self.metrics.new_lengths.observe(len(flight.drawn))
-        if flight.first is not None:
-            self.metrics.decode.observe(now - flight.first)
+        self.observer.ended(flight, finish_reason)
         flight.end(finish_reason, reason)
 
     def _send(self, message: Message) -> None:

@@ -113,14 +113,12 @@ def form_of(
         raise unfollowed(shape.param, error) from error
 
 
-async def grammar_of(form: Form | None, compiler: Compiler | None, ready: Ready) -> str | None:
-    """Compiles the grammar of a form; None: any text.
+async def grammar_of(form: Form, compiler: Compiler | None, ready: Ready) -> str:
+    """Compiles the grammar of a form.
 
     Raises:
         ApiError: 400, it is invalid, or the model has no compiler, with the reason.
     """
-    if form is None:
-        return None
     if compiler is None:
         what = f"answers of this model cannot follow {form.param}: {ready.unguided}; leave {form.param} out"
         raise ApiError(400, what, param=form.param)

@@ -106,7 +106,7 @@ class Supervisor:
             if self._serve.attach is None and len(failures) > self._serve.restarts:
                 raise GaveUp(f"serve.restarts={self._serve.restarts} restarts in ten minutes were not enough: {why}")
             LOG.warning("%s: %d requests wait for it to come back", why, len(self._core.flights))
-            self._core.metrics.restarts.inc()
+            self._core.observer.restarted()
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 
     async def stop(self) -> None:

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from helix.config import ServeConfig
 from launch.client.errors import ApiError
-from launch.client.reader import RECEIVE_S
+from launch.serving.reader import RECEIVE_S
 
 BACKLOG = 4096
 CONNECTIONS = 16384  # at a time

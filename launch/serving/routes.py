@@ -23,17 +23,20 @@ from helix.config import ServeConfig
 from launch.client.answer import Answer
 from launch.client.chat_template import variables
 from launch.client.checked import Schema
+from launch.client.core import Core
 from launch.client.errors import ApiError
+from launch.client.frames import Ready
 from launch.client.prompts import ids_of
-from launch.client.reader import RECEIVE_S, Reader
 from launch.client.schemas import Body, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.client.session import Session
 from launch.serving import messages, responses
 from launch.serving.access import Logged, with_cors
 from launch.serving.blocks import BlockAnswer
 from launch.serving.messages import Count, Messages, MessagesAnswer, error_body
+from launch.serving.metrics import ServerMetrics
 from launch.serving.openai import OpenAIAnswer, rendered
 from launch.serving.openapi import document
+from launch.serving.reader import RECEIVE_S, Reader
 from launch.serving.responses import Responses, ResponsesAnswer
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
@@ -65,14 +68,43 @@ class Api:
 
     Args:
         keys: the keys that authorise requests.
+
+    Attributes:
+        core, session: the connection to the ranks, and the model behind them.
+        reader: reads requests, the large ones in processes of their own; None until the first job is ready.
     """
 
-    def __init__(self, serve: ServeConfig, session: Session, keys: Keys) -> None:
+    def __init__(self, serve: ServeConfig, keys: Keys) -> None:
+        self._metrics = ServerMetrics()
+        self.core = self._metrics.core = Core(serve.waiting, self._metrics)
+        self.session = Session(serve, self.core)
+        self.reader: Reader | None = None
         self._serve = serve
-        self._session = session
-        self._core = session.core
         self._keys = keys
         self._started = int(time.time())
+
+    def know(self, ready: Ready, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Takes over what the first job serves.
+
+        Args:
+            loop: event loop in which processes that read large requests and compile grammars start meanwhile, so that
+                the first such request does not wait for one; None: they start on demand.
+
+        Raises:
+            ValueError: the tokenizer or the defaults cannot be read.
+        """
+        self.session.load(ready.model)
+        self.reader = Reader(ready.model, self._serve.chat_template, self.session.tokens, RECEIVE_S)
+        if loop is not None:
+            loop.call_soon_threadsafe(self.reader.workers.start)
+            if (compiler := self.session.compiler) is not None:
+                loop.call_soon_threadsafe(compiler.workers.start)
+
+    async def close(self) -> None:
+        """Ends the processes that read requests and compile grammars."""
+        if self.reader is not None:
+            await self.reader.close()
+        await self.session.close()
 
     @property
     def _routes(self) -> list[tuple[str, str, Handler, type[Schema] | None]]:
@@ -88,7 +120,7 @@ class Api:
             ("/v1/loads", "GET", self._loads, None),
             ("/tokenize", "POST", self._tokenize, Tokenize),
             ("/detokenize", "POST", self._detokenize, Detokenize),
-            ("/metrics", "GET", self._metrics, None),
+            ("/metrics", "GET", self._scrape, None),
             ("/version", "GET", self._version, None),
             ("/openapi.json", "GET", self._openapi, None),
             ("/", "GET", self._page, None),
@@ -113,7 +145,7 @@ class Api:
 
     async def _complete(self, request: Request) -> ASGIApp:
         """Continues texts or token ids."""
-        ready = self._core.refuse_unless_ready()
+        ready = self.core.refuse_unless_ready()
         body = await self._body(request, Completion, self._serve.waiting * ready.max_length)
         self._known(body.model)
         prompts = body.prompts
@@ -142,7 +174,7 @@ class Api:
 
     async def _count(self, request: Request) -> ASGIApp:
         """Counts the tokens of a conversation, as Anthropic's Messages give it."""
-        ready, body = self._core.refuse_unless_ready(), await self._body(request, Count)
+        ready, body = self.core.refuse_unless_ready(), await self._body(request, Count)
         reader = self._known(body.model)
         work = reader.tokens, body, variables(reader.tokens.template), max(ready.context, COUNTED_IDS)
         return JSONResponse(await reader.run(request.state.size, messages.count_of, *work))
@@ -157,10 +189,10 @@ class Api:
             format: presents the answer as the client reads it.
             size: bytes of a body whose reading may take long, else 0.
         """
-        visit, owner = request.state.visit, request.state.owner
-        self._known(body.model)
+        visit, owner, reader = request.state.visit, request.state.owner, self._known(body.model)
         salt = json.dumps([owner, body.cache_salt]) if owner or body.cache_salt else None
-        answer = await self._session.open(body, size=size, salt=salt, request_id=visit.id)
+        run = partial(reader.run, size) if size else None
+        answer = await self.session.open(body, run=run, salt=salt, request_id=visit.id)
         visit.answer, told = answer, format(answer)
         headers = {"x-ignored-fields": ",".join(map(_header, sent.model_extra))} if sent.model_extra else {}
         if body.stream:
@@ -184,33 +216,33 @@ class Api:
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
-        ready = self._core.ready
-        described = {"id": self._session.name, "object": "model", "created": self._started, "owned_by": "helix"}
-        if ready is None or self._session.reader is None:
+        ready = self.core.ready
+        described = {"id": self.session.name, "object": "model", "created": self._started, "owned_by": "helix"}
+        if ready is None or self.reader is None:
             return described
-        chat = self._session.tokens.has_template
+        chat = self.session.tokens.has_template
         more = {"max_model_len": ready.max_length, "chat": chat, "layout": ready.layout}
         return described | more
 
     async def _tokenize(self, request: Request) -> ASGIApp:
         """Converts a text or a conversation to token ids."""
-        ready, body = self._core.refuse_unless_ready(), await self._body(request, Tokenize)
+        ready, body = self.core.refuse_unless_ready(), await self._body(request, Tokenize)
         reader, most = self._known(body.model), max(ready.context, COUNTED_IDS)
         work = reader.tokens, body, ready.max_length, most
         return Response(await reader.run(request.state.size, ids_of, *work), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> ASGIApp:
         """Converts token ids to their text."""
-        ready = self._core.refuse_unless_ready()
+        ready = self.core.refuse_unless_ready()
         body = await self._body(request, Detokenize, max(ready.context, COUNTED_IDS))
         reader, ids = self._known(body.model), body.ids
         if len(ids) and (largest := ids.max()) >= ready.vocab:  # a tokenizer leaves out what it does not know
             raise ApiError(400, f"tokens has {largest}, and the vocabulary is [0, {ready.vocab})", param="tokens")
         return JSONResponse({"prompt": await reader.run(ids.nbytes, reader.tokens.decode, ids)})
 
-    async def _metrics(self, request: Request) -> ASGIApp:
+    async def _scrape(self, request: Request) -> ASGIApp:
         """Tells the metrics, in Prometheus's format."""
-        return Response(self._core.metrics.text(self._session.name), media_type="text/plain; version=0.0.4")
+        return Response(self._metrics.metrics.text(self.session.name), media_type="text/plain; version=0.0.4")
 
     async def _version(self, request: Request) -> ASGIApp:
         """Tells the version."""
@@ -218,7 +250,7 @@ class Api:
 
     async def _loads(self, request: Request) -> ASGIApp:
         """Tells routers how busy the ranks are, as SGLang does."""
-        return JSONResponse(self._core.loads())
+        return JSONResponse(self._metrics.loads())
 
     async def _openapi(self, request: Request) -> ASGIApp:
         """Describes the routes, as OpenAPI."""
@@ -230,7 +262,7 @@ class Api:
 
     async def _health(self, request: Request) -> ASGIApp:
         """Answers 200 while all ranks serve, else 503."""
-        state, why = self._core.state, self._core.why
+        state, why = self.core.state, self.core.why
         return JSONResponse({"state": state, "reason": why}, 200 if state == "ready" else 503)
 
     async def _page(self, request: Request) -> ASGIApp:
@@ -265,14 +297,14 @@ class Api:
 
     def _known(self, model: str | None) -> Reader:
         """Returns the reader of a request's model; raises ApiError 404 if another model is served."""
-        self._core.refuse_unless_ready()
-        self._session.check_model(model)
-        assert self._session.reader is not None, "set before the first job is ready"
-        return self._session.reader
+        self.core.refuse_unless_ready()
+        self.session.check_model(model)
+        assert self.reader is not None, "set before the first job is ready"
+        return self.reader
 
     async def _body(self, request: Request, schema: type[Body], most_ids: int = 0) -> Body:
         """Reads the body, with at most `most_ids` token ids; sets `request.state.size`, its bytes."""
-        reader, ready = self._known(None), self._core.refuse_unless_ready()
+        reader, ready = self._known(None), self.core.refuse_unless_ready()
         mib = self._serve.body_mib or max(BODY_BYTES, ID_BYTES * ready.max_length) // MIB
         most, what = mib * MIB, f"the body is larger than {mib} MiB (serve.body_mib)"
         too_large = ApiError(413, what, code="too_large")

@@ -20,7 +20,6 @@ import uvloop
 from helix.config import ServeConfig
 from launch.client.core import Core
 from launch.client.frames import Ready
-from launch.client.session import Session
 from launch.client.supervisor import GaveUp, Supervisor
 from launch.serving.http import Server, make_server
 from launch.serving.routes import Api
@@ -42,11 +41,10 @@ def run(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[st
 
 
 async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[str], directory: Path) -> int:
-    core = Core(serve.waiting)
-    session = Session(serve, core)
-    api = Api(serve, session, keys)
+    api = Api(serve, keys)
+    core = api.core
     loop = asyncio.get_running_loop()
-    core.on_first = lambda ready: _begin(session, ready, keys.needed, listener, loop)
+    core.on_first = lambda ready: _begin(api, ready, keys.needed, listener, loop)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, arguments, directory)
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -72,13 +70,13 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
         code = 1
     await _close(server, answering)
     stopped.cancel()
-    await session.close()
+    await api.close()
     return code
 
 
-def _begin(session: Session, ready: Ready, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
+def _begin(api: Api, ready: Ready, keyed: bool, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
     """Reads the model's tokenizer and template, and prints the address; in a thread beside the loop."""
-    session.know(ready, loop)
+    api.know(ready, loop)
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -86,7 +84,7 @@ def _begin(session: Session, ready: Ready, keyed: bool, listener: socket, loop: 
     body = json.dumps({"prompt": "def read_json(path):", "max_tokens": 64, "stream": True})
     room = f"context {ready.context:,} tokens, KV cache {ready.kv_tokens:,} tokens, {ready.max_batch} sequences"
     print(
-        f"{session.name}{' with random weights' if ready.random else ''} is served at {url}\n"
+        f"{api.session.name}{' with random weights' if ready.random else ''} is served at {url}\n"
         f"in a browser, {url} is a page to talk to it\n"
         f"{ready.layout}, {ready.ranks} ranks\n"
         f"{room}\ncurl -N {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",

@@ -153,10 +153,9 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     job = job or FakeJob()
     path = directory / "job.sock"
     serve = replace(ServeConfig(), attach=str(path), port=0, **settings)
-    core = Core(serve.waiting)
-    session = Session(serve, core)
-    api = Api(serve, session, Keys(serve.api_keys))
-    core.on_first = session.know
+    api = Api(serve, Keys(serve.api_keys))
+    core = api.core
+    core.on_first = api.know
     listener = listen(serve)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, [], directory)
@@ -164,12 +163,12 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     tasks = [asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(supervisor.keep())]
     await until(lambda: core.state == "ready" and server.started)
     try:
-        yield Front(f"http://127.0.0.1:{listener.getsockname()[1]}", core, api, session, job, supervisor)
+        yield Front(f"http://127.0.0.1:{listener.getsockname()[1]}", core, api, api.session, job, supervisor)
     finally:
         server.should_exit = True
         await tasks[0]
         tasks[1].cancel()
-        await session.close()
+        await api.close()
         await job.close()
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from launch.client import acceptance
-from launch.client.acceptance import AcceptanceWatch
-from launch.client.core import Core
+from helix.config import ServeConfig
 from launch.client.frames import Stats
+from launch.serving import acceptance
+from launch.serving.acceptance import AcceptanceWatch
+from launch.serving.routes import Api
+from launch.serving.security import Keys
 
 
 def test_a_fall_of_acceptance_is_told_once() -> None:
@@ -41,7 +43,7 @@ def test_no_fall_is_told(after: float, tried: int, every_s: float) -> None:
 def test_a_server_tells_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Counters of a job grow; those of the next one begin at 0."""
     monkeypatch.setattr(acceptance, "EACH_S", 0.0)
-    core = Core(1)
+    core = Api(ServeConfig(), Keys(None)).core
     for drafts, kept in [(1000, 900), (2000, 1800), (1000, 850), (2000, 1400)]:
         core._take(Stats({"drafts": drafts, "drafts_kept_0": kept, "drafts_kept_1": kept // 2}))
     assert [line[:49] for line in caplog.messages] == ["drafts: 55% of first drafts are kept, and 90% wer"]

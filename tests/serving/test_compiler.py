@@ -78,8 +78,8 @@ def test_nobody_waits_for_a_form_that_takes_long(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         forms = [EASY | {"structured_outputs": {"choice": [text]}} for text in "ab"]
         await asyncio.gather(*(front.post("/v1/completions", form) for form in forms))
-        await until(lambda: len(front.session._compiler.workers.idle) == 2, 30)
-        before = [*front.session._compiler.workers.idle]
+        await until(lambda: len(front.session.compiler.workers.idle) == 2, 30)
+        before = [*front.session.compiler.workers.idle]
         hard = asyncio.create_task(front.post("/v1/completions", EASY | {"structured_outputs": {"grammar": HARD}}))
         await asyncio.sleep(0.1)
         for regex in ("a", "b"):
@@ -95,8 +95,8 @@ def test_nobody_waits_for_a_form_that_takes_long(tmp_path: Path) -> None:
 def test_a_client_that_leaves_ends_its_compilation(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         assert (await front.post("/v1/completions", EASY)).status_code == 200
-        before = [*front.session._compiler.workers.idle]
-        compiling = asyncio.create_task(front.session._compiler.compile([{"ebnf": HARD}]))
+        before = [*front.session.compiler.workers.idle]
+        compiling = asyncio.create_task(front.session.compiler.compile([{"ebnf": HARD}]))
         await asyncio.sleep(0.1)
         compiling.cancel()
         await until(lambda: not there(before), 10)
@@ -108,7 +108,7 @@ def test_who_sends_the_same_waits_for_the_same_compilation(tmp_path: Path) -> No
     """It goes on while one of them is there."""
 
     async def check(front: Front) -> None:
-        compiler = front.session._compiler
+        compiler = front.session.compiler
         assert (await front.post("/v1/completions", EASY)).status_code == 200
         (only,) = compiler.workers.idle
         together = [asyncio.create_task(compiler.compile([{"ebnf": HARD}])) for _ in range(3)]

@@ -20,8 +20,6 @@ import yaml
 
 from helix.config import Config, ServeConfig, check
 from launch.cli import COMMANDS
-from launch.client.core import Core
-from launch.client.session import Session
 from launch.inputs.compose import composed
 from launch.serving.routes import Api
 from launch.serving.security import Keys, check_exposure
@@ -30,7 +28,7 @@ from tests.serving.front import ROOT
 
 DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ROUTES = {path for path, *_ in Api(ServeConfig(), Session(ServeConfig(), Core(1)), Keys(None))._routes}
+ROUTES = {path for path, *_ in Api(ServeConfig(), Keys(None))._routes}
 SCRIPTS = sorted(file for file in DEPLOY.iterdir() if file.suffix in (".sh", ".sbatch"))
 
 

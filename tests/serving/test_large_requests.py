@@ -20,8 +20,9 @@ from transformers import AutoTokenizer
 from helix.events.request import Request
 from launch.client.errors import ApiError
 from launch.client.forms import MOST_SCHEMA
-from launch.client.reader import LARGE, Reader
+from launch.client.tokens import Tokens
 from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
+from launch.serving.reader import LARGE, Reader
 from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -250,7 +251,8 @@ def test_the_first_request_waits_for_the_process_that_has_begun() -> None:
     """It starts no other, and the process stays; of two at once, neither waits for one that starts."""
 
     async def check() -> None:
-        reader = Reader(str(DEMO), None, 60.0, asyncio.get_running_loop())
+        reader = Reader(str(DEMO), None, Tokens(str(DEMO)), 60.0)
+        reader.workers.start()
         await asyncio.sleep(0)
         (begun,) = await until_begun(reader)
         assert await reader.run(LARGE + 1, abs, -3) == 3
@@ -277,7 +279,7 @@ def test_a_process_that_fails_is_another_one_for_the_next() -> None:
     """A process that does not come to an end, dies, or raises what it is not to."""
 
     async def check() -> None:
-        reader = Reader(None, None, 60.0)
+        reader = Reader(None, None, Tokens(None), 60.0)
         assert await reader.run(LARGE + 1, abs, -3) == 3
         (first,) = reader.workers.processes
         with pytest.raises(TimeoutError):

@@ -119,7 +119,7 @@ FAULTS = [
         ("tests/e2e/test_mtp.py::test_drafts_are_those_of_the_layer",),
     ),
     Fault(
-        "acceptance may fall by two thirds", "launch/client/acceptance.py",
+        "acceptance may fall by two thirds", "launch/serving/acceptance.py",
         "share <= (1 - FALL) * before", "share <= FALL * before",
         ("tests/serving/test_acceptance_alarm.py::test_a_fall_of_acceptance_is_told_once",),
     ),

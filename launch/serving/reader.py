@@ -34,28 +34,18 @@ class Reader:
     Args:
         model: the checkpoint's directory.
         template: file with the chat template; None: the checkpoint's.
+        tokens: the model's tokenizer.
         deadline_s: seconds for a process to be free, and for it to read a request.
-        loop: event loop in which a process is started while this one reads the tokenizer; None: it starts on demand.
 
     Attributes:
         tokens: the model's tokenizer; in a call's arguments, the other process substitutes its own.
         workers: the processes.
-
-    Raises:
-        ValueError: the tokenizer cannot be read.
     """
 
-    def __init__(
-        self,
-        model: str | None,
-        template: str | None,
-        deadline_s: float,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self.workers = Workers("launch.client.reader", [model or "", template or ""], PROCESSES, deadline_s, deadline_s)
-        if loop is not None:
-            loop.call_soon_threadsafe(self.workers.start)
-        self.tokens = Tokens(model, template)
+    def __init__(self, model: str | None, template: str | None, tokens: Tokens, deadline_s: float) -> None:
+        arguments = model or "", template or ""
+        self.workers = Workers("launch.serving.reader", arguments, PROCESSES, deadline_s, deadline_s)
+        self.tokens = tokens
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(THREADS, "reader")
         self._calls: set[asyncio.Task[Any]] = set()
