@@ -64,11 +64,14 @@ class BatchRunner:
 
     Args:
         socket: of the ranks.
+
+    Raises:
+        ValueError: results cannot be written.
     """
 
     def __init__(self, config: Config, prompts: Sequence[PromptLine], socket: Path) -> None:
         self._config, self._prompts = config, prompts
-        self._results: ResultFile
+        self._results = ResultFile(config, prompts)
         self._terminal = PromptsTerminal(config.decode.stream)
         serve = replace(config.serve, attach=str(socket))
         self._core = Core(sys.maxsize)
@@ -83,7 +86,7 @@ class BatchRunner:
 
         Raises:
             RankError: results cannot be written.
-            ValueError: they cannot be written from the start, or the checkpoint's tokenizer cannot be read.
+            ValueError: the checkpoint's tokenizer cannot be read.
         """
         keeping = asyncio.create_task(self._supervisor.keep())
         working = asyncio.create_task(self._work())
@@ -108,7 +111,6 @@ class BatchRunner:
     async def _work(self) -> None:
         await asyncio.to_thread(self._session.load, self._config.model.path)  # while the ranks load the model
         ready = await self._core.first_ready()
-        self._results = ResultFile(self._config, self._prompts)  # ranks, which check the file, are done with that
         window = Semaphore(AHEAD * ready.max_batch)
         watching = asyncio.create_task(self._watch())
         try:

@@ -63,13 +63,19 @@ class CheckedRun:
 
 
 def preflight(
-    config: Config, rank: int, world_size: int, device: str | None = None, work: Work | None = None
+    config: Config,
+    rank: int,
+    world_size: int,
+    device: str | None = None,
+    work: Work | None = None,
+    writes: bool = True,
 ) -> CheckedRun:
     """Checks a config and returns the run; errors are the same on every rank, except those of a rank's own slices.
 
     Args:
         device: name of this rank's GPU, for layout=auto; None on a CPU.
         work: its work; None: that of a run.
+        writes: whether rank 0 checks that files can be written; else the client has begun to write them.
 
     Raises:
         ValueError: the config is wrong; the message names the key, its value and the remedy.
@@ -111,7 +117,7 @@ def preflight(
         *all_but_last, last = (f"{key}={path}" for key, path in given.items())
         raise ValueError(f"{', '.join(all_but_last)} and {last} must be different files")
     finished = False
-    if rank == 0:
+    if rank == 0 and writes:
         for key, value in files.items():
             if value is not None and key != "decode.prompts":
                 check_writable(key, Path(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from launch.job import spawn
 from launch.job.membership import Job
 from launch.job.memory import shortage
 from launch.job.report import Console, Phases, write_record
+from launch.job.spawn import SOCKET
 from launch.job.task import Done, Task
 
 
@@ -97,7 +99,7 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -
     plan, problem = None, None
     try:
         device = gpu_name(job.place) if config.comm.backend != "gloo" else None
-        plan = preflight(config, job.place.rank, job.place.world_size, device, work)
+        plan = preflight(config, job.place.rank, job.place.world_size, device, work, SOCKET not in os.environ)
     except (ValueError, OSError) as error:
         problem = str(error)
     own = {"layout": str(plan and plan.layout), "finished": plan is not None and plan.finished}
