@@ -261,7 +261,9 @@ class LLM:
     def _answers(self, bodies: Sequence[Chat | Completion], use_tqdm: bool) -> list[RequestOutput]:
         if not self._leads:
             return []
-        with tqdm(total=len(bodies), unit="prompt", delay=SHOWN_S, disable=not use_tqdm or len(bodies) < 2) as shown:
+        if not use_tqdm or len(bodies) < 2:  # tqdm's first use makes locks, which takes 20 ms
+            return self._finish(self._begin(self._outputs(bodies)))
+        with tqdm(total=len(bodies), unit="prompt", delay=SHOWN_S) as shown:
             return self._finish(self._begin(self._outputs(bodies, ended=shown.update)))
 
     def _streamed(self, body: Chat | Completion) -> Generator[str | RequestOutput]:
