@@ -74,6 +74,7 @@ LEVELS = {
 COMMANDS = 99  # the level of other files beside the rooms of launch and benchmarks: what one types
 # `from helix import LLM` and the command `helix`: the two imports against the order, the first inside a function.
 FRONT_DOORS = {("helix/__init__.py", "launch.llm", True), ("helix/__main__.py", "launch.cli", False)}
+HEAVY = {"torch", "triton", "transformers", "comm", "kernels"}  # clients go without
 # Imports that take seconds, and that rank 0 alone needs; and one of an extra of its own.
 LATE = {"transformers", "tokenizers", "tomllib", "gguf", "huggingface_hub"}
 
@@ -193,6 +194,23 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert sum(map(len, edges.values())) > 300
     assert cycle(edges) == []
     assert cycle(edges | {"kernels.dispatch": {"launch.job.rank"}}) != []
+
+
+@pytest.mark.parametrize("client", ["launch.llm", "launch.batch", "launch.chat", "launch.serving.routes"])
+def test_clients_reach_neither_torch_nor_kernels(client: str) -> None:
+    """By whatever they import when they are imported; what they load from there on comes from `import_module`."""
+    reached, left, heavy = set[str](), [client], set[str]()
+    while left:
+        if (module := left.pop()) in reached:
+            continue
+        reached.add(module)
+        file = ROOT / f"{module.replace('.', '/')}.py"
+        source = (file if file.exists() else file.with_suffix("") / "__init__.py").read_text()
+        for name, late in imports(ast.parse(source)):
+            parts = name.split(".")
+            heavy |= {f"{module} imports {name}"} if parts[0] in HEAVY and not late else set()
+            left += [] if late else [m for n in range(1, len(parts) + 1) if (m := ".".join(parts[:n])) in MODULES]
+    assert len(reached) > 10 and heavy == set()
 
 
 def test_each_kind_of_work_is_a_module_that_is_imported_where_it_is_done() -> None:
