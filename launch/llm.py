@@ -40,10 +40,8 @@ from launch.client.schemas import Body, Chat, Completion, parsed
 from launch.client.session import Session
 from launch.client.supervisor import ENDING_S, Supervisor, cause
 from launch.inputs.arguments import unknown
-from launch.inputs.compose import composed
 from launch.inputs.front import CPU_TOKENS
 from launch.inputs.prompts import MOST_IDS
-from launch.inputs.work import SERVE
 
 LOG = logging.getLogger("helix")
 T = TypeVar("T")
@@ -88,7 +86,7 @@ class LLM:
         given = {"layout": layout, "layout.kvp": kvp, "layout.tpa": tpa, "layout.ep": ep, "layout.dp": dp}
         settings = [f"{key}={value}" for key, value in given.items() if value is not None]
         settings = [f"model.path={path}", "serve.restarts=0", *settings, *overrides]
-        self._config = composed(settings)
+        self._config = import_module("launch.inputs.compose").composed(settings)  # Hydra: not with `import helix`
         find_models(self._config)
         if self._config.kv.tokens is None and not Path("/dev/nvidia0").exists():
             settings.append(f"kv.tokens={CPU_TOKENS}")
@@ -98,7 +96,8 @@ class LLM:
         if place is not None:  # a rank imports torch
             device = import_module("helix.devices").gpu_name(place) if self._config.comm.backend != "gloo" else None
             preflight = import_module("launch.inputs.preflight").preflight
-            preflight(self._config, place.rank, place.world_size, device, SERVE)
+            work = import_module("launch.inputs.work").SERVE
+            preflight(self._config, place.rank, place.world_size, device, work)
         self.layout = ""
         self._closed = False
         self._pid = os.getpid()
