@@ -104,22 +104,22 @@ class Observer:
     """Listener to what becomes of continuations; this one does nothing."""
 
     def submitted(self, flight: Flight) -> None:
-        """A continuation was submitted."""
+        """Takes note that a continuation was submitted."""
 
     def admitted(self, flight: Flight) -> None:
-        """It was admitted."""
+        """Takes note that it was admitted."""
 
     def drawn(self, flight: Flight, count: int, now: float) -> None:
-        """So many tokens were drawn for it, which it does not have yet."""
+        """Takes note of the number of tokens drawn for it, before it has them."""
 
     def ended(self, flight: Flight, finish_reason: str) -> None:
-        """It has ended."""
+        """Takes note that it has ended."""
 
     def reported(self, before: Mapping[str, float], stats: Mapping[str, float]) -> None:
-        """The job has sent gauges and counters; `before` are the last ones."""
+        """Takes note of gauges and counters of the job; `before` are the last ones."""
 
     def restarted(self) -> None:
-        """The job is started again."""
+        """Takes note that the job is started again."""
 
 
 class Core:

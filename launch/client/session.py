@@ -16,6 +16,7 @@ from launch.client.choice import Choice
 from launch.client.compiler import Compiler
 from launch.client.core import Core
 from launch.client.errors import ApiError
+from launch.client.frames import Ready
 from launch.client.prompts import Reading, grammar_of, read
 from launch.client.sampling import requests_of
 from launch.client.schemas import Chat, Completion
@@ -33,12 +34,14 @@ class Session:
         name: the model's name to clients.
         tokens: its tokenizer, once it is loaded.
         defaults: the checkpoint's sampling defaults, which requests over HTTP have.
+        compiler: see `compiler_for`.
     """
 
     def __init__(self, serve: ServeConfig, core: Core) -> None:
         self.core = core
         self.name = serve.name or "model"
         self.tokens: Tokens
+        self.compiler: Compiler | None = None
         self.defaults: Mapping[str, Any] = {}
         self._serve = serve
 
@@ -55,13 +58,11 @@ class Session:
         self.tokens = Tokens(model, self._serve.chat_template)
         self.defaults = read_defaults(model)
 
-    @cached_property
-    def compiler(self) -> Compiler | None:
-        """Compiler of grammars; None if the model's answers can follow none."""
-        ready = self.core.ready
-        if ready is None or not ready.guided or ready.model is None:
-            return None
-        return Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
+    def compiler_for(self, ready: Ready) -> Compiler | None:
+        """Returns the compiler of grammars for what a job serves, made on demand; None: answers can follow none."""
+        if self.compiler is None and ready.guided and ready.model is not None:
+            self.compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
+        return self.compiler
 
     @cached_property
     def _dialect(self) -> Dialect | None:
@@ -91,7 +92,7 @@ class Session:
         ready = self.core.refuse_unless_ready()
         work = self.tokens, self._dialect if isinstance(body, Chat) else None, body, ready
         reading = read(*work) if run is None else await run(read, *work)
-        grammar = None if reading.form is None else await grammar_of(reading.form, self.compiler, ready)
+        grammar = None if reading.form is None else await grammar_of(reading.form, self.compiler_for(ready), ready)
         requests = requests_of(body, reading, self.defaults if defaults is None else defaults, ready, grammar, salt)
         changed = asyncio.Event()
         parsers = [self._parser(body, reading) if parsed else None for _ in requests]
@@ -109,8 +110,8 @@ class Session:
 
     async def close(self) -> None:
         """Ends the processes that compile grammars."""
-        if (compiler := vars(self).get("compiler")) is not None:  # it is made on demand
-            await compiler.close()
+        if self.compiler is not None:
+            await self.compiler.close()
 
     def _parser(self, body: Chat | Completion, reading: Reading) -> Parser | None:
         """Creates the parser of a continuation; None for completions, which are text alone."""

@@ -95,9 +95,10 @@ class Api:
         """
         self.session.load(ready.model)
         self.reader = Reader(ready.model, self._serve.chat_template, self.session.tokens, RECEIVE_S)
+        compiler = self.session.compiler_for(ready)
         if loop is not None:
             loop.call_soon_threadsafe(self.reader.workers.start)
-            if (compiler := self.session.compiler) is not None:
+            if compiler is not None:
                 loop.call_soon_threadsafe(compiler.workers.start)
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ from helix.control.detokenize import HELD, TextStream
 from helix.events.request import Request
 from launch.client.choice import Choice
 from launch.client.core import Flight
-from launch.client.frames import Submit
+from launch.client.schemas import Completion
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
@@ -103,10 +103,10 @@ def test_a_stop_text_before_a_torn_character_ends_the_text() -> None:
     made.decoder = decoders.ByteLevel()
     torn = PreTrainedTokenizerFast(tokenizer_object=made)
     assert stream(torn, [0, 1], "y") == ("x", ["x", "", ""], True)
-    flight, tokens = Flight(Submit(0, 2), None, "", lambda: None), SimpleNamespace(tokenizer=torn)
+    flight, tokens = Flight(Request(0, (), 2), None, "", lambda: None), SimpleNamespace(tokenizer=torn)
     tokens.decode = lambda ids, special: torn.decode(ids)
     flight.drawn, flight.finish_reason = [0, 1], "length"
-    choice = Choice(0, flight, tokens, ("y",), (), (), lambda *of: None)  # type: ignore[arg-type]
+    choice = Choice(0, flight, tokens, Completion(prompt="", stop="y"), lambda *of: None, None)  # type: ignore[arg-type]
     news = choice.take()
     assert (news.text, news.finish_reason, choice.stop) == ("x", "stop", "y")
 

@@ -184,8 +184,8 @@ FAULTS = [
         ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
     ),
     Fault(
-        "a new job's preemptions are lost", "launch/client/core.py",
-        "now - before if now >= before else now", "max(0, now - before)",
+        "a new job's preemptions are lost", "launch/serving/metrics.py",
+        "now - known if now >= known else now", "max(0, now - known)",
         (FRONT + "test_every_documented_metric_moves",),
     ),
     Fault(
