@@ -39,7 +39,7 @@ from helix.models.decoder import Decoder
 from helix.run.autotune import choose_chunks
 from helix.run.clock import Moment, seconds_of_each
 from helix.run.graphs import StepGraphs
-from helix.run.model_runner import StepTokens
+from helix.run.step_tokens import StepTokens
 from helix.simulate.cost import tokens_per_step
 from helix.speculation import NoDrafts
 from helix.speculation.adaptive import Acceptance, DraftOutcome

@@ -30,8 +30,9 @@ from helix.memory.pages import PagePool
 from helix.memory.prefix import PrefixTree
 from helix.memory.tiered_cache import TieredCache
 from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
-from helix.run.model_runner import ModelRunner, StepTokens
+from helix.run.model_runner import ModelRunner
 from helix.run.rehearsal import rehearse
+from helix.run.step_tokens import StepTokens
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
 from helix.steps.chunk_size import DEEP, LONG, SEQUENCES, SIZES
 

@@ -20,7 +20,8 @@ from helix.control.scheduler import Scheduler
 from helix.control.timings import Timings
 from helix.events.decision import Decision
 from helix.events.request import Logprobs, PromptLogprobs, Request, RequestUpdate
-from helix.run.model_runner import ModelRunner, StepTokens
+from helix.run.model_runner import ModelRunner
+from helix.run.step_tokens import StepTokens
 from helix.speculation.adaptive import DraftOutcome, DraftPolicy
 
 AHEAD_S = 0.004  # time before the predicted end of a run at which the next decision is made; more than one takes

@@ -22,7 +22,7 @@ from helix.config import SpeculationConfig
 from helix.events.decision import Decision, StepKind
 from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.run.model_runner import StepTokens
+from helix.run.step_tokens import StepTokens
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, LayerDrafter, SuffixDrafter
 from helix.steps.step import DecodeState

@@ -29,7 +29,7 @@ from helix.events.request import Request, RequestUpdate
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import BlockBudget
-from helix.run.model_runner import StepTokens
+from helix.run.step_tokens import StepTokens
 from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
 from tests.e2e.checkpoints import checkpoint, oracle

@@ -151,7 +151,7 @@ FAULTS = [
         (ENGINE + "test_a_rank_that_gave_up_in_the_last_step_says_so",),
     ),
     Fault(
-        "tokens are taken without a look", "helix/run/model_runner.py", "        self._check(False)\n", "",
+        "tokens are taken without a look", "helix/run/step_tokens.py", "        self._check(False)\n", "",
         (ENGINE + "test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up",),
     ),
     Fault(
