@@ -148,6 +148,21 @@ def test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told(stream: bool, tmp
     run(check, tmp_path, FakeJob(saying("def f(x):\n# end\nmore", None)))
 
 
+def test_an_end_token_is_no_text_even_if_it_has_one(tmp_path: Path) -> None:
+    """Such as one of `stop_token_ids`: the engine ends with it."""
+
+    async def ending(job: FakeJob, submit: Request) -> None:
+        await job.say(submit, [100])
+        await job.say(submit, [101], "stop")
+
+    async def check(front: Front) -> None:
+        answer = (await front.post("/v1/completions", {"prompt": "x", "max_tokens": 9})).json()
+        assert text_of(front, [101]) and answer["choices"][0]["text"] == text_of(front, [100])
+        assert answer["usage"]["completion_tokens"] == 2
+
+    run(check, tmp_path, FakeJob(ending))
+
+
 def test_the_models_end_is_no_text(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         choice = (await front.post("/v1/completions", {"prompt": "x", "max_tokens": 99, "echo": True})).json()[

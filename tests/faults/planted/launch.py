@@ -138,7 +138,7 @@ FAULTS = [
     Fault(
         "a stop id is a token like others",
         "launch/client/choice.py", "if flight.finish_reason == \"stop\" and at + 1 == len(fresh):", "if False:",
-        (FRONT + "test_the_models_end_is_no_text",),
+        (FRONT + "test_an_end_token_is_no_text_even_if_it_has_one",),
     ),
     Fault(
         "segments are never compared with the whole", "launch/client/tokens.py",
