@@ -76,7 +76,7 @@ FAULTS = [
     ),
     Fault(
         "who is bound to no form any more ends well", "launch/job/serve.py",
-        'finish_reason in ("stop", "length"):', "False:",
+        'update.finish_reason in ("stop", "length"):', "False:",
         ("tests/serving/test_forms.py::test_an_answer_that_leaves_its_form_is_an_error",),
     ),
     # ---- serving
