@@ -136,7 +136,8 @@ def keep(request: dict[str, Any], stdout: int, stderr: int, told: int) -> None:
 
 
 if __name__ == "__main__":
-    for program in (*RANKS, "launch.job.rank", "launch.serving.server", "torch.distributed.run"):
+    programs = (program for program in RANKS if not program.startswith("examples."))  # which would run
+    for program in (*programs, "launch.llm", "launch.job.rank", "launch.serving.server", "torch.distributed.run"):
         import_module(program)
     import_transformers()
     gc.freeze()
