@@ -112,15 +112,14 @@ def started(directory: Path) -> Iterator[Server]:
 
 
 def age_s(server: Server) -> float:
-    """For how long there has been any of the ranks, or the launcher that started them."""
-    ticks = [int(fields[19]) for pid in server.members() if _is_of_job(pid) and (fields := status(pid))]
+    """For how long there has been any of the ranks."""
+    ticks = [int(fields[19]) for pid in server.members() if _is_rank(pid) and (fields := status(pid))]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - min(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def _is_of_job(pid: int) -> bool:
-    """Says whether a process is no part of the front end."""
+def _is_rank(pid: int) -> bool:
     try:
-        return b"torchrun_entry.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/comm").read_text().startswith("helix rank")
     except OSError:
         return False
 
