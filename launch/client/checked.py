@@ -31,5 +31,5 @@ On = Annotated[bool, or_null(True)]
 class Schema(BaseModel):
     """Base of all schemas: strict about types, and collects unknown fields separately."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, defer_build=True)
     route: ClassVar[str] = "completions"  # of the table of fields

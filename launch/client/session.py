@@ -57,6 +57,8 @@ class Session:
         self.name = self._serve.name or (Path(model).resolve().name if model else "model")
         self.tokens = Tokens(model, self._serve.chat_template)
         self.defaults = read_defaults(model)
+        for schema in (Chat, Completion):  # not with the first request; nor with their import, for commands
+            schema.model_rebuild()
 
     def compiler_for(self, ready: Ready) -> Compiler | None:
         """Returns the compiler of grammars for what a job serves, made on demand; None: answers can follow none."""

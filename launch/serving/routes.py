@@ -94,6 +94,9 @@ class Api:
             ValueError: the tokenizer or the defaults cannot be read.
         """
         self.session.load(ready.model)
+        for *_, body in self._routes:
+            if body is not None:
+                body.model_rebuild()  # not with its first request
         self.reader = Reader(ready.model, self._serve.chat_template, self.session.tokens, RECEIVE_S)
         compiler = self.session.compiler_for(ready)
         if loop is not None:
