@@ -116,7 +116,9 @@ def test_halves_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         runner.state.admit(admission(0, 0, pages, 8000, tokens.int().numpy()))
         step = runner.state.prefill_step([PromptChunk(0, 0, tokens)])
         whole = model.hidden(runner.cache, step, runner.dense).clone()
-        several: Any = SimpleNamespace(world_size=2, device=torch.device("cuda"), capturable=True, half=0)
+        several: Any = SimpleNamespace(
+            world_size=2, device=torch.device("cuda"), capturable=True, half=0, sums_at_once=False
+        )
         model.own, model.turns = several, turns.Turns(several)
         cut = Step.halves
         counts: list[int] = []
