@@ -42,7 +42,7 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
     Args:
         work: returns a rank's exit code.
         command: arguments of Python for the same work, if a fork cannot do it.
-        client: asks the ranks at a socket, in this process; returns an exit code of its own.
+        client: sends requests to the ranks over a socket, from this process; returns an exit code of its own.
 
     Returns:
         0, or the exit code of the rank that failed first (1 if a signal killed it), or the client's, or INTERRUPTED.
@@ -87,21 +87,23 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str], cli
 
 async def _beside(ranks: Sequence[Fork], came: list[int], work: Coroutine[Any, Any, int]) -> tuple[dict[int, int], int]:
     """Waits for ranks, as `_wait`, and for their client; returns the ranks that failed, and the client's exit code."""
-    over: list[int] = []  # the exit code of a client that failed
+    over: list[int] = []  # the exit code of a client that failed: nobody would tell the ranks to end
+
+    async def run_client() -> int:
+        code = 1
+        try:
+            code = await work
+        finally:
+            over.extend([code] if code not in (0, REFUSED) else [])
+        return code
+
     waiting = asyncio.create_task(asyncio.to_thread(_wait, ranks, came, over))
-    client = asyncio.create_task(work)
-    client.add_done_callback(lambda _: over.append(code) if (code := _code(client)) not in (0, REFUSED) else None)
+    client = asyncio.create_task(run_client())
     failed = await waiting
     if failed or came:
         client.cancel()
     await asyncio.wait((client,), timeout=CLIENT_S)
-    client.cancel()
-    return failed, _code(client)
-
-
-def _code(client: asyncio.Task[int]) -> int:
-    """Returns the exit code of a client that has ended; 1 if it was cancelled, or else did not end by itself."""
-    return 1 if not client.done() or client.cancelled() else client.result()
+    return failed, client.result() if client.done() and not client.cancelled() else 1
 
 
 class Fork:

@@ -183,3 +183,16 @@ def test_the_surest_cause_is_named() -> None:
     for line in ("rank 1 was stopped by a signal, and stayed so", "the launcher was stopped by a signal, and stayed"):
         assert cause([*trace, line]) == line
     assert cause(["a warning"]) == ""
+
+
+def test_a_client_that_breaks_ends_its_ranks() -> None:
+    """With its traceback; a rank that nobody tells to end would run on."""
+    program = (
+        "import time\n"
+        "from launch.job import spawn\n"
+        "async def broken(path):\n"
+        "    raise RuntimeError('planted')\n"
+        "spawn.launch(1, lambda: time.sleep(300), [], broken)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stderr.strip().endswith("RuntimeError: planted"), ended.stderr
