@@ -275,6 +275,7 @@ class ServeConfig:
         socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`.
             `helix serve` sets it for the ranks that it starts.
         attach: such a socket of ranks that somebody else started; unset: `helix serve` and `helix run` start ranks.
+            `helix run` ends them after its last prompt.
         host: address to listen at.
         port: port to listen at; 0: any that is free.
         name: the model's name to clients; unset: that of its directory.

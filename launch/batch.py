@@ -40,7 +40,9 @@ def attached(config: Config) -> int:
     """
     check(config)
     check_defaults(config.decode)
-    return asyncio.run(decode(config, PromptFile(Path(str(config.decode.prompts))), Path(str(config.serve.attach))))
+    if config.decode.prompts is None:
+        raise ValueError(f"nothing to do over serve.attach={config.serve.attach}: set decode.prompts=FILE.jsonl")
+    return asyncio.run(decode(config, PromptFile(Path(config.decode.prompts)), Path(str(config.serve.attach))))
 
 
 async def decode(config: Config, prompts: Sequence[PromptLine], socket: Path) -> int:
@@ -60,7 +62,7 @@ async def decode(config: Config, prompts: Sequence[PromptLine], socket: Path) ->
 
 
 class BatchRunner:
-    """A prompt file's way through a session.
+    """Decoding of a prompt file over a session.
 
     Args:
         socket: of the ranks.

@@ -118,7 +118,7 @@ class Answer:
         return [News.joined(pieces) for pieces in told]
 
     def parts(self, news: News) -> list[AnswerPart]:
-        """Returns the parts of news that are told: a chat may leave out the model's thoughts."""
+        """Returns the parts of news that the client gets: a chat may leave out the model's thoughts."""
         if isinstance(self.body, Chat) and not self.body.include_reasoning:
             return [part for part in news.parts if part.kind != "thinking"]
         return news.parts
