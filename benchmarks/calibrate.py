@@ -47,9 +47,9 @@ from benchmarks.kernels import tier as bench_tier
 from benchmarks.records.recorded_steps import RECORDED, Cell, halves, measured, read_cells
 from benchmarks.runner import Given, Row
 from benchmarks.timer import ROTATED, K, seconds
-from helix.simulate import constants
-from helix.simulate.fit import errors, fit, quantiles
-from helix.simulate.hardware import MEASURED, Constant, Hardware
+from helix.planner import constants
+from helix.planner.fit import errors, fit, quantiles
+from helix.planner.hardware import MEASURED, Constant, Hardware
 from kernels.dense.linear import linear
 from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
 from launch.inputs.arguments import helped, parse, several

@@ -20,14 +20,14 @@ import torch
 
 from benchmarks.quality.needles import SOURCES, make, score
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build.engine import build_engine
-from helix.build.parts import make_spec
 from helix.config import Config, KVConfig, ModelConfig
-from helix.control.inbox import Inbox
-from helix.events.request import Request
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
+from helix.setup.engine import build_engine
+from helix.setup.parts import make_spec
 from helix.tokenizer import load_tokenizer
 from launch.inputs.arguments import helped, parse, several, unknown
 from launch.inputs.compose import ROOT

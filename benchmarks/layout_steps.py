@@ -24,7 +24,7 @@ from benchmarks.models.steps import measure, measure_sparse
 from benchmarks.models.workloads import WORKLOADS, Workload
 from benchmarks.runner import Given, record
 from benchmarks.schema import BenchConfig, bench_points, composed
-from helix.build.parts import make_layout
+from helix.setup.parts import make_layout
 from launch.inputs.arguments import helped
 from launch.inputs.auto_layout import budget
 from launch.inputs.compose import ROOT

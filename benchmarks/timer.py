@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from comm.base import Communicator
-from helix.run.clock import Moment, seconds_of_each
+from helix.worker.clock import Moment, seconds_of_each
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
 PRODUCT_CEILING = 700e12  # FLOP/s in bf16; the library's products in long prompts, an H200 at 700 W (benchmarks/LOG.md)

@@ -7,7 +7,7 @@ from helix import LLM
 
 QUESTIONS = ["\n\ndef main():\n    engine = Engine(", "\n\nclass Settings:\n", "\n\n# In short, this file"]
 
-document = "".join(path.read_text() for path in sorted(Path("helix/control").glob("*.py")))[:12_000]
+document = "".join(path.read_text() for path in sorted(Path("helix/engine").glob("*.py")))[:12_000]
 with LLM(*(sys.argv[1:] or ["assets/demo-model"]), kvp=2) as llm:
     for question in QUESTIONS:
         (output,) = llm.generate(document + question, max_tokens=24)

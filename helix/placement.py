@@ -335,7 +335,7 @@ class PromptChunk:
         begin: global position of the first token.
         tokens: int64 [m], on the host.
         known: tokens of the sequence in its pages already: for these only states and windows are computed.
-        saves, moves: see `helix.events.decision.Segment`.
+        saves, moves: see `helix.engine.decision.Segment`.
     """
 
     slot: int

@@ -8,10 +8,10 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from helix.control.block_tables import BlockTables
+from helix.engine.block_tables import BlockTables
+from helix.engine.pages import PagePool
+from helix.engine.prefix import PrefixTree
 from helix.layout import HelixLayout
-from helix.memory.pages import PagePool
-from helix.memory.prefix import PrefixTree
 from helix.placement import Stripes
 
 

@@ -24,10 +24,10 @@ from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps
-from helix.memory.kv_cache import KVCache
 from helix.models.decoder import MIXERS
-from helix.steps.step import Step
+from helix.worker.keeps import Keeps
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import Step
 
 
 @dataclass(frozen=True)

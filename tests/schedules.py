@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from helix.config import ScheduleConfig
-from helix.control import serving
-from helix.control.engine import Engine
-from helix.control.inbox import Abort
-from helix.events.decision import Decision, Segment
-from helix.events.request import Logprobs, PromptLogprobs, Request
+from helix.engine import serving
+from helix.engine.core import Engine
+from helix.engine.decision import Decision, Segment
+from helix.engine.inbox import Abort
+from helix.engine.request import Logprobs, PromptLogprobs, Request
 from helix.layout import HelixLayout
 from helix.placement import Stripes
 from helix.sampling_params import SamplingParams
@@ -84,7 +84,9 @@ class Arrivals:
 class Drawn:
     """Tokens of a step that ends at a time."""
 
-    def __init__(self, clock: Clock, tokens: list[tuple[int, int]], begin: float, end: float, idle: float = 0.0) -> None:
+    def __init__(
+        self, clock: Clock, tokens: list[tuple[int, int]], begin: float, end: float, idle: float = 0.0
+    ) -> None:
         self._clock, self._tokens, self._end = clock, tokens, end
         self.seconds, self.came = end - begin, 0.0
         self.busy_seconds = self.seconds - idle

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from helix.config import ScheduleConfig
-from helix.control.block_tables import BlockTables
-from helix.control.goals import Goal
-from helix.control.prefill_time import PrefillTime
-from helix.control.scheduler import LEAST_CHUNK, LONGEST_S, RunnerTraits, Scheduler
-from helix.events.decision import Admission, Decision, StepPlan
-from helix.events.request import Request
+from helix.engine.block_tables import BlockTables
+from helix.engine.decision import Admission, Decision, StepPlan
+from helix.engine.goals import Goal
+from helix.engine.pages import PagePool
+from helix.engine.prefill_time import PrefillTime
+from helix.engine.prefix import PrefixTree
+from helix.engine.request import Request
+from helix.engine.scheduler import LEAST_CHUNK, LONGEST_S, RunnerTraits, Scheduler
 from helix.layout import HelixLayout
-from helix.memory.pages import PagePool
-from helix.memory.prefix import PrefixTree
 from helix.placement import Stripes
 
 TOKEN_S = 1e-4  # of a chunk, for a token at the beginning of a context

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.events.decision import Admission
-from helix.events.request import Logprobs, PromptLogprobs, Request
+from helix.engine.core import Engine
+from helix.engine.decision import Admission
+from helix.engine.inbox import Inbox
+from helix.engine.request import Logprobs, PromptLogprobs, Request
 from helix.layers.specs import AttentionSpec
 from helix.models import DecoderSpec
 from helix.sampling_params import SamplingParams

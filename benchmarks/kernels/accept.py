@@ -17,7 +17,7 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import READ_CEILING, ROTATED, seconds
 from comm.solo import SoloCommunicator
 from helix.speculation import accepted_candidates
-from helix.steps.sampling import SamplingState, distribution, draw_drafts, sampled_candidates
+from helix.worker.sampling import SamplingState, distribution, draw_drafts, sampled_candidates
 from kernels.reference.commit import commit as reference
 from kernels.tokens.commit import Candidates, commit
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.runner import Given, Part, Row
 from benchmarks.timer import ROTATED, K, seconds
-from helix.memory.keeps import dtype_name, score_planes
+from helix.worker.keeps import dtype_name, score_planes
 from kernels.attention.flash_decode import decode_tile, flash_decode
 from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.reference.flash_decode import flash_decode as by_torch

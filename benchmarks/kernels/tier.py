@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import DIM, seconds
-from helix.memory.host_store import HostStore
-from helix.run.clock import Moment
+from helix.worker.clock import Moment
+from helix.worker.host_store import HostStore
 from kernels.hot_blocks import BlockList, FetchList, HotBlocks, Readers
 from kernels.reference.resolve import resolve as reference
 from kernels.tier.copy_blocks import copy_blocks

@@ -21,10 +21,10 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 from comm.emulated import emulating_processes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.simulate.hardware import Hardware
-from helix.simulate.points import Options
-from helix.simulate.search import frontier, search
-from helix.simulate.step import StepCost
+from helix.planner.hardware import Hardware
+from helix.planner.points import Options
+from helix.planner.search import frontier, search
+from helix.planner.step import StepCost
 from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
 

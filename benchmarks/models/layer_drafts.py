@@ -27,8 +27,8 @@ from benchmarks.models.workloads import Items, K, M, fitting_layers, named
 from benchmarks.runner import Benchmark, Given, Part, Row
 from helix.layers.specs import AttentionSpec, MLPSpec
 from helix.layout import HelixLayout
-from helix.memory.keeps import token_bytes
 from helix.models import DecoderSpec
+from helix.worker.keeps import token_bytes
 from launch.inputs.shapes import spec_of
 
 MODELS = ("qwen2.5-7b", "qwen3.5-27b", "glm-4.6", "deepseek-r1")

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.quality import agent_turns
 from benchmarks.runner import Benchmark, Given, Part, Row
-from helix.events.decision import Admission, StepKind
+from helix.engine.decision import Admission, StepKind
 from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
 from helix.speculation import Drafter, NgramDrafter, SuffixDrafter

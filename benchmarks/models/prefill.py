@@ -22,7 +22,7 @@ from benchmarks.kernels.attention import TORCH
 from benchmarks.models.workloads import named
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import DIM, PAGE, replays
-from helix.run.clock import seconds_of_each
+from helix.worker.clock import seconds_of_each
 from kernels.attention import flash_prefill_sm90
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.paged_keys import PagedKeys

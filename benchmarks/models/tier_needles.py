@@ -17,20 +17,20 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.policies import make_policy
 from helix.attention.tiered import TieredAttention
-from helix.build.engine import build_engine
-from helix.build.parts import make_spec
-from helix.build.tiering import tiered_bytes
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, ModelConfig
-from helix.control.inbox import Inbox
-from helix.events.request import Request
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.memory.keeps import StepSizes, dtype_name
-from helix.memory.kv_cache import with_bounds
-from helix.memory.tiered_cache import TieredCache
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
 from helix.placement import Placement
+from helix.setup.engine import build_engine
+from helix.setup.parts import make_spec
+from helix.setup.tiering import tiered_bytes
 from helix.tokenizer import load_tokenizer
+from helix.worker.keeps import StepSizes, dtype_name
+from helix.worker.kv_cache import with_bounds
+from helix.worker.tiered_cache import TieredCache
 from launch.inputs.compose import ROOT
 
 DEMO = ROOT / "assets" / "demo-model"

@@ -31,10 +31,10 @@ from benchmarks.models.workloads import K, M, fitting_spec, layouts, named
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.schema import composed
 from helix.layout import HelixLayout
-from helix.memory.keeps import token_bytes
 from helix.models import DecoderSpec
-from helix.simulate.points import Options, Points, Sparse, Tier
-from helix.simulate.step import predict
+from helix.planner.points import Options, Points, Sparse, Tier
+from helix.planner.step import predict
+from helix.worker.keeps import token_bytes
 from kernels.tier.copy_blocks import PROGRAMS
 from launch.inputs.auto_layout import KV_DTYPES, budget
 from launch.inputs.hardware import hardware_of

@@ -12,10 +12,10 @@ import torch
 from benchmarks.timer import PRODUCT_CEILING, READ_CEILING
 from helix.layers.specs import MLASpec, MoESpec
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps
 from helix.models import DecoderSpec
 from helix.models.spec import LayerSpec
-from helix.simulate.hardware import BYTES
+from helix.planner.hardware import BYTES
+from helix.worker.keeps import Keeps
 from launch.inputs.auto_layout import weight_dtypes
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.shapes import spec_of

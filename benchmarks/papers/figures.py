@@ -37,7 +37,7 @@ from benchmarks.records.style import (
     save,
     short,
 )
-from helix.simulate.fit import quantiles
+from helix.planner.fit import quantiles
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec

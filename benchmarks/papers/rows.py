@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from helix.models import DecoderSpec
-from helix.simulate import cost
-from helix.simulate.hardware import BYTES, PROVENANCE, Hardware
-from helix.simulate.points import DP, MEDHA, TP, Options
-from helix.simulate.search import best_at, frontier, ordered, search
-from helix.simulate.step import StepCost
+from helix.planner import cost
+from helix.planner.hardware import BYTES, PROVENANCE, Hardware
+from helix.planner.points import DP, MEDHA, TP, Options
+from helix.planner.search import best_at, frontier, ordered, search
+from helix.planner.step import StepCost
 
 Row = dict[str, Any]
 PAPER = Options(queries="all", shared="dense")  # section 2.1.1: every rank projects the queries of all its heads

@@ -17,7 +17,7 @@ import torch
 from benchmarks.papers import verification_kernels as baselines
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import ROTATED, replays
-from helix.run.clock import seconds_of_each
+from helix.worker.clock import seconds_of_each
 from kernels.reference import verify as reference
 from kernels.tokens import verify as kernels
 from kernels.tokens.verify import Packed, Verified

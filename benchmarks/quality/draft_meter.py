@@ -17,11 +17,11 @@ from benchmarks.quality.draft_variants import choose_by_queries
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.chosen import ChosenAttention
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import LayerCache
 from helix.placement import Placement
-from helix.run.model_runner import ModelRunner
 from helix.speculation import SparseDrafter
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.model_runner import ModelRunner
+from helix.worker.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.sparse.select_tokens import select_tokens
 

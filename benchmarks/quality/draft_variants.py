@@ -11,13 +11,13 @@ from comm.base import Communicator
 from helix.attention.base import LayerAttention
 from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
-from helix.events.follower import Taken
-from helix.memory.kv_cache import LayerCache
-from helix.memory.score_pages import ScorePages
 from helix.placement import KeyBudget
 from helix.speculation import DraftBudget, SparseDrafter
 from helix.speculation.sparse import SINK_TOKENS
-from helix.steps.step import Step
+from helix.worker.follower import Taken
+from helix.worker.kv_cache import LayerCache
+from helix.worker.score_pages import ScorePages
+from helix.worker.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens

@@ -26,16 +26,13 @@ from benchmarks.quality.draft_variants import FixedBudget, JudgingDrafter, by_we
 from benchmarks.quality.prefilled import Subject, prefilled
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build.checks import load_eagle3
 from helix.config import MAX_QUERIES
-from helix.events.decision import StepKind
-from helix.events.follower import Begun, Prefilled, Span, Taken
-from helix.memory.kv_cache import KVCache
+from helix.engine.decision import StepKind
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement, PromptChunk
-from helix.run.model_runner import ModelRunner
 from helix.sampling_params import SamplingParams
+from helix.setup.checks import load_eagle3
 from helix.speculation import (
     Draft,
     DraftBudget,
@@ -47,7 +44,10 @@ from helix.speculation import (
     SuffixDrafter,
 )
 from helix.speculation.sparse import ROWS
-from helix.steps.step import DecodeState
+from helix.worker.follower import Begun, Prefilled, Span, Taken
+from helix.worker.kv_cache import KVCache
+from helix.worker.model_runner import ModelRunner
+from helix.worker.step import DecodeState
 
 APPEND_BLOCK = 64
 PAGES = {"quest": 16}  # tokens of a page

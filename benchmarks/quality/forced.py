@@ -26,7 +26,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import BlockBudget, Placement
-from helix.run.model_runner import ModelRunner
+from helix.worker.model_runner import ModelRunner
 
 Hits = dict[float, list[list[int]]]
 AT_ONCE = 64  # prompts of one batch: more would not make a step faster

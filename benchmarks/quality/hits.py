@@ -13,9 +13,9 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget, Placement
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.hot_blocks import FetchList, HotBlocks, Readers
 from kernels.tier.resolve import resolve
 

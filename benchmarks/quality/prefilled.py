@@ -13,21 +13,21 @@ from torch import Tensor
 
 from benchmarks.ranks.seats import Seats
 from comm.base import Communicator
-from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
-from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
-from helix.memory.keeps import StepSizes, dtype_name, token_bytes
-from helix.memory.kv_cache import KVCache, free_bytes, with_bounds
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.models.eagle3 import drafted_by
 from helix.models.loading import Checkpoint
 from helix.placement import Placement, PromptChunk
-from helix.run.model_runner import ModelRunner
+from helix.setup.parts import make_eagle3
 from helix.speculation import Drafter, NoDrafts
 from helix.tokenizer import load_tokenizer
+from helix.worker.follower import Prefilled
+from helix.worker.keeps import StepSizes, dtype_name, token_bytes
+from helix.worker.kv_cache import KVCache, free_bytes, with_bounds
+from helix.worker.model_runner import ModelRunner
 from launch.inputs.compose import ROOT
 
 CHUNK = 1024  # prompt tokens of a sequence in one prefill step

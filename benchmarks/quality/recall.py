@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.quality.variants import STORED, rounded
 from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.memory.kv_cache import LayerCache
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.attention.split_kv import PartialAttention
 
 SINK_TOKENS, LOCAL_TOKENS = 128, 512  # as block_sparse reads; of pages of 16 tokens quest reads one as sink

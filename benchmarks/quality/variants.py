@@ -13,9 +13,9 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget, Placement
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 
 STORED = ("int8", "fp8")
 FP8_MOST, FP8_LEAST_EXPONENT, FP8_BITS = 448.0, -6, 3  # e4m3: the largest number, the least exponent, the mantissa

@@ -29,14 +29,14 @@ from benchmarks.timer import slowest
 from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.torch_dist import are_apart
-from helix.events.decision import StepKind
+from helix.engine.decision import StepKind
 from helix.layers.attention import ShardedAttention
 from helix.layout import share
 from helix.models.decoder import Decoder
-from helix.run.autotune import CHUNKS, choose_chunks, step_seconds
-from helix.run.clock import Moment, seconds_of_each
-from helix.run.graphs import StepGraphs
-from helix.run.model_runner import ModelRunner
+from helix.worker.autotune import CHUNKS, choose_chunks, step_seconds
+from helix.worker.clock import Moment, seconds_of_each
+from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.model_runner import ModelRunner
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task

@@ -20,9 +20,9 @@ from benchmarks.ranks.points import at_each, engine_at
 from benchmarks.ranks.steps import fill, rewind
 from benchmarks.schema import lab
 from comm.base import Communicator, message_bytes
-from helix.events.decision import StepKind
+from helix.engine.decision import StepKind
 from helix.models.decoder import Decoder
-from helix.run.autotune import step_seconds
+from helix.worker.autotune import step_seconds
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task

@@ -9,12 +9,12 @@ from torch import Tensor
 from benchmarks.ranks.kept_kernels import repeat_blocks, synthetic_drafts
 from benchmarks.schema import LabConfig
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.events.decision import StepKind
-from helix.memory.kv_cache import LayerCache
+from helix.engine.decision import StepKind
 from helix.placement import BlockBudget
-from helix.run.model_runner import ModelRunner
 from helix.speculation import Draft, Drafter
-from helix.steps.step import DecodeState, Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.model_runner import ModelRunner
+from helix.worker.step import DecodeState, Step
 
 
 def keep(runner: ModelRunner, config: LabConfig) -> None:

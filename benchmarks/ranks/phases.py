@@ -12,9 +12,9 @@ from statistics import median
 import torch
 
 from comm.base import Communicator
-from helix.events.decision import StepKind
-from helix.run.graphs import StepGraphs
-from helix.run.model_runner import ModelRunner
+from helix.engine.decision import StepKind
+from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.model_runner import ModelRunner
 
 TIMES = 9
 STEPS = TIMES + 2  # that it takes

@@ -14,12 +14,12 @@ import torch
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
-from helix.build.engine import build_engine
 from helix.config import Config
-from helix.control.engine import Engine
+from helix.engine.core import Engine
 from helix.errors import ConfigError
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
+from helix.setup.engine import build_engine
 from helix.speculation import DraftModel
 from launch.inputs.preflight import CheckedRun
 

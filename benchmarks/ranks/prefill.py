@@ -12,12 +12,12 @@ from torch import Tensor
 
 from benchmarks.ranks.points import at_each, engine_at, limit, used
 from benchmarks.ranks.traces import trace
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request
 from helix.placement import PromptChunk
-from helix.run.autotune import fill
-from helix.run.clock import seconds_of_each
+from helix.worker.autotune import fill
+from helix.worker.clock import seconds_of_each
 from launch.job.task import Done, Task
 
 TURN = 100  # tokens of a message in a conversation

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from helix.events.decision import Admission
-from helix.memory.pages import PagePool
-from helix.run.model_runner import ModelRunner
+from helix.engine.decision import Admission
+from helix.engine.pages import PagePool
 from helix.sampling_params import SamplingParams
+from helix.worker.model_runner import ModelRunner
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
 

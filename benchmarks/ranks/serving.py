@@ -21,22 +21,22 @@ import numpy as np
 from benchmarks.ranks.crowds import CROWDS
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import lab
-from helix.build.buffers import most_slots
-from helix.build.engine import build_engine
 from helix.config import ScheduleConfig
-from helix.control.block_tables import BlockTables
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.control.prefill_time import PrefillTime
-from helix.control.scheduler import RunnerTraits, Scheduler
+from helix.engine.block_tables import BlockTables
+from helix.engine.core import Engine
+from helix.engine.decision import StepKind
+from helix.engine.inbox import Inbox
+from helix.engine.pages import PagePool
+from helix.engine.prefill_time import PrefillTime
+from helix.engine.prefix import PrefixTree
+from helix.engine.request import Request
+from helix.engine.scheduler import RunnerTraits, Scheduler
 from helix.errors import ConfigError
-from helix.events.decision import StepKind
-from helix.events.request import Request
-from helix.memory.kv_cache import KVCache
-from helix.memory.pages import PagePool
-from helix.memory.prefix import PrefixTree
 from helix.placement import Stripes
-from helix.run.autotune import fill, step_seconds
+from helix.setup.buffers import most_slots
+from helix.setup.engine import build_engine
+from helix.worker.autotune import fill, step_seconds
+from helix.worker.kv_cache import KVCache
 from launch.job.report import percentile_us
 from launch.job.task import Done, Task
 

@@ -21,17 +21,17 @@ from benchmarks.timer import in_a_row, slowest
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.policies import make_policy
-from helix.control.timings import Timings
-from helix.events.decision import StepKind
-from helix.memory.tiered_cache import TieredCache
+from helix.engine.decision import StepKind
+from helix.engine.draft_policy import Acceptance, DraftOutcome
+from helix.engine.timings import Timings
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
-from helix.run.autotune import choose_chunks
-from helix.run.graphs import StepGraphs
-from helix.run.model_runner import ModelRunner
 from helix.speculation import DraftModel, ModelDrafter
-from helix.speculation.adaptive import Acceptance, DraftOutcome
-from helix.steps.step import PAST
+from helix.worker.autotune import choose_chunks
+from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.model_runner import ModelRunner
+from helix.worker.step import PAST
+from helix.worker.tiered_cache import TieredCache
 from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, summary
 from launch.job.task import Done, Task

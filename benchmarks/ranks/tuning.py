@@ -27,22 +27,22 @@ from benchmarks.ranks.tuning_steps import DraftSource, Measured, TuningGrid
 from benchmarks.ranks.tuning_steps import run as search
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
-from helix.build.buffers import most_slots
-from helix.build.engine import build_engine, make_drafter
 from helix.config import Config
-from helix.control.engine import RUN_STEPS, Engine
-from helix.control.timings import Timings
+from helix.engine.core import RUN_STEPS, Engine
+from helix.engine.decision import Admission, Decision, Segment, StepKind
+from helix.engine.draft_policy import Acceptance, DraftOutcome
+from helix.engine.request import Request
+from helix.engine.timings import Timings
 from helix.errors import ConfigError, RankError
-from helix.events.decision import Admission, Decision, Segment, StepKind
-from helix.events.request import Request
 from helix.models.decoder import Decoder
-from helix.run.autotune import choose_chunks
-from helix.run.clock import Moment, seconds_of_each
-from helix.run.graphs import StepGraphs
-from helix.run.step_tokens import StepTokens
-from helix.simulate.cost import tokens_per_step
+from helix.planner.cost import tokens_per_step
+from helix.setup.buffers import most_slots
+from helix.setup.engine import build_engine, make_drafter
 from helix.speculation import NoDrafts
-from helix.speculation.adaptive import Acceptance, DraftOutcome
+from helix.worker.autotune import choose_chunks
+from helix.worker.clock import Moment, seconds_of_each
+from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.step_tokens import StepTokens
 from launch.client.sampling import sampling_of
 from launch.client.tokens import Tokens
 from launch.inputs.preflight import CheckedRun

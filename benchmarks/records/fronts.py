@@ -14,8 +14,8 @@ from benchmarks.models.fronts import FP8, RANKS, TIMED, front
 from benchmarks.records.columns import POINT, Columns, lines, ms, page, where_it_fits
 from benchmarks.records.rows import WORKLOAD, Row, grouped, results, tokens
 from benchmarks.records.style import BLUE, ORANGE, Style, curves, facets, plain_ticks, square
-from helix.simulate.points import Points
-from helix.simulate.step import predict
+from helix.planner.points import Points
+from helix.planner.step import predict
 from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
 

@@ -11,10 +11,10 @@ from benchmarks.models.layer_drafts import OPTIONS
 from benchmarks.models.workloads import named
 from benchmarks.records.columns import POINT, Columns, Show, at, lines, ms, of, page
 from benchmarks.records.rows import Row, grouped, kv, results
-from helix.build.parts import make_spec
 from helix.models import DecoderSpec
-from helix.simulate.points import LayerDrafts, Options, Points, Speculation
-from helix.simulate.step import predict
+from helix.planner.points import LayerDrafts, Options, Points, Speculation
+from helix.planner.step import predict
+from helix.setup.parts import make_spec
 from launch.inputs.auto_layout import layer_drafts, planned
 from launch.inputs.compose import composed
 from launch.inputs.hardware import hardware_of

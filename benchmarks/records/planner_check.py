@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.records.columns import Cells
 from benchmarks.records.recorded_steps import Cell, compare
-from helix.simulate.hardware import Hardware
+from helix.planner.hardware import Hardware
 from launch.inputs.hardware import hardware_of
 
 WITHIN = 0.05  # of the best measured TTL: what counts as a good choice

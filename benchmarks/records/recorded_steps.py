@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from helix.models import DecoderSpec
-from helix.simulate.fit import MeasuredSteps
-from helix.simulate.hardware import Hardware
-from helix.simulate.points import Options, Points, Sparse, Speculation
-from helix.simulate.step import predict
+from helix.planner.fit import MeasuredSteps
+from helix.planner.hardware import Hardware
+from helix.planner.points import Options, Points, Sparse, Speculation
+from helix.planner.step import predict
 from launch.inputs.compose import ROOT
 from launch.inputs.shapes import spec_of
 
@@ -172,7 +172,7 @@ def halves(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
 
 
 def measured(cells: Iterable[Cell]) -> list[MeasuredSteps]:
-    """Cells as `helix.simulate.fit` wants them: points of one model and length together."""
+    """Cells as `helix.planner.fit` wants them: points of one model and length together."""
     groups: dict[tuple[str, int | None, int], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.model, cell.layers, cell.length), []).append(cell)

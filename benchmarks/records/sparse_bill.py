@@ -18,11 +18,11 @@ import numpy as np
 
 from benchmarks.records.columns import Cells
 from benchmarks.records.recorded_steps import RECORDED, RESULTS, Cell, read_cells
-from helix.simulate import constants
-from helix.simulate.crossover import crossover
-from helix.simulate.hardware import Hardware
-from helix.simulate.points import Sparse
-from helix.simulate.step import predict
+from helix.planner import constants
+from helix.planner.crossover import crossover
+from helix.planner.hardware import Hardware
+from helix.planner.points import Sparse
+from helix.planner.step import predict
 from launch.inputs.hardware import load_hardware
 
 TARGETS = (0.03, 0.06)  # median and worst error of steps that were not fitted

@@ -89,7 +89,7 @@ class _Drawable:
 
 
 class BegunGrammar:
-    """Matcher of one answer, a `helix.events.request.Grammar`; after its end it allows only end tokens."""
+    """Matcher of one answer, a `helix.engine.request.Grammar`; after its end it allows only end tokens."""
 
     def __init__(self, matcher: LLMatcher, ends: np.ndarray) -> None:
         self._matcher = matcher

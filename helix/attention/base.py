@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from helix.memory.kv_cache import LayerCache
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.overlap import sm_count
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget, Placement
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
 from kernels.overlap import sm_count

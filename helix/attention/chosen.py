@@ -9,8 +9,8 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.memory.kv_cache import LayerCache
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
 from kernels.paged_keys import PagedKeys

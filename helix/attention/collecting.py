@@ -6,9 +6,9 @@ from torch import Tensor
 
 from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.memory.kv_cache import LayerCache
-from helix.memory.score_pages import ScorePages
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.score_pages import ScorePages
+from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
-from helix.memory.kv_cache import LayerCache
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.split_kv import PartialAttention

@@ -17,11 +17,11 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.memory.kv_cache import LayerCache
-from helix.memory.tiered_cache import TieredLayer
-from helix.memory.transfers import to_device
 from helix.placement import BlockBudget, ChunkPart, Placement
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
+from helix.worker.tiered_cache import TieredLayer
+from helix.worker.transfers import to_device
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.lse_combine import lse_combine

@@ -19,8 +19,8 @@ from helix.layers.rotary import Angles, paired
 from helix.layers.specs import AttentionSpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.memory.kv_cache import KVCache, LayerCache
-from helix.steps.step import Step
+from helix.worker.kv_cache import KVCache, LayerCache
+from helix.worker.step import Step
 from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention

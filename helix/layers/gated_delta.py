@@ -14,8 +14,8 @@ from helix.layers.rotary import Angles
 from helix.layers.specs import GatedDeltaSpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import KVCache
-from helix.steps.step import Step
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import Step
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step

@@ -23,9 +23,9 @@ from helix.layers.linear import ColumnParallel, Rows
 from helix.layers.rotary import Angles
 from helix.layers.specs import IndexerSpec
 from helix.layers.weights import Weights
-from helix.memory.kv_cache import LayerCache
-from helix.steps.dealt import all_rows, gathered
-from helix.steps.step import CHOSEN, Step
+from helix.worker.dealt import all_rows, gathered
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import CHOSEN, Step
 from kernels.indexer.append import index_append
 from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
 from kernels.indexer.keys import DIGITS

@@ -16,8 +16,8 @@ from comm.hopb import Pipeline
 from comm.pending import PendingSum
 from helix.attention.base import AttentionPolicy
 from helix.layers.rotary import Angles
-from helix.memory.kv_cache import KVCache
-from helix.steps.step import Step
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import Step
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,8 @@ from helix.layers.rotary import Angles
 from helix.layers.specs import MLASpec, most_dealt
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.memory.kv_cache import KVCache, LayerCache
-from helix.steps.chunk_size import DEEP
-from helix.steps.dealt import (
+from helix.worker.chunk_size import DEEP
+from helix.worker.dealt import (
     all_rows,
     are_enough,
     gather_sequences,
@@ -54,7 +53,8 @@ from helix.steps.dealt import (
     to_rows,
     whole_sequences,
 )
-from helix.steps.step import DealtRows, Step
+from helix.worker.kv_cache import KVCache, LayerCache
+from helix.worker.step import DealtRows, Step
 from kernels.attention.lse_combine import lse_combine
 from kernels.attention.split_kv import PartialAttention
 from kernels.attention.unpacked_prefill import whole_latents
@@ -97,7 +97,7 @@ def _tokens(step: Step) -> int:
 
 
 def deals_rows(spec: MLASpec, step: Step) -> bool:
-    """Returns whether a prefill step's sequences are gathered, and its rows dealt to ranks (`helix.steps.dealt`)."""
+    """Returns whether a prefill step's sequences are gathered, and its rows dealt to ranks (`helix.worker.dealt`)."""
     ranks, rows = step.placement.layout.kvp, len(step.tokens)
     if ranks == 1 or spec.topk is None or spec.q_rank is None or step.cu_q is None or step.max_k * ranks <= spec.topk:
         return False

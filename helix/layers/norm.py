@@ -7,8 +7,8 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.pending import PendingSum, computed
 from helix.layers.weights import Weights
-from helix.steps.dealt import sum_rows
-from helix.steps.step import DealtRows
+from helix.worker.dealt import sum_rows
+from helix.worker.step import DealtRows
 from kernels.dense.rms_norm import rms_norm
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps, keys_and_values, latents
+from helix.worker.keeps import Keeps, keys_and_values, latents
 
 MXFP4_BLOCK = 32  # values of the last dimension that share one scale
 WORTH = 2  # bytes of sequences that are gathered as fast as one of queries and outputs is exchanged

@@ -29,10 +29,10 @@ from helix.layers.rows import over_all_ranks
 from helix.layers.specs import AttentionSpec, Formats, GatedDeltaSpec, MLASpec, MLPSpec, MoESpec, unpacked
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import KVCache
 from helix.models.spec import DecoderSpec, NextTokenNames
-from helix.steps.dealt import all_rows, dealt
-from helix.steps.step import Step
+from helix.worker.dealt import all_rows, dealt
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import Step
 
 # What computes a mixer of each spec, on a rank: made of weights, communicator, layout, spec and place.
 MIXERS: dict[type[Any], Callable[..., Mixer]] = {

@@ -20,10 +20,10 @@ from helix.layers.rotary import Rotary
 from helix.layers.specs import AttentionSpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import KVCache
 from helix.models.decoder import Decoder, make_ffn
 from helix.models.eagle3 import Eagle3Spec
-from helix.steps.step import Step
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import Step
 from kernels.dense.linear import linear
 
 

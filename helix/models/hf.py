@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from helix.layers.specs import AttentionSpec, MLPSpec, MoESpec, RopeSpec
 from helix.library import import_transformers
-from helix.memory.keeps import dtype_name
 from helix.models.checkpoint import FP8, WeightFormat, refused
 from helix.models.spec import DecoderSpec, LayerSpec
+from helix.worker.keeps import dtype_name
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Labels of classifiers, of which transformers would create any number, and what `read_as` is told itself.

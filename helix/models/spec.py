@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from helix.layers.specs import AttentionSpec, IndexerSpec, MixerSpec, MLASpec, MLPSpec, MoESpec, RopeSpec
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps
+from helix.worker.keeps import Keeps
 
 
 @dataclass(frozen=True)

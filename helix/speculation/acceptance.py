@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.steps.sampling import SamplingState, distribution
+from helix.worker.sampling import SamplingState, distribution
 from kernels.tokens.accept import Distribution, accept, kept_mass
 from kernels.tokens.commit import Candidates
 

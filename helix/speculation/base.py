@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.events.decision import StepKind
-from helix.events.follower import Follower
-from helix.memory.kv_cache import KVCache
-from helix.steps.step import DecodeState
+from helix.engine.decision import StepKind
+from helix.worker.follower import Follower
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import DecodeState
 from kernels.tokens.accept import Distribution
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.events.decision import StepKind
+from helix.engine.decision import StepKind
 from helix.speculation.base import Draft
-from helix.steps.sampling import distribution, draw_drafts, sample
-from helix.steps.step import DecodeState
+from helix.worker.sampling import distribution, draw_drafts, sample
+from helix.worker.step import DecodeState
 from kernels.tokens.accept import Distribution
 
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
-from helix.events.decision import Admission, StepKind, TableWrite
-from helix.events.follower import Begun, Prefilled, Taken
-from helix.memory.kv_cache import KVCache
-from helix.memory.transfers import to_device
+from helix.engine.decision import Admission, StepKind, TableWrite
 from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement, PromptChunk
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
-from helix.steps.step import DecodeState, Step
+from helix.worker.follower import Begun, Prefilled, Taken
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import DecodeState, Step
+from helix.worker.transfers import to_device
 
 
 class LayerDrafter(Drafter):

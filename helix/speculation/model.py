@@ -10,16 +10,16 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
-from helix.events.decision import Admission, StepKind, TableWrite
-from helix.events.follower import Prefilled
+from helix.engine.decision import Admission, StepKind, TableWrite
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps, StepSizes, dtype_name, page_bytes
-from helix.memory.kv_cache import KVCache, slot_bytes, without_long_rings
 from helix.models.decoder import Decoder
 from helix.placement import Placement, PromptChunk, Stripes
 from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
-from helix.steps.step import DecodeState
+from helix.worker.follower import Prefilled
+from helix.worker.keeps import Keeps, StepSizes, dtype_name, page_bytes
+from helix.worker.kv_cache import KVCache, slot_bytes, without_long_rings
+from helix.worker.step import DecodeState
 
 CATCH_UP = 1024  # most tokens of one pass that catches up with steps without drafts
 

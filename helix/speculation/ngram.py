@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from helix.events.decision import StepKind
+from helix.engine.decision import StepKind
 from helix.speculation.base import Draft, Drafter
-from helix.steps.step import DecodeState
+from helix.worker.step import DecodeState
 from kernels.tokens.ngram import ngram
 
 

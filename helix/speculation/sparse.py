@@ -20,19 +20,19 @@ from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
 from helix.attention.dense import DenseAttention
 from helix.config import LEAST_KEYS, MOST_CHOSEN
-from helix.events.decision import Admission, StepKind, TableWrite
-from helix.events.follower import Prefilled, Retired, Taken
+from helix.engine.decision import Admission, StepKind, TableWrite
 from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
-from helix.memory.keeps import dtype_name, score_planes
-from helix.memory.kv_cache import KVCache
-from helix.memory.score_pages import ScorePages, score_bytes
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
 from helix.placement import BlockBudget, KeyBudget, Placement
 from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
-from helix.steps.step import DecodeState
+from helix.worker.follower import Prefilled, Retired, Taken
+from helix.worker.keeps import dtype_name, score_planes
+from helix.worker.kv_cache import KVCache
+from helix.worker.score_pages import ScorePages, score_bytes
+from helix.worker.step import DecodeState
 from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from helix.events.decision import Admission, StepKind
-from helix.events.follower import Begun, Retired
-from helix.memory.transfers import to_device
+from helix.engine.decision import Admission, StepKind
 from helix.speculation.base import Draft, Drafter
-from helix.steps.step import DecodeState
+from helix.worker.follower import Begun, Retired
+from helix.worker.step import DecodeState
+from helix.worker.transfers import to_device
 from kernels.reference.suffix import TOKEN_BITS
 from kernels.tokens.suffix import suffix
 

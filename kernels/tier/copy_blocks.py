@@ -58,7 +58,7 @@ def _copy_blocks_kernel(
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList, programs: int = PROGRAMS) -> None:
     """Copies the listed blocks, in all layers.
 
-    One of the two may be pinned and mapped host memory (`helix.memory.host_store`): the kernel's loads and stores go
+    One of the two may be pinned and mapped host memory (`helix.worker.host_store`): the kernel's loads and stores go
     over PCIe.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from helix.answers.dialects import AnswerPart
-from helix.events.request import Logprobs
+from helix.engine.request import Logprobs
 from launch.client.choice import Choice, News
 from launch.client.errors import ApiError
 from launch.client.prompts import Reading

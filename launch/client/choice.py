@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helix.answers.dialects import AnswerPart, Parser
-from helix.control.detokenize import TextStream
 from launch.client.core import Flight
+from launch.client.detokenize import TextStream
 from launch.client.schemas import Chat, Completion
 from launch.client.tokens import Tokens
 

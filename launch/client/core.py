@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from helix.events.request import Request, RequestUpdate
+from helix.engine.request import Request, RequestUpdate
 from launch.client.errors import ApiError
 from launch.client.frames import (
     Cancel,

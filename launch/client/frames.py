@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from helix.events.request import Logprobs, PromptLogprobs, Request, RequestUpdate
+from helix.engine.request import Logprobs, PromptLogprobs, Request, RequestUpdate
 from helix.sampling_params import SamplingParams
 
 HEAD = struct.Struct("=IIq")

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from helix.events.request import Request
+from helix.engine.request import Request
 from helix.sampling_params import OPTIONS, SamplingParams
 from launch.client.errors import ApiError
 from launch.client.frames import Ready

@@ -11,14 +11,14 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from helix.build.buffers import most_slots
-from helix.build.parts import make_eagle3, stored_format
 from helix.config import Config, LayoutConfig, ModelConfig, SpeculationConfig
 from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.simulate.plan import Question, plan
-from helix.simulate.points import LayerDrafts, Options, Sparse, Tier
+from helix.planner.plan import Question, plan
+from helix.planner.points import LayerDrafts, Options, Sparse, Tier
+from helix.setup.buffers import most_slots
+from helix.setup.parts import make_eagle3, stored_format
 from launch.inputs.hardware import hardware_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from helix.simulate.hardware import Hardware
+from helix.planner.hardware import Hardware
 
 HARDWARE = Path(__file__).resolve().parents[2] / "conf" / "hardware"
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, with its model's name

@@ -11,16 +11,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from helix.build.parts import check_cache, make_spec
 from helix.config import Config, SpeculationConfig
 from helix.config import check as check_config
 from helix.hub import local_directory
 from helix.models import DecoderSpec
-from helix.simulate import drafting
-from helix.simulate.crossover import compared, dense_ttl_s, pays_from
-from helix.simulate.hardware import Hardware
-from helix.simulate.plan import MODES, PlannedLayout, Question, Ranking, plan
-from helix.simulate.points import Tier
+from helix.planner import drafting
+from helix.planner.crossover import compared, dense_ttl_s, pays_from
+from helix.planner.hardware import Hardware
+from helix.planner.plan import MODES, PlannedLayout, Question, Ranking, plan
+from helix.planner.points import Tier
+from helix.setup.parts import check_cache, make_spec
 from launch.inputs import front
 from launch.inputs.auto_layout import layer_drafts, planned
 from launch.inputs.compose import ROOT, composed

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from comm import emulated
-from helix.build.checks import (
+from helix.config import Config, check
+from helix.devices import choose_backend, ranks
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.models.loading import Checkpoint
+from helix.place import Place
+from helix.setup.checks import (
     CheckedDraft,
     check_attention,
     check_eagle3,
@@ -22,13 +28,7 @@ from helix.build.checks import (
     make_checkpoint,
     make_draft,
 )
-from helix.build.parts import check_cache, check_weights, make_layout, make_spec, models_of, resolved_config
-from helix.config import Config, check
-from helix.devices import choose_backend, ranks
-from helix.layout import HelixLayout
-from helix.models import DecoderSpec
-from helix.models.loading import Checkpoint
-from helix.place import Place
+from helix.setup.parts import check_cache, check_weights, make_layout, make_spec, models_of, resolved_config
 from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable

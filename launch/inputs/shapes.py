@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from helix.build.parts import make_spec
 from helix.models import DecoderSpec
+from helix.setup.parts import make_spec
 from launch.inputs.compose import CONF, composed
 
 

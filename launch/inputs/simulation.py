@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from helix.simulate.hardware import PROVENANCE
-from helix.simulate.points import Options, Points
-from helix.simulate.step import predict
+from helix.planner.hardware import PROVENANCE
+from helix.planner.points import Options, Points
+from helix.planner.step import predict
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 

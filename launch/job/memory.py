@@ -8,7 +8,7 @@ import torch
 
 from helix.config import Config
 from helix.errors import RankError
-from helix.memory.kv_cache import free_bytes
+from helix.worker.kv_cache import free_bytes
 
 # What torch's allocators, CUDA, cuBLAS and numpy say.
 SHORT = re.compile(r"out of memory|can't allocate memory|unable to allocate|_ALLOC_FAILED", re.IGNORECASE)

@@ -14,18 +14,18 @@ import torch
 
 from comm.base import Communicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.build.checks import CheckedDraft, load_eagle3
-from helix.build.parts import make_formats
 from helix.config import Config, ModelConfig
 from helix.devices import KINDS, gpu_facts, gpu_name
 from helix.errors import ConfigError, RankError
 from helix.layers.specs import Formats
-from helix.memory.kv_cache import free_bytes
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.models.loading import is_untrained, randomize, weights_of
 from helix.place import Place
+from helix.setup.checks import CheckedDraft, load_eagle3
+from helix.setup.parts import make_formats
 from helix.speculation import DraftModel
+from helix.worker.kv_cache import free_bytes
 from launch.client.errors import REFUSED
 from launch.inputs.preflight import CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile

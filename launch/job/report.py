@@ -20,12 +20,12 @@ import torch
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from helix.build.parts import ignored
-from helix.control.timings import Timings
+from helix.engine.timings import Timings
 from helix.errors import RankError
 from helix.layout import HelixLayout
 from helix.models.checkpoint import rounded
 from helix.models.decoder import Decoder
+from helix.setup.parts import ignored
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.terminal import FILE_WIDTH, new_bar

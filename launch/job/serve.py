@@ -23,16 +23,16 @@ import numpy as np
 
 from helix.answers.matcher import BegunGrammar, Grammars
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.build.buffers import most_slots
-from helix.build.engine import build_engine
-from helix.build.tiering import of_short_chunks
 from helix.config import Config
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
+from helix.engine.core import Engine
+from helix.engine.decision import StepKind
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request, RequestUpdate
 from helix.errors import RankError
-from helix.events.decision import StepKind
-from helix.events.request import Request, RequestUpdate
-from helix.memory.keeps import dtype_name
+from helix.setup.buffers import most_slots
+from helix.setup.engine import build_engine
+from helix.setup.tiering import of_short_chunks
+from helix.worker.keeps import dtype_name
 from kernels.ahead import on_compilation
 from launch.client.errors import REFUSED, ApiError
 from launch.client.frames import (

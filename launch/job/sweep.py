@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from helix.build.checks import check_layout
-from helix.build.parts import make_layout, make_spec
 from helix.config import Config
 from helix.devices import ranks
+from helix.setup.checks import check_layout
+from helix.setup.parts import make_layout, make_spec
 from launch.client.errors import REFUSED
 from launch.client.supervisor import cause
 from launch.inputs.points import Point

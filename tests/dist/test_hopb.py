@@ -17,12 +17,12 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import rows_of
-from helix.run.autotune import choose_chunks
-from helix.events.decision import StepKind
-from helix.control.engine import Engine
-from helix.run.model_runner import ModelRunner
+from helix.worker.autotune import choose_chunks
+from helix.engine.decision import StepKind
+from helix.engine.core import Engine
+from helix.worker.model_runner import ModelRunner
 from helix.layout import HelixLayout
-from helix.events.request import Request
+from helix.engine.request import Request
 from helix.speculation import NgramDrafter
 from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
@@ -197,7 +197,7 @@ def test_auto_takes_more_chunks_as_long_as_they_pay(
     runner = object.__new__(ModelRunner)
     runner.hopb, runner.hopb_chunks, runner.layout, runner.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
     runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
-    monkeypatch.setattr("helix.run.autotune.step_seconds", lambda runner, kind: seconds[kind.chunks])
+    monkeypatch.setattr("helix.worker.autotune.step_seconds", lambda runner, kind: seconds[kind.chunks])
     choose_chunks(runner, 8)
     assert runner.chunks(8) == chosen
 
@@ -216,8 +216,8 @@ def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) 
         attention, exchange, each = tokens * 1e-8, 1e-4, 1e-5  # hidden: half of the shorter
         return attention + exchange - min(attention, exchange) / 2 * (kind.chunks > 1) + each * kind.chunks
 
-    monkeypatch.setattr("helix.run.autotune.fill", fill)
-    monkeypatch.setattr("helix.run.autotune.step_seconds", seconds)
+    monkeypatch.setattr("helix.worker.autotune.fill", fill)
+    monkeypatch.setattr("helix.worker.autotune.step_seconds", seconds)
     choose_chunks(runner, 8, 100_000)
     # 6,250 tokens are 62 us of attention, of which 31 are hidden at the price of 10; a quarter of that does not pay.
     assert runner.hopb_chunks == {8: (2, 6250)}

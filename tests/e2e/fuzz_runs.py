@@ -21,23 +21,23 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.build.checks import load_eagle3
-from helix.build.engine import build_engine
 from helix.config import Config
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.events.decision import StepPlan
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.decision import StepPlan
+from helix.engine.draft_policy import DraftPolicy
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request
 from helix.layers.specs import unpacked
 from helix.layout import HelixLayout
-from helix.memory.tiered_cache import TieredCache
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.models.loading import Checkpoint
 from helix.sampling_params import SamplingParams
+from helix.setup.checks import load_eagle3
+from helix.setup.engine import build_engine
 from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
-from helix.speculation.adaptive import DraftPolicy
+from helix.worker.tiered_cache import TieredCache
 from launch.inputs.preflight import CheckedRun, preflight
 from tests.e2e.fuzz_cases import Ask, Case
 from tests.sequences import generated
@@ -104,8 +104,8 @@ def surroundings(case: Case) -> Iterator[None]:
     """Small numbers in place of those of large models, for all ranks of this process."""
     with ExitStack() as stack:
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
-        stack.enter_context(patch("helix.build.tiering.PIECE_TOKENS", case.piece_tokens))
-        stack.enter_context(patch("helix.control.engine.RUN_STEPS", case.run_steps))
+        stack.enter_context(patch("helix.setup.tiering.PIECE_TOKENS", case.piece_tokens))
+        stack.enter_context(patch("helix.engine.core.RUN_STEPS", case.run_steps))
         if case.whimsical:
             stack.enter_context(patch.object(DraftPolicy, "pace", _whimsical(case.seed)))
         yield

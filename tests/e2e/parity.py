@@ -16,18 +16,11 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
-from helix.build.checks import load_eagle3
-from helix.build.parts import make_eagle3
 from helix.config import ScheduleConfig, SpeculationConfig
-from helix.control.engine import Engine
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.request import Request
 from helix.layers.specs import Formats, unpacked
 from helix.layout import HelixLayout
-from helix.memory.blocks import BlockShape
-from helix.memory.host_store import HostStore
-from helix.memory.keeps import StepSizes, dtype_name
-from helix.memory.kv_cache import KVCache, snapshot_bytes, with_bounds
-from helix.memory.tiered_cache import TieredCache
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
@@ -35,8 +28,15 @@ from helix.models.draft_layer import DraftLayer
 from helix.models.eagle3 import drafted_by
 from helix.models.loading import Checkpoint
 from helix.placement import BlockBudget, Placement
-from helix.run.model_runner import ModelRunner
+from helix.setup.checks import load_eagle3
+from helix.setup.parts import make_eagle3
 from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
+from helix.worker.blocks import BlockShape
+from helix.worker.host_store import HostStore
+from helix.worker.keeps import StepSizes, dtype_name
+from helix.worker.kv_cache import KVCache, snapshot_bytes, with_bounds
+from helix.worker.model_runner import ModelRunner
+from helix.worker.tiered_cache import TieredCache
 from kernels.scaled import ScaledMatrix
 from tests.sequences import generated_ids
 

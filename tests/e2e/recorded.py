@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from helix.events.decision import StepKind
+from helix.engine.decision import StepKind
 from helix.speculation import Draft, LayerDrafter
-from helix.steps.step import DecodeState
+from helix.worker.step import DecodeState
 
 
 class Recorded(LayerDrafter):

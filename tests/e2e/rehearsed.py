@@ -21,12 +21,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.control.engine import Engine
-from helix.events.decision import Admission, Decision, Segment, StepKind
+from helix.engine.core import Engine
+from helix.engine.decision import Admission, Decision, Segment, StepKind
 from helix.layout import HelixLayout
-from helix.run.autotune import fill
-from helix.run.rehearsal import rehearse
 from helix.sampling_params import SamplingParams
+from helix.worker.autotune import fill
+from helix.worker.rehearsal import rehearse
 from kernels import dispatch
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import build_engine

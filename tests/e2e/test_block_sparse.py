@@ -19,15 +19,15 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.control.engine import Engine
-from helix.events.follower import Span
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget
 from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter
-from helix.steps.step import Step
+from helix.worker.follower import Span
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine

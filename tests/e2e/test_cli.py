@@ -27,7 +27,7 @@ from benchmarks.ranks.steps import UNTIMED
 from benchmarks.runner import Given
 from benchmarks.runner import run as run_benchmark
 from comm.loopback import LoopbackWorld
-from helix.events.request import Request
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from launch import demo
 from launch.demo import verdict
@@ -185,16 +185,16 @@ def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -
 
 def test_a_rank_whose_memory_runs_out_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
     program = """if True:
-        import os, sys, torch, helix.build.engine
+        import os, sys, torch, helix.setup.engine
         from launch.run import entry
 
-        make = helix.build.engine.KVCache
+        make = helix.setup.engine.KVCache
         def short(*given):
             if os.environ["RANK"] == "1":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total")
             return make(*given)
 
-        helix.build.engine.KVCache = short
+        helix.setup.engine.KVCache = short
         sys.exit(entry(sys.argv[1:]))
     """
     ended = run(tmp_path, *common(many), "layout.kvp=2", command=[sys.executable, "-c", program])

@@ -12,8 +12,8 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.control.engine import Engine
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models import decoder
 from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, oracle

@@ -16,16 +16,16 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.control.engine import Engine
-from helix.events.decision import StepPlan
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.decision import StepPlan
+from helix.engine.draft_policy import DraftPolicy
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, ModelDrafter
-from helix.speculation.adaptive import DraftPolicy
 from helix.speculation.drawing import DraftDrawing
-from helix.steps.step import DecodeState, Step
+from helix.worker.step import DecodeState, Step
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import ModelDrafts, Result, build_engine, check, distributed_rank, generate
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS

@@ -17,15 +17,15 @@ from comm.solo import SoloCommunicator
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ScheduleConfig
-from helix.control.engine import Engine
+from helix.engine.core import Engine
 from helix.layers import indexer, mla, specs
 from helix.layers.mla import MLA
 from helix.layout import HelixLayout
-from helix.memory.keeps import latents
 from helix.models import decoder
 from helix.speculation import NgramDrafter
-from helix.steps import chunk_size
-from helix.steps.step import CHOSEN, Step
+from helix.worker import chunk_size
+from helix.worker.keeps import latents
+from helix.worker.step import CHOSEN, Step
 from kernels.scaled_keys import rounded
 from tests.e2e import mtp
 from tests.e2e.checkpoints import checkpoint, continuations, oracle

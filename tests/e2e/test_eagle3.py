@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
-from helix.events.request import Request
+from helix.engine.draft_policy import DraftPolicy
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
-from helix.speculation.adaptive import DraftPolicy
+from helix.setup.parts import make_eagle3
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import continuations
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, generate

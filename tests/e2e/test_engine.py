@@ -19,15 +19,15 @@ import torch.distributed as dist
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
-from helix.build import engine as build
 from helix.config import Config
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.control.timings import Timings
-from helix.events.decision import StepKind
-from helix.events.request import Request, RequestUpdate
+from helix.engine.core import Engine
+from helix.engine.decision import StepKind
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request, RequestUpdate
+from helix.engine.timings import Timings
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
+from helix.setup import engine as build
 from helix.speculation import NgramDrafter
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import checkpoint, oracle

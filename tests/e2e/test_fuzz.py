@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from helix.build import tiering
+from helix.engine.draft_policy import DraftPolicy
 from helix.placement import Placement
 from helix.sampling_params import SamplingParams
+from helix.setup import tiering
 from helix.speculation import sparse
-from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.fuzz import Options, quiet, run_case, work
 from tests.e2e.fuzz_cases import SPOILT, TWO_RANKS, Ask, Case, case_of
 from tests.e2e.fuzz_checks import Outcome

@@ -16,9 +16,9 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
-from helix.control.engine import Engine
-from helix.events.decision import Admission
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.decision import Admission
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.control.engine import Engine
-from helix.events.decision import Admission
+from helix.engine.core import Engine
+from helix.engine.decision import Admission
 from helix.layout import HelixLayout
 from helix.speculation import Drafter, NgramDrafter
 from tests.e2e import mtp

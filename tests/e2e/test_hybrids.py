@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.events.request import Request
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config

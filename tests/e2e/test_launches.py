@@ -14,11 +14,11 @@ from triton.runtime.interpreter import GridExecutor
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.events.request import Request
+from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.run.model_runner import ComputedStep
 from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
+from helix.worker.model_runner import ComputedStep
 from kernels import dispatch
 from tests.e2e.checkpoints import DEMO
 from tests.e2e.parity import SelfDrafts, build_engine

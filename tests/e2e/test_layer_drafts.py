@@ -19,13 +19,13 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import SpeculationConfig
-from helix.events.decision import Decision, StepKind
-from helix.events.request import Request
+from helix.engine.decision import Decision, StepKind
+from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.run.step_tokens import StepTokens
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, LayerDrafter, SuffixDrafter
-from helix.steps.step import DecodeState
+from helix.worker.step import DecodeState
+from helix.worker.step_tokens import StepTokens
 from tests.e2e import eagle3, mtp, test_draft_model
 from tests.e2e.checkpoints import continuations
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, generate

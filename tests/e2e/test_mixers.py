@@ -17,15 +17,15 @@ import torch
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.events.decision import Admission, StepKind
-from helix.events.request import Request
+from helix.engine.decision import Admission, StepKind
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.placement import PromptChunk
 from helix.speculation import Draft, DraftBudget, Drafter
-from helix.steps.step import DecodeState
+from helix.worker.step import DecodeState
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Continuation, SelfDrafts, build_engine
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns

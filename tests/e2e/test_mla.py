@@ -12,12 +12,12 @@ import torch
 from benchmarks.ranks.hopb import without_exchange
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.control.engine import Engine
-from helix.events.decision import StepKind
+from helix.engine.core import Engine
+from helix.engine.decision import StepKind
 from helix.layers import mla
 from helix.layout import HelixLayout
-from helix.run import model_runner
-from helix.run.autotune import step_seconds
+from helix.worker import model_runner
+from helix.worker.autotune import step_seconds
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import check, distributed_rank, loopback

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.events.follower import Taken
-from helix.events.request import Request
+from helix.engine.draft_policy import DraftPolicy
+from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.speculation.adaptive import DraftPolicy
+from helix.worker.follower import Taken
 from tests.e2e import mtp
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, build_model, check, generate
 from tests.e2e.recorded import Kept, Recorded, unlike

@@ -10,11 +10,11 @@ import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
-from helix.control.engine import Engine
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
-from helix.steps.step import Step
+from helix.worker.step import Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import FAMILIES, HYBRID_FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback

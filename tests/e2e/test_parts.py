@@ -12,11 +12,11 @@ from torch import Tensor
 
 from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.control.engine import Engine
+from helix.engine.core import Engine
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget
-from helix.steps.step import Step
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse

@@ -18,20 +18,19 @@ from triton.runtime.interpreter import GridExecutor
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.solo import SoloCommunicator
 from helix.config import ScheduleConfig
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.control.prefill_time import PrefillTime
-from helix.events.decision import StepKind
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.decision import StepKind
+from helix.engine.inbox import Inbox
+from helix.engine.prefill_time import PrefillTime
+from helix.engine.request import Request
 from helix.layers import indexer
 from helix.layers.mla import expanding_rows
 from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
-from helix.run.graphs import StepGraphs
 from helix.speculation import DraftBudget, NgramDrafter, sparse
-from helix.steps import chunk_size
-from helix.steps.chunk_size import (
+from helix.worker import chunk_size
+from helix.worker.chunk_size import (
     DEEP,
     DEPTHS,
     LONG,
@@ -44,6 +43,7 @@ from helix.steps.chunk_size import (
     longest_size,
     padded,
 )
+from helix.worker.cuda_graphs import StepGraphs
 from kernels import dispatch
 from launch.inputs.shapes import spec_of
 from tests.e2e import test_layer_drafts

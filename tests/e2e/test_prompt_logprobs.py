@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import ScheduleConfig
-from helix.events.request import Request
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter

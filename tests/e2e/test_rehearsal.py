@@ -16,14 +16,14 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from comm.loopback import LoopbackWorld
 from comm.solo import SoloCommunicator
-from helix.events.decision import StepKind
-from helix.events.request import Request
+from helix.engine.decision import StepKind
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
-from helix.run.autotune import fill
-from helix.run.rehearsal import rehearse
 from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
+from helix.worker.autotune import fill
+from helix.worker.rehearsal import rehearse
 from kernels import dispatch
 from kernels.ahead import compiled_ahead, on_compilation
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
@@ -34,7 +34,7 @@ from tests.sequences import generated, generated_ids
 
 def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Key scores are a sequence's own: four deep prompts would want more pages of them than there are."""
-    monkeypatch.setattr("helix.control.engine.DEEP", 64)
+    monkeypatch.setattr("helix.engine.core.DEEP", 64)
     own, shared = SelfDrafts(2, DraftBudget(sparsity=0.2)), NgramDrafter(3, 2)
     for drafter, wanted in ((own, {0: [2, 4, 8], 64: [2]}), (shared, {0: [2, 4, 8], 64: [2, 4, 8]})):
         layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])

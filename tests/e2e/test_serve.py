@@ -21,17 +21,17 @@ from benchmarks.ranks.serving import Arrival, Client, Seen
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ScheduleConfig
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.control.scheduler import Scheduler
-from helix.events.decision import Decision
-from helix.events.request import Request, RequestUpdate
+from helix.engine.core import Engine
+from helix.engine.decision import Decision
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request, RequestUpdate
+from helix.engine.scheduler import Scheduler
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import BlockBudget
-from helix.run.step_tokens import StepTokens
 from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
+from helix.worker.step_tokens import StepTokens
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
@@ -277,7 +277,7 @@ def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pyt
 
     monkeypatch.setattr(e.runner, "execute", launched)
     monkeypatch.setattr(StepTokens, "read", reads)
-    monkeypatch.setattr("helix.control.serving.AHEAD_S", 60.0)  # never early: everything else is a matter of time
+    monkeypatch.setattr("helix.engine.serving.AHEAD_S", 60.0)  # never early: everything else is a matter of time
     serve(e, [Request(0, (1, 2, 3), 13)])
     # The first run brings the prompt's token as well.
     assert seen == ["run", "run", *["step"] * 4, "run", *["step"] * 3, "run", *["step"] * 6]

@@ -17,17 +17,17 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.collecting import CollectingAttention
-from helix.control.engine import Engine
-from helix.events.decision import StepKind
-from helix.events.follower import Taken
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.decision import StepKind
+from helix.engine.draft_policy import DraftPolicy
+from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import LayerCache
-from helix.run.autotune import fill
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, DraftBudget, SparseDrafter
-from helix.speculation.adaptive import DraftPolicy
-from helix.steps.step import DecodeState, Step
+from helix.worker.autotune import fill
+from helix.worker.follower import Taken
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import DecodeState, Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Result, SelfDrafts, build_engine, check, generate

@@ -17,16 +17,16 @@ from benchmarks.ranks.kept import keep_drafts
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
-from helix.control.engine import Engine
-from helix.events.decision import Admission, StepKind, StepPlan
-from helix.events.follower import Prefilled, Retired
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.decision import Admission, StepKind, StepPlan
+from helix.engine.draft_policy import DraftPolicy
+from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.run.autotune import fill, step_seconds
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, Drafter, NgramDrafter
-from helix.speculation.adaptive import DraftPolicy
-from helix.steps.step import DecodeState
+from helix.worker.autotune import fill, step_seconds
+from helix.worker.follower import Prefilled, Retired
+from helix.worker.step import DecodeState
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate

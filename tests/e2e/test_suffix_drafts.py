@@ -11,13 +11,13 @@ import torch
 
 from benchmarks.models.lookup import DRAFTS, Replay, worded
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.control.engine import Engine
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.draft_policy import DraftPolicy
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter, SuffixDrafter
-from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine, check, generate
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS

@@ -14,13 +14,13 @@ from benchmarks.quality import own_texts, train_drafter
 from benchmarks.quality.drafted_layers import Eagle3, NextToken
 from benchmarks.quality.train_drafter import Target
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
-from helix.events.request import Request
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.loading import Checkpoint, weights_of
+from helix.setup.parts import make_eagle3
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import LayerDrafts, build_engine

@@ -17,11 +17,11 @@ from benchmarks.ranks import tuning
 from benchmarks.ranks.tuning import to_request
 from benchmarks.ranks.tuning_steps import DraftSource, Measured
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build.engine import build_engine
 from helix.config import Config
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
+from helix.setup.engine import build_engine
 from launch.client.tokens import Tokens
 from launch.inputs.prompts import PromptFile
 from launch.job.report import Phases

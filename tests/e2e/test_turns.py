@@ -13,11 +13,11 @@ import torch
 from comm import turns
 from comm.loopback import LoopbackCommunicator, run_ranks
 from helix.config import ScheduleConfig
-from helix.control.engine import Engine
+from helix.engine.core import Engine
 from helix.layers import mla
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
-from helix.steps.step import Step
+from helix.worker.step import Step
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine, check, loopback
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS

@@ -18,12 +18,12 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ScheduleConfig
-from helix.control.engine import Engine
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.draft_policy import DraftPolicy
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.speculation import NgramDrafter
-from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.kernels.test_shape_logits import Wish, bits
@@ -244,8 +244,8 @@ def test_what_a_grammar_takes_does_not_delay_the_next_decision(monkeypatch: pyte
     """A step counts without it; and what is over, as on a CPU a step is when it was launched, is not waited for."""
     naps: list[float] = []
     seconds: list[float] = []
-    monkeypatch.setattr("helix.control.serving.time", SimpleNamespace(sleep=naps.append))
-    monkeypatch.setattr("helix.control.serving.AHEAD_S", 0.0)
+    monkeypatch.setattr("helix.engine.serving.time", SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr("helix.engine.serving.AHEAD_S", 0.0)
     monkeypatch.setattr(
         DraftPolicy, "observe", lambda policy, rows, kv_tokens, drafts, of_steps, outcomes: seconds.extend(of_steps)
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.layout import share
 from helix.sampling_params import SamplingParams
-from helix.steps.sampling import SamplingState, distribution, sample
+from helix.worker.sampling import SamplingState, distribution, sample
 from kernels.reference import accept as reference
 from kernels.reference.uniform import DRAFT, TARGET, gumbel, uniform
 from kernels.tokens import accept as kernels

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helix.memory.blocks import BlockShape
-from helix.memory.keeps import dtype_name, keys_and_values
+from helix.worker.blocks import BlockShape
+from helix.worker.keeps import dtype_name, keys_and_values
 from kernels.attention.flash_decode import flash_decode
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.kv_append import kv_append

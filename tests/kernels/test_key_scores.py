@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helix.layout import HelixLayout
-from helix.memory.keeps import dtype_name, score_planes
+from helix.worker.keeps import dtype_name, score_planes
 from kernels.attention.flash_decode import decode_tile, flash_decode
 from kernels.paged_keys import KeyScores
 from kernels.reference.flash_decode import flash_decode as reference

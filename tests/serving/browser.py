@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from helix.events.request import Request
+from helix.engine.request import Request
 from tests.serving.front import READY, FakeJob, Front, front, until, without_template
 
 playwright = pytest.importorskip("playwright.async_api", reason="no Playwright: pip install playwright")

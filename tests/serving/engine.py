@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.events.request import RequestUpdate
+from helix.engine.core import Engine
+from helix.engine.inbox import Inbox
+from helix.engine.request import RequestUpdate
 from launch.job.serve import Link, serve
 
 

@@ -14,7 +14,7 @@ import httpx
 import uvloop
 
 from helix.config import ServeConfig
-from helix.events.request import Logprobs, Request, RequestUpdate
+from helix.engine.request import Logprobs, Request, RequestUpdate
 from launch.client.core import Core
 from launch.client.frames import Cancel, FrameDecoder, Message, Ready, encode, encode_tokens
 from launch.client.session import Session

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helix.config import check
-from helix.events.request import Request, RequestUpdate
+from helix.engine.request import Request, RequestUpdate
 from launch.client.frames import Stats
 from launch.client.schemas import Chat, Completion
 from launch.inputs.compose import composed

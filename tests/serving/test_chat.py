@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helix.answers.dialects import dialect_of
-from helix.events.request import Request
+from helix.engine.request import Request
 from launch.client.errors import ApiError
 from launch.client.schemas import Chat, parsed
 from launch.client.tokens import Tokens

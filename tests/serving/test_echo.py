@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helix.events.request import PromptLogprobs, Request, RequestUpdate
+from helix.engine.request import PromptLogprobs, Request, RequestUpdate
 from tests.serving.front import FakeJob, Front, run
 
 PROMPT = [300, 301, 302, 303]

@@ -16,9 +16,9 @@ import pytest
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import ServeConfig
-from helix.control.inbox import Inbox
-from helix.events.decision import Decision
-from helix.events.request import Request, RequestUpdate
+from helix.engine.decision import Decision
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request, RequestUpdate
 from helix.layout import HelixLayout
 from launch.client import supervisor
 from launch.client.core import Core

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 import launch.job.serve
 from comm.loopback import LoopbackWorld
 from helix.config import ScheduleConfig
-from helix.control.engine import Engine
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from tests.e2e.checkpoints import checkpoint, oracle

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from comm.loopback import LoopbackWorld
 from helix.answers.matcher import Grammars
-from helix.control.engine import Engine
-from helix.control.inbox import Inbox
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.inbox import Inbox
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
 from tests.e2e.checkpoints import checkpoint

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helix.events.request import Logprobs, PromptLogprobs, Request, RequestUpdate
+from helix.engine.request import Logprobs, PromptLogprobs, Request, RequestUpdate
 from helix.sampling_params import SamplingParams
 from launch.client.compiler import MOST_BYTES
 from launch.client.frames import (

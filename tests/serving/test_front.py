@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from helix.events.request import Request, RequestUpdate
+from helix.engine.request import Request, RequestUpdate
 from helix.sampling_params import SamplingParams
 from launch.client.errors import ApiError
 from launch.client.frames import Queued, Stats

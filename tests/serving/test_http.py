@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helix.config import ServeConfig
-from helix.events.request import Request
+from helix.engine.request import Request
 from launch.serving.http import listen
 from tests.serving.front import FakeJob, Front, run, until
 

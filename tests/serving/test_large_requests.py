@@ -17,7 +17,7 @@ import pytest
 import uvloop
 from transformers import AutoTokenizer
 
-from helix.events.request import Request
+from helix.engine.request import Request
 from launch.client.errors import ApiError
 from launch.client.forms import MOST_SCHEMA
 from launch.client.tokens import Tokens

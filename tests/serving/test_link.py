@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helix.control.inbox import Abort, Inbox
-from helix.events.request import Request, RequestUpdate
+from helix.engine.inbox import Abort, Inbox
+from helix.engine.request import Request, RequestUpdate
 from launch.client.frames import (
     HEAD,
     Failed,

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from helix.events.request import Request, RequestUpdate
+from helix.engine.request import Request, RequestUpdate
 from launch.client.frames import Stats
 from tests.serving.front import READY, ROOT, FakeJob, Front, run, until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from helix.events.request import RequestUpdate
+from helix.engine.request import RequestUpdate
 from tests.serving.browser import (
     BINARY,
     MISSING,

@@ -24,13 +24,13 @@ from benchmarks.quality.prefilled import Subject
 from benchmarks.records import acceptance_figures, acceptance_tables
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import SpeculationConfig
-from helix.control.engine import Engine
-from helix.events.decision import StepKind
-from helix.events.request import Request
+from helix.engine.core import Engine
+from helix.engine.decision import StepKind
+from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import Draft, DraftBudget, Drafter
-from helix.steps.step import DecodeState
 from helix.tokenizer import load_tokenizer
+from helix.worker.step import DecodeState
 from launch.inputs.compose import ROOT
 from tests.e2e.parity import LayerDrafts, SelfDrafts, build_engine
 from tests.legible import illegible

@@ -8,8 +8,8 @@ from statistics import mean
 
 import pytest
 
+from helix.engine.draft_policy import Acceptance, DraftOutcome, DraftPolicy, draft_sizes, kv_bucket
 from helix.speculation import adaptive
-from helix.speculation.adaptive import Acceptance, DraftOutcome, DraftPolicy, draft_sizes, kv_bucket
 
 RUN_STEPS = 8
 LIMIT = 16

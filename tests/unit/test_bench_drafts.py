@@ -11,9 +11,9 @@ import torch
 from benchmarks.models import layer_drafts, turns
 from benchmarks.quality import agent_turns
 from benchmarks.records import layer_tables, rows
-from helix.build.parts import make_eagle3
 from helix.config import SpeculationConfig
 from helix.models.loading import Checkpoint
+from helix.setup.parts import make_eagle3
 from launch.inputs.prompts import PromptFile
 from launch.inputs.shapes import spec_of
 

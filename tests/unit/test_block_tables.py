@@ -8,10 +8,10 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
-from helix.control.block_tables import BlockTables
+from helix.engine.block_tables import BlockTables
+from helix.engine.pages import PagePool
+from helix.engine.prefix import Hit, PrefixTree
 from helix.layout import HelixLayout
-from helix.memory.pages import PagePool
-from helix.memory.prefix import Hit, PrefixTree
 from helix.placement import Stripes
 from tests.agents import Agents, replay
 

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
-from helix.build.buffers import (
+from helix.engine.prefill_time import PrefillTime, doubling_depth
+from helix.layout import HelixLayout
+from helix.models.decoder import Decoder
+from helix.placement import Placement, PromptChunk
+from helix.setup.buffers import (
     EXPERTS_SHARE,
     MOST,
     SHARE,
@@ -22,15 +26,11 @@ from helix.build.buffers import (
     most_slots,
     token_buffers,
 )
-from helix.control.prefill_time import PrefillTime, doubling_depth
-from helix.layout import HelixLayout
-from helix.memory.keeps import StepSizes
-from helix.memory.kv_cache import KVCache
-from helix.models.decoder import Decoder
-from helix.placement import Placement, PromptChunk
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
-from helix.steps.step import DecodeState
+from helix.worker.keeps import StepSizes
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import DecodeState
 from launch.inputs.shapes import spec_of
 from tests.laboratory import composed
 from tests.sequences import admission, with_windows

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from benchmarks import calibrate
 from benchmarks.calibrate import ROWS, assemble, main, measure
 from benchmarks.records.recorded_steps import FILES
-from helix.simulate import constants
-from helix.simulate.cost import sent_bytes
-from helix.simulate.hardware import EXTRAPOLATED, MEASURED, Hardware
-from helix.simulate.points import Options, Points
-from helix.simulate.step import predict
+from helix.planner import constants
+from helix.planner.cost import sent_bytes
+from helix.planner.hardware import EXTRAPOLATED, MEASURED, Hardware
+from helix.planner.points import Options, Points
+from helix.planner.step import predict
 from launch.inputs.hardware import load_hardware, read_hardware
 from launch.inputs.shapes import load_spec
 from tests.e2e.cli import as_copies

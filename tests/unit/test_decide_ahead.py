@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helix.control.serving import AHEAD_S, Run, Serving
+from helix.engine.serving import AHEAD_S, Run, Serving
 
 
 def serving(chunk_s: float, step_s: float, launch_s: float, steps: int, in_chunk: bool = True) -> Serving:

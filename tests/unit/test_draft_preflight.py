@@ -12,19 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld
-from helix.build import engine as build
-from helix.build.buffers import longest_chunk, token_buffers
-from helix.build.checks import CheckedDraft
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
-from helix.memory.keeps import StepSizes, token_bytes
-from helix.memory.kv_cache import KVCache
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.placement import Placement
+from helix.setup import engine as build
+from helix.setup.buffers import longest_chunk, token_buffers
+from helix.setup.checks import CheckedDraft
 from helix.speculation import DraftModel, ModelDrafter
+from helix.worker.keeps import StepSizes, token_bytes
+from helix.worker.kv_cache import KVCache
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.laboratory import composed, preflight
 

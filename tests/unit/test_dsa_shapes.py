@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from transformers import DeepseekV32Config, GlmMoeDsaConfig
 
-from helix.control.prefill_time import doubling_depth
+from helix.engine.prefill_time import doubling_depth
 from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
-from helix.memory.keeps import token_bytes
 from helix.models import DecoderSpec, spec_from_config
-from helix.simulate.points import Options, Points
-from helix.simulate.step import predict
+from helix.planner.points import Options, Points
+from helix.planner.step import predict
+from helix.worker.keeps import token_bytes
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import spec_of
 

@@ -14,8 +14,8 @@ import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.errors import ConfigError
-from helix.memory import host_store as module
-from helix.memory.host_store import HostStore, host_store, numa_node, place_on
+from helix.worker import host_store as module
+from helix.worker.host_store import HostStore, host_store, numa_node, place_on
 
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20

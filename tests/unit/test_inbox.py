@@ -7,8 +7,8 @@ from time import perf_counter, sleep
 
 import pytest
 
-from helix.control.inbox import Abort, Inbox
-from helix.events.request import Request
+from helix.engine.inbox import Abort, Inbox
+from helix.engine.request import Request
 
 
 def test_things_come_out_in_order_and_once() -> None:

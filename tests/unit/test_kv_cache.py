@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helix.events.decision import TableWrite
+from helix.engine.decision import TableWrite
 from helix.layout import HelixLayout
-from helix.memory.keeps import Keeps, StepSizes, page_bytes
-from helix.memory.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
 from helix.models import DecoderSpec
 from helix.placement import Placement, PromptChunk
 from helix.sampling_params import SamplingParams
-from helix.steps.step import PAST, DecodeState
+from helix.worker.keeps import Keeps, StepSizes, page_bytes
+from helix.worker.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
+from helix.worker.step import PAST, DecodeState
 from kernels.tokens.commit import Candidates
 from launch.inputs.shapes import load_spec
 from tests.sequences import admission, with_windows

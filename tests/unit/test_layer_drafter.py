@@ -10,12 +10,12 @@ from torch import Tensor
 
 from comm.solo import SoloCommunicator
 from helix.attention.dense import DenseAttention
-from helix.events.decision import StepKind
-from helix.events.follower import Span, Taken
+from helix.engine.decision import StepKind
 from helix.layout import HelixLayout
 from helix.placement import Placement
 from helix.speculation import LayerDrafter
-from helix.steps.step import Step
+from helix.worker.follower import Span, Taken
+from helix.worker.step import Step
 
 WIDTH, WINDOW = 8, 4
 

@@ -22,12 +22,12 @@ from transformers import (
 )
 
 from comm.loopback import LoopbackWorld
-from helix.build.parts import make_spec
 from helix.layers.specs import AttentionSpec, MLPSpec, MoESpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, DecoderSpec, spec_from_config
 from helix.models.checkpoint import WeightFormat
 from helix.models.decoder import Decoder
+from helix.setup.parts import make_spec
 from tests.unit.test_config import composed
 
 

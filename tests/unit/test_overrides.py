@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from helix.build.parts import ignored, make_spec, models_of, resolved_config
 from helix.config import Config
 from helix.models import FAMILIES, spec_from_config
 from helix.models.overrides import BESIDES, check_overrides, ignored_overrides, overridden
+from helix.setup.parts import ignored, make_spec, models_of, resolved_config
 from launch.inputs.compose import RUN, composed
 
 SIZES: dict[str, Any] = dict(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helix.engine.pages import PagePool
 from helix.layout import HelixLayout
-from helix.memory.pages import PagePool
 from helix.placement import Stripes
 
 grids = st.builds(

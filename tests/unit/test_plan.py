@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from benchmarks import planner
 from benchmarks.models.layer_drafts import write_eagle3
 from benchmarks.program import PROGRAM
-from helix.build.buffers import longest_chunk, prompt_bytes, token_buffers
-from helix.build.parts import make_spec
 from helix.devices import ranks
 from helix.layout import HelixLayout
-from helix.simulate.crossover import compared, dense_ttl_s, pays_from
-from helix.simulate.hardware import Hardware
-from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
-from helix.simulate.points import Options, Points, Sparse, Tier
-from helix.simulate.step import memory_of, predict
+from helix.planner.crossover import compared, dense_ttl_s, pays_from
+from helix.planner.hardware import Hardware
+from helix.planner.plan import PlannedLayout, Question, Ranking, plan
+from helix.planner.points import Options, Points, Sparse, Tier
+from helix.planner.step import memory_of, predict
+from helix.setup.buffers import longest_chunk, prompt_bytes, token_buffers
+from helix.setup.parts import make_spec
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, workload
 from launch.inputs.hardware import HARDWARE, device_here, hardware_of, load_hardware, read_hardware

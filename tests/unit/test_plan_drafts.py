@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from benchmarks.records.planner_check import drafted_errors
 from benchmarks.records.recorded_steps import RECORDED, read_cells
-from helix.simulate import cost
-from helix.simulate.drafting import compared, pays_from
-from helix.simulate.hardware import EXTRAPOLATED, Constant
-from helix.simulate.plan import Question, Ranking, plan
-from helix.simulate.points import Options, Points, Speculation
-from helix.simulate.step import StepCost, predict
+from helix.planner import cost
+from helix.planner.drafting import compared, pays_from
+from helix.planner.hardware import EXTRAPOLATED, Constant
+from helix.planner.plan import Question, Ranking, plan
+from helix.planner.points import Options, Points, Speculation
+from helix.planner.step import StepCost, predict
 from launch.inputs.arguments import parse
 from launch.inputs.hardware import load_hardware
 from launch.inputs.planning import answer

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.records.recorded_steps import RECORDED
-from helix.build.parts import make_spec
 from helix.models import eagle3
-from helix.simulate.plan import Question, plan
-from helix.simulate.points import LayerDrafts, Points, Speculation
-from helix.simulate.step import StepCost, memory_of, predict
+from helix.planner.plan import Question, plan
+from helix.planner.points import LayerDrafts, Points, Speculation
+from helix.planner.step import StepCost, memory_of, predict
+from helix.setup.parts import make_spec
 from launch.inputs import auto_layout
 from launch.inputs.auto_layout import layer_drafts
 from launch.inputs.hardware import load_hardware

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.records.planner_check import regrets, summary
 from benchmarks.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
-from helix.simulate import fit as fitting
-from helix.simulate.fit import MeasuredSteps
-from helix.simulate.hardware import Hardware
-from helix.simulate.step import predict
+from helix.planner import fit as fitting
+from helix.planner.fit import MeasuredSteps
+from helix.planner.hardware import Hardware
+from helix.planner.step import predict
 from launch.inputs.hardware import load_hardware
 
 M = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helix.control.prefill_time import PrefillTime
+from helix.engine.prefill_time import PrefillTime
 
 SEEN = st.dictionaries(st.floats(1, 1e6), st.floats(1e-4, 10), min_size=1, max_size=6)
 

@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helix.control.block_tables import BlockTable, BlockTables
+from helix.engine.block_tables import BlockTable, BlockTables
+from helix.engine.pages import PagePool
+from helix.engine.prefix import Hit, PrefixTree
 from helix.layout import HelixLayout
-from helix.memory.pages import PagePool
-from helix.memory.prefix import Hit, PrefixTree
 from helix.placement import Stripes
 
 # kvp, append_block, page_size: pages smaller and larger than blocks, of no common measure, odd numbers of ranks

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from comm.loopback import LoopbackWorld
 from helix.attention.policies import make_policy
-from helix.build.checks import check_tokenizers
 from helix.config import AttentionConfig, Config, KVConfig
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.placement import Placement
+from helix.setup.checks import check_tokenizers
 from helix.tokenizer import load_tokenizer
 from kernels.sparse.select_blocks import MOST_PAGES
 from launch.inputs.compose import RUN

@@ -12,7 +12,7 @@ from benchmarks import queue
 from benchmarks.bench import BENCHMARKS, given
 from benchmarks.queue import Queue, QueuedJob, read
 from benchmarks.schema import bench_points, check, composed
-from helix.build.parts import make_layout
+from helix.setup.parts import make_layout
 from launch.inputs.compose import ROOT
 
 LISTS = sorted((ROOT / "benchmarks" / "lists").glob("*.txt"))

@@ -17,10 +17,10 @@ from benchmarks.quality.variants import STORED, SharedChoice, rounded
 from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget, Placement
-from helix.steps.step import Step
 from helix.tokenizer import load_tokenizer
+from helix.worker.kv_cache import LayerCache
+from helix.worker.step import Step
 from kernels.reference.block_bounds import SCORES, fold_blocks
 from kernels.reference.select_blocks import block_scores as scores_of_pages
 from launch.inputs.compose import ROOT

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.quality.needles import ANSWER_TOKENS, make, score
 from benchmarks.quality.needles import main as needles
-from helix.control.timings import Timings
+from helix.engine.draft_policy import Acceptance, DraftOutcome
+from helix.engine.timings import Timings
 from helix.errors import RankError
 from helix.layout import HelixLayout
-from helix.speculation.adaptive import Acceptance, DraftOutcome
 from launch.inputs.files import check_record
 from launch.inputs.preflight import preflight
 from launch.inputs.terminal import OneAtATime, PromptsTerminal

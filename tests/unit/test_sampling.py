@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 from comm.loopback import LoopbackCommunicator, LoopbackWorld, run_ranks
 from helix.layout import share
 from helix.sampling_params import LOGPROBS, SamplingParams
-from helix.steps.sampling import SamplingState, sample
+from helix.worker.sampling import SamplingState, sample
 from kernels.reference import uniform as random
 from kernels.reference.uniform import TARGET, uniform
 from kernels.tokens.top_tokens import TOP

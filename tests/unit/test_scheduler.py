@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from helix.control.prefill_time import PrefillTime
-from helix.control.scheduler import LOOK_AHEAD
-from helix.events.decision import Decision, StepPlan
-from helix.events.request import Request
+from helix.engine.decision import Decision, StepPlan
+from helix.engine.prefill_time import PrefillTime
+from helix.engine.request import Request
+from helix.engine.scheduler import LOOK_AHEAD
 from helix.sampling_params import SamplingParams
 from tests.scheduling import DOUBLING, TOKEN_S, Serving
 

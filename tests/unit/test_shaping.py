@@ -15,12 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.events.decision import Admission
+from helix.engine.decision import Admission
 from helix.layout import share
 from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
-from helix.steps.sampling import SamplingState, sample
-from helix.steps.shaping import Shaper
+from helix.worker.sampling import SamplingState, sample
+from helix.worker.shaping import Shaper
 from kernels.reference.top_tokens import logprobs
 from kernels.tokens.top_tokens import TOP, WIDTH
 from tests.kernels.test_shape_logits import Wish, bits

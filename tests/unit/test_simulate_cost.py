@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helix.build.tiering import tiered_bytes
 from helix.layout import HelixLayout
-from helix.memory.keeps import LATENT_GROUP, StepSizes, page_bytes, token_bytes
-from helix.memory.kv_cache import with_bounds
 from helix.placement import BlockBudget, Placement
-from helix.simulate import cost
-from helix.simulate.hardware import PROVENANCE, Hardware
-from helix.simulate.layer import COUNTED, DIGITS
-from helix.simulate.points import Options, Points, Sparse, Speculation, Tier
-from helix.simulate.step import CHUNK_TOKENS, Memory, StepCost, memory_of, predict
+from helix.planner import cost
+from helix.planner.hardware import PROVENANCE, Hardware
+from helix.planner.layer import COUNTED, DIGITS
+from helix.planner.points import Options, Points, Sparse, Speculation, Tier
+from helix.planner.step import CHUNK_TOKENS, Memory, StepCost, memory_of, predict
+from helix.setup.tiering import tiered_bytes
+from helix.worker.keeps import LATENT_GROUP, StepSizes, page_bytes, token_bytes
+from helix.worker.kv_cache import with_bounds
 from kernels.indexer import choose, keys
 from kernels.scaled_keys import GROUP
 from launch.inputs.hardware import load_hardware

@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from benchmarks.papers import rows as paper_rows
 from benchmarks.papers.figures import PAGE, recorded, with_tables, write_figures
 from benchmarks.records import style
-from helix.build.checks import check_layout
 from helix.layout import HelixLayout
-from helix.simulate.hardware import COLLECTIVES, PROVENANCE, Hardware
-from helix.simulate.points import MODES, Options, Points, Sparse, Speculation
-from helix.simulate.search import best_at, frontier, layouts, search
-from helix.simulate.step import predict
+from helix.planner.hardware import COLLECTIVES, PROVENANCE, Hardware
+from helix.planner.points import MODES, Options, Points, Sparse, Speculation
+from helix.planner.search import best_at, frontier, layouts, search
+from helix.planner.step import predict
+from helix.setup.checks import check_layout
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.shapes import load_spec, spec_of

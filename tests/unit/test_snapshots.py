@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from helix.control.snapshots import StateSnapshots
-from helix.memory.prefix import Node
+from helix.engine.prefix import Node
+from helix.engine.snapshots import StateSnapshots
 
 TEXT = np.arange(100, dtype=np.int32)
 HERE = Node(None, tokens=1 << 20, pages=np.zeros(1, dtype=np.int32))  # a path in the tree that holds everything

@@ -11,10 +11,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from helix.control.detokenize import HELD, TextStream
-from helix.events.request import Request
+from helix.engine.request import Request
 from launch.client.choice import Choice
 from launch.client.core import Flight
+from launch.client.detokenize import HELD, TextStream
 from launch.client.schemas import Completion
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"

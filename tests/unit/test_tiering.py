@@ -11,17 +11,17 @@ import torch
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build.buffers import CacheNeeds
-from helix.build.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from helix.config import AttentionConfig, Config, KVConfig, check
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
-from helix.memory.keeps import StepSizes, page_bytes
-from helix.memory.kv_cache import with_bounds
-from helix.memory.tiered_cache import TieredCache
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.placement import BlockBudget, Placement
+from helix.setup.buffers import CacheNeeds
+from helix.setup.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
+from helix.worker.keeps import StepSizes, page_bytes
+from helix.worker.kv_cache import with_bounds
+from helix.worker.tiered_cache import TieredCache
 from launch.inputs.compose import ROOT
 from launch.inputs.shapes import load_spec
 

@@ -51,7 +51,7 @@ FAULTS = [
         ("tests/kernels/test_keep_best.py",),
     ),
     Fault(
-        "bounds of no generated page", "helix/run/model_runner.py",
+        "bounds of no generated page", "helix/worker/model_runner.py",
         "state.span(rows, before, state.lengths[:rows]", "state.span(rows, state.lengths[:rows], state.lengths[:rows]",
         ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
     ),
@@ -83,7 +83,7 @@ FAULTS = [
         ("tests/e2e/test_tiered.py::test_chunks_change_no_token",),
     ),
     Fault(
-        "tier: an unfinished page without its scales", "helix/memory/tiered_cache.py",
+        "tier: an unfinished page without its scales", "helix/worker/tiered_cache.py",
         "for kept in self.block.parts:", "for kept in self.block.parts[:2]:",
         ("tests/e2e/test_tiered.py::test_few_bits",),
     ),
@@ -92,7 +92,7 @@ FAULTS = [
         ("tests/kernels/test_block_views.py::test_decode",),
     ),
     Fault(
-        "tier: parts of a block that overlap", "helix/memory/blocks.py",
+        "tier: parts of a block that overlap", "helix/worker/blocks.py",
         "            begin = end\n", "            begin = end - ALIGNED // WORD\n",
         ("tests/kernels/test_block_views.py::test_parts_lie_in_order",),
     ),
@@ -107,7 +107,7 @@ FAULTS = [
         ("tests/kernels/test_repeat_blocks.py::test_the_share_is_kept",),
     ),
     Fault(
-        "tier: hits come over the link", "helix/simulate/layer.py",
+        "tier: hits come over the link", "helix/planner/layer.py",
         "tokens = share * (1 - tier.hits) * chosen", "tokens = share * chosen",
         ("tests/unit/test_simulate_cost.py::test_what_is_not_hot_comes_over_the_link",),
     ),

@@ -78,44 +78,44 @@ FAULTS = [
         "(sequences - 1) * (-(-self.append_block // self.page_size))", KV_CACHE,
     ),
     Fault(
-        "a page is not given back", "helix/memory/pages.py",
+        "a page is not given back", "helix/engine/pages.py",
         "self._push(idle[~kept])", "self._push(idle[~kept][1:])", PAGES,
     ),
     Fault(
-        "bounds of copied pages are lost", "helix/memory/kv_cache.py",
+        "bounds of copied pages are lost", "helix/worker/kv_cache.py",
         "if kept.is_paged:", "if kept.is_paged and kept.per == 'token':", KV_CACHE,
     ),
     Fault(
-        "a page is freed while it is used", "helix/memory/pages.py",
+        "a page is freed while it is used", "helix/engine/pages.py",
         "idle = pages[self._users[pages] == 0]", "idle = pages", PAGES,
     ),
     Fault(
-        "a stripe shared across starts", "helix/control/block_tables.py",
+        "a stripe shared across starts", "helix/engine/block_tables.py",
         "self.tree.root(held.salt, held.start)", "self.tree.root(held.salt, 0)", PREFIX,
     ),
     Fault(
-        "a reference to a shared page is lost", "helix/control/block_tables.py",
+        "a reference to a shared page is lost", "helix/engine/block_tables.py",
         "self.pool.share(shared)", "self.pool.share(shared[1:])", PREFIX,
     ),
     Fault(
-        "a copied tail is one token too long", "helix/memory/prefix.py",
+        "a copied tail is one token too long", "helix/engine/prefix.py",
         "return int(differ[0]) if len(differ)", "return int(differ[0]) + 1 if len(differ)", PREFIX,
     ),
     Fault(
-        "the last token of a prompt is not computed", "helix/memory/prefix.py",
+        "the last token of a prompt is not computed", "helix/engine/prefix.py",
         "best, prompt = Hit(), tokens[:-1]", "best, prompt = Hit(), tokens", BLOCK_TABLES,
     ),
     Fault(
-        "a run grows under others that end in it", "helix/memory/prefix.py",
+        "a run grows under others that end in it", "helix/engine/prefix.py",
         " and self.pool.users(parent.pages[-1]) == 1:", ":", BLOCK_TABLES,
     ),
     Fault(
-        "the source of a copy is anybody's", "helix/control/block_tables.py",
+        "the source of a copy is anybody's", "helix/engine/block_tables.py",
         "        self.pool.share(source)\n        own = self._take(fresh)\n        self.pool.release(source)\n",
         "        own = self._take(fresh)\n", BLOCK_TABLES,
     ),
     Fault(
-        "salts meet", "helix/memory/prefix.py",
+        "salts meet", "helix/engine/prefix.py",
         "self._roots[parent.root] = parent", "self._roots[None, parent.root[1]] = parent", BLOCK_TABLES,
     ),
     Fault(
@@ -123,20 +123,20 @@ FAULTS = [
         "torch.where(live, hi, lo).int()", "hi.int()", KV_CACHE,
     ),
     Fault(
-        "missing drafts are appended", "helix/steps/step.py",
+        "missing drafts are appended", "helix/worker/step.py",
         "active[owner] & (tokens >= 0)", "active[owner]", KV_CACHE,
     ),
     Fault(
-        "drafts past the end", "helix/steps/step.py",
+        "drafts past the end", "helix/worker/step.py",
         "self.limits[:rows] - self.lengths[:rows] - 1)", "self.limits[:rows] - self.lengths[:rows])", KV_CACHE,
     ),
     Fault(
-        "a verify group at one position", "helix/steps/step.py",
+        "a verify group at one position", "helix/worker/step.py",
         "positions = (lengths[:, None] + offsets).flatten()", "positions = (lengths[:, None] + 0 * offsets).flatten()",
         KV_CACHE,
     ),
     Fault(
-        "prompt chunks begin at zero", "helix/steps/step.py",
+        "prompt chunks begin at zero", "helix/worker/step.py",
         "torch.arange(chunk.begin, chunk.end)", "torch.arange(len(chunk.tokens))", KV_CACHE,
     ),
     Fault(
@@ -157,33 +157,33 @@ FAULTS = [
         "    top = tl.where(broken > 0, float(\"nan\"), top)\n", "", COMMIT,
     ),
     Fault(
-        "shared pages count once where each sequence has its own", "helix/control/block_tables.py",
+        "shared pages count once where each sequence has its own", "helix/engine/block_tables.py",
         "        self._left -= count\n        node = ", "        self._left -= fresh\n        node = ", BLOCK_TABLES,
     ),
     # ---- windows and states
     Fault(
-        "a ring is shorter than its window", "helix/memory/kv_cache.py",
+        "a ring is shorter than its window", "helix/worker/kv_cache.py",
         "return placement.touched(reach + rows - 1)", "return placement.touched(reach + rows - 1) // 2", WINDOWS,
     ),
     Fault(
-        "the end of a chunk does not reach the ring", "helix/memory/kv_cache.py",
+        "the end of a chunk does not reach the ring", "helix/worker/kv_cache.py",
         "for column in part.columns[1:][-pages:]", "for column in part.columns[:0]", WINDOWS,
     ),
     Fault(
-        "a hit has no windows", "helix/control/scheduler.py",
+        "a hit has no windows", "helix/engine/scheduler.py",
         "return int(max(known - self._runner.lacking, 0))", "return known", WINDOWS,
     ),
     Fault(
-        "what is computed again is written over what others read", "helix/steps/step.py",
+        "what is computed again is written over what others read", "helix/worker/step.py",
         "state == NEW, table", "state > 0, table", WINDOWS,
     ),
     Fault(
-        "a ring has what its memory had", "helix/memory/kv_cache.py",
+        "a ring has what its memory had", "helix/worker/kv_cache.py",
         "tensor[:, slot * pages : (slot + 1) * pages].fill_(0)", "pass",
         ("tests/e2e/test_serve.py::test_a_prompt_that_skips_what_another_one_computes_lacks_its_windows[gpt-oss]",),
     ),
     Fault(
-        "a state goes on where another sequence ended", "helix/memory/kv_cache.py",
+        "a state goes on where another sequence ended", "helix/worker/kv_cache.py",
         "tensor[:, slot].fill_(0)", "pass", STATES,
     ),
     Fault(
@@ -193,12 +193,12 @@ FAULTS = [
          "[deepseek-v32-helix kvp=2 tpa=1 -> tpf=2 ep=1]",),
     ),
     Fault(
-        "padding of a chunk goes on in a sequence's state", "helix/steps/step.py", "slots[n:] = -1", "slots[n:] = 0",
+        "padding of a chunk goes on in a sequence's state", "helix/worker/step.py", "slots[n:] = -1", "slots[n:] = 0",
         ("tests/e2e/test_prompt_chunks.py::test_tokens_are_those_of_transformers"
          "[qwen3-next-helix kvp=2 tpa=1 -> tpf=2 ep=1]",),
     ),
     Fault(
-        "refused rows are part of a state", "helix/memory/kv_cache.py",
+        "refused rows are part of a state", "helix/worker/kv_cache.py",
         "self.accepted[: step.kind.rows] = step.span.after - step.span.before",
         "self.accepted[: step.kind.rows] = 1 + step.kind.drafts", STATES,
     ),

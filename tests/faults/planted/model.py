@@ -27,7 +27,7 @@ PARITY = "tests/e2e/test_parity.py::"
 FAULTS = [
     # ---- the last layer
     Fault(
-        "the last layer goes on with a token too early", "helix/steps/step.py",
+        "the last layer goes on with a token too early", "helix/worker/step.py",
         "(self.cu_q[1:].long() - 1).clamp(min=0)", "(self.cu_q[1:].long() - 2).clamp(min=0)",
         (PARITY + "test_prefill_has_its_own_path",),
     ),
@@ -89,7 +89,7 @@ FAULTS = [
         "begin = self.comm.kvp_rank * each", "begin = 0", (TURNS,),
     ),
     Fault(
-        "the second half has the segments of the whole", "helix/steps/step.py",
+        "the second half has the segments of the whole", "helix/worker/step.py",
         "self.cu_q.clamp(begin, end) - begin", "self.cu_q.clamp(0, end - begin)", (TURNS,),
     ),
     Fault(
@@ -124,7 +124,7 @@ FAULTS = [
         ("tests/dist/test_hopb.py::test_sequences_stay_whole_with_their_drafts",),
     ),
     Fault(
-        "short steps are cut like long ones", "helix/run/model_runner.py",
+        "short steps are cut like long ones", "helix/worker/model_runner.py",
         "return chunks if row_tokens >= least else 1", "return chunks",
         ("tests/dist/test_hopb.py::test_auto_cuts_no_steps_that_are_too_short",),
     ),
@@ -253,11 +253,11 @@ FAULTS = [
         ("tests/e2e/test_dsa.py::test_every_group[glm-5-kvp3]",),
     ),
     Fault(
-        "a chunk's own tokens are not in what is gathered", "helix/steps/dealt.py",
+        "a chunk's own tokens are not in what is gathered", "helix/worker/dealt.py",
         "nowhere, step.live, table, owners)", "nowhere, step.live & False, table, owners)", DEALT,
     ),
     Fault(
-        "every gathered sequence begins on rank 0", "helix/steps/dealt.py",
+        "every gathered sequence begins on rank 0", "helix/worker/dealt.py",
         "layout.token_owner(begins, block, starts)", "layout.token_owner(begins, block, 0 * starts)", DEALT,
     ),
     # ---- sampling
@@ -276,13 +276,13 @@ FAULTS = [
         SAMPLING,
     ),
     Fault(
-        "top-p of what top-k has dropped too", "helix/steps/sampling.py",
+        "top-p of what top-k has dropped too", "helix/worker/sampling.py",
         "(state.top_p.double() * left.double()).ceil().long().clamp(min=1)",
         "(state.top_p.double() * mass.sum(-1).double()).ceil().long().clamp(min=1)",
         SAMPLING,
     ),
     Fault(
-        "top-k of one more", "helix/steps/sampling.py",
+        "top-k of one more", "helix/worker/sampling.py",
         "(sums[0] < (need - before[0])[:, None])", "(sums[0] <= (need - before[0])[:, None])", SAMPLING,
     ),
     Fault(

@@ -9,41 +9,41 @@ BILL = ("tests/unit/test_sparse_bill.py",)
 
 FAULTS = [
     Fault(
-        "an all-reduce goes once round", "helix/simulate/cost.py",
+        "an all-reduce goes once round", "helix/planner/cost.py",
         '(2 if op == "all_reduce" else 1)', "1", COST,
     ),
     Fault(
-        "experts of one token less", "helix/simulate/cost.py",
+        "experts of one token less", "helix/planner/cost.py",
         "(1 - top_k / experts) ** tokens)", "(1 - top_k / experts) ** (tokens - 1))", COST,
     ),
     Fault(
-        "a pipeline without its ends", "helix/simulate/cost.py",
+        "a pipeline without its ends", "helix/planner/cost.py",
         "np.maximum(chunks * compute + exchange, compute + chunks * exchange)",
         "np.maximum(chunks * compute, chunks * exchange)", COST,
     ),
     Fault(
-        "a part of a KV head", "helix/simulate/cost.py",
+        "a part of a KV head", "helix/planner/cost.py",
         "batch * 2 * np.ceil(kv_heads / tpa)", "batch * 2 * (kv_heads / tpa)", COST,
     ),
     Fault(
-        "KV is not divided", "helix/simulate/layer.py",
+        "KV is not divided", "helix/planner/layer.py",
         "min(window or self.length, self.length) / self.points.kvp", "min(window or self.length, self.length)", COST,
     ),
     Fault(
-        "a rank's share of chosen blocks, not rounded up", "helix/simulate/points.py",
+        "a rank's share of chosen blocks, not rounded up", "helix/planner/points.py",
         "-(-self.topk // (kvp * self.parts)) -", "self.topk // (kvp * self.parts) -", COST,
     ),
     Fault(
-        "drafts read one choice of blocks", "helix/simulate/layer.py",
+        "drafts read one choice of blocks", "helix/planner/layer.py",
         "if self._chooses(window) is None else self.rows", "if self._chooses(window) is None else self.sequences", COST,
     ),
     Fault(
-        "what attention takes anyway counts as finding", "helix/simulate/constants.py",
+        "what attention takes anyway counts as finding", "helix/planner/constants.py",
         "row[\"bytes\"] / rate - fixed for row", "row[\"bytes\"] / rate for row",
         ("tests/unit/test_calibrate.py::test_constants_of_planted_rows",),
     ),
     Fault(
-        "bounds are gone through at the whole bandwidth", "helix/simulate/layer.py",
+        "bounds are gone through at the whole bandwidth", "helix/planner/layer.py",
         "self.zeros, 0, hw.bounds_share)", "self.zeros, 0)", COST,
     ),
     Fault(
@@ -55,7 +55,7 @@ FAULTS = [
         "if read > held - 1 and", "if read > held + 1 and", BILL,
     ),
     Fault(
-        "the token behind the drafts", "helix/simulate/cost.py",
+        "the token behind the drafts", "helix/planner/cost.py",
         "for i in range(gamma + 1))", "for i in range(gamma))", COST,
     ),
 ]  # fmt: skip

@@ -10,27 +10,27 @@ LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_w
 FAULTS = [
     # ---- drafts
     Fault(
-        "a slot's next sequence inherits its limit", "helix/control/serving.py",
+        "a slot's next sequence inherits its limit", "helix/engine/serving.py",
         "self._policy.forget(slot)", "pass", LIMITS,
     ),
     Fault(
-        "limits of drafts are not set", "helix/run/model_runner.py",
+        "limits of drafts are not set", "helix/worker/model_runner.py",
         "if decision.draft_limits:", "if False:", LIMITS,
     ),
     Fault(
-        "limits of drafts are not sent", "helix/speculation/adaptive.py",
+        "limits of drafts are not sent", "helix/engine/draft_policy.py",
         "drafts == 0 or unlimited", "drafts >= 0 or unlimited", ADAPTIVE,
     ),
     Fault(
-        "drafts of a sequence that takes none are verified", "helix/speculation/adaptive.py",
+        "drafts of a sequence that takes none are verified", "helix/engine/draft_policy.py",
         "        if slot in self._without:\n            return 0\n", "", ADAPTIVE,
     ),
     Fault(
-        "a sequence is never forgotten", "helix/speculation/adaptive.py",
+        "a sequence is never forgotten", "helix/engine/draft_policy.py",
         "self._rows_keep.pop(slot, None)", "pass", ADAPTIVE,
     ),
     Fault(
-        "drafts behind a rejected one count as tried", "helix/speculation/adaptive.py",
+        "drafts behind a rejected one count as tried", "helix/engine/draft_policy.py",
         "range(min(outcome.kept + 1, outcome.tried))", "range(outcome.tried)", ADAPTIVE,
     ),
     Fault(

@@ -1,1 +1,0 @@
-"""The control plane: decisions of rank 0."""

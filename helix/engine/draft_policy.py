@@ -1,0 +1,237 @@
+"""Choice of the number of drafts per step, on rank 0, from the acceptance and the times of earlier steps.
+
+The policy maximises expected tokens per step over seconds per step. Seconds depend on the batch, on how much KV it has,
+and on the number of drafts in ways that no rule tells (experts of more rows, a further tile): they are measured. Both
+are known only for numbers of drafts that ran lately, so another number is tried for a few steps from time to time: none
+is in use before, whatever an estimate promises. A trial may lose tokens, and the next one waits until the loss is a
+hundredth of the tokens drawn since: this bounds the cost of adapting for drafts of any quality and price.
+Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from helix.engine.decision import StepPlan
+
+MEMORY = 32.0  # weight of earlier runs in the acceptance, in verified first drafts
+EVIDENCE = 4.0  # the same for trials after runs without drafts
+TRIAL_STEPS = 4
+TRIAL_SHARE = 0.01  # share of all tokens that trials may cost
+WAIT = 16, 4096  # least and most steps between two trials
+SECONDS_MEMORY = 0.95  # weight of earlier times, per step
+SMALL_KV = 13  # bits of a batch's KV tokens up to which steps take alike
+OUTLIER = 1.5  # longer times are clamped to this multiple of the usual one
+ROW_GAIN, ROW_MARGIN = 0.25, 4.0
+
+
+def draft_sizes(limit: int, adaptive: bool) -> tuple[int, ...]:
+    """Returns the numbers of drafts that steps may have: `limit`; if adaptive, also 0 and the powers of two below."""
+    return tuple(sorted({0, limit, *(1 << i for i in range(limit.bit_length()))})) if adaptive else (limit,)
+
+
+def kv_bucket(kv_tokens: int) -> int:
+    """Returns which KV sizes count as alike in what a step takes: 8K tokens or less, then powers of four."""
+    return (max(kv_tokens.bit_length() - SMALL_KV, 0) + 1) // 2
+
+
+@dataclass(frozen=True)
+class DraftOutcome:
+    """Result of verification for one sequence in one step.
+
+    Attributes:
+        tried: drafts that were verified and could be kept.
+        kept: number of accepted drafts, the first ones of these.
+    """
+
+    slot: int
+    tried: int
+    kept: int
+
+
+class Acceptance:
+    """Acceptance rates by index of the draft, given that all drafts before it were accepted.
+
+    Attributes:
+        tried, kept: counts by index of the draft.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.tried = [0.0] * places
+        self.kept = [0.0] * places
+
+    def add(self, outcome: DraftOutcome) -> None:
+        for place in range(min(outcome.kept + 1, outcome.tried)):
+            self.tried[place] += 1
+            self.kept[place] += place < outcome.kept
+
+    def keep(self, share: float) -> None:
+        """Scales all counts by `share`, so that they weigh less than later ones."""
+        self.tried = [share * n for n in self.tried]
+        self.kept = [share * n for n in self.kept]
+
+    def expected_tokens(self) -> list[float]:
+        """Computes the expected tokens of a step with 0, 1, .. drafts; untried drafts count like the one before."""
+        rate, held, tokens = 0.0, 1.0, [1.0]  # the first draft counts as refused until it is tried
+        for tried, kept in zip(self.tried, self.kept, strict=True):
+            rate = (kept + rate) / (tried + 1)
+            held *= rate
+            tokens.append(tokens[-1] + held)
+        return tokens
+
+
+class DraftPolicy:
+    """Policy that chooses the number of drafts before each run of steps, and learns from each run.
+
+    Args:
+        sizes: numbers of drafts to choose from, ascending.
+        timed: (rows, drafts) -> seconds of a step, if timed in advance.
+    """
+
+    def __init__(self, sizes: Sequence[int], timed: Mapping[tuple[int, int], float]) -> None:
+        self.sizes = tuple(sizes)
+        self._timed = timed
+        self._seconds: dict[int, dict[int, dict[int, float]]] = {}  # by rows, bucket of KV, drafts
+        self._last_run: dict[tuple[int, int, int], int] = {}
+        self._acceptance = Acceptance(max(sizes))
+        self._rows_keep: dict[int, float] = {}
+        self._bucket = 0  # of the KV at the last choice
+        self._sent: tuple[int, ...] = ()
+        self._without: Collection[int] = ()
+        self._clock = 0
+        self._wait: float = TRIAL_STEPS
+        self._in_use = 0  # the best number of drafts at the last choice, even if that was a trial
+
+    def pace(self, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
+        """Plans the next run of steps.
+
+        Args:
+            rows: rows of the batch.
+            kv_tokens: tokens in the cache of all its sequences.
+            without: slots of sequences that take no drafts.
+        """
+        self._without = without
+        self._bucket = kv_bucket(kv_tokens)
+        if not self._observed(rows, self._bucket):  # prices of other batches say little of this one's
+            self._wait = min(self._wait, WAIT[0])
+        tokens = self._acceptance.expected_tokens()
+        rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
+        best = max(self.sizes, key=lambda n: (rates[n], -n))
+        ran = self._observed(rows, self._bucket)
+        self._in_use = drafts = max((n for n in self.sizes if n in ran or not ran), key=lambda n: (rates[n], -n))
+        is_trial = len(self.sizes) > 1 and self._wait <= 0
+        if is_trial:
+            self._wait = WAIT[0]  # until this trial has ended, which says how long it is
+            drafts = self._tried(rows, best)
+        is_new = len(self.sizes) > 1 and drafts not in ran
+        return StepPlan(
+            drafts,
+            tokens[drafts],
+            TRIAL_STEPS if is_trial or is_new else None,
+            self._new_limits(rows, drafts),
+            self.seconds(rows, drafts),
+        )
+
+    def _tried(self, rows: int, best: int) -> int:
+        """Returns the number of drafts to try: the next on the way to `best`, an estimate, else the oldest price."""
+        ran, at = self._observed(rows, self._bucket), self.sizes.index(self._in_use)
+        way = self.sizes[at:] if best > self._in_use else self.sizes[at::-1]
+        if best != self._in_use and (new := [n for n in way if n not in ran]):
+            return new[0]
+        others = {self.sizes[0], *self.sizes[max(at - 1, 0) : at + 2]} - {self._in_use}
+        return min(sorted(others), key=lambda n: self._last_run.get((rows, self._bucket, n), -1))
+
+    def seconds(self, rows: int, drafts: int) -> float | None:
+        """Returns the observed seconds of a step, else those timed in advance; None if there are neither."""
+        return self._observed(rows, self._bucket).get(drafts, self._timed.get((rows, drafts)))
+
+    def limit(self, slot: int) -> int:
+        """Returns the most drafts to verify for a slot: a multiple of those that its sequence lately kept."""
+        if slot in self._without:
+            return 0
+        most = self.sizes[-1]
+        wanted = ROW_MARGIN * self._rows_keep.get(slot, float(most)) + 1
+        return most if len(self.sizes) == 1 else next((n for n in self.sizes if n >= wanted), most)
+
+    def forget(self, slot: int) -> None:
+        """Resets the statistics of a slot whose sequence ended."""
+        self._rows_keep.pop(slot, None)
+
+    def observe(
+        self, rows: int, kv_tokens: int, drafts: int, seconds: Sequence[float], outcomes: Sequence[DraftOutcome]
+    ) -> None:
+        """Records a run of steps that has ended.
+
+        Args:
+            rows, kv_tokens: see `pace`.
+            seconds: seconds of each step.
+            outcomes: outcome of each sequence in each step, without those that had ended.
+        """
+        if not seconds or not outcomes:
+            return
+        bucket, rate = kv_bucket(kv_tokens), self._rate_in_use(rows)
+        key, observed = (rows, bucket, drafts), self._seconds.setdefault(rows, {}).setdefault(bucket, {})
+        age = self._clock - self._last_run.get(key, self._clock)
+        self._clock += len(seconds)
+        self._last_run[key] = self._clock
+        typical = median(seconds)
+        before = observed.get(drafts, typical)
+        kept = SECONDS_MEMORY ** (len(seconds) + age)
+        observed[drafts] = kept * before + (1 - kept) * min(typical, OUTLIER * before)
+        if drafts == self._in_use:
+            self._wait -= len(seconds)
+        else:
+            tokens = len(seconds) * sum(1 + o.kept for o in outcomes) / len(outcomes)
+            spent = min(sum(seconds), OUTLIER * typical * len(seconds))
+            lost_steps = (spent * rate - tokens) / self._acceptance.expected_tokens()[self._in_use]
+            self._wait = min(max(lost_steps / TRIAL_SHARE, WAIT[0]), WAIT[1])
+        if drafts:
+            self._learn(outcomes)
+
+    def _learn(self, outcomes: Sequence[DraftOutcome]) -> None:
+        memory = EVIDENCE if self._in_use == 0 else MEMORY
+        self._acceptance.keep(min(1.0, memory / max(self._acceptance.tried[0], memory)))
+        for outcome in outcomes:
+            self._acceptance.add(outcome)
+            before = self._rows_keep.get(outcome.slot, float(self.sizes[-1]))
+            shown = outcome.kept if outcome.kept < outcome.tried else max(outcome.kept, before)
+            self._rows_keep[outcome.slot] = before + ROW_GAIN * (shown - before)
+
+    def _rate_in_use(self, rows: int) -> float:
+        return self._acceptance.expected_tokens()[self._in_use] / self._step_seconds(rows, self._in_use)
+
+    def _observed(self, rows: int, bucket: int) -> Mapping[int, float]:
+        return self._seconds.get(rows, {}).get(bucket, {})
+
+    def _step_seconds(self, rows: int, drafts: int) -> float:
+        """Estimates the seconds of a step at the KV of the last choice.
+
+        They are those observed; else those at the nearest other KV, or timed in advance, times what steps that ran took
+        beside theirs. Numbers of drafts that never ran are interpolated linearly between the fewest and the most.
+        """
+        seen = self._observed(rows, self._bucket)
+        if drafts in seen:
+            return seen[drafts]
+        buckets = self._seconds.get(rows, {})
+        nearest = sorted(buckets.keys() - {self._bucket}, key=lambda bucket: abs(bucket - self._bucket))
+        timed = {n: self._timed[rows, n] for n in self.sizes if (rows, n) in self._timed}
+        for known in (*(buckets[bucket] for bucket in nearest), timed):
+            if drafts in known:
+                ratios = [s / known[n] for n, s in seen.items() if n in known]
+                return known[drafts] * (sum(ratios) / len(ratios) if ratios else 1.0)
+        if not seen:
+            return 1.0
+        few, many = min(seen), max(seen)
+        slope = max(seen[many] - seen[few], 0.0) / max(many - few, 1)
+        return max(seen[few] + slope * (drafts - few), min(seen.values()))
+
+    def _new_limits(self, rows: int, drafts: int) -> tuple[int, ...]:
+        """Returns the draft limits of slots [0, rows) if they differ from those last sent to the ranks, else ()."""
+        limits = tuple(self.limit(slot) for slot in range(rows))
+        unlimited = len(self.sizes) == 1 and not self._without and not self._sent
+        if drafts == 0 or unlimited or limits == self._sent:
+            return ()
+        self._sent = limits
+        return limits

@@ -1,0 +1,80 @@
+"""Queue of requests and aborts to a serving engine, from any thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Condition
+
+from helix.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Message that ends the request with this id."""
+
+    id: str | int
+
+
+class Inbox:
+    """Queue that `Engine.serve` reads on rank 0; every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._items: deque[Request | Abort] = deque()
+        self._closed = False
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> Inbox:
+        """Creates a closed inbox: the engine serves these requests, then returns."""
+        inbox = cls()
+        for request in requests:
+            inbox.submit(request)
+        inbox.close()
+        return inbox
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; raises RuntimeError if the inbox is closed."""
+        self._put(request)
+
+    def abort(self, request_id: str | int) -> None:
+        """Queues the abort of a request; it has no effect on a request that has ended."""
+        self._put(Abort(request_id))
+
+    def close(self) -> None:
+        """Closes the inbox to requests: the engine ends once all requests have. Aborts are still accepted."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def take(self) -> list[Request | Abort]:
+        """Returns everything queued since the last call, in order."""
+        with self._changed:
+            items = list(self._items)
+            self._items.clear()
+            return items
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until an item is queued or the inbox is closed; returns False if neither happens within `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._items) or self._closed, seconds)
+
+    @property
+    def pending(self) -> bool:
+        """Whether items are queued."""
+        with self._changed:
+            return bool(self._items)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is closed and empty."""
+        with self._changed:
+            return self._closed and not self._items
+
+    def _put(self, item: Request | Abort) -> None:
+        with self._changed:
+            if self._closed and isinstance(item, Request):
+                raise RuntimeError(f"request {item.id!r} comes after the inbox was closed: make a new one to serve on")
+            self._items.append(item)
+            self._changed.notify()

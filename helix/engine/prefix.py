@@ -1,0 +1,296 @@
+"""Prefix cache: a tree of token prefixes over the pages, on rank 0's host alone.
+
+Whole stripes (`helix.placement`) are shared: sequences with an equal prefix have the same page numbers in their tables.
+The rest, a part of a stripe, must be copied, page by page on every rank, because the new owner appends after it. So a
+hit counts in tokens. Example: stripes of 8 tokens; 21 tokens are cached, and a prompt begins with 19 of them:
+
+    cached     [ 0 .. 7 ] [ 8 .. 15 ] [ 16 .. 20 )
+    prompt     [ shared ] [ shared  ] [ 3 copied ) computed from token 19 on
+
+The owner of a token depends on its sequence's `start`, so a hit takes over the `start`. The last token of a prompt is
+always computed, since the next token is drawn from its logits.
+
+A node is a run of whole stripes, or a tail: a part of one, which has no children. Keys, values and bounds belong to the
+page and are shared with it. Choices, scores and lengths belong to a sequence.
+
+Pages are freed from the ends of unused runs, by greedy-dual: a used node's value is the value of the last freed one
+plus the cost of computing the node again (Cao and Irani, Cost-aware WWW proxy caching algorithms, 1997).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import attrgetter
+
+import numpy as np
+
+from helix.engine.pages import PagePool
+from helix.placement import NO_PAGES, Stripes
+
+HEAD = attrgetter("head")
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A run of whole stripes after its parent's, or a tail.
+
+    Attributes:
+        head: tokens of its first stripe, or of the tail, in bytes.
+        depth: number of tokens before it.
+        tokens: number of tokens in it.
+        pages: [n] int32, pages of its tokens; empty once it has left the tree.
+        children: child nodes, sorted by head; no head is a prefix of another.
+        base, tick: value of the last freed node, and time, at its last use.
+        queued: whether it is in the eviction queue.
+        root: salt and start; of roots only.
+    """
+
+    parent: Node | None
+    head: bytes = b""
+    depth: int = 0
+    tokens: int = 0
+    pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    children: list[Node] = field(default_factory=list)
+    base: float = 0.0
+    tick: int = 0
+    queued: bool = False
+    root: tuple[Hashable, int] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.depth + self.tokens
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Prefix hit of a prompt.
+
+    Attributes:
+        start: kvp rank of the first block, which the sequence takes over; None without a hit.
+        shared: tokens in whole stripes, whose pages are shared.
+        copied: further tokens, whose pages are copied.
+        node: node in which, or at the end of which, the whole stripes end.
+        source: node with the tokens to copy: in its first stripe, or in the next one of `node`.
+    """
+
+    start: int | None = None
+    shared: int = 0
+    copied: int = 0
+    node: Node | None = None
+    source: Node | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.shared + self.copied
+
+
+class PrefixTree:
+    """Prefix tree of the cached tokens, with the order of eviction.
+
+    Args:
+        cost: cost of computing a token at a depth, in any unit.
+        least: fewest tokens worth a copy and a forced start. Prompts that share only a few template tokens should not
+            all start on one rank.
+    """
+
+    def __init__(self, pool: PagePool, stripes: Stripes, cost: Callable[[int], float], least: int = 16) -> None:
+        self.pool = pool
+        self.stripes = stripes
+        self._kvp, self._tokens, self._pages = stripes.layout.kvp, stripes.tokens, stripes.pages
+        self._cost = cost
+        self._least = least
+        self._held = np.empty((pool.pages, stripes.page_tokens), dtype=np.int32)  # tokens, by page of their stripe
+        self._roots: dict[tuple[Hashable, int], Node] = {}
+        self._queue: list[tuple[float, int, int, Node]] = []  # a heap of leaves
+        self._pushed = 0
+        self._freed = 0.0  # value of the last freed node
+        self._ticks = 0
+
+    def match(self, tokens: np.ndarray, salt: Hashable = None) -> Hit:
+        """Finds the longest prefix hit of a prompt, int32 [n], over all starts; changes nothing."""
+        assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
+        best, prompt = Hit(), tokens[:-1]
+        for start in range(self._kvp):
+            root = self._roots.get((salt, start))
+            if root is None:
+                continue
+            node, at = self.follow(root, prompt, 0)
+            near = [node] if at < node.end else self._neighbours(node, prompt[at : at + self._tokens])
+            copies = [(self._common(other, at, prompt), other) for other in near]
+            copied, source = max(copies, key=lambda copy: copy[0], default=(0, None))
+            if copied < max(self._least, 1):
+                copied, source = 0, None
+            if at + copied > best.tokens:
+                best = Hit(start, at, copied, node, source)
+        return best
+
+    # ---- the way down
+
+    def follow(self, node: Node, tokens: np.ndarray, at: int) -> tuple[Node, int]:
+        """Descends from `node`, which ends at token `at`, along whole stripes of `tokens`; returns node and token."""
+        while at + self._tokens <= len(tokens):
+            head = tokens[at : at + self._tokens].tobytes()
+            place = self._place(node, head)
+            if place == len(node.children) or node.children[place].head != head:
+                break
+            node = node.children[place]
+            at += self._equal(node, tokens[at:])
+            if at < node.end:
+                break
+        return node, at
+
+    def _equal(self, node: Node, tokens: np.ndarray) -> int:
+        """Counts equal tokens in whole stripes, the first of which is equal; reads few tokens beyond."""
+        most = min(node.tokens, len(tokens) // self._tokens * self._tokens)
+        done, size = self._tokens, 8 * self._tokens
+        while done < most:
+            size = min(size, most - done)
+            known = self._held[node.pages[self.stripes.columns(done, done + size)]]
+            same = (known == tokens[done : done + size].reshape(known.shape)).all(axis=1)
+            if not same.all():
+                return done + int(same.argmin()) // self._pages * self._tokens
+            done += size
+            size *= 2
+        return done
+
+    def _common(self, node: Node, at: int, tokens: np.ndarray) -> int:
+        """Counts the tokens after the first `at` that equal those of `node`'s stripe at that position."""
+        known = self._stripe(node, at - node.depth)
+        rest = tokens[at : at + len(known)]
+        differ = np.flatnonzero(known[: len(rest)] != rest)
+        return int(differ[0]) if len(differ) else len(rest)
+
+    def _neighbours(self, node: Node, tokens: np.ndarray) -> list[Node]:
+        """Returns the children sorted before and after these tokens: no other child has a longer common prefix."""
+        place = self._place(node, tokens.tobytes())
+        return node.children[max(place - 1, 0) : place + 1]
+
+    def _place(self, node: Node, head: bytes) -> int:
+        return bisect_left(node.children, head, key=HEAD)
+
+    def _stripe(self, node: Node, begin: int) -> np.ndarray:
+        """Returns the tokens of the stripe or tail that begins `begin` tokens into a node."""
+        pages = node.pages[self.stripes.columns(begin, begin + self._tokens)]
+        return self._held[pages].ravel()[: node.tokens - begin]
+
+    # ---- what is in the tree
+
+    def root(self, salt: Hashable, start: int) -> Node:
+        """Returns the root of a salt and a start; it is in the tree while it has children."""
+        return self._roots.get((salt, start)) or Node(None, root=(salt, start))
+
+    def pages_of(self, hit: Hit) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the shared pages of a hit, and the pages to copy."""
+        shared, source = NO_PAGES, NO_PAGES
+        if hit.node is not None:
+            shared = np.concatenate([NO_PAGES, *reversed([n.pages for n in path(hit.node)])])
+        if hit.source is not None:
+            begin = (hit.shared - hit.source.depth) // self._tokens * self._pages
+            source = hit.source.pages[begin : begin + self.stripes.pages_for(hit.copied)]
+        return shared[self.stripes.columns(0, hit.shared)], source
+
+    def add(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> Node:
+        """Adds new tokens after `parent`, whole stripes or a tail; returns the node that ends with them."""
+        assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
+        self.pool.keep(pages)
+        rows = np.zeros((len(pages), self.stripes.page_tokens), dtype=np.int32)
+        rows.ravel()[: len(tokens)] = tokens
+        self._held[pages] = rows
+        head = tokens[: self._tokens].tobytes()
+        place = self._place(parent, head)
+        tail = parent.children[place - 1] if place else None
+        if tail is not None and head.startswith(tail.head):  # the new tokens include the tail's
+            self.pool.drop(tail.pages)
+            tail.pages, place = NO_PAGES, place - 1
+            del parent.children[place]
+        whole = len(tokens) >= self._tokens
+        if whole and parent.parent is not None and not parent.children and self.pool.users(parent.pages[-1]) == 1:
+            parent.pages = np.concatenate((parent.pages, pages))  # no other sequence ends there
+            parent.tokens += len(tokens)
+            return parent
+        if parent.root is not None:
+            self._roots[parent.root] = parent
+        node = Node(parent, head, parent.end, len(tokens), pages)
+        parent.children.insert(place, node)
+        return node
+
+    def add_tail(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> None:
+        """Adds a part of a stripe after `parent`, unless a child begins with the same tokens."""
+        head = tokens.tobytes()
+        place = self._place(parent, head)
+        if not any(child.head.startswith(head) for child in parent.children[place : place + 1]):
+            self.touch(self.add(parent, tokens, pages))
+
+    def ending(self, node: Node, at: int) -> Node:
+        """Returns the node that ends at `at`: `node`, or a new parent split off it, which has its first tokens."""
+        if at == node.end:
+            return node
+        assert node.parent is not None and node.depth < at < node.end
+        cut = self.stripes.columns(0, at - node.depth).stop
+        upper = Node(node.parent, node.head, node.depth, at - node.depth, node.pages[:cut], [node])
+        node.parent.children[self._place(node.parent, node.head)] = upper
+        node.parent, node.depth, node.tokens, node.pages = upper, at, node.end - at, node.pages[cut:]
+        node.head = self._stripe(node, 0).tobytes()
+        return upper
+
+    # ---- what goes first
+
+    def evict(self, count: int) -> None:
+        """Frees cached pages until `count` are free."""
+        assert count <= self.pool.room, f"{count} pages wanted, {self.pool.room} can be had"
+        gone, lacking = [NO_PAGES], count - self.pool.free
+        while lacking > 0:
+            worth, tick, _, node = heappop(self._queue)
+            node.queued = False
+            if node.children or not len(node.pages) or self.pool.users(node.pages[-1]):
+                continue  # queued again once it can be freed
+            if (worth, tick) == self._worth(node):
+                self._freed = max(self._freed, worth)
+                gone.append(self._cut(node, lacking))
+                lacking -= self.pool.idle(gone[-1])  # a page to be copied still has a user
+            else:
+                self.queue_up(node)
+        self.pool.drop(np.concatenate(gone))
+
+    def touch(self, node: Node) -> None:
+        """Marks a node as used now."""
+        self._ticks += 1
+        node.base, node.tick = self._freed, self._ticks
+        self.queue_up(node)
+
+    def _worth(self, node: Node) -> tuple[float, int]:
+        return node.base + self._cost(node.end), node.tick
+
+    def queue_up(self, node: Node) -> None:
+        """Queues a leaf for eviction; does nothing if it is queued or has children."""
+        if not node.queued and not node.children and len(node.pages):
+            node.queued = True
+            self._pushed += 1
+            heappush(self._queue, (*self._worth(node), self._pushed, node))
+
+    def _cut(self, node: Node, count: int) -> np.ndarray:
+        """Removes at least `count` pages from a leaf's end, or all its pages; returns them."""
+        parent = node.parent
+        assert parent is not None
+        left = max(len(node.pages) - -(-count // self._pages) * self._pages, 0)
+        gone = node.pages[left:]
+        if left:
+            node.pages, node.tokens = node.pages[:left], left // self._pages * self._tokens
+            self.queue_up(node)
+        else:
+            del parent.children[self._place(parent, node.head)]
+            node.pages = NO_PAGES
+            self.queue_up(parent)  # its value is lower than its child's, so it is freed next
+            if parent.root is not None and not parent.children:
+                del self._roots[parent.root]
+        return gone
+
+
+def path(node: Node | None, until: Node | None = None) -> Iterator[Node]:
+    """Yields a node and its ancestors, up to `until`."""
+    while node is not None and node is not until:
+        yield node
+        node = node.parent

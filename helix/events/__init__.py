@@ -1,1 +1,0 @@
-"""Requests, decisions, and the events in the life of sequences."""

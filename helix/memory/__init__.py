@@ -1,1 +1,0 @@
-"""Memory of sequences: contents by layer, pages, and their owners."""

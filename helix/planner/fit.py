@@ -1,0 +1,95 @@
+"""Fit of a hardware's constants to recorded decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from helix.models import DecoderSpec
+from helix.planner.hardware import MEASURED, Array, Constant, Hardware
+from helix.planner.points import Options, Points
+from helix.planner.step import predict
+from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
+
+LARGEST, LEAST = 0.32, 0.0025  # first and last relative change of a constant that is tried; each is half the previous
+PRODUCT_ROWS = (1, MIN_ROWS, MAX_ROWS)  # two constants, for two kernels
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Points of one model and length, with the measured seconds [n] of their steps."""
+
+    spec: DecoderSpec
+    points: Points
+    length: int
+    ttl_s: Array
+
+
+def errors(hardware: Hardware, steps: Sequence[MeasuredSteps], options: Options) -> Array:
+    """Computes log(predicted / measured) of all points."""
+    predicted = [predict(m.spec, hardware, m.points, m.length, options).ttl_s for m in steps]
+    return np.log(np.concatenate(predicted) / np.concatenate([m.ttl_s for m in steps]))
+
+
+def fit(hardware: Hardware, steps: Sequence[MeasuredSteps], options: Options, source: str) -> Hardware:
+    """Fits the constants that no single kernel's timing shows, to minimise the mean of |log error|.
+
+    These are the read rate, the time of a kernel beyond its bytes, and that of a projection, of one row and of several;
+    the library's time, for more rows, stays. Each is moved up and down in turn, by ever smaller steps: the result is
+    deterministic.
+    """
+    known = hardware.product_s or {1: hardware.kernel_s}
+    one, several = (known[min(known, key=lambda other: abs(other - rows))] for rows in (1, MAX_ROWS))
+    fixed = {rows: one if rows < MIN_ROWS else several for rows in PRODUCT_ROWS}
+    library = {rows: constant for rows, constant in hardware.product_s.items() if rows > MAX_ROWS}
+    best = replace(hardware, product_s=fixed | library)
+    moves = [_read_rate, _kernel, _products(range(1, MIN_ROWS)), _products(range(MIN_ROWS, MAX_ROWS + 1))]
+    least = float(np.abs(errors(best, steps, options)).mean())
+    change = LARGEST
+    while change >= LEAST:
+        moved = False
+        for move in moves:
+            for factor in (1 + change, 1 / (1 + change)):
+                tried = move(best, factor)
+                loss = float(np.abs(errors(tried, steps, options)).mean())
+                if loss < least * (1 - 1e-9):
+                    best, least, moved = tried, loss, True
+        change = change if moved else change / 2
+
+    def named(constant: Constant) -> Constant:
+        return Constant(float(f"{constant.value:.3g}"), MEASURED, source)
+
+    return replace(
+        best,
+        read_bytes_per_s=named(best.read_bytes_per_s),
+        kernel_s=named(best.kernel_s),
+        product_s={rows: named(best.product_s[rows]) for rows in PRODUCT_ROWS} | library,
+    )
+
+
+def _read_rate(hardware: Hardware, factor: float) -> Hardware:
+    return replace(hardware, read_bytes_per_s=_times(hardware.read_bytes_per_s, factor))
+
+
+def _kernel(hardware: Hardware, factor: float) -> Hardware:
+    return replace(hardware, kernel_s=_times(hardware.kernel_s, factor))
+
+
+def _products(chosen: range) -> Callable[[Hardware, float], Hardware]:
+    def move(hardware: Hardware, factor: float) -> Hardware:
+        known: Mapping[int, Constant] = hardware.product_s
+        return replace(hardware, product_s={r: _times(c, factor) if r in chosen else c for r, c in known.items()})
+
+    return move
+
+
+def _times(constant: Constant, factor: float) -> Constant:
+    return replace(constant, value=constant.value * factor)
+
+
+def quantiles(sizes: Iterable[float]) -> tuple[float, float]:
+    """Computes the median and p90 of |predicted / measured - 1| from the results of `errors`."""
+    relative = np.abs(np.expm1(np.array(list(sizes))))
+    return float(np.median(relative)), float(np.quantile(relative, 0.9))

@@ -1,0 +1,564 @@
+"""Phases of a decoder layer and their costs: bytes read, FLOPs, launches and messages of the slowest rank.
+
+Weights and KV are read from memory once per step; activations stay in GPU caches. Shares are whole heads, columns and
+experts, and the largest share counts; KV is divided evenly. Experts are chosen uniformly and independently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from helix.config import LEAST_KEYS
+from helix.layers.specs import AttentionSpec, GatedDeltaSpec, IndexerSpec, MLASpec, MLPSpec, MoESpec
+from helix.models import DecoderSpec
+from helix.planner import cost
+from helix.planner.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Constant, Hardware, between
+from helix.planner.points import DP, HELIX, MEDHA, Options, Points, Sparse
+from helix.worker.keeps import LATENT_GROUP, score_planes
+
+SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
+SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
+SCORE_BYTES, SLOT_BYTES = 2, 4
+COUNTED, DIGITS = 2, 256  # kernels/indexer/choose.py: digits whose counts ranks gather, and numbers of a digit
+SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch of a choice
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Cost of one phase on the slowest rank, summed over layers, as arrays [n].
+
+    Attributes:
+        sent: bytes sent by the rank.
+        launches: number of kernels and collectives.
+        level: provenance, an index into hardware.PROVENANCE.
+    """
+
+    name: str
+    seconds: Array
+    bytes: Array
+    flops: Array
+    sent: Array
+    launches: Array
+    level: Array
+
+    def arrays(self) -> tuple[Array, ...]:
+        """Returns the additive arrays, then the provenance."""
+        return self.seconds, self.bytes, self.flops, self.sent, self.launches, self.level
+
+    def __getitem__(self, chosen: Array) -> Phase:
+        return Phase(self.name, *(array[chosen] for array in self.arrays()))
+
+    def times(self, count: Any) -> Phase:
+        *sums, level = self.arrays()
+        return Phase(self.name, *[*(array * count for array in sums), level])
+
+    def plus(self, other: Phase) -> Phase:
+        *sums, level = self.arrays()
+        *others, other_level = other.arrays()
+        added = (a + b for a, b in zip(sums, others, strict=True))
+        return Phase(self.name, *[*added, np.maximum(level, other_level)])
+
+    def where(self, condition: Array, other: Phase) -> Phase:
+        """Selects this phase where the condition holds, the other elsewhere."""
+        pairs = zip(self.arrays(), other.arrays(), strict=True)
+        return Phase(self.name, *(np.where(condition, a, b) for a, b in pairs))
+
+
+def _up(a: Any, b: Any) -> Any:
+    """Divides a by b, rounding up."""
+    return -(-a // b)
+
+
+class Layer:
+    """Costs of a layer's two halves over all points.
+
+    Args:
+        drafting: whether the step is a draft step of self-speculation, instead of one that verifies.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        hardware: Hardware,
+        points: Points,
+        length: int,
+        options: Options,
+        drafting: bool = False,
+    ) -> None:
+        self.mixer = spec.attention  # all layers have the same heads
+        self.spec, self.hardware, self.points, self.options = spec, hardware, points, options
+        self.length = length
+        sparse = options.sparse
+        self.sparse = sparse if sparse is not None and length >= sparse.from_tokens else None
+        p, s, each = points, options.speculation, 1 if drafting else options.step_tokens
+        self.self_drafts = s if s is not None and s.sparsity is not None else None
+        self.drafting = drafting
+        self.single = each == 1
+        self.sequences = _up(p.batch, p.dp)
+        self.rows = self.sequences * each  # rows per data-parallel group
+        self.all_rows = p.batch * each  # rows per pipeline stage
+        self.q = _up(self.mixer.q_heads, p.tpa)
+        self.kv = _up(self.mixer.kv_heads, p.tpa)
+        owned = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
+        self.o = self.q if options.output == "tpa" else owned
+        kinds = ("weights", "messages", "experts", "other")
+        self.item = {kind: BYTES[getattr(options, kind) or options.weights] for kind in kinds}
+        self.item |= _kv_items(self.mixer, options.kv)
+        self.rate = hardware.rate(options.arithmetic or options.weights)
+        self.zeros = np.zeros(len(points))
+        # Points at which rows go to the ranks of their experts and back; elsewhere every rank has all rows.
+        self.dispatched = (p.mode == DP) & (options.dispatch == "chosen")
+        self.gathered = (p.mode == DP) & (options.dispatch == "all")
+
+    # ---- phases
+
+    def attention(self, window: int | None) -> list[Phase]:
+        """Lists the phases from the layer's input to the all-reduce after its output projection."""
+        return self._latent(window) if isinstance(self.mixer, MLASpec) else self._heads(window)
+
+    def ffn(self, spec: MLPSpec | MoESpec) -> list[Phase]:
+        """Lists the phases of the FFN, including its all-reduce."""
+        return self._experts(spec) if isinstance(spec, MoESpec) else self._dense(spec)
+
+    def kernel(
+        self,
+        name: str,
+        weights: Any,
+        rows: Any,
+        *,
+        kernels: int | Array = 1,
+        flops: Any = None,
+        kind: str = "weights",
+    ) -> Phase:
+        """Computes the cost of a product of `rows` rows with `weights` weights on this rank.
+
+        Args:
+            flops: its FLOPs, if they are others.
+            kind: `weights`, `experts` or `other`, whose dtype options name.
+        """
+        hw = self.hardware
+        read = weights * self.item[kind] + self.zeros
+        share = hw.e4m3_share.get(kind) if (getattr(self.options, kind) or self.options.weights) == "e4m3" else None
+        flops = (2.0 * rows * weights if flops is None else flops) + self.zeros
+        phase = self._timed(name, read, flops, kernels, share)
+        if not hw.product_s:
+            return phase
+        fixed, level = between(hw.product_s, rows)
+        seconds = phase.seconds + kernels * (fixed - hw.kernel_s.value)
+        return replace(phase, seconds=seconds, level=np.maximum(phase.level, level))
+
+    def _timed(
+        self,
+        name: str,
+        read: Array,
+        flops: Array,
+        kernels: int | Array,
+        share: Constant | None = None,
+        rate: Constant | None = None,
+    ) -> Phase:
+        """Computes the cost of kernels that read at `share` of the read rate and compute at `rate` (None: default)."""
+        hw, rate = self.hardware, rate or self.rate
+        reached = hw.read_bytes_per_s.value * (share.value if share is not None else 1.0)
+        work = np.maximum(read / reached, flops / rate.value)
+        known = (hw.read_bytes_per_s, rate, hw.kernel_s, *([share] if share is not None else []))
+        level = max(INTERPOLATED, *(constant.level for constant in known))
+        seconds = work + kernels * hw.kernel_s.value
+        return Phase(name, seconds, read, flops, self.zeros, self.zeros + kernels, self.zeros.astype(int) + level)
+
+    def collective(self, name: str, op: str, width: Array, message: Array) -> Phase:
+        latency, wire, level = cost.collective_s(self.hardware, op, width, message)
+        sent = np.where(width > 1, cost.sent_bytes(op, width, message), 0.0)
+        return Phase(name, latency + wire, self.zeros, self.zeros, sent, self.zeros + (width > 1), level)
+
+    def _heads(self, window: int | None) -> list[Phase]:
+        d = self.head_dim
+        qkv = self.kernel(
+            "qkv", self.inputs * d * (self.q + 2 * self.kv + self.gates), self.rows, kernels=1 + self.gated
+        )
+        attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
+        return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
+
+    def recurrent(self, spec: GatedDeltaSpec) -> list[Phase]:
+        """Lists the phases of a layer with states, each of which a step reads and writes once."""
+        p, s, heads = self.points, self.spec, self._state_heads(spec)
+        passed = 2 * self.sequences * self.state_bytes(spec)
+        message = self.rows * s.hidden * self.item["messages"]
+        return [
+            self.kernel("qkv", s.hidden * self._state_rows(spec), self.rows),
+            self._timed("states", passed, self.zeros, 1),
+            self.kernel("output", s.hidden * heads * spec.value_dim, self.rows),
+            self.collective("output all-reduce", "all_reduce", np.where(p.mode == MEDHA, p.tpa, p.ranks), message),
+        ]
+
+    def _state_heads(self, spec: GatedDeltaSpec) -> Array:
+        """Computes the value heads of the fullest rank, over all of which a layer is cut."""
+        return _up(spec.value_heads, self.points.ffn_ranks)
+
+    def _state_rows(self, spec: GatedDeltaSpec) -> Array:
+        """Computes the rows of such a layer's first projection: q, k, v, z and two gates of each head."""
+        heads = self._state_heads(spec)
+        keys = np.minimum(_up(heads, spec.group) + (heads % spec.group > 0), spec.key_heads)
+        return 2 * keys * spec.key_dim + heads * (2 * spec.value_dim + 2)
+
+    def state_bytes(self, spec: GatedDeltaSpec) -> Array:
+        """Counts the bytes of a sequence's state, in fp32."""
+        return self._state_heads(spec) * spec.key_dim * spec.value_dim * 4
+
+    def recurrent_bytes(self, spec: GatedDeltaSpec) -> Array:
+        """Counts the bytes of such a layer's weights on the fullest rank."""
+        rows = self._state_rows(spec) + self._state_heads(spec) * spec.value_dim
+        return self.spec.hidden * rows * self.item["weights"]
+
+    @property
+    def gated(self) -> bool:
+        """True if attention's output has gates, which are projected apart."""
+        return isinstance(self.mixer, AttentionSpec) and self.mixer.gated
+
+    @property
+    def gates(self) -> Any:
+        """Number of heads whose gates a rank computes: those of which it has the output."""
+        return self.o * self.gated
+
+    def _latent(self, window: int | None) -> list[Phase]:
+        """Lists the phases of MLA, with the faster order of W_UV and exchange, and the faster making of queries."""
+        s, m, p = self.spec, self.mixer, self.points
+        assert isinstance(m, MLASpec)
+
+        def queries(heads: Any, gathers: bool) -> list[Phase]:
+            first = s.hidden * (m.entry + (m.q_rank or heads * m.query))
+            projections = [self.kernel("qkv", first, self.rows)]
+            projections += [self.kernel("query up", m.q_rank * heads * m.query, self.rows)] if m.q_rank else []
+            projections.append(self.kernel("absorb", heads * m.nope * m.latent, self.rows, kind="other"))
+            message = self.rows * self.q * m.entry * self.item["messages"]
+            return [
+                *projections,
+                self.collective("gather queries", "all_gather", p.kvp if gathers else p.kvp * 0 + 1, message),
+            ]
+
+        def attend(value: int, heads: Any) -> list[Phase]:
+            attention, exchange = self._attend(window, m.entry, m.entry + m.latent, value)
+            return [attention, exchange, self.kernel("values", heads * m.latent * m.value, self.rows, kind="other")]
+
+        gathers = (p.mode == HELIX) & (self.options.queries == "faster")
+        makes = _cheaper(queries(self.q, False), queries(_up(self.q, p.kvp), True), gathers)
+        attends = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
+        return [*makes, *attends, *self._output(m.value)]
+
+    def indexing(self) -> list[Phase]:
+        """Lists the phases of one indexer: projections, scores of all tokens, and a choice over the ranks."""
+        m, p, hw = self.mixer, self.points, self.hardware
+        if not self.spec.indexers:
+            return []
+        assert isinstance(m, MLASpec)
+        (of,) = {*self.spec.indexers}
+        heads, tokens = of.heads * of.width, self.length / p.kvp
+        scanned = self.sequences * tokens * self.index_bytes(of)
+        gathers = self.collective("choose tokens", "all_gather", p.kvp, self.rows * DIGITS * NUMBER_BYTES * p.kvp)
+        lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
+        # Of single queries, the launch that computes scores counts their first digit, and the one before zeroes counts.
+        reads, launches = (SCORE_READS - 1, COUNTED + 1) if self.single else (SCORE_READS, COUNTED + 3)
+        kernels = self._timed("choose tokens", self.rows * tokens * reads * NUMBER_BYTES, self.zeros, launches)
+        return [
+            self.kernel("index", of.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
+            self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, 1, None, hw.latent_flops),
+            kernels.plus(gathers.times(COUNTED)).plus(lists),
+        ]
+
+    def index_bytes(self, of: IndexerSpec) -> float:
+        """Counts the bytes of an index key."""
+        return of.width + 4.0 if self.options.kv == "e4m3_all" else of.width * self.item["plain_kv"]
+
+    def _chooses(self, window: int | None) -> Sparse | None:
+        """Returns the block selection of a layer with this window; None if queries read all tokens."""
+        return self.sparse if window is None else None
+
+    def _seen(self, window: int | None) -> Array:
+        """Computes the tokens that a query may read on a rank."""
+        return min(window or self.length, self.length) / self.points.kvp
+
+    def _read_tokens(self, window: int | None) -> Array:
+        """Computes the tokens that a query reads on a rank."""
+        seen = self._seen(window)
+        if self.drafting and window is None:
+            return self.draft_keys()
+        if isinstance(self.mixer, MLASpec) and self.mixer.topk is not None:
+            return np.minimum(self.mixer.topk / self.points.kvp, seen)
+        sparse = self._chooses(window)
+        return seen if sparse is None else np.minimum(sparse.blocks(self.points.kvp) * sparse.block, seen)
+
+    def draft_keys(self) -> Array:
+        """Computes the keys of a sequence that a draft reads on a rank, in layers without a window."""
+        s = self.self_drafts
+        assert s is not None and s.sparsity is not None
+        kvp = self.points.kvp
+        return np.minimum((np.maximum(s.sparsity * self.length, LEAST_KEYS) + s.tail) / kvp, self.length / kvp)
+
+    def planes(self) -> Array:
+        """Computes the score planes that verification writes in such a layer."""
+        groups, each = np.unique(self.q // self.kv, return_inverse=True)
+        of = [score_planes(self.options.step_tokens, int(g), self.head_dim, "bfloat16") for g in groups]
+        return np.array(of)[each]
+
+    def choosing(self) -> Phase:
+        """Computes the cost of choosing the keys of the next drafts, in all layers at once."""
+        scores = self.planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
+        read = scores * len(self.spec.full)
+        price, rate = self.price("select_s"), self.price("select_bytes_per_s")
+        seconds = price.value + read / rate.value
+        level = self.zeros.astype(int) + max(INTERPOLATED, price.level, rate.level)
+        return Phase("select", seconds, read, self.zeros, self.zeros, self.zeros + SELECT_LAUNCHES, level)
+
+    def price(self, name: str) -> Constant:
+        """Returns a constant of the hardware for self-speculation.
+
+        Raises:
+            ValueError: the constant is unknown.
+        """
+        found: Constant | None = getattr(self.hardware, name)
+        if found is None:
+            raise ValueError(
+                f"{name} is not known on {self.hardware.name}: add it to its description, or leave out drafter=sparse"
+            )
+        return found
+
+    def _finding(self, window: int | None) -> list[Phase]:
+        """Lists the phases of block selection, which reads vectors of blocks and of candidates' parts."""
+        sparse = self._chooses(window)
+        if sparse is None:
+            return []
+        hw = self.hardware
+        price, each = hw.finding_s, hw.finding_sequence_s
+        if price is None:
+            raise ValueError(
+                f"the price of finding blocks is not known on {hw.name}: add finding_s to its description, "
+                "or take dense attention"
+            )
+        kvp = self.points.kvp
+        scored = sparse.scored(self.length, kvp) if sparse.topk else 0.0  # without a choice no scores
+        bounds = self.sequences * 2 * self.kv * self.head_dim * scored
+        free, level = self.zeros, self.zeros.astype(int) + price.level
+        seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)
+        paid = Phase("", seconds, free, free, free, free + 1, level)
+        found = [self._timed("find blocks", bounds * self.item["plain_kv"], self.zeros, 0, hw.bounds_share).plus(paid)]
+        if sparse.choice == "global":  # a score and a number of each candidate block, sent to every other rank
+            offered = self.rows * self.kv * sparse.topk * kvp * 8.0
+            found.append(self.collective("offer blocks", "all_to_all", kvp, offered))
+        return found
+
+    def _fetching(self, window: int | None) -> list[Phase]:
+        """Lists the fetch of a layer's chosen blocks that are neither hot nor guessed from host memory."""
+        tier, layers = self.options.tier, len(self.spec.full)
+        if self._chooses(window) is None or tier is None:
+            return []
+        return [self._fetch(1 - (tier.ahead or 0.0) * self.guessed / layers)]
+
+    @property
+    def guessed(self) -> int:
+        """Number of layers whose blocks are fetched ahead: all that choose, except for the model's first layer."""
+        guesses = self.sparse is not None and self.options.tier is not None and self.options.tier.ahead is not None
+        return self.spec.windows[1:].count(None) if guesses else 0
+
+    def ahead(self) -> tuple[list[Phase], Array]:
+        """Computes the cost of guesses in all layers, and the seconds per step in which the link is busy."""
+        s, tier = self.spec, self.options.tier
+        if not self.guessed or tier is None:
+            return [], self.zeros
+        query = self.kernel("guess", s.hidden * self.head_dim * self.q, self.rows)
+        guess = replace(query.plus(self._finding(None)[0]), name="guess")
+        busy = len(s.full) * self._fetching(None)[0].seconds + self.guessed * self._fetch(1.0).seconds
+        return [guess.times(self.guessed)], busy
+
+    def _fetch(self, share: float) -> Phase:
+        """Computes the cost of fetching this share of a layer's chosen blocks that are not hot."""
+        sparse, tier = self.sparse, self.options.tier
+        assert sparse is not None and tier is not None
+        rate, fixed = self.hardware.link_bytes_per_s, self.hardware.fetch_s
+        if rate is None or fixed is None:
+            raise ValueError(
+                f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
+                "its description (helix calibrate), or leave out tier=host"
+            )
+        chosen = np.minimum(_up(sparse.touched, self.points.kvp) * sparse.block, self._seen(None))
+        tokens = share * (1 - tier.hits) * chosen
+        come = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
+        level = self.zeros.astype(int) + max(INTERPOLATED, rate.level, fixed.level)
+        seconds = fixed.value + come / rate.value
+        return Phase("fetch", seconds, self.zeros, self.zeros, self.zeros, self.zeros + 2, level)
+
+    def _attend(self, window: int | None, stored: Any, per_pair: int, value: int) -> tuple[Phase, Phase]:
+        """Computes the cost of attention over this rank's shard, and the exposed cost of the exchange.
+
+        Args:
+            stored: values per token that this rank reads.
+            per_pair: multiplications per query head and token.
+            value: values per head that are exchanged, besides its fp32 LSE.
+        """
+        p, hw = self.points, self.hardware
+        tokens = self._read_tokens(window)
+        readers = self.sequences if self._chooses(window) is None else self.rows  # each query chooses its own blocks
+        readers = self.rows if self.spec.indexers else readers  # or tokens
+        read = readers * tokens * stored * self.item["kv" if window is None else "plain_kv"]
+        flops = 2.0 * self.rows * tokens * self.q * per_pair
+        few = self.options.kv in FEW_BITS and window is None
+        converts = hw.e4m3_share if few else {}
+        share, rate = converts.get("k16v8" if self.options.kv == "k16v8" else "kv"), None
+        if isinstance(self.mixer, MLASpec):
+            share, rate, part = converts.get("latents", hw.latent_share), hw.latent_flops, converts.get("latent_flops")
+            rate = replace(rate, value=rate.value * part.value) if rate and part else rate
+        if self.drafting and window is None:
+            share = self.price("gather_share")
+        attention = self._timed("attention", read, flops, 1, share, rate)
+        if self.self_drafts is not None and not self.drafting and window is None:
+            more = self.price("collect_share")
+            level = np.maximum(attention.level, more.level)
+            attention = replace(attention, seconds=(1 + more.value) * attention.seconds, level=level)
+        message = self.rows * self.q * (value * self.item["messages"] + 4)
+        latency, wire, level = cost.collective_s(hw, "all_to_all", p.kvp, message)
+        # Medha: all heads of a group go to its one rank with the output projection, and nothing overlaps.
+        wire = np.where(p.mode == MEDHA, wire * p.kvp, wire)
+        data = attention.seconds - hw.kernel_s.value
+        overlaps = (p.mode == HELIX) & self.options.hopb & (not self.drafting)
+        both = cost.attention_and_exchange_s(
+            data, latency, wire, self.sequences, overlaps, self.options.exchange == "serial", hw.chunk_s.value,
+            self.options.chunks,
+        )  # fmt: skip
+        sent = np.where(p.mode == MEDHA, message, cost.sent_bytes("all_to_all", p.kvp, message)) * (p.kvp > 1)
+        exposed = Phase("exchange", both - data, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
+        return attention, exposed
+
+    def _output(self, value: int) -> list[Phase]:
+        p, hidden = self.points, self.spec.hidden
+        item = self.item["messages"]
+        width = np.where(p.mode == MEDHA, p.tpa, p.kvp * p.tpa)
+        return [
+            self.kernel("output", self.o * value * hidden, self.rows),
+            self.collective("output all-reduce", "all_reduce", width, self.rows * hidden * item),
+        ]
+
+    def _gather_rows(self) -> Phase:
+        """Computes the cost of gathering the rows of all groups on every rank."""
+        p = self.points
+        return self.collective(
+            "gather rows", "all_gather", p.dp, self.all_rows * self.spec.hidden * self.item["messages"]
+        )
+
+    @property
+    def inputs(self) -> int:
+        """Width of what queries, keys and values are projected from, in layers that keep keys and values."""
+        return (self.mixer.inputs if isinstance(self.mixer, AttentionSpec) else None) or self.spec.hidden
+
+    def join(self, width: int) -> list[Phase]:
+        """Lists the phases of a layer that drafts before its attention: a projection of what it reads, by columns."""
+        if not width:
+            return []
+        p, hidden = self.points, self.spec.hidden
+        summed = self.collective("join all-reduce", "all_reduce", p.ranks, self.rows * hidden * self.item["messages"])
+        return [self.kernel("join", _up(width, p.ranks) * hidden, self.rows, kind="other"), summed]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of layers that keep keys and values."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer.head_dim
+
+    def _dense(self, spec: MLPSpec) -> list[Phase]:
+        p, s = self.points, self.spec
+        columns = _up(spec.width, p.ffn_ranks)
+        return [
+            self._gather_rows(),
+            self.kernel("ffn", 3 * s.hidden * columns, self.all_rows, kernels=2),
+            self._sum_rows(),
+        ]
+
+    def _sum_rows(self) -> Phase:
+        """Computes the cost of the sum over all ranks, of all rows; in the runtime's mode dp, each of a rank's own."""
+        p = self.points
+        message = self.all_rows * self.spec.hidden * self.item["messages"]
+        summed = self.collective("ffn all-reduce", "all_reduce", p.ranks, message)
+        scattered = self.collective("ffn all-reduce", "all_gather", p.ranks, message)  # a reduce-scatter's bytes
+        return scattered.where(self.gathered, summed)
+
+    def _experts(self, m: MoESpec) -> list[Phase]:
+        p, s = self.points, self.spec
+        item = self.item["messages"]
+        matrices = 3 * s.hidden * _up(m.width, p.tpf)
+        touched = cost.experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
+        flops = 2.0 * self.all_rows * m.top_k * 3 * s.hidden * m.width / (p.tpf * p.ep)
+        alone = self.dispatched
+        away = self.rows * np.minimum(m.top_k, p.ep) * s.hidden * item
+        dispatch = self.collective("gather rows", "all_to_all", p.ranks, away)
+        phases = [
+            self.kernel(
+                "router", s.hidden * m.experts, np.where(self.gathered, self.all_rows, self.rows), kind="other"
+            ),
+            dispatch.where(alone, self._gather_rows()),
+        ]
+        weights, few = _up(m.experts, p.ep) * touched * matrices, np.minimum(self.all_rows, SEVERAL)
+        phases.append(self.kernel("experts", weights, few, kernels=2, flops=flops, kind="experts"))
+        if m.shared_width:
+            rows = np.where(alone, self.rows, self.all_rows)
+            alike = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
+            kernels = np.where(~alone & (p.ep == 1) & alike, 0, 2)
+            phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(m), rows, kernels=kernels))
+        chosen = np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep) * s.hidden * item
+        inside = self.collective("expert all-reduce", "all_reduce", np.where(alone, p.tpf, 1), chosen)
+        back = self.collective("ffn all-reduce", "all_to_all", p.ranks, away)
+        return [*phases, inside, back.where(alone, self._sum_rows())]
+
+    # ---- memory
+
+    def attention_bytes(self) -> Array:
+        """Counts the bytes of a layer's attention weights on the fullest rank."""
+        s, m = self.spec, self.mixer
+        if isinstance(m, AttentionSpec):
+            return (
+                m.head_dim
+                * (self.inputs * (self.q + 2 * self.kv + self.gates) + s.hidden * self.o)
+                * self.item["weights"]
+            )
+        projections = s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value)
+        projections = projections + self.q * m.query * (m.q_rank or s.hidden)
+        return projections * self.item["weights"] + self.q * (m.nope + m.value) * m.latent * self.item["other"]
+
+    def ffn_bytes(self, spec: MLPSpec | MoESpec) -> Array:
+        """Counts the bytes of a layer's FFN weights on the fullest rank."""
+        s, p, item = self.spec, self.points, self.item
+        if isinstance(spec, MLPSpec):
+            return 3 * s.hidden * _up(spec.width, p.ffn_ranks) * item["weights"]
+        routed = 3 * _up(spec.experts, p.ep) * _up(spec.width, p.tpf) * item["experts"]
+        shared = 3 * self._shared_columns(spec) * item["weights"]
+        return s.hidden * (spec.experts * item["other"] + shared + routed)
+
+    def _shared_columns(self, spec: MoESpec) -> Array:
+        """Computes the columns of shared experts per rank: like a dense FFN's, or in mode dp (`chosen`) a group's."""
+        p, width = self.points, spec.shared_width
+        return np.where(self.dispatched, _up(width, p.tpa), _up(width, p.ffn_ranks))
+
+
+def token_numbers(spec: DecoderSpec, points: Points) -> Array:
+    """Counts the cached values per token and layer on the rank that stores it."""
+    m = spec.attention
+    if isinstance(m, MLASpec):
+        return np.full(len(points), m.entry)
+    return 2 * _up(m.kv_heads, points.tpa) * m.head_dim
+
+
+def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Phase]:
+    """Selects the faster list at each point; `other` only where it is allowed."""
+    better = allowed & (sum(phase.seconds for phase in other) < sum(phase.seconds for phase in usual))
+    return [b.where(better, a) for a, b in zip(usual, other, strict=True)]
+
+
+def _kv_items(mixer: AttentionSpec | MLASpec, kv: str) -> dict[str, float]:
+    """Counts the bytes of a stored number, with its scales; `plain_kv`: of those in windows, and of key bounds."""
+    if kv not in FEW_BITS:
+        return {"kv": BYTES[kv], "plain_kv": BYTES[kv]}
+    few, plain = FEW_BITS[kv], BYTES["bf16"]
+    if isinstance(mixer, MLASpec):
+        assert kv != "k16v8", "latents are keys and values at once"
+        groups = -(-mixer.latent // LATENT_GROUP)
+        return {"kv": (mixer.latent + 4 * groups + plain * mixer.rope) / mixer.entry, "plain_kv": plain}
+    return {"kv": (few * (1 + 4 / mixer.head_dim) + (2 - few) * plain) / 2, "plain_kv": plain}

@@ -1,0 +1,440 @@
+"""Planner: the best layout of a model on a number of GPUs, with reasons."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from helix.config import MAX_QUERIES
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.planner import cost
+from helix.planner.hardware import PROVENANCE, Hardware
+from helix.planner.points import DP, LayerDrafts, Options, Points, Speculation
+from helix.planner.search import layouts
+from helix.planner.step import StepCost, memory_of, predict
+from helix.setup.buffers import longest_chunk, prompt_bytes, token_buffers
+
+MODES = ("tp", "medha", "helix")  # modes compared unless a question names others
+CHUNKS = (1, 2, 4, 8)  # numbers of HOP-B chunks that the runtime uses
+GAMMAS = (1, 2, 4, 8, 16)
+SELF_GAMMAS = tuple(range(1, 17))  # the same where drafts have a cost
+LARGEST_BLOCK = 16  # the runtime's append block
+LARGEST_OF_DRAFTS = 64  # the same for self-speculation (conf/speculation/sparse.yaml)
+UNEVEN = 1.01  # most tokens of the fullest rank over the mean, before a smaller append block is used
+BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried if the question has no batch
+DTYPE = "bfloat16"  # of activations
+LEAST_FRACTION = 0.01  # of the memory, for KV, where chunks of prompts need all
+ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
+MENTIONED = 0.02  # least share of the step by which phases must differ to be named, except for the largest
+
+
+@dataclass(frozen=True)
+class Question:
+    """Question to the planner.
+
+    Attributes:
+        context: tokens of each sequence in the cache.
+        batch: number of sequences; None: the number with the best throughput within `ttl_s`.
+        ttl_s: most seconds per token; None: no limit.
+        acceptance: probability that a draft is accepted; None: no speculation.
+        gamma: drafts per step; None: the best of GAMMAS, or of SELF_GAMMAS.
+        sparsity: share of its keys that drafts of self-speculation read; None: another drafter.
+        layer: the layer that drafts; None, and no sparsity: drafts are free of cost.
+        modes: modes of the layouts to compare; dp only for plain steps that read all keys, as the runtime has it.
+        options: dtypes, page size, share of the memory; the planner chooses the rest.
+    """
+
+    spec: DecoderSpec
+    hardware: Hardware
+    gpus: int
+    context: int
+    batch: int | None = 1
+    ttl_s: float | None = None
+    acceptance: float | None = None
+    gamma: int | None = None
+    sparsity: float | None = None
+    layer: LayerDrafts | None = None
+    modes: tuple[str, ...] = MODES
+    options: Options = Options(weights="bf16", kv="bf16", messages="bf16")  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "context", "batch", "gamma"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ValueError(f"ttl_ms={1e3 * self.ttl_s:g} must be positive")
+        if self.gpus > self.hardware.gpus:
+            known = f"{self.hardware.name} is described with {self.hardware.gpus} in one NVLink domain"
+            raise ValueError(f"gpus={self.gpus}, but {known}: several domains are not modelled")
+        if self.batch is None and self.ttl_s is None:
+            raise ValueError("give batch, or ttl_ms and the largest batch within it is planned")
+        if self.gamma is not None and self.acceptance is None:
+            raise ValueError(f"gamma={self.gamma} needs acceptance: the probability that a drafted token is accepted")
+        if self.gamma is not None and self.gamma >= MAX_QUERIES:
+            raise ValueError(f"gamma={self.gamma} must be at most {MAX_QUERIES - 1}, the most that the runtime drafts")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
+        if self.priced and self.acceptance is None:
+            drafter = "drafter=sparse" if self.layer is None else "a layer that drafts"
+            raise ValueError(f"{drafter} needs acceptance: the probability that a drafted token is accepted")
+
+    @property
+    def priced(self) -> bool:
+        """True if drafts have a cost."""
+        return self.sparsity is not None or self.layer is not None
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Numbers of drafts per step to try; 0: none."""
+        if self.acceptance is None:
+            return (0,)
+        return (0, self.gamma) if self.gamma is not None else (0, *(SELF_GAMMAS if self.priced else GAMMAS))
+
+    def speculation(self, gamma: int) -> Speculation | None:
+        """Returns the speculation of a step with `gamma` drafts; None for 0."""
+        if not gamma or self.acceptance is None:
+            return None
+        return Speculation(gamma, self.acceptance, sparsity=self.sparsity, layer=self.layer)
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout with its best settings, and the prediction for it.
+
+    Attributes:
+        chunks: number of HOP-B chunks; 1: off.
+        gamma: drafts per step; 0: no speculation.
+        ttl_s: token-to-token latency of a sequence.
+        user, gpu: tokens/s of one sequence, and of one GPU.
+        weight_bytes, kv_bytes: bytes on the fullest rank's GPU.
+        host_bytes: bytes of keys and values in its host memory.
+        free_bytes: rest of the GPU's memory, for activations, graphs and buffers.
+        largest_batch: most sequences of this length that fit.
+        longest: longest sequences that fit at this batch, in tokens.
+        phases: seconds per token, by phase.
+        provenance: provenance of the worst input, out of hardware.PROVENANCE.
+    """
+
+    layout: HelixLayout
+    batch: int
+    chunks: int
+    append_block: int
+    gamma: int
+    ttl_s: float
+    user: float
+    gpu: float
+    weight_bytes: float
+    kv_bytes: float
+    host_bytes: float
+    free_bytes: float
+    largest_batch: int
+    longest: int
+    phases: dict[str, float]
+    provenance: str
+
+    @property
+    def name(self) -> str:
+        """The layout in words, without widths of 1 and derived ones."""
+        row = self.layout
+        words = [row.mode, *(f"{key}={value}" for key in ("dp", "kvp", "tpa") if (value := getattr(row, key)) > 1)]
+        return " ".join([*words, *([f"tpf={row.tpf}", f"ep={row.ep}"] if row.ep > 1 else [])])
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layout in which the batch does not fit.
+
+    Attributes:
+        weight_bytes, missing_bytes: bytes on the fullest rank; with two memories, of the one that lacks more.
+        largest_batch: most sequences that would fit; 0: not even one.
+    """
+
+    layout: HelixLayout
+    weight_bytes: float
+    missing_bytes: float
+    largest_batch: int
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All layouts of a question, the best first, those within `ttl_s` before others.
+
+    Attributes:
+        reason: reason of the first one's rank; also says if no layout is within `ttl_s`.
+        verdict: verdict on splitting KV over GPUs (kvp of at least 2), with the reason.
+    """
+
+    question: Question
+    choices: list[PlannedLayout]
+    refused: list[Refused]
+    reason: str
+    verdict: str
+
+    def in_time(self, choice: PlannedLayout) -> bool:
+        return self.question.ttl_s is None or choice.ttl_s <= self.question.ttl_s
+
+
+def plan(question: Question) -> Ranking:
+    """Compares every layout of exactly `gpus` GPUs, each with its best HOP-B chunks, gamma and, if not given, batch.
+
+    Raises:
+        ValueError: the model or hardware cannot be predicted, or no layout fits.
+    """
+    q = question
+    choices, refused = [], []
+    for row, options in _rows(q):
+        best, lacking = _best(q, row, options)
+        choices += [best] if best is not None else []
+        refused += [lacking] if lacking is not None else []
+    if not choices:
+        raise ValueError(_nothing_fits(q, refused))
+    ranking = Ranking(q, choices, sorted(refused, key=lambda r: r.missing_bytes), "", "")
+
+    def key(choice: PlannedLayout) -> tuple[float, ...]:
+        speed = choice.ttl_s if q.batch is not None else -choice.gpu
+        row = choice.layout
+        # Speeds equal to nine digits are ties, which the layout with the smallest widths wins.
+        return (not ranking.in_time(choice), float(f"{speed:.9e}"), row.kvp, row.ep, row.mode != "tp", row.tpa)
+
+    choices.sort(key=key)
+    return replace(ranking, reason=_reason(ranking), verdict=_verdict(ranking))
+
+
+def _rows(q: Question) -> list[tuple[tuple[int, ...], Options]]:
+    """Lists all layouts of the question's GPUs that the runtime has, and the options of each."""
+    plain = q.acceptance is None and q.options.sparse is None and (q.batch is None or q.gpus <= q.batch)
+    rows = [
+        row
+        for row in layouts(q.spec, [q.gpus], q.modes, pp=False)
+        if row[2] == 1 or (row[0] == DP and row[2] == q.gpus and plain)
+    ]
+    sparse = q.options.sparse  # its blocks are pages and append blocks
+    blocks = {kvp: sparse.block if sparse else _append_block(q.context, kvp) for kvp in {row[3] for row in rows}}
+    return [
+        (row, replace(q.options, dispatch="all", append_block=blocks[row[3]]))
+        for row in sorted(rows, key=lambda row: row[3])
+    ]
+
+
+def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
+    """Returns the runtime's append block, halved until the fullest rank has little more than its share of tokens."""
+    block = largest
+    while block > 1 and -(-length // (block * kvp)) * block > UNEVEN * length / kvp:
+        block //= 2
+    return block
+
+
+def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[PlannedLayout | None, Refused | None]:
+    """Finds the best settings of one layout, or the memory that it lacks."""
+    batches = np.array([q.batch]) if q.batch is not None else BATCHES[row[2] <= BATCHES]  # or groups would idle
+    points = Points.crossed([row], batches)
+    memory = memory_of(q.spec, q.hardware, points, q.context, options)
+    options = _beside_prompts(q, points.layout(0), float(memory.weight_bytes[0]), options)
+    memory = memory_of(q.spec, q.hardware, points, q.context, options)
+    fits = points.batch <= memory.largest_batch
+    if not fits.any():
+        weights = float(memory.weight_bytes[0])
+        room = (q.hardware.memory_bytes.value - weights) * options.memory_fraction
+        missing = float(memory.kv_bytes[0] - room)
+        if (tier := options.tier) is not None:
+            room = room if tier.gpu_bytes is None else min(room, tier.gpu_bytes)
+            missing = max(float(memory.kv_bytes[0] - room), float(memory.host_bytes[0] - tier.host_bytes))
+        return None, Refused(points.layout(0), weights, missing, int(memory.largest_batch[0]))
+    points = points[fits]
+    # One choice of blocks over all ranks is an exchange inside attention, which chunks would split.
+    one_choice = options.sparse is not None and options.sparse.choice == "global"
+    best: tuple[float, PlannedLayout] | None = None
+    for gamma in q.gammas:
+        for chunks in CHUNKS if points.kvp[0] > 1 and not one_choice else CHUNKS[:1]:
+            tried = replace(options, speculation=q.speculation(gamma), hopb=chunks > 1, chunks=chunks)
+            if gamma and q.sparsity is not None:
+                tried = replace(tried, append_block=_append_block(q.context, int(points.kvp[0]), LARGEST_OF_DRAFTS))
+            step = predict(q.spec, q.hardware, points, q.context, tried)
+            i = _fastest(q, step)
+            if i is None or (chunks > step.points.batch[i]):
+                continue
+            value = float(step.ttl_s[i]) if q.batch is not None else -float(step.gpu[i])
+            late = q.ttl_s is not None and step.ttl_s[i] > q.ttl_s
+            value = value + 1e9 * late  # those beyond the limit come last
+            if best is None or value < best[0]:
+                best = value, _choice(q, step, i, chunks, gamma, tried)
+    assert best is not None  # without speculation and chunks all batches that fit were tried
+    return best[1], None
+
+
+def _beside_prompts(q: Question, layout: HelixLayout, weight_bytes: float, options: Options) -> Options:
+    """Returns options with no more memory for KV than the engine leaves to it beside chunks of prompts."""
+    free = int(q.hardware.memory_bytes.value - weight_bytes)
+    if free <= 0:
+        return options
+    buffers = token_buffers(q.spec, layout, 0, DTYPE)
+    chunk = options.prompt_chunk or longest_chunk(buffers, free, q.spec.experts is not None)
+    left = free - prompt_bytes(q.spec, layout, 0, chunk, q.context, DTYPE, captured=True)
+    return replace(options, memory_fraction=min(options.memory_fraction, max(left / free, LEAST_FRACTION)))
+
+
+def _fastest(q: Question, step: StepCost) -> int | None:
+    """Returns the index of a layout's best batch: the question's, or the fastest in the limit, else the smallest."""
+    fits = np.flatnonzero(step.fits)  # drafts need memory for a few more tokens
+    if not len(fits):
+        return None
+    if q.batch is not None:
+        return int(fits[0])
+    assert q.ttl_s is not None
+    in_time = fits[step.ttl_s[fits] <= q.ttl_s]
+    return int(in_time[np.argmax(step.gpu[in_time])]) if len(in_time) else int(fits[0])
+
+
+def _choice(q: Question, step: StepCost, i: int, chunks: int, gamma: int, options: Options) -> PlannedLayout:
+    weights, kv = float(step.memory.weight_bytes[i]), float(step.memory.kv_bytes[i])
+    free = q.hardware.memory_bytes.value - weights
+    tokens = cost.tokens_per_step(gamma, q.acceptance or 0.0)
+    return PlannedLayout(
+        layout=step.points.layout(i),
+        batch=int(step.points.batch[i]),
+        chunks=chunks,
+        append_block=options.append_block,
+        gamma=gamma,
+        ttl_s=float(step.ttl_s[i]),
+        user=float(step.user[i]),
+        gpu=float(step.gpu[i]),
+        weight_bytes=weights,
+        kv_bytes=kv,
+        host_bytes=float(step.memory.host_bytes[i]),
+        free_bytes=free - kv,
+        largest_batch=int(step.memory.largest_batch[i]),
+        longest=min(_longest(q, step, i, free * options.memory_fraction, options), q.spec.max_positions),
+        phases={phase.name: float(phase.seconds[i]) / tokens for phase in step.phases if phase.launches[i]},
+        provenance=PROVENANCE[step.level[i]],
+    )
+
+
+def _longest(q: Question, step: StepCost, i: int, room_bytes: float, options: Options) -> int:
+    """Computes the longest sequences that fit the fullest rank: the inverse of `memory_of`."""
+    if options.tier is not None:  # of two memories
+        point = step.points[np.array([i])]
+
+        def lacks(length: int) -> bool:
+            memory = memory_of(q.spec, q.hardware, point, length, options)
+            return bool(memory.largest_batch[0] < point.batch[0])
+
+        return bisect_left(range(1, q.spec.max_positions + 1), True, key=lacks)
+    block, page = options.append_block, options.page_size
+    cycle = block * int(step.points.kvp[i])
+    held = -(-(-(-(q.context + options.step_tokens) // cycle) * block) // page) * page
+    page_bytes = step.memory.kv_bytes[i] / held * page
+    return int(room_bytes / page_bytes) * page // block * cycle - options.step_tokens
+
+
+# ---- in words
+
+
+def _reason(ranking: Ranking) -> str:
+    first, limit = ranking.choices[0], ranking.question.ttl_s
+    late = ""
+    if limit is not None and not ranking.in_time(first):
+        late = f"No layout keeps to ttl_ms={1e3 * limit:g}: the nearest, {first.name}, takes {_ms(first.ttl_s)}. "
+    return late + _why_first(ranking)
+
+
+def _why_first(ranking: Ranking) -> str:
+    first, *others = ranking.choices
+    if not others:
+        return f"{first.name} is the only layout with room for it."
+    level = [c for c in others if abs(c.ttl_s / first.ttl_s - 1) < 1e-6 and c.batch == first.batch]
+    behind = next((c for c in others if c not in level), None)
+    same = f"{first.name} is level with {', '.join(c.name for c in level)}"
+    if behind is None:
+        return f"{same}."
+    ahead = f"{_ahead(ranking, first, behind)}."
+    near = [c.name for c in others if c not in level and _speed(ranking, first) < (1 + ERROR) * _speed(ranking, c)]
+    closer = f" Within the {ERROR:.0%} that predictions are off: {', '.join(near)}; time them." if near else ""
+    return ahead + (f" {same}." if level else "") + closer
+
+
+def _speed(ranking: Ranking, choice: PlannedLayout) -> float:
+    """Returns the speed by which layouts are ranked; 0 beyond the limit."""
+    if not ranking.in_time(choice):
+        return 0.0
+    return choice.user if ranking.question.batch is not None else choice.gpu
+
+
+def _verdict(ranking: Ranking) -> str:
+    split = next((c for c in ranking.choices if c.layout.mode == "helix" and c.layout.kvp > 1), None)
+    whole = next((c for c in ranking.choices if c.layout.kvp == 1), None)
+    q = ranking.question
+    left_out = f"Helix is not compared here: modes={','.join(q.modes)} leave out"
+    if split is None:
+        if q.gpus > 1 and "helix" not in q.modes:
+            return f"{left_out} helix."
+        why = "a single GPU has nobody to split KV with" if q.gpus == 1 else "none of its layouts has memory for it"
+        return f"Helix does not help here: {why}."
+    if whole is None and not any(r.layout.kvp == 1 for r in ranking.refused):
+        if "tp" not in q.modes:
+            return f"{left_out} tp."
+        of = q.spec.attention
+        heads = f"{of.kv_heads} KV heads and {of.q_heads} query heads cannot be split into {q.gpus}"
+        return f"Helix is not compared here: there is no plain TP over {q.gpus} GPUs, {heads}."
+    if whole is None:
+        return f"Helix helps here: without splitting KV (kvp=1) nothing fits; {split.name} does."
+    if ranking.choices.index(split) < ranking.choices.index(whole):
+        return f"Helix helps here: {_ahead(ranking, split, whole)}."
+    return f"Helix does not help here: {_ahead(ranking, whole, split)}."
+
+
+def _ahead(ranking: Ranking, a: PlannedLayout, b: PlannedLayout) -> str:
+    """Describes how much faster one choice is than another, and in which phases; times are per token."""
+    gain = b.ttl_s / a.ttl_s - 1
+    times = f"{_ms(a.ttl_s)} a token instead of {_ms(b.ttl_s)}"
+    if a.batch != b.batch:
+        more = f"{a.gpu:.1f} tokens/s/GPU at batch {a.batch} instead of {b.gpu:.1f} at batch {b.batch}"
+        return f"{a.name} gives more than {b.name}: {more} ({times})"
+    if (limit := ranking.question.ttl_s) is not None and b.ttl_s > limit >= a.ttl_s:
+        times += f", where {_ms(limit)} are allowed"
+    names = dict.fromkeys([*a.phases, *b.phases])
+    gains = {name: b.phases.get(name, 0.0) - a.phases.get(name, 0.0) for name in names}
+    named = [n for n in sorted(gains, key=lambda n: -abs(gains[n])) if abs(gains[n]) >= MENTIONED * a.ttl_s]
+    largest = max(gains, key=lambda n: abs(gains[n]))
+    shorter, longer = _phases(gains, named or [largest])
+    why = ", but ".join(part for part in (shorter, longer) if part)
+    than = f"{gain:.1%} faster than" if gain >= 0 else f"{-gain:.1%} slower than"
+    return f"{a.name} is {than} {b.name}: {times}; {why}"
+
+
+def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
+    shorter = ", ".join(f"{n} {_ms(gains[n])} shorter" for n in names if gains[n] > 0)
+    longer = ", ".join(f"{n} {_ms(-gains[n])} longer" for n in names if gains[n] < 0)
+    return shorter, longer
+
+
+def _nothing_fits(q: Question, refused: list[Refused]) -> str:
+    if not refused:
+        dp = ": dp is for as many sequences as GPUs, for dense steps without drafts" if "dp" in q.modes else ""
+        return f"modes={','.join(q.modes)} have no layout of {q.gpus} GPUs for this question{dp}"
+    least = min(refused, key=lambda r: r.missing_bytes)
+    batch, memory = q.batch or 1, q.hardware.memory_bytes.value
+    wanted = f"{batch} sequence{'s' if batch > 1 else ''} of {q.context} tokens"
+    gpus = f"{q.gpus} x {q.hardware.name} ({memory / 1e9:.0f} GB each)"
+    if (weights := min(r.weight_bytes for r in refused)) > memory:
+        why = f"the weights alone take {weights / 1e9:.1f} GB a GPU"
+    else:
+        most = f"batch={least.largest_batch} would fit" if least.largest_batch else "not one sequence fits"
+        why = f"{least.layout} lacks least, {least.missing_bytes / 1e9:.1f} GB a GPU; {most}"
+    more = range(q.gpus + 1, q.hardware.gpus + 1)
+    enough = next((n for n in more if _holds(replace(q, gpus=n))), None)
+    advice = f"gpus={enough} would do" if enough else f"nor would gpus={q.hardware.gpus} do, one NVLink domain"
+    return f"no layout of {gpus} has memory for {wanted}: {why}" + (f"; {advice}" if more else "")
+
+
+def _holds(q: Question) -> bool:
+    """Returns whether any layout has memory for the question's sequences."""
+    candidates = ((Points.crossed([row], np.array([q.batch or row[2]])), options) for row, options in _rows(q))
+    return any(memory_of(q.spec, q.hardware, p, q.context, o).largest_batch[0] >= p.batch[0] for p, o in candidates)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"

@@ -1,1 +1,0 @@
-"""Execution of decisions, which every rank does alike."""

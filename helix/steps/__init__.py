@@ -1,1 +1,0 @@
-"""Steps: their tokens, the state of sequences on the device, and sampling."""

@@ -1,0 +1,83 @@
+"""Order of the bytes of a block, which moves between host and GPU in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from helix.worker.keeps import ITEMSIZE, Keeps
+
+WORD = 4  # bytes
+ALIGNED = 16  # bytes: each part of a block begins at a multiple, for loads of that many
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A page of one KV head in one layer: its keys, its values, then the scales of those in e4m3.
+
+    Attributes:
+        page_size: tokens of a page.
+        parts: what a block holds, in the order of its bytes.
+    """
+
+    page_size: int
+    parts: tuple[Keeps, ...]
+
+    @classmethod
+    def of(cls, keeps: Iterable[Iterable[Keeps]], page_size: int) -> BlockShape:
+        """Creates the shape for the data of layers of which all that read whole sequences keep the same."""
+        (parts,) = {tuple(k for k in kept if k.is_paged and k.per == "token") for kept in keeps} - {()}
+        return cls(page_size, tuple(sorted(parts, key=lambda k: k.by_head)))
+
+    @property
+    def heads(self) -> int:
+        """Number of KV heads on the rank."""
+        return self.parts[0].entry[0]
+
+    @property
+    def words(self) -> int:
+        """Number of 32-bit words of a block."""
+        return sum(map(self._words, self.parts))
+
+    @property
+    def bytes(self) -> int:
+        return self.words * WORD
+
+    def pages(self, blocks: Tensor) -> dict[str, Tensor]:
+        """Views blocks [..., n * heads, words] int32 as pages.
+
+        Returns:
+            By name, keys and values [..., n, page_size, heads, D], and scales [..., n, heads, page_size].
+        """
+        return self._views(blocks, self.heads, 1)
+
+    def under_every_head(self, blocks: Tensor) -> dict[str, Tensor]:
+        """Views blocks [..., n, words] as pages like `pages`, in which all heads share a block."""
+        return self._views(blocks, 1, 0)
+
+    def _views(self, blocks: Tensor, page: int, head: int) -> dict[str, Tensor]:
+        """Views blocks as pages, `page` blocks apart, and their heads `head` blocks apart."""
+        found, begin = {}, 0
+        for part in self.parts:
+            end, width = begin + self._words(part), self._width(part)
+            numbers = blocks[..., begin:end].view(getattr(torch, part.dtype))
+            *outer, block, _ = numbers.stride()
+            # Explicit strides: torch would choose others for a single head, and kernels compute with them.
+            shape, strides = [self.page_size, self.heads, width], [width, head * block, 1]
+            if part.by_head:
+                shape, strides = [self.heads, self.page_size], [head * block, 1]
+            count = numbers.shape[-2] // page
+            strides = [*outer, page * block, *strides]
+            found[part.name] = numbers.as_strided((*numbers.shape[:-2], count, *shape), strides)
+            begin = end
+        return found
+
+    def _width(self, part: Keeps) -> int:
+        return 1 if part.by_head else part.entry[1]
+
+    def _words(self, part: Keeps) -> int:
+        size = self.page_size * self._width(part) * ITEMSIZE[part.dtype]
+        return -(-size // ALIGNED) * ALIGNED // WORD

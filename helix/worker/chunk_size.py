@@ -1,0 +1,129 @@
+"""Sizes of prompt chunks: those that are captured, and those that share compiled kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SIZES = *(n << i for i in range(7) for n in ((96, 128) if i else (128,))), 16384  # 128, 192, 256, .. 6144, 8192
+LONG = 8192  # tokens of a chunk that takes a rank alone longer than its launch: several ranks wait for each other's
+SEQUENCES = 2, 34  # of a captured chunk, the padding's included: as many as a decision admits, and one that goes on
+LAUNCHED = 1024  # tokens up to which a chunk takes as long as its launch: padding costs nothing
+PADDING = 8  # a longer chunk is padded by at most this part of its tokens
+DEEP = 16 << 10  # keys of a sequence from which on other kernels attend
+ALIGNED = 16  # tokens: kernels are compiled for numbers that this divides
+
+
+class Depth(NamedTuple):
+    """Captured chunks from `least` tokens on, of sequences with fewer than `below` keys: launched as if of `keys`."""
+
+    below: float
+    keys: int
+    least: int = 0
+
+
+DEPTHS = Depth(DEEP, 8 << 10), Depth(math.inf, 128 << 10)
+UNPACKED_DEPTHS = (Depth(DEEP, DEEP),)  # of keys in e4m3, unpacked up to the number that a chunk is launched with
+
+
+def longest_size(chunk: int, ranks: int) -> int:
+    """Returns the tokens of the longest captured chunk of `ranks` ranks, if chunks have up to `chunk`."""
+    most = min(chunk, LONG) if ranks == 1 else chunk
+    return max((size for size in SIZES if size <= most), default=SIZES[0])
+
+
+def choosing_depths(topk: int, kvp: int, most: int, longest: int) -> tuple[Depth, ...]:
+    """Returns the depths where queries choose `topk` tokens over `kvp` ranks: of sequences that read all, and others.
+
+    Long chunks choose for some rows after the others: for the fewer at once, the more keys they are launched with. So
+    these have a depth between. The longest may gather as many keys as they are launched with (`helix.worker.dealt`),
+    and have depths each of which is twice the one before.
+
+    Args:
+        most: most keys of a sequence on a rank.
+        longest: tokens of the longest captured chunk.
+    """
+    few = topk // kvp
+    whole = [Depth(few + 1, few)] if few else []
+    between = [Depth(DEEP, DEEP, LAUNCHED + 1)] if few < DEEP < most else []
+    if kvp > 1 and longest > LAUNCHED:
+        doubled = (LONG // kvp << i for i in range(most.bit_length()))
+        between += [Depth(keys + 1, keys, longest) for keys in doubled if few < keys < most and keys != DEEP]
+    return (*whole, *sorted(between), Depth(math.inf, most))
+
+
+def expanding_depths(kvp: int, most: int, longest: int) -> tuple[Depth, ...]:
+    """Returns the depths of a sequence whose latents are expanded: a chunk is launched with twice as many at most.
+
+    Args:
+        most: most keys of a sequence on a rank.
+        longest: tokens of the longest captured chunk, the only one that is captured at any depth.
+    """
+    first = max(LONG // kvp, 1)
+    doubled = [first << i for i in range(1, most.bit_length()) if first << i < most]
+    return Depth(first + 1, first), *(Depth(keys + 1, keys, longest) for keys in (*doubled, most) if keys > first)
+
+
+@dataclass(frozen=True, order=True)
+class ChunkSize:
+    """Sizes of a prefill step, which decide what is launched.
+
+    Attributes:
+        tokens: number of tokens, padding included.
+        sequences: number of sequences. Padding belongs to the one after the last prompt and reads no keys; further ones
+            are empty.
+        most: most tokens of a sequence.
+        keys: keys of the longest sequence on this rank: an upper bound, or where it is captured those of its `Depth`.
+        captured: whether it is one of the few sizes of captured chunks.
+        expands: whether latents are expanded, see `Step`.
+    """
+
+    tokens: int
+    sequences: int
+    most: int
+    keys: int
+    captured: bool = False
+    expands: bool = False
+
+
+def padded(
+    counts: list[int], keys: int, longest: int, depths: Sequence[Depth] = DEPTHS, expands: bool = False
+) -> ChunkSize:
+    """Returns the size for prompts with `counts` tokens: a captured one if its padding costs little.
+
+    Args:
+        keys: most keys of a sequence on a rank.
+        longest: tokens of the longest captured chunk.
+    """
+    tokens, sequences = sum(counts), len(counts) + 1
+    size = next((size for size in SIZES if tokens <= size <= longest), None)
+    depth = next((depth for depth in depths if keys < depth.below and depth.least <= (size or 0)), None)
+    of_graph = next((n for n in SEQUENCES if n >= sequences), None)
+    close = size is not None and (tokens <= LAUNCHED or PADDING * (size - tokens) <= tokens)
+    if depth is not None and size is not None and of_graph is not None and close:
+        return ChunkSize(size, of_graph, size, depth.keys, True, expands)
+    return ChunkSize(-(-tokens // ALIGNED) * ALIGNED, sequences, max(counts), keys, False, expands)
+
+
+def captured_first(most: int, room: int, depths: Sequence[Depth] = DEPTHS) -> list[ChunkSize]:
+    """Returns the sizes to capture before the first request, the largest first: they share their memory.
+
+    Depths of the longest chunks alone are left to pauses: their launches take no longer than they do.
+
+    Args:
+        most: tokens of the longest captured chunk.
+        room: most keys of a sequence on a rank.
+    """
+    sizes = [size for size in reversed(SIZES) if size <= most]
+    one = []
+    for size in sizes:
+        beyond = 0.0  # keys that shallower chunks of this size have
+        for depth in (depth for depth in depths if depth.least <= size and depth.least < sizes[0]):
+            if beyond <= room:
+                one.append(ChunkSize(size, SEQUENCES[0], size, depth.keys, True))
+            beyond = depth.below
+    least = max(LAUNCHED, depths[0].least)
+    several = [ChunkSize(size, SEQUENCES[1], size, depths[0].keys, True) for size in sizes if least <= size]
+    return sorted([*one, *several], reverse=True)

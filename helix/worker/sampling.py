@@ -1,0 +1,249 @@
+"""Sampling of the next token from logits that are sharded over the vocabulary.
+
+Every rank holds some columns of the logits and ends with the same tokens, whatever the sharding: ranks exchange maxima,
+integer sums and (score, id) pairs, never rounded sums. Logits are not gathered, shapes are fixed and nothing waits for
+the host, so that a step can be captured in a CUDA graph.
+
+Filters are thresholds on the logit, in the order of transformers: temperature, top-k, top-p over the tokens that top-k
+keeps, min-p. Tokens with equal logits are kept or dropped together, so a tie at the threshold keeps more than k tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.sampling_params import SamplingParams
+from helix.worker.transfers import to_device
+from kernels.reference.uniform import DRAFT, TARGET
+from kernels.tokens.accept import ALL_KEYS, Distribution, descending_keys
+from kernels.tokens.best_token import best_of_rank, best_of_ranks
+from kernels.tokens.draw import draw
+
+# A 32-bit key as three digits (shift, bits), most significant first: 16 KB of bins per row in each all-reduce.
+_DIGITS = ((21, 11), (10, 11), (0, 10))
+
+
+@dataclass
+class SamplingState:
+    """Sampling parameters of a batch on the device, one column per slot.
+
+    Attributes:
+        real: temperature, top_p and min_p [3, B] fp32.
+        integer: top_k and seed [2, B] int64.
+    """
+
+    real: Tensor
+    integer: Tensor
+
+    @classmethod
+    def create(cls, max_batch: int, device: torch.device | str) -> SamplingState:
+        """Creates `max_batch` columns of the default parameters: greedy, unfiltered."""
+        state = cls(
+            torch.zeros(3, max_batch, dtype=torch.float32, device=device),
+            torch.zeros(2, max_batch, dtype=torch.int64, device=device),
+        )
+        state.top_p.fill_(1)
+        return state
+
+    @property
+    def temperature(self) -> Tensor:
+        """Temperatures [B] fp32."""
+        return self.real[0]
+
+    @property
+    def top_p(self) -> Tensor:
+        """Top-p masses [B] fp32."""
+        return self.real[1]
+
+    @property
+    def min_p(self) -> Tensor:
+        """Least probabilities, relative to the highest [B] fp32."""
+        return self.real[2]
+
+    @property
+    def top_k(self) -> Tensor:
+        """Top-k counts [B] int64; 0: all tokens."""
+        return self.integer[0]
+
+    @property
+    def seed(self) -> Tensor:
+        """Seeds [B] int64."""
+        return self.integer[1]
+
+    def set(self, slots: Tensor, params: Sequence[SamplingParams]) -> None:
+        """Sets slots [n] int64 to the parameters of requests, in place, so that captured graphs see them."""
+        real = torch.tensor([(p.temperature, p.top_p, p.min_p) for p in params], dtype=torch.float32)
+        integer = torch.tensor([(p.top_k, p.seed) for p in params], dtype=torch.int64)
+        self.real.index_copy_(1, slots, to_device(real, slots.device).T)
+        self.integer.index_copy_(1, slots, to_device(integer, slots.device).T)
+
+    def rows(self, index: Tensor | slice) -> SamplingState:
+        """Returns the slots of a slice, as views, or a copy of the slots `index` [n] int64, in that order."""
+        return SamplingState(self.real[:, index], self.integer[:, index])
+
+
+def sample(
+    logits: Tensor,
+    vocab_offset: int,
+    positions: Tensor,
+    state: SamplingState,
+    comm: Communicator,
+    *,
+    stochastic: bool,
+    filtered: bool,
+) -> Tensor:
+    """Draws one token per row [B * T] int64, -1 for a broken row; arguments as in `sampled_candidates`."""
+    flags = {"stochastic": stochastic, "filtered": filtered}
+    return best_of_ranks(sampled_candidates(logits, vocab_offset, positions, state, comm, **flags))[1]
+
+
+def sampled_candidates(
+    logits: Tensor,
+    vocab_offset: int,
+    positions: Tensor,
+    state: SamplingState,
+    comm: Communicator,
+    *,
+    stochastic: bool,
+    filtered: bool,
+) -> Tensor:
+    """Draws candidates for one token per row, of which `best_of_ranks` is the token; the same on all ranks.
+
+    All ranks call with the same B and flags, and communicate in the same order: one all-gather, one more if
+    `stochastic`, between them five all-reduces if also `filtered`. The flags only skip work: needless ones change no
+    token. Tokens with logit -inf are never drawn.
+
+    Args:
+        logits: [B * T, V_local] fp32, this rank's columns; V_local may differ between ranks and may be 0.
+        vocab_offset: token id of the first column.
+        positions: [B * T] int64, global position of the token to draw: the counter of the random numbers.
+        state: B rows; those with temperature 0 are greedy.
+        stochastic: any row has temperature > 0.
+        filtered: any row with temperature > 0 has top-k or top-p on.
+
+    Returns:
+        Pairs of score and token id [N, B * T, 2] fp64, whose best is not finite for a broken row: one with NaN or +inf
+        on any rank, or with all logits -inf.
+    """
+    if not stochastic:
+        return _gathered(best_of_rank(_with_a_column(logits), vocab_offset), comm)
+    of_sequences = len(state.seed), len(logits) // len(state.seed)
+    p, best = distribution(logits.unflatten(0, of_sequences), vocab_offset, state, comm, filtered=filtered)
+    return _gathered(draw(p, best, state.seed, positions.view(of_sequences), TARGET, vocab_offset), comm)
+
+
+def distribution(
+    logits: Tensor, vocab_offset: int, state: SamplingState, comm: Communicator, *, filtered: bool
+) -> tuple[Distribution, Tensor]:
+    """Computes the sampling distributions at T positions of each sequence, over this rank's columns.
+
+    A collective: one all-gather, and five all-reduces if `filtered`.
+
+    Args:
+        logits: [B, T, V_local] fp32; V_local may differ between ranks and may be 0.
+        vocab_offset, filtered: as in `sample`.
+        state: B rows.
+
+    Returns:
+        The distributions, and the best tokens [B, T] int64, -1 for a broken row; the same on all ranks except for the
+        columns.
+    """
+    B, T, _ = logits.shape
+    logits = _with_a_column(logits)
+    flat = logits.flatten(0, 1)
+    best, tokens = _best(flat, vocab_offset, comm)
+    last_key = torch.full((B, T), ALL_KEYS, dtype=torch.int64, device=logits.device)
+    p = Distribution(logits, best.view(B, T), last_key, state.temperature, state.min_p)
+    if filtered:
+        mass = replace(p, min_p=torch.zeros_like(p.min_p)).mass().flatten(0, 1)
+        rows = state.rows(torch.arange(B, device=logits.device).repeat_interleave(T))
+        p = replace(p, last_key=_last_kept_key(descending_keys(flat), mass, rows, comm).view(B, T))
+    return p, tokens.view(B, T)
+
+
+def draw_drafts(
+    p: Distribution, best: Tensor, vocab_offset: int, positions: Tensor, seed: Tensor, comm: Communicator
+) -> Tensor:
+    """Draws a draft [B, T] int64 from each distribution; a collective, one all-gather.
+
+    Args:
+        p, best: results of `distribution`; `best` is drawn if the temperature is 0.
+        vocab_offset: as in `distribution`.
+        positions, seed: [B, T] int64 and [B] int64, the counters of the random numbers.
+
+    Returns:
+        Token ids; -1 for a broken row.
+    """
+    return best_of_ranks(_gathered(draw(p, best, seed, positions, DRAFT, vocab_offset), comm))[1].view_as(best)
+
+
+def _gathered(candidates: Tensor, comm: Communicator) -> Tensor:
+    """Gathers all ranks' candidates [n, R, 2] -> [W * n, R, 2]."""
+    return comm.all_gather(candidates).flatten(0, 1)
+
+
+def _with_a_column(logits: Tensor) -> Tensor:
+    """Returns the logits; on a rank without columns, one column of -inf, which is never drawn."""
+    assert logits.dtype == torch.float32, f"logits must be torch.float32, got {logits.dtype}"
+    return logits if logits.shape[-1] else logits.new_full((*logits.shape[:-1], 1), -torch.inf)
+
+
+def _best(scores: Tensor, vocab_offset: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Returns the largest score [B] fp64 over all ranks (NaN wins) and its smallest token id [B]; -1 if not finite."""
+    return best_of_ranks(_gathered(best_of_rank(scores, vocab_offset), comm))
+
+
+def _last_kept_key(keys: Tensor, mass: Tensor, state: SamplingState, comm: Communicator) -> Tensor:
+    """Finds the last key [B] that top-k and top-p keep, exactly, by radix search: one digit per all-reduce.
+
+    Args:
+        keys: [B, V_local] from `descending_keys`.
+        mass: [B, V_local] int64, weights in fixed point. Rounding shifts a filter by at most V * 2^-41 of the mass:
+            less than fp32 probabilities would.
+    """
+    weights = torch.stack([torch.ones_like(mass), mass])  # [2, B, V_local]
+    first = _histogram(keys, weights, torch.zeros_like(state.seed), 0, comm)
+    k = torch.where(state.top_k > 0, state.top_k, torch.iinfo(torch.int64).max)
+    by_count, (_, left) = _walk(first, keys, weights, k, comm)
+    # A token stays while the mass before it is below top_p of the mass that top-k keeps; at least 1 keeps the best.
+    need = (state.top_p.double() * left.double()).ceil().long().clamp(min=1)
+    by_mass, _ = _walk(first[1:], keys, weights[1:], need, comm)
+    return torch.where(state.top_p < 1, by_mass, by_count)
+
+
+def _walk(first: Tensor, keys: Tensor, weights: Tensor, need: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Finds, digit by digit, the least key up to which the first weight sums to `need`; else the largest key.
+
+    Args:
+        first: [C, B, bins] histogram of the most significant digit.
+        weights: [C, B, V_local] int64.
+        need: [B] int64.
+
+    Returns:
+        The key [B], and the sum of each weight up to it [C, B].
+    """
+    key = torch.zeros_like(need)
+    before = upto = torch.zeros_like(first[..., 0])  # [C, B], weight of the keys below and up to the current digits
+    for level, (_, bits) in enumerate(_DIGITS):
+        bins = first if level == 0 else _histogram(keys, weights, key, level, comm)
+        sums = bins.cumsum(-1)
+        digit = (sums[0] < (need - before[0])[:, None]).sum(-1).clamp(max=(1 << bits) - 1)
+        at = digit[None, :, None].expand(len(bins), -1, 1)
+        upto = before + sums.gather(-1, at)[..., 0]
+        before = upto - bins.gather(-1, at)[..., 0]
+        key = (key << bits) | digit
+    return key, upto
+
+
+def _histogram(keys: Tensor, weights: Tensor, prefix: Tensor, level: int, comm: Communicator) -> Tensor:
+    """Sums weights [C, B, V_local] by the next digit of the keys that begin with prefix [B], over all ranks."""
+    shift, bits = _DIGITS[level]
+    inside = keys >> (shift + bits) == prefix[:, None]
+    digit = (keys >> shift) & ((1 << bits) - 1)
+    bins = weights.new_zeros(*weights.shape[:2], 1 << bits)
+    return comm.all_reduce(bins.scatter_add_(2, digit.expand_as(weights), weights * inside))

@@ -1,0 +1,71 @@
+"""Pages of key scores, which verification writes for each key of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from helix.worker.transfers import to_device
+from kernels.paged_keys import KeyScores
+
+
+class ScorePages:
+    """Score planes of the layers that read whole sequences, with the block table of each slot.
+
+    Scores belong to one sequence, and so do their pages: sequences that share pages of keys score them separately.
+
+    Args:
+        layers: indices of those layers.
+        planes: planes per layer; `kernels.attention.flash_decode.score_planes` computes how many a step's queries need.
+        pages: pages per plane.
+        heads: KV heads of this rank.
+        max_batch: number of slots.
+        max_pages: most pages of a sequence.
+        rows: queries that count, see `KeyScores`.
+
+    Attributes:
+        planes: [layers, planes, pages, Hkv, page_size] fp16.
+        tables: [max_batch, max_pages] int32.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        planes: int,
+        pages: int,
+        heads: int,
+        page_size: int,
+        max_batch: int,
+        max_pages: int,
+        rows: str,
+        device: torch.device,
+    ) -> None:
+        self.rows = rows
+        self.planes = torch.empty(len(layers), planes, pages, heads, page_size, dtype=torch.float16, device=device)
+        self.tables = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
+        self._places = {index: place for place, index in enumerate(layers)}
+        self._free = list(range(pages - 1, -1, -1))
+        self._held: dict[int, list[int]] = {}
+
+    def grow(self, slot: int, count: int) -> None:
+        """Allocates pages to a slot until it has `count`, as many as its sequence has in the cache."""
+        held = self._held.setdefault(slot, [])
+        begin, count = len(held), max(count - len(held), 0)
+        assert count <= len(self._free), f"{count} pages of scores wanted, {len(self._free)} free"
+        held += [self._free.pop() for _ in range(count)]
+        self.tables[slot, begin : len(held)] = to_device(
+            torch.tensor(held[begin:], dtype=torch.int32), self.tables.device
+        )
+
+    def retire(self, slot: int) -> None:
+        self._free.extend(reversed(self._held.pop(slot)))
+
+    def layer(self, index: int, slots: slice) -> KeyScores:
+        """Returns the score buffers of a layer's keys, for the sequences of `slots`."""
+        return KeyScores(self.planes[self._places[index]], self.tables[slots], self.rows)
+
+
+def score_bytes(layers: int, planes: int, heads: int, page_size: int) -> int:
+    """Counts the bytes of a page of scores in all layers."""
+    return layers * planes * heads * page_size * torch.float16.itemsize

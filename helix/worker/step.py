@@ -1,0 +1,580 @@
+"""The tokens of a forward pass, and the state of all slots on the device.
+
+Lengths, positions and block tables live on the device and have fixed shapes, so that a step neither waits for the
+host nor changes shape as sequences grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm.turns import Half
+from helix.config import MAX_QUERIES
+from helix.engine.decision import Admission, TableWrite
+from helix.placement import ChunkPart, Placement, PromptChunk
+from helix.worker.chunk_size import ChunkSize
+from helix.worker.follower import Follower, Retired, Span
+from helix.worker.sampling import SamplingState
+from helix.worker.transfers import to_device
+from kernels.tokens.commit import PAST, Candidates, commit
+
+__all__ = ["CHOSEN", "PAST", "DecodeState", "Step"]
+
+CHOSEN = "chosen"  # key of the tokens that an indexer chose for a step's queries, see `Step.chosen`
+
+KNOWN, NEW = 1, 2  # whether a token of a prefill step is in pages already; 0 is padding
+
+
+@dataclass(frozen=True)
+class StagedChunk:
+    """GPU pages for the new tokens of a prefill step whose cache is in host memory.
+
+    Attributes:
+        tables: [n, P] int32: pages of the chunk, from the page on in which a sequence's part begins.
+        edges: [N] int32: the first local token of that page, of each token's sequence.
+    """
+
+    parts: tuple[ChunkPart, ...]
+    tables: Tensor
+    edges: Tensor
+
+
+@dataclass(frozen=True)
+class DealtRows:
+    """Rows of a prefill step that this rank attends, and pages that it gives to the others; see `helix.worker.dealt`.
+
+    Attributes:
+        step: the rows, over gathered sequences.
+        rows: N, rows of the whole step.
+        own: which of them `step` has.
+        each: rows of a rank; the last one has fewer if they do not divide evenly.
+        run: consecutive tokens that `step` finds together.
+        pages: this rank's pages [n * columns] int64 of all sequences.
+        slots: where the step's tokens are in gathered pages [N] int64, -1 for padding.
+        whole: gathered pages of a layer and the next one, by name and layer, and when they are there.
+    """
+
+    step: Step
+    rows: int
+    own: slice
+    each: int
+    run: int
+    pages: Tensor
+    slots: Tensor
+    whole: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]]
+
+
+@dataclass
+class Step:
+    """The N tokens of one forward pass.
+
+    Attributes:
+        tokens: token ids [N] int64.
+        positions: global positions [N] int64.
+        starts: kvp rank of the first block of each token's sequence [N] int64.
+        live: [N], False for padding rows: they read and write no KV.
+        slots: slots of the n sequences [n] int64.
+        tables: by window, None for layers without one: pages [n, P] int32 of the n sequences.
+        append_slots: by window: flat cache slots [N] int64, -1 for tokens that this rank does not store.
+        cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
+        max_q: most tokens of one sequence in the step.
+        max_k: upper bound of the keys that one sequence reads on this rank; prefill only.
+        chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
+        first: slot of the first sequence of a decode step; its slots are consecutive.
+        half: which half of a prefill step it is, beside the other one's messages; None: it is no half.
+        padded: how many of the last sequences of a prefill step are padding, which reads no keys.
+        dealt: the rows that this rank attends to whole sequences; None: all, to its shard.
+        expands: whether queries read the keys and values of their heads, to which latents are expanded.
+        shared: tensors [N] that all layers read, by key.
+        staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
+        chooses: whether indexers choose tokens; else they add keys alone, or nothing where `reading` gave a choice.
+        counts: in mode dp, tokens of each rank's prefill step; empty: as many on all ranks.
+    """
+
+    placement: Placement
+    tokens: Tensor
+    positions: Tensor
+    starts: Tensor
+    live: Tensor
+    slots: Tensor
+    tables: dict[int | None, Tensor]
+    append_slots: dict[int | None, Tensor]
+    cu_q: Tensor | None
+    max_q: int
+    max_k: int = 0
+    chunks: int = 1
+    first: int = 0
+    half: Half | None = None
+    padded: int = 0
+    dealt: DealtRows | None = None
+    expands: bool = False
+    shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
+    staged: StagedChunk | None = None
+    chooses: bool = True
+    counts: tuple[int, ...] = ()
+
+    def pages(self, window: int | None) -> Tensor:
+        """Returns the pages [n, P] int32 that layers with a window read: of their rings, if the cache has some."""
+        return self.tables.get(window, self.tables[None])
+
+    def new_slots(self, window: int | None) -> Tensor:
+        """Returns the flat cache slots [N] int64 of new tokens in layers with a window, as in `append_slots`."""
+        return self.append_slots.get(window, self.append_slots[None])
+
+    @property
+    def block_tables(self) -> Tensor:
+        """Pages [n, P] int32 of layers without a window."""
+        return self.tables[None]
+
+    def once(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Returns the tensors [N] of a key, computed by `make` the first time."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+    @property
+    def chosen(self) -> tuple[Tensor, ...] | None:
+        """The tokens that an indexer chose for each query, in the latest layer with one; None: all.
+
+        Cache slots [N, width] int32 on this rank in local order, and the columns [lo, hi) [N] int32 that hold some.
+        """
+        return self.shared.get(CHOSEN)
+
+    def reading(self, choice: tuple[Tensor, ...]) -> Step:
+        """Returns this step with a choice of tokens that was made before, as `chosen` is, for all layers."""
+        return replace(self, chooses=False, shared=self.shared | {CHOSEN: choice})
+
+    def owners(self) -> Tensor | None:
+        """Returns the index [N] int64 of each token's sequence in a prefill step; None in a decode step."""
+        cu_q = self.cu_q
+        if cu_q is None:
+            return None
+        rows = torch.arange(len(self.tokens), dtype=torch.int32, device=cu_q.device)
+        return self.once("owners", lambda: (torch.searchsorted(cu_q[1:].contiguous(), rows, right=True),))[0]
+
+    def halves(self) -> tuple[Step, Step]:
+        """Splits a prefill step in two: the first half of its tokens, and the second."""
+        middle, end = (len(self.tokens) + 1) // 2, len(self.tokens)
+        first, second = self.part(0, middle), self.part(middle, end)
+        half = Half(first=True)
+        return replace(first, half=half), replace(second, half=Half(False, half.marks))
+
+    def part(self, begin: int, end: int) -> Step:
+        """Returns the prefill step of these of its tokens."""
+        assert self.cu_q is not None
+        rows = slice(begin, end)
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            starts=self.starts[rows],
+            live=self.live[rows],
+            append_slots={window: slots[rows] for window, slots in self.append_slots.items()},
+            cu_q=self.cu_q.clamp(begin, end) - begin,
+            max_q=min(self.max_q, end - begin),
+            shared={},
+        )
+
+    def lasts(self) -> tuple[Tensor, Step]:
+        """Returns the rows of each sequence's last token, and their prefill step.
+
+        Padding follows, up to a power of two: fewer kernels to compile. So is the token of a sequence that has none.
+
+        Returns:
+            [m] int64, the first n of the sequences.
+        """
+        assert self.cu_q is not None
+        n = len(self.slots)
+        more = (1 << (n - 1).bit_length()) - n
+        rows = F.pad((self.cu_q[1:].long() - 1).clamp(min=0), (0, more))
+        lasts = replace(
+            self,
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            starts=self.starts[rows],
+            live=self.live[rows] & F.pad(self.cu_q.diff() > 0, (0, more)),
+            slots=F.pad(self.slots, (0, more), value=-1),
+            tables={window: F.pad(table, (0, 0, 0, more)) if more else table for window, table in self.tables.items()},
+            append_slots={window: slots[rows] for window, slots in self.append_slots.items()},
+            cu_q=torch.arange(n + more + 1, dtype=torch.int32, device=rows.device),
+            max_q=1,
+            padded=self.padded + more,
+            shared={},
+        )
+        return rows, lasts
+
+    def bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Returns the local keys `[lo, hi)` that each query reads, int32 [N]; computed once per window."""
+        lo, hi = self.once(window, lambda: self.placement.bounds(self.positions, self.starts, self.live, window))
+        return lo, hi
+
+
+@dataclass(frozen=True)
+class StepsAhead:
+    """Consecutive steps of one token each, whose tokens are not known yet.
+
+    Attributes:
+        joint: all steps concatenated, for token-independent preparation, which a policy does once for all of them.
+        rows: rows of a step; those beyond a sequence's limits are not `live`.
+    """
+
+    joint: Step
+    rows: int
+
+    def step(self, turn: int, tokens: Tensor) -> Step:
+        """Returns the step at index `turn`, with these tokens [rows] int64."""
+        rows = slice(turn * self.rows, (turn + 1) * self.rows)
+        joint = self.joint
+        return replace(
+            joint,
+            tokens=tokens,
+            positions=joint.positions[rows],
+            starts=joint.starts[rows],
+            live=joint.live[rows],
+            append_slots={window: slots[rows] for window, slots in joint.append_slots.items()},
+            shared={key: tuple(of_tokens[rows] for of_tokens in made) for key, made in joint.shared.items()},
+        )
+
+
+class DecodeState(Follower):
+    """State of all slots on the device: `max_batch` rows, one per sequence.
+
+    Args:
+        history: tokens to keep of each sequence, for drafters; 0 if no drafter reads them.
+        rings: pages in each slot's ring, to which new tokens are appended, by the window of layers that have one; by
+            None for the other layers, if their pages are in host memory.
+
+    Attributes:
+        tokens: last token of each sequence [B] int64, not yet in the cache.
+        lengths: tokens in the cache, over all ranks [B] int64.
+        starts: kvp rank of the first block [B] int64.
+        limits: tokens in the cache at which a sequence ends [B] int64.
+        draft_limits: most drafts verified per row [B] int64, as rank 0 decides.
+        active: whether a row decodes [B] bool.
+        history: tokens of each sequence from its first on, the last one included [B, L] int32.
+        block_tables: pages on this rank [B, P] int32.
+        append_tables: by window, pages for new tokens of decode steps [B, P] int32.
+        sampling: each row's sampling parameters.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_pages: int,
+        placement: Placement,
+        device: torch.device,
+        history: int = 0,
+        rings: Mapping[int | None, int] | None = None,
+    ) -> None:
+        self.placement = placement
+        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.starts = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.limits = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.draft_limits = torch.full((max_batch,), MAX_QUERIES, dtype=torch.int64, device=device)
+        self.active = torch.zeros(max_batch, dtype=torch.bool, device=device)
+        self.block_tables = torch.zeros(max_batch, max(max_pages, 1), dtype=torch.int32, device=device)
+        self.rings = dict(rings or {})
+        self._windows = [window for window in self.rings if window is not None]
+        self._slots = torch.arange(max_batch, device=device)
+        columns = torch.arange(self.block_tables.shape[1], device=device)
+        self.append_tables: dict[int | None, Tensor] = {None: self.block_tables}
+        for window, pages in self.rings.items():
+            self.append_tables[window] = (self._slots[:, None] * pages + columns % pages).int()
+        self._starts = [0] * max_batch
+        self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
+        self.sampling = SamplingState.create(max_batch, device)
+
+    def admit(self, *admissions: Admission) -> None:
+        """Sets up the rows of new sequences; they decode once `activate` has set their first tokens."""
+        self.write(*(TableWrite(a.slot, 0, a.pages) for a in admissions))
+        numbers = torch.tensor([(a.slot, a.start, a.limit) for a in admissions], dtype=torch.int64)
+        rows, starts, limits = to_device(numbers.T.contiguous(), self.starts.device)
+        self.starts.index_copy_(0, rows, starts)
+        self.limits.index_copy_(0, rows, limits)
+        self.active.index_fill_(0, rows, False)
+        self.sampling.set(rows, [a.sampling for a in admissions])
+        for a in admissions:
+            self._starts[a.slot] = a.start
+            if self.history.shape[1]:
+                self.history[a.slot, : len(a.text)] = to_device(torch.from_numpy(a.text), self.history.device)
+
+    def write(self, *tables: TableWrite) -> None:
+        width = self.block_tables.shape[1]
+        places = [np.arange(len(t.pages)) + (t.slot * width + t.column) for t in tables]
+        entries = np.stack([np.concatenate(places), np.concatenate([t.pages for t in tables])])
+        at, pages = to_device(torch.from_numpy(entries), self.block_tables.device)
+        self.block_tables.view(-1).index_copy_(0, at, pages.int())
+
+    def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+        """Starts decoding in `rows` [n] int64 with their first tokens, after prompts of `lengths` tokens."""
+        self.tokens[rows] = tokens
+        self.lengths[rows] = lengths
+        self.active.index_fill_(0, rows, True)
+        if self.history.shape[1]:
+            self.history[rows, lengths] = tokens.int()
+
+    def retire(self, *gone: Retired) -> None:
+        slots = torch.tensor([one.slot for one in gone])
+        self.active.index_fill_(0, to_device(slots, self.active.device), False)
+
+    def span(self, rows: int, before: Tensor, after: Tensor, most: int) -> Span:
+        """Returns the span of the first `rows` rows from `before` to `after` tokens [rows], at most `most` each."""
+        return Span(self.block_tables[:rows], self.starts[:rows], before, after, most)
+
+    def prompts_span(self, prompts: Sequence[PromptChunk]) -> Span:
+        """Returns the span of the tokens that a prefill step of these chunks added to pages."""
+        slots, before, after = (
+            to_device(torch.tensor(x), self.lengths.device)
+            for x in zip(*((p.slot, *p.written) for p in prompts), strict=True)
+        )
+        most = max(len(p.tokens) for p in prompts)
+        return Span(self.block_tables[slots], self.starts[slots], before, after, most)
+
+    def leaving(self, row: int) -> Retired:
+        """Returns the event of a sequence that leaves its row."""
+        at = slice(row, row + 1)
+        return Retired(row, self.block_tables[row], self.starts[at], self.lengths[at], self.history[row])
+
+    def within_limits(self, drafts: Tensor) -> Tensor:
+        """Returns drafts [rows, n] with -1 in place of those beyond a row's `draft_limits` or its end."""
+        rows, n = drafts.shape
+        return torch.where(torch.arange(n, device=drafts.device) < self.left(rows)[:, None], drafts, -1)
+
+    def left(self, rows: int) -> Tensor:
+        """Returns the most drafts [rows] int64 that a step may verify: within `draft_limits` and before the end."""
+        return torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
+
+    def uncounted(self, rows: int) -> Tensor:
+        """Returns the last tokens [rows] int64 of decoding rows, -1 for others; penalties have not counted them yet."""
+        return torch.where(self.active[:rows], self.tokens[:rows], -1)
+
+    def decode_step(self, rows: int, drafts: Tensor | None = None, chunks: int = 1) -> Step:
+        """Creates the step that appends the last token of each of the first `rows` rows and predicts the next.
+
+        Args:
+            drafts: [rows, n] possible next tokens, which are appended and continued as well; -1 is padding.
+            chunks: see `Step`.
+        """
+        lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
+        tokens, positions, owner = self.tokens[:rows], lengths, None
+        if drafts is not None:
+            each = 1 + drafts.shape[1]
+            offsets = torch.arange(each, device=drafts.device)
+            owner = torch.arange(rows, device=drafts.device).repeat_interleave(each)
+            tokens = torch.cat((tokens[:, None], drafts), 1).flatten()
+            positions = (lengths[:, None] + offsets).flatten()
+            starts, active = starts[owner], active[owner] & (tokens >= 0)
+        return Step(
+            self.placement,
+            tokens=tokens,
+            positions=positions,
+            starts=starts,
+            live=active,
+            slots=self._slots[:rows],
+            tables=self._tables(rows),
+            append_slots={
+                window: self.placement.cache_slots(positions, starts, active, table[:rows], owner)
+                for window, table in self.append_tables.items()
+            },
+            cu_q=None,
+            max_q=len(tokens) // rows,
+            chunks=chunks,
+        )
+
+    def steps_ahead(self, rows: int, count: int) -> StepsAhead:
+        """Creates the next `count` steps of one token each of the first `rows` rows; see `StepsAhead`."""
+        turn = torch.arange(count, device=self.lengths.device)[:, None]
+        owner = torch.arange(rows, device=self.lengths.device).repeat(count)
+        positions = (self.lengths[:rows] + turn).flatten()
+        live = (self.active[:rows] & (turn < self.left(rows))).flatten()
+        starts = self.starts[:rows].repeat(count)
+        return StepsAhead(
+            Step(
+                self.placement,
+                tokens=torch.empty_like(positions),
+                positions=positions,
+                starts=starts,
+                live=live,
+                slots=self._slots[:rows],
+                tables=self._tables(rows),
+                append_slots={
+                    window: self.placement.cache_slots(positions, starts, live, table[:rows], owner)
+                    for window, table in self.append_tables.items()
+                },
+                cu_q=None,
+                max_q=1,
+            ),
+            rows,
+        )
+
+    def commit(
+        self, rows: int, drawn: Candidates, drafts: Tensor | None = None, outcome: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draws and commits the tokens of a decode step of the first `rows` rows; lengths grow only here.
+
+        A draft is accepted if the token drawn at its position is the same and all drafts before it are accepted. The
+        next step overwrites the entries of refused drafts.
+
+        Args:
+            drawn: candidates of the tokens after the last one and after each draft.
+            drafts: [rows, n], -1 for padding; None: no drafts.
+            outcome: see `Draft`.
+
+        Returns:
+            The committed tokens of each row, then PAST [rows, 1 + n]; the lengths before [rows].
+        """
+        first = slice(0, rows)
+        return commit(
+            drawn,
+            drafts,
+            outcome,
+            self.tokens[first],
+            self.lengths[first],
+            self.limits[first],
+            self.active[first],
+            self.history[first],
+        )
+
+    def _tables(self, rows: int) -> dict[int | None, Tensor]:
+        """Returns the pages that the first `rows` slots read, by window."""
+        return {
+            window: (self.block_tables if window is None else table)[:rows]
+            for window, table in self.append_tables.items()
+        }
+
+    def prefill_step(self, chunks: Sequence[PromptChunk], of_ranks: tuple[int, ...] = ()) -> Step:
+        """Creates the step of several sequences' prompt chunks; `of_ranks`: see `Step.counts`."""
+        counts = [len(chunk.tokens) for chunk in chunks]
+        size = ChunkSize(sum(counts), len(counts), max(counts), self.most_keys(chunks))
+        step = replace(self.packed_step(self.packed(chunks, size), size), counts=of_ranks, padded=0)
+        if None not in self.rings:
+            return step
+        assert step.cu_q is not None
+        sequence = torch.repeat_interleave(step.cu_q.diff(), output_size=size.tokens)
+        staged = self._stage(self.placement.parts(chunks, self._firsts(chunks), whole=False))
+        known = to_device(torch.cat([torch.arange(c.begin, c.end) < c.known for c in chunks]), self.tokens.device)
+        slots = self.placement.cache_slots(step.positions, step.starts, ~known, staged.tables, sequence)
+        return replace(step, append_slots=step.append_slots | {None: slots}, staged=staged)
+
+    def parts(self, chunks: Sequence[PromptChunk]) -> tuple[ChunkPart, ...]:
+        """Locates the tokens of a prefill step in the pages of layers with windows; empty if there are none."""
+        return self.placement.parts(chunks, self._firsts(chunks), whole=True) if self._windows else ()
+
+    def _firsts(self, chunks: Sequence[PromptChunk]) -> list[int]:
+        return [self._starts[chunk.slot] for chunk in chunks]
+
+    def most_keys(self, chunks: Sequence[PromptChunk]) -> int:
+        """Computes an upper bound of the keys that a sequence of a prefill step reads on this rank."""
+        longest = max(chunk.end for chunk in chunks)
+        return self.placement.layout.local_length(longest, 0, self.placement.append_block)
+
+    def packed(self, chunks: Sequence[PromptChunk], size: ChunkSize) -> Tensor:
+        """Packs all that a prefill step of a size needs from the host: int64, on the device; see `packed_step`."""
+        counts = [len(chunk.tokens) for chunk in chunks]
+        total, n = sum(counts), len(chunks)
+        assert total == size.tokens or (total < size.tokens and n < size.sequences), "padding is another sequence's"
+        packed = torch.zeros(_packed_words(size), dtype=torch.int64)
+        tokens, positions, owner, state, slots, columns, pages, ends = _unpacked(packed, size)
+        torch.cat([chunk.tokens for chunk in chunks], out=tokens[:total])
+        torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks], out=positions[:total])
+        owner[:total] = torch.repeat_interleave(torch.arange(n), torch.tensor(counts))
+        owner[total:] = n
+        known = torch.tensor([chunk.known for chunk in chunks])
+        state[:total] = torch.where(positions[:total] < known[owner[:total]], KNOWN, NEW)
+        slots[:n] = torch.tensor([chunk.slot for chunk in chunks])
+        slots[n:] = -1
+        for i, part in enumerate(self.parts(chunks)):
+            columns[i], pages[i] = part.columns.start, part.page
+        ends[1 : n + 1] = torch.tensor(counts).cumsum(0)
+        ends[n + 1 :] = size.tokens
+        return to_device(packed, self.tokens.device)
+
+    def packed_step(self, packed: Tensor, size: ChunkSize) -> Step:
+        """Creates a prefill step from what `packed` returned; the same launches for every content of it."""
+        tokens, positions, owner, state, slots, columns, pages, ends = _unpacked(packed, size)
+        starts, table, live = self.starts[slots][owner], self.block_tables[slots], state > 0
+        tables: dict[int | None, Tensor] = {None: table}
+        new = self.placement.cache_slots(positions, starts, state == NEW, table, owner)
+        append_slots: dict[int | None, Tensor] = {None: new}
+        for window in self._windows:
+            tables[window] = self._ring_tables(window, slots, columns, pages)
+            append_slots[window] = self.placement.cache_slots(positions, starts, live, tables[window], owner)
+        return Step(
+            self.placement,
+            tokens=tokens,
+            positions=positions,
+            starts=starts,
+            live=live,
+            slots=slots,
+            tables=tables,
+            append_slots=append_slots,
+            cu_q=ends.int(),
+            max_q=size.most,
+            max_k=size.keys,
+            padded=1,
+            expands=size.expands,
+        )
+
+    def padding_step(self, of_ranks: tuple[int, ...]) -> Step:
+        """Creates a prefill step of one padding row, for a rank without prompts while others have `of_ranks` tokens."""
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.tokens.device)
+        return Step(
+            self.placement,
+            tokens=nothing,
+            positions=nothing,
+            starts=nothing,
+            live=nothing > 0,
+            slots=nothing,
+            tables=self._tables(1),
+            append_slots=dict.fromkeys(self.append_tables, nothing - 1),
+            cu_q=self._slots.new_tensor([0, 1]).int(),
+            max_q=1,
+            max_k=1,
+            counts=of_ranks,
+        )
+
+    def _ring_tables(self, window: int | None, slots: Tensor, first: Tensor, page: Tensor) -> Tensor:
+        """Returns the pages [n, P] int32 of a prefill step for a window: pages of the ring, then pages of the chunk.
+
+        Args:
+            first: column [n] in which each sequence's part begins, which is the ring's.
+            page: the part's first page [n], as those of all chunks are counted.
+        """
+        columns = torch.arange(self.block_tables.shape[1], device=slots.device)
+        behind = len(self.active) * self.rings[window] + page[:, None] + columns - first[:, None]
+        return torch.where(columns > first[:, None], behind, self.append_tables[window][slots]).int()
+
+    def _stage(self, parts: tuple[ChunkPart, ...]) -> StagedChunk:
+        """Assigns GPU pages to the new tokens of a chunk, while the cache is in host memory."""
+        columns = self.block_tables.shape[1]
+        firsts = torch.tensor([part.columns.start for part in parts])
+        tables = torch.tensor([part.page for part in parts])[:, None] - firsts[:, None] + torch.arange(columns)
+        counts = torch.tensor([part.queries.stop - part.queries.start for part in parts])
+        edges = (firsts * self.placement.page_size).repeat_interleave(counts)
+        return StagedChunk(parts, *(to_device(x.int(), self.tokens.device) for x in (tables, edges)))
+
+
+def _packed_words(size: ChunkSize) -> int:
+    return 4 * _stride(size) + 4 * size.sequences + 1
+
+
+def _stride(size: ChunkSize) -> int:
+    return size.tokens + size.tokens % 2  # kernels want rows at multiples of 16 bytes
+
+
+def _unpacked(packed: Tensor, size: ChunkSize) -> tuple[Tensor, ...]:
+    """Returns views: tokens, positions, sequence, KNOWN or NEW [N]; slots, columns, pages [n]; offsets [n + 1].
+
+    Padding's sequences have slot -1.
+    """
+    n = size.sequences
+    rows, rest = packed.split([4 * _stride(size), 4 * n + 1])
+    of_tokens = rows.view(4, -1)[:, : size.tokens]
+    return *of_tokens, *rest.split([n, n, n, n + 1])
