@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -70,9 +71,9 @@ def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]
         comm = world.communicator(rank, layout.kvp_group(rank))
         model = Decoder(make_spec(config), layout, comm, dtype, comm.device)
         Checkpoint(DEMO).load(model.weights)
-        engine = build_engine(layout, comm, model, config, 4, 4 * NEEDLE_LENGTH)
+        engine = build_engine(layout, model, config, 4, 4 * NEEDLE_LENGTH)
         answers: list[tuple[int, ...]] = [()] * len(requests)
-        for update in engine.serve(Inbox.of(requests)):
+        for update in chain.from_iterable(engine.serve(Inbox.of(requests))):
             answers[int(update.id)] += update.new_ids
         return answers
 

@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections import deque
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from helix.config import ScheduleConfig
-from helix.engine import serving
+from helix.engine import core
 from helix.engine.core import Engine
 from helix.engine.decision import Decision, Segment
 from helix.engine.inbox import Abort
@@ -35,6 +35,8 @@ from helix.engine.request import Logprobs, PromptLogprobs, Request
 from helix.layout import HelixLayout
 from helix.placement import Stripes
 from helix.sampling_params import SamplingParams
+from helix.worker.graph_keys import SIZES
+from helix.worker.keeps import EngineSizes
 from tests.scheduling import Counting
 
 SCHEDULES = 200
@@ -116,16 +118,16 @@ class Ranks:
         self._clock, self._log, self._noise = clock, log, Random(random.random())
         dp = random.choice([1, 1, 1, 2])
         self.layout = HelixLayout.create("dp", dp=dp) if dp > 1 else HelixLayout.create(kvp=random.choice([1, 1, 2, 3]))
-        self.drafts = random.choice([0, 0, 2, 4]) if dp == 1 else 0
-        self.max_batch, self.max_length = random.choice([1, 2, 3, 8, 8, 16]), 2048
+        drafts = random.choice([0, 0, 2, 4]) if dp == 1 else 0
+        slots = random.choice([1, 2, 3, 8, 8, 16])
         states = random.random() < 0.3
         self.stripes = Stripes(self.layout, block := random.choice([4, 16]), random.choice([4, 16]))
-        self.placement = SimpleNamespace(stripes=self.stripes, append_block=block)
+        self.placement = SimpleNamespace(stripes=self.stripes, append_block=block, layout=self.layout)
         pages = max(random.choice([800, 1200, 4000]) // self.stripes.page_size, 8)
         self.cache = SimpleNamespace(
-            pages=pages, remedy="raise kv.tokens", snapshots=6 * states, host_snapshots=2 * states, lacking=0.0
+            fetches=False, remedy="raise kv.tokens", snapshots=6 * states, host_snapshots=2 * states, lacking=0.0
         )
-        self.drafter = SimpleNamespace(own_pages=False, lacking=0.0, lags=random.random() < 0.2, limit=self.drafts)
+        self.drafter = SimpleNamespace(own_pages=False, lacking=0.0, lags=random.random() < 0.2)
         self.policy = SimpleNamespace(from_tokens=random.choice([None, None, 0, 300]))
         layer = SimpleNamespace(
             mixer=SimpleNamespace(weights=500, multiplications=1), ffn=SimpleNamespace(multiplications=lambda hidden: 0)
@@ -135,7 +137,9 @@ class Ranks:
         )
         self.model = SimpleNamespace(spec=spec, layers_run=0)
         self.lacking = math.inf if states else random.choice([0.0, 0.0, 8.0])
-        self.longest, self.pads = 8192, random.random() < 0.5
+        self.chunk_sizes = SIZES[: SIZES.index(8192) + 1] if random.random() < 0.5 else ()
+        self.sizes = EngineSizes(slots, 2048, 0, drafts, pages)
+        self.step_seconds: dict[tuple[int, int], float] = {}
         self.device = torch.device("cpu")
         self.state = SimpleNamespace(draft_limits=torch.zeros(1))
         self.eager_size, self.graphs = None, None
@@ -255,17 +259,17 @@ def schedule(seed: int) -> tuple[list[Any], float, int]:
     random, clock, log = Random(seed), Clock(), list[Any]()
     ranks = Ranks(clock, random, log)
     bounds = ScheduleConfig(goal=random.choice(["latency", "balance", "throughput"]), lease=random.choice([16, 64]))
+    ranks.sizes = replace(ranks.sizes, chunk=random.choice([16, 128, 1024]))
     engine = Engine(
         ranks,  # type: ignore[arg-type]
-        schedule=bounds,
-        prefill_chunk=random.choice([16, 128, 1024]),
+        bounds,
         adaptive=random.random() < 0.7,
         prefix_cache=random.random() < 0.8,
     )
-    with patch.object(serving, "perf_counter", clock.perf_counter), patch.object(serving, "time", clock):
+    with patch.object(core, "perf_counter", clock.perf_counter), patch.object(core, "time", clock):
         inbox, begin = Arrivals(clock, requests(random, clock.now)), process_time()
-        for update in engine.serve(inbox):  # type: ignore[arg-type]
-            log.append(update)
+        for updates in engine.serve(inbox):  # type: ignore[arg-type]
+            log.extend(updates)
         return log, process_time() - begin, ranks.steps
 
 

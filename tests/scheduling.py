@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
 from helix.config import ScheduleConfig
 from helix.engine.block_tables import BlockTables
 from helix.engine.decision import Admission, Decision, StepPlan
-from helix.engine.goals import Goal
 from helix.engine.pages import PagePool
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.prefix import PrefixTree
 from helix.engine.request import Request
-from helix.engine.scheduler import LEAST_CHUNK, LONGEST_S, RunnerTraits, Scheduler
+from helix.engine.scheduler import LEAST_CHUNK, LONGEST_S, Goal, Scheduler
 from helix.layout import HelixLayout
 from helix.placement import Stripes
+from helix.worker.keeps import EngineSizes
+from helix.worker.model_runner import ModelRunner
 
 TOKEN_S = 1e-4  # of a chunk, for a token at the beginning of a context
 STEP_S = 2e-3
@@ -105,6 +107,27 @@ class Row:
         return self.served.request.matcher is not None
 
 
+def runner(
+    sizes: EngineSizes,
+    *,
+    fetches: bool = False,
+    keep_drawn: bool = True,
+    sparse_from: int | None = None,
+    lacking: float = 0.0,
+    chunk_sizes: tuple[int, ...] = (),
+) -> ModelRunner:
+    """What a scheduler reads of a runner."""
+    found = SimpleNamespace(
+        sizes=sizes,
+        cache=SimpleNamespace(remedy="raise kv.tokens", fetches=fetches),
+        drafter=SimpleNamespace(lags=not keep_drawn),
+        policy=SimpleNamespace(from_tokens=sparse_from),
+        lacking=lacking,
+        chunk_sizes=chunk_sizes,
+    )
+    return cast(ModelRunner, found)
+
+
 class Serving:
     """A scheduler and its ranks.
 
@@ -138,7 +161,7 @@ class Serving:
         self.times = PrefillTime(DOUBLING)
         self.times.observe(1.0, TOKEN_S)
         self.pools = [PagePool(pages) for _ in range(homes)]
-        self.pool, max_batch = self.pools[0], max_batch * homes
+        self.pool = self.pools[0]
         trees = [PrefixTree(pool, self.stripes, self.times.cost, 1) for pool in self.pools]
         self.tables = [BlockTables(tree, caching) for tree in trees]
         plan = StepPlan(drafts, seconds=step_s)
@@ -148,13 +171,13 @@ class Serving:
         self.scheduler = Scheduler(
             self.tables,
             self.times,
-            RunnerTraits(max_batch, prefill_chunk, "raise kv.tokens", drafts=drafts, **options),
+            runner(EngineSizes(max_batch, 0, prefill_chunk, drafts, run_steps=options.pop("run_steps", 8)), **options),
             schedule,
             lambda rows, kv_tokens, without: plan,
         )
         self.goal = Goal(schedule)
         self.ahead, self.step_s, self.drafts, self.kept = ahead, step_s, drafts, kept
-        self.prefill_chunk, self.max_batch = prefill_chunk, max_batch
+        self.prefill_chunk, self.max_batch = prefill_chunk, max_batch * homes
         self.memory = np.full((homes, pages, kvp, page_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.served: dict[int, Served] = {}
@@ -184,7 +207,7 @@ class Serving:
         return name
 
     def abort(self, name: int) -> None:
-        self.served[name].ended |= self.scheduler.end(name)
+        self.served[name].ended |= self.scheduler.end(name) is not None
 
     def turn(self) -> Decision | None:
         """The next decision, carried out; reads what is due."""

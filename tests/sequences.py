@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from helix.engine.core import Engine
 from helix.engine.decision import Admission
 from helix.engine.inbox import Inbox
-from helix.engine.request import Logprobs, PromptLogprobs, Request
+from helix.engine.request import Logprobs, PromptLogprobs, Request, RequestUpdate
 from helix.layers.specs import AttentionSpec
 from helix.models import DecoderSpec
 from helix.sampling_params import SamplingParams
@@ -28,10 +28,21 @@ class Generated:
     scored: tuple[PromptLogprobs, ...] = ()
 
 
+def updates_of(engine: Engine, inbox: Inbox | None) -> Iterator[RequestUpdate]:
+    """Serves an inbox, a collective call; yields the updates one by one, on rank 0."""
+    for of_step in engine.serve(inbox):
+        yield from of_step
+
+
+def resize(engine: Engine, **sizes: int) -> None:
+    """Changes sizes that decisions alone depend on."""
+    engine.runner.sizes = replace(engine.runner.sizes, **sizes)
+
+
 def generated(engine: Engine, requests: Iterable[Request]) -> dict[Any, Generated]:
     """Serves requests, a collective call; returns what came of each by id, on rank 0."""
     found: dict[Any, Generated] = {}
-    for update in engine.serve(Inbox.of(requests)):
+    for update in updates_of(engine, Inbox.of(requests)):
         one = found.setdefault(update.id, Generated())
         assert one.finish_reason is None, f"request {update.id} goes on after its end"
         one.output_ids += update.new_ids

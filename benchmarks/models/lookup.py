@@ -17,10 +17,11 @@ import torch
 
 from benchmarks.quality import agent_turns
 from benchmarks.runner import Benchmark, Given, Part, Row
-from helix.engine.decision import Admission, StepKind
+from helix.engine.decision import Admission
 from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
 from helix.speculation import Drafter, NgramDrafter, SuffixDrafter
+from helix.worker.graph_keys import StepKind
 
 DRAFTS = 6  # most of a step
 REMEMBERED = 1 << 15  # tokens of answers before: all of them

@@ -9,6 +9,7 @@ counts answers, `same` those that are token for token those of the cache on the 
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 
 import torch
 
@@ -28,7 +29,7 @@ from helix.setup.engine import build_engine
 from helix.setup.parts import make_spec
 from helix.setup.tiering import tiered_bytes
 from helix.tokenizer import load_tokenizer
-from helix.worker.keeps import StepSizes, dtype_name
+from helix.worker.keeps import EngineSizes, dtype_name
 from helix.worker.kv_cache import with_bounds
 from helix.worker.tiered_cache import TieredCache
 from launch.inputs.compose import ROOT
@@ -60,7 +61,7 @@ def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Co
         return found
     spec, placement = make_spec(found), Placement(HelixLayout.create("helix", kvp), 0, PAGE, PAGE)
     keeps = with_bounds(spec.keeps(placement.layout, 0, dtype_name(dtype)), dtype_name(dtype))
-    size = tiered_bytes(keeps, placement, StepSizes(BATCH, 1, CHUNK))
+    size = tiered_bytes(keeps, placement, EngineSizes(BATCH, length, CHUNK))
     found.kv.tier, found.kv.host_bytes = "host", 8e9
     world = LoopbackWorld(1)
     policy = make_policy(found.attention, placement, length, world.communicator(0, [0]), found.kv)
@@ -82,9 +83,9 @@ def answers(kvp: int, share: float | None, length: int, count: int, device: str)
         comm = world.communicator(rank, layout.kvp_group(rank))
         model = Decoder(make_spec(given), layout, comm, dtype, comm.device)
         Checkpoint(DEMO).load(model.weights)
-        engine = build_engine(layout, comm, model, given, BATCH, BATCH * length)
+        engine = build_engine(layout, model, given, BATCH, BATCH * length)
         came: Answers = [()] * count
-        for update in engine.serve(Inbox.of(requests)):
+        for update in chain.from_iterable(engine.serve(Inbox.of(requests))):
             came[int(update.id)] += update.new_ids
         engine.close()
         held, counts, hot = engine.runner.cache, [0, 0], 1.0

@@ -27,7 +27,6 @@ from benchmarks.quality.prefilled import Subject, prefilled
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import MAX_QUERIES
-from helix.engine.decision import StepKind
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement, PromptChunk
@@ -45,6 +44,8 @@ from helix.speculation import (
 )
 from helix.speculation.sparse import ROWS
 from helix.worker.follower import Begun, Prefilled, Span, Taken
+from helix.worker.graph_keys import StepKind
+from helix.worker.keeps import EngineSizes
 from helix.worker.kv_cache import KVCache
 from helix.worker.model_runner import ModelRunner
 from helix.worker.step import DecodeState
@@ -119,10 +120,8 @@ def _sparse(way: Drafting, runner: ModelRunner) -> SparseDrafter:
 
 def _made(kind: type[S], way: Drafting, runner: ModelRunner) -> S:
     # As many pages of a sequence as the runner has, whose room for drafts is that of any way.
-    return kind(
-        way.gamma, runner.model, runner.comm, runner.cache, runner.placement, way.budget, noise=way.noise,
-        max_batch=runner.max_batch, max_length=runner.max_length + runner.drafts - way.gamma,
-    )  # fmt: skip
+    sizes = replace(runner.sizes, drafts=way.gamma, length=runner.sizes.length + runner.sizes.drafts - way.gamma)
+    return kind(runner.model, runner.cache, sizes, way.budget, way.noise)
 
 
 def _oracle(way: Drafting, runner: ModelRunner) -> Drafter:
@@ -148,7 +147,7 @@ def _ngram(way: Drafting, runner: ModelRunner) -> Drafter:
 
 
 def _suffix(way: Drafting, runner: ModelRunner) -> Drafter:
-    return SuffixDrafter(way.gamma, SUFFIX, REMEMBERED, runner.max_batch, runner.device)
+    return SuffixDrafter(way.gamma, SUFFIX, REMEMBERED, runner.sizes.slots, runner.device)
 
 
 class StartedLayer(LayerDrafter):
@@ -296,12 +295,10 @@ def _runner(
     score, most = "bounds" if page != PAGE else None, MAX_QUERIES - 1
     prompts = [c.prompt for c in batch]
 
-    def follower(cache: KVCache) -> Drafter:
+    def follower(cache: KVCache, sizes: EngineSizes) -> Drafter:
         if layer is None:
             return NgramDrafter(most, LONGEST)
-        return StartedLayer(
-            most, layer, setting.dtype, comm, cache, placement, noise="shared", max_batch=len(batch), max_length=room
-        )
+        return StartedLayer(layer, model, cache, sizes, "shared")
 
     runner = prefilled(model, placement, comm, prompts, room, room, score=score, limit=most, make_drafter=follower)
     lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=comm.device)

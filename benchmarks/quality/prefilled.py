@@ -25,7 +25,7 @@ from helix.setup.parts import make_eagle3
 from helix.speculation import Drafter, NoDrafts
 from helix.tokenizer import load_tokenizer
 from helix.worker.follower import Prefilled
-from helix.worker.keeps import StepSizes, dtype_name, token_bytes
+from helix.worker.keeps import EngineSizes, dtype_name, token_bytes
 from helix.worker.kv_cache import KVCache, free_bytes, with_bounds
 from helix.worker.model_runner import ModelRunner
 from launch.inputs.compose import ROOT
@@ -104,7 +104,7 @@ def prefilled(
     score: str | None = None,
     parts: int = 1,
     limit: int = 0,
-    make_drafter: Callable[[KVCache], Drafter] = lambda cache: NoDrafts(),
+    make_drafter: Callable[[KVCache, EngineSizes], Drafter] = lambda cache, sizes: NoDrafts(),
 ) -> ModelRunner:
     """A runner whose cache holds the prompts [n] but for their last tokens, one a slot, with `room` tokens for each.
 
@@ -120,10 +120,10 @@ def prefilled(
     pages = n * placement.stripes.pages_for(room)
     keeps = model.spec.keeps(layout, comm.rank, dtype, kv)
     keeps = keeps if score is None else with_bounds(keeps, dtype, parts)
-    cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, 1 + limit, TOGETHER * CHUNK), score)
-    drafter = make_drafter(cache)
-    sizes: dict[str, Any] = {"max_batch": n, "max_length": max_length, "prefill_chunk": TOGETHER * CHUNK}
-    runner = ModelRunner(model, layout, comm, cache, placement, drafter=drafter, **sizes)
+    sizes = EngineSizes(n, max_length, TOGETHER * CHUNK, limit, pages)
+    cache = KVCache(keeps, placement, sizes, comm.device, score)
+    drafter = make_drafter(cache, sizes)
+    runner = ModelRunner(model, cache, sizes, drafter=drafter)
     seats = Seats(runner)
     for slot, prompt in enumerate(prompts):
         runner.admit(seats.admission(slot, room, prompt=prompt.cpu().numpy().astype(np.int32)))

@@ -29,14 +29,14 @@ from benchmarks.timer import slowest
 from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.torch_dist import are_apart
-from helix.engine.decision import StepKind
 from helix.layers.attention import ShardedAttention
 from helix.layout import share
 from helix.models.decoder import Decoder
-from helix.worker.autotune import CHUNKS, choose_chunks, step_seconds
 from helix.worker.clock import Moment, seconds_of_each
 from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.graph_keys import StepKind
 from helix.worker.model_runner import ModelRunner
+from helix.worker.warm_up import CHUNKS, choose_chunks, step_seconds
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task
@@ -80,7 +80,7 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
 
     def microseconds(chunks: int) -> float:
-        return 1e6 * step_seconds(engine.runner, StepKind(batch, engine.runner.drafts, chunks=chunks), steps)
+        return 1e6 * step_seconds(engine.runner, StepKind(batch, engine.runner.sizes.drafts, chunks=chunks), steps)
 
     wanted = drawn(engine.runner, batch, 1, 1)
     alike = {
@@ -113,7 +113,7 @@ def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> 
     """The tokens that a step in so many chunks draws, each time from the same state: a race would change them."""
     state, found, graphs = runner.state, [], None if runner.graphs is None else StepGraphs()
     before = state.tokens.clone(), state.lengths.clone()
-    kind = StepKind(rows, runner.drafts, chunks=chunks)
+    kind = StepKind(rows, runner.sizes.drafts, chunks=chunks)
     for _ in range(times):
         found.append((runner.step(kind) if graphs is None else graphs.run(runner.step, kind)).clone())
         state.tokens.copy_(before[0])

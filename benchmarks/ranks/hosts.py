@@ -20,9 +20,9 @@ from benchmarks.ranks.points import at_each, engine_at
 from benchmarks.ranks.steps import fill, rewind
 from benchmarks.schema import lab
 from comm.base import Communicator, message_bytes
-from helix.engine.decision import StepKind
 from helix.models.decoder import Decoder
-from helix.worker.autotune import step_seconds
+from helix.worker.graph_keys import StepKind
+from helix.worker.warm_up import step_seconds
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task
@@ -47,7 +47,7 @@ def _time_point(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int
     config, K = lab(plan.config), len(comm.kvp_group)
     engine, reserved = engine_at(plan, comm, model, batch, length, 3, hopb="none")
     fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
-    kind = StepKind(batch, engine.runner.drafts, sparse=engine.runner.sparse_at(length))
+    kind = StepKind(batch, engine.runner.sizes.drafts, sparse=engine.runner.sparse_at(length))
     (out, lse, shares), layers = _exchanged(comm, partial(engine.runner.step, kind))
     rewind(engine.runner, batch, length)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from benchmarks.ranks.kept_kernels import repeat_blocks, synthetic_drafts
 from benchmarks.schema import LabConfig
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.engine.decision import StepKind
 from helix.placement import BlockBudget
 from helix.speculation import Draft, Drafter
+from helix.worker.graph_keys import StepKind
 from helix.worker.kv_cache import LayerCache
 from helix.worker.model_runner import ModelRunner
 from helix.worker.step import DecodeState, Step

@@ -12,8 +12,8 @@ from statistics import median
 import torch
 
 from comm.base import Communicator
-from helix.engine.decision import StepKind
 from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.graph_keys import StepKind
 from helix.worker.model_runner import ModelRunner
 
 TIMES = 9

@@ -105,6 +105,6 @@ def engine_at(
         kv=replace(config.kv, tokens=tokens, prefix_cache=False),  # what is timed is computed
         hopb=replace(config.hopb, chunks=hopb or config.hopb.chunks),
     )
-    engine = build_engine(plan.layout, comm, model, sized, batch, tokens, draft=draft)
+    engine = build_engine(plan.layout, model, sized, batch, tokens, draft=draft)
     keep(engine.runner, config)
     return engine, reserved

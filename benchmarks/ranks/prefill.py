@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -16,8 +17,8 @@ from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
 from helix.placement import PromptChunk
-from helix.worker.autotune import fill
 from helix.worker.clock import seconds_of_each
+from helix.worker.warm_up import fill
 from launch.job.task import Done, Task
 
 TURN = 100  # tokens of a message in a conversation
@@ -42,7 +43,7 @@ def run(task: Task) -> Done:
     def measure(batch: int, length: int) -> list[dict[str, Any]]:
         engine, _ = engine_at(plan, comm, model, batch, length, 1)
         ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)
-        short = [Request("warm-up", tuple(ids[0, : min(length, 2 * engine.prefill_chunk)].tolist()), 1)]
+        short = [Request("warm-up", tuple(ids[0, : min(length, 2 * engine.runner.sizes.chunk)].tolist()), 1)]
         _serve(engine, short)  # compiles kernels, opens connections
         _capture(engine, ids[0])
         requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
@@ -52,10 +53,10 @@ def run(task: Task) -> Done:
             _serve(engine, requests, advance)
             seconds = time.perf_counter() - begin
         found: dict[str, Any] = {"batch": batch, "length": length, "prefill_s": seconds}
-        found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.prefill_chunk}
-        turn, few, many = (min(n, length) for n in (TURN, SHORT, engine.prefill_chunk))
+        found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.runner.sizes.chunk}
+        turn, few, many = (min(n, length) for n in (TURN, SHORT, engine.runner.sizes.chunk))
         (turn_s, _), (few_s, _) = (_last(engine, ids[:1], n) for n in (turn, few))
-        several = ids[: engine.prefill_chunk // many]
+        several = ids[: engine.runner.sizes.chunk // many]
         many_s, traced = _last(engine, several, many)
         found["used_bytes_per_gpu"] = comm.all_gather_object(used(comm.device))
         found |= {"turn_ms": 1e3 * turn_s, "short_ms": 1e3 * few_s, "long_ms": 1e3 * many_s}
@@ -70,7 +71,7 @@ def run(task: Task) -> Done:
 @torch.inference_mode()
 def _capture(engine: Engine, ids: Tensor) -> None:
     """Captures the sizes of a prompt's chunks, as a server has them before its first request."""
-    runner, each = engine.runner, engine.prefill_chunk
+    runner, each = engine.runner, engine.runner.sizes.chunk
     if not runner.pads or runner.graphs is None:
         return
     chunks = [PromptChunk(0, begin, ids[begin : begin + each]) for begin in range(0, len(ids), each)]
@@ -110,7 +111,7 @@ def _last(engine: Engine, ids: Tensor, tokens: int) -> tuple[float, dict[str, An
 def _serve(engine: Engine, requests: list[Request], advance: Callable[[int], None] = lambda tokens: None) -> None:
     """Raises RuntimeError where one is refused, whose time would count for nothing."""
     prefilled: dict[str | int, int] = {}
-    for update in engine.serve(Inbox.of(requests)):
+    for update in chain.from_iterable(engine.serve(Inbox.of(requests))):
         if update.finish_reason == "error":
             raise RuntimeError(f"a prompt that is timed was refused: {update.reason}")
         prefilled[update.id] = update.prefilled

@@ -11,7 +11,9 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import Thread
 from time import perf_counter
 from typing import Any
@@ -24,19 +26,19 @@ from benchmarks.schema import lab
 from helix.config import ScheduleConfig
 from helix.engine.block_tables import BlockTables
 from helix.engine.core import Engine
-from helix.engine.decision import StepKind
 from helix.engine.inbox import Inbox
 from helix.engine.pages import PagePool
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.prefix import PrefixTree
 from helix.engine.request import Request
-from helix.engine.scheduler import RunnerTraits, Scheduler
+from helix.engine.scheduler import Scheduler
 from helix.errors import ConfigError
 from helix.placement import Stripes
 from helix.setup.buffers import most_slots
 from helix.setup.engine import build_engine
-from helix.worker.autotune import fill, step_seconds
-from helix.worker.kv_cache import KVCache
+from helix.worker.graph_keys import StepKind
+from helix.worker.keeps import EngineSizes
+from helix.worker.warm_up import fill, step_seconds
 from launch.job.report import percentile_us
 from launch.job.task import Done, Task
 
@@ -130,7 +132,7 @@ class Client:
 
         if self.leads:
             Thread(target=feed, daemon=True).start()
-        for delta in self.engine.serve(inbox):
+        for delta in chain.from_iterable(self.engine.serve(inbox)):
             found, now = seen[int(delta.id)], perf_counter()
             found.came += [now] * len(delta.new_ids)
             found.cached = delta.cached_tokens
@@ -201,7 +203,7 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
                 "prefill_s": timings.prefill_s, "prefill_tokens": timings.prefill_tokens,
             }  # fmt: skip
     for length in (128 * K // small, M // small):
-        if length + 256 > client.engine.runner.max_length:
+        if length + 256 > client.engine.runner.sizes.length:
             continue
         context = client.context(length)
         found = []
@@ -320,7 +322,9 @@ def decisions(client: Client, small: int) -> Iterator[dict[str, Any]]:
         times = PrefillTime(32_768.0)
         pages = 65 * stripes.pages_for(context + 8192)
         tables = BlockTables(PrefixTree(PagePool(pages), stripes, times.cost))
-        scheduler = Scheduler([tables], times, RunnerTraits(64, context, KVCache.remedy), ScheduleConfig())
+        runner = copy(client.engine.runner)
+        runner.sizes = EngineSizes(64, context + 8192, context, run_steps=8)
+        scheduler = Scheduler([tables], times, runner, ScheduleConfig())
         times.observe(1000.0, 0.001)
         prompts = [np.full(context, i, dtype=np.int32) for i in range(64)]
         for i in range(1064):
@@ -366,7 +370,7 @@ def run(task: Task) -> Done:
     if unknown := set(traces := lab(plan.config).bench.traces) - set(TRACES):
         raise ConfigError(f"bench.traces has {min(unknown)!r}: choose of {', '.join(TRACES)}")
     slots, auto = most_slots(plan.config, comm.device.type), plan.config.decode.max_batch == "auto"
-    engine = build_engine(plan.layout, comm, model, plan.config, slots, wanted, fewer=auto)
+    engine = build_engine(plan.layout, model, plan.config, slots, wanted, fewer=auto)
     keep(engine.runner, lab(plan.config))
     for tensor in engine.runner.cache.tensors:
         for layer in tensor:

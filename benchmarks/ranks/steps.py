@@ -21,17 +21,17 @@ from benchmarks.timer import in_a_row, slowest
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.policies import make_policy
-from helix.engine.decision import StepKind
 from helix.engine.draft_policy import Acceptance, DraftOutcome
 from helix.engine.timings import Timings
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.speculation import DraftModel, ModelDrafter
-from helix.worker.autotune import choose_chunks
 from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.graph_keys import StepKind
 from helix.worker.model_runner import ModelRunner
 from helix.worker.step import PAST
 from helix.worker.tiered_cache import TieredCache
+from helix.worker.warm_up import choose_chunks
 from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, summary
 from launch.job.task import Done, Task
@@ -112,7 +112,7 @@ def _time_point(
 def _attend_as(runner: ModelRunner, config: LabConfig) -> None:
     """Later steps choose their blocks as `config` says, in graphs of their own."""
     runner.close()
-    policy = make_policy(config.attention, runner.placement, runner.max_length, runner.comm, config.kv)
+    policy = make_policy(config.attention, runner.placement, runner.sizes.length, runner.comm, config.kv)
     runner.policy = policy or runner.dense
     keep_blocks(runner, config.bench.repeat)
     if runner.graphs is not None:
@@ -213,5 +213,5 @@ def rewind(runner: ModelRunner, batch: int, length: int) -> None:
     """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
     slots = torch.arange(batch, device=runner.device)
     runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
-    if runner.drafter.takes(StepKind(batch, runner.drafts)):
+    if runner.drafter.takes(StepKind(batch, runner.sizes.drafts)):
         runner.drafter.catch_up(runner.state)

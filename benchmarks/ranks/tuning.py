@@ -28,8 +28,8 @@ from benchmarks.ranks.tuning_steps import run as search
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
 from helix.config import Config
-from helix.engine.core import RUN_STEPS, Engine
-from helix.engine.decision import Admission, Decision, Segment, StepKind
+from helix.engine.core import Engine
+from helix.engine.decision import Admission, Decision, Segment
 from helix.engine.draft_policy import Acceptance, DraftOutcome
 from helix.engine.request import Request
 from helix.engine.timings import Timings
@@ -39,10 +39,11 @@ from helix.planner.cost import tokens_per_step
 from helix.setup.buffers import most_slots
 from helix.setup.engine import build_engine, make_drafter
 from helix.speculation import NoDrafts
-from helix.worker.autotune import choose_chunks
 from helix.worker.clock import Moment, seconds_of_each
 from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.graph_keys import StepKind
 from helix.worker.step_tokens import StepTokens
+from helix.worker.warm_up import choose_chunks
 from launch.client.sampling import sampling_of
 from launch.client.tokens import Tokens
 from launch.inputs.preflight import CheckedRun
@@ -125,10 +126,7 @@ class _Sample:
             torch.cuda.empty_cache()
         own = replace(self.config.speculation, drafter=way.drafter)
         own = own if way.sparsity is None else replace(own, sparsity=way.sparsity)
-        runner.drafter = make_drafter(
-            replace(self.config, speculation=own), None, self.model, self.comm, runner.cache, runner.placement,
-            runner.max_batch, runner.max_length, 1,
-        )  # fmt: skip
+        runner.drafter = make_drafter(own, None, self.model, runner.cache, runner.sizes)
         keep_drafts(runner.drafter, self.config.bench.acceptance, self.config.seed, self.model.spec.vocab)
         for admission in runner.admitted.values():
             runner.drafter.admit(admission)
@@ -189,7 +187,7 @@ class PromptSample(_Sample):
         self.turns = [requests[i : i + rows] for i in range(0, len(requests), rows)]
         self.drafts = config.speculation.gamma
         wanted = max(sum(self._need(r) for r in turn) for turn in self.turns)
-        engine = build_engine(plan.layout, comm, model, config, rows, wanted)
+        engine = build_engine(plan.layout, model, config, rows, wanted)
         super().__init__(plan, comm, model, engine)
         for request in requests:
             if reason := engine.refusal(request):
@@ -239,7 +237,7 @@ class PromptSample(_Sample):
             seats = Seats(runner)
             admit = tuple(self._admission(seats, slot, request) for slot, request in enumerate(requests))
             self._execute(retire=retire, admit=admit)
-            chunk, done, total = self.engine.prefill_chunk, 0, sum(len(r.prompt) for r in requests)
+            chunk, done, total = self.engine.runner.sizes.chunk, 0, sum(len(r.prompt) for r in requests)
             with self.console.progress(f"prefill of {len(requests)} prompts", total) as advance:
                 for slot, request in enumerate(requests):
                     tokens, length = np.asarray(request.prompt), len(request.prompt)
@@ -289,7 +287,7 @@ class PromptSample(_Sample):
         seconds: list[float] = []
         taken: list[list[list[int]]] = []
         runner, rows = self.runner, len(requests)
-        left, run = max(r.max_new_tokens for r in requests) - 1, RUN_STEPS
+        left, run = max(r.max_new_tokens for r in requests) - 1, self.runner.sizes.run_steps
         while left > 0:
             drawn: list[Tensor] = []
             read: list[StepTokens] = []

@@ -5,14 +5,14 @@ Plain data, no torch: a `Decision` is all that the ranks need to act alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
+from helix.worker.graph_keys import StepKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,39 +89,6 @@ class Segment:
 _AtSlot = TypeVar("_AtSlot", Admission, TableWrite, Segment)
 
 
-@dataclass(frozen=True, order=True)
-class StepKind:
-    """Kind of a decode step: the key of its captured graph.
-
-    Attributes:
-        rows: slots [0, rows) take part: a power of two, or all slots, so that few graphs suffice.
-        drafts: tokens that the step verifies for each sequence.
-        stochastic: any sequence has a temperature above 0.
-        filtered: any sequence has top-k, top-p or min-p.
-        shaped: any sequence changes its logits or requests log-probabilities.
-        sparse: attention reads a selection of keys: any sequence is long enough.
-        chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
-    """
-
-    rows: int = 0
-    drafts: int = 0
-    stochastic: bool = False
-    filtered: bool = False
-    shaped: bool = False
-    sparse: bool = False
-    chunks: int = 1
-
-    @classmethod
-    def of(cls, sampling: Collection[SamplingParams], **more: Any) -> StepKind:
-        """Creates the kind of a step that draws with all of these parameters; `more` has the other attributes."""
-        return cls(
-            stochastic=any(not s.is_greedy for s in sampling),
-            filtered=any(s.is_filtered for s in sampling),
-            shaped=any(s.is_shaped for s in sampling),
-            **more,
-        )
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """Plan of a run of decode steps.
@@ -166,7 +133,7 @@ class Decision:
     admit: tuple[Admission, ...]
     prefill: tuple[Segment, ...]
     decode_steps: int
-    kind: StepKind = StepKind()
+    kind: StepKind = field(default_factory=StepKind)
     row_tokens: int = 0
     draft_limits: tuple[int, ...] = ()
     holds_draw: bool = False

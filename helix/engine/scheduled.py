@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from helix.engine.block_tables import BlockTable
-from helix.engine.decision import TableWrite
-from helix.engine.request import Request
+from helix.engine.decision import Admission, TableWrite
+from helix.engine.request import Logprobs, Request, RequestUpdate
 
 
 @dataclass(eq=False, slots=True)
@@ -19,6 +20,9 @@ class Scheduled:
     Attributes:
         order: sort key: priority, then arrival.
         prompt_tokens: length of the request's prompt.
+        ends: tokens that end it.
+        cached_tokens: prompt tokens that were cached at its first admission.
+        computed: prompt tokens that are cached or computed, as rank 0 has read.
         drawn: its drawn tokens that rank 0 has read.
         least, most, likely: bounds and estimate of its tokens in launched decisions that are not read yet.
         slot: its slot; None while it waits.
@@ -38,6 +42,9 @@ class Scheduled:
     tokens: np.ndarray
     prompt_tokens: int
     drawn: array[int] = field(default_factory=lambda: array("i"))
+    ends: Collection[int] = ()
+    cached_tokens: int = 0
+    computed: int = 0
     least: int = 0
     most: int = 0
     likely: int = 0
@@ -70,6 +77,19 @@ class Scheduled:
     @property
     def decoding(self) -> bool:
         return self.prefilled == len(self.tokens) and not self.ended and self.left > 0
+
+    def admitted(self, admission: Admission, eos: Collection[int]) -> None:
+        """Records an admission, and the model's end tokens."""
+        self.ends = self.request.sampling.ends(eos)
+        if not admission.drawn:
+            self.cached_tokens = self.computed = admission.resumes
+
+    def update(
+        self, new_ids: tuple[int, ...] = (), finish_reason: str | None = None, logprobs: tuple[Logprobs, ...] = ()
+    ) -> RequestUpdate:
+        """Returns the news of its request."""
+        done = self.prompt_tokens, self.cached_tokens, self.computed
+        return RequestUpdate(self.request.id, *done, new_ids, finish_reason, None, logprobs)
 
     def scored(self, end: int) -> np.ndarray:
         """Returns the prompt tokens to score in the chunk that ends at `end`: each follows a token of that chunk."""

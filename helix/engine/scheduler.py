@@ -1,6 +1,6 @@
 """Scheduler, on rank 0's host alone: chooses which requests are admitted, what is prefilled, and how long decode runs.
 
-Pure bookkeeping, no torch: a `Decision` is all that the ranks need to act alike. They execute decisions in order, on
+Pure bookkeeping: a `Decision` is all that the ranks need to act alike. They execute decisions in order, on
 one stream, and each in the order of its fields: retire, write tables, admit and copy, prefill, decode.
 
 So the next decision may be made, and launched, while the previous one is still computed. A sequence whose tokens are
@@ -22,11 +22,12 @@ import numpy as np
 
 from helix.config import ScheduleConfig
 from helix.engine.block_tables import BlockTable, BlockTables
-from helix.engine.decision import Admission, Decision, Segment, StepKind, StepPlan
-from helix.engine.goals import Goal
+from helix.engine.decision import Admission, Decision, Segment, StepPlan
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.request import Request
 from helix.engine.scheduled import Scheduled, TableChange, UnreadTokens
+from helix.worker.graph_keys import StepKind
+from helix.worker.model_runner import ModelRunner
 
 LEAST_CHUNK = 32  # tokens: a shorter chunk costs as much
 LONGEST_S = 2.0  # of a chunk, even if nothing decodes: an abort is seen and a new request is admitted after it
@@ -38,32 +39,50 @@ RETRY_S = 1.0  # interval after which a request that did not fit is tried again:
 
 
 @dataclass(frozen=True)
-class RunnerTraits:
-    """Traits of the ranks' runners that decisions depend on.
+class Bounds:
+    """Bounds of prompts beside decode steps.
 
     Attributes:
-        max_batch: number of slots.
-        prefill_chunk: most prompt tokens in one prefill step.
-        remedy: advice for an error: how to make room for more pages.
-        run_steps: most decode steps in one decision.
-        drafts: most drafts that a step appends, which may be refused.
-        keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
-        sparse_from: length from which decode steps of a sequence are sparse; None: none are.
-        lacking: tokens before the end of a prefix hit that are computed again.
-        chunk_sizes: sizes, ascending, to which chunks that time bounds are cut, as they are launched at once.
-        longest_s: most predicted seconds of a prompt chunk, whether or not anything decodes.
+        stall_ms: most milliseconds of chunks between two decode steps.
+        decode_share: share of the time for decode steps; 0: one between two pauses.
     """
 
-    max_batch: int
-    prefill_chunk: int
-    remedy: str
-    run_steps: int = 8
-    drafts: int = 0
-    keep_drawn: bool = True
-    sparse_from: int | None = None
-    lacking: float = 0.0
-    chunk_sizes: tuple[int, ...] = ()
-    longest_s: float = LONGEST_S
+    stall_ms: float
+    decode_share: float
+
+
+GOALS = {  # bounds while prompts hardly wait, and those while they wait for long
+    "latency": (Bounds(25.0, 0.5), Bounds(25.0, 0.5)),
+    "balance": (Bounds(50.0, 0.25), Bounds(400.0, 0.0)),
+    "throughput": (Bounds(400.0, 0.0), Bounds(1000.0, 0.0)),
+}
+
+
+class Goal:
+    """Bounds of chunks, by the time for which prompts wait.
+
+    `schedule.stall_ms` and `schedule.decode_share` replace those of `schedule.goal`.
+    """
+
+    def __init__(self, schedule: ScheduleConfig) -> None:
+        self.least, self.most = (
+            Bounds(
+                of_goal.stall_ms if schedule.stall_ms is None else schedule.stall_ms,
+                of_goal.decode_share if schedule.decode_share is None else schedule.decode_share,
+            )
+            for of_goal in GOALS[schedule.goal]
+        )
+
+    def stall_s(self, waiting_s: float) -> float:
+        """Returns the most seconds of chunks between two steps while other prompts wait for `waiting_s` seconds."""
+        return min(max(self.least.stall_ms / 1e3, waiting_s), self.most.stall_ms / 1e3)
+
+    def owed_s(self, seconds: float, stall_s: float) -> float:
+        """Returns the seconds of decode steps after a chunk, which fall to none as the bound `stall_s` widens."""
+        least, most = self.least, self.most
+        wide = (1e3 * stall_s - least.stall_ms) / max(most.stall_ms - least.stall_ms, 1.0)
+        share = least.decode_share + wide * (most.decode_share - least.decode_share)
+        return share / (1 - share) * min(seconds, least.stall_ms / 1e3)
 
 
 class Scheduler:
@@ -76,6 +95,7 @@ class Scheduler:
         tables: allocates pages: one allocator, or one for each rank that owns sequences (mode dp). Slot s then belongs
             to rank `s % len(tables)`.
         times: predicts the time of prompt chunks; its work orders preemptions.
+        runner: what executes the decisions, of which they depend on sizes and needs alone.
         schedule: how requests share the ranks.
         pace: chooses drafts and steps for rows, tokens in their cache and slots without drafts; called before each run.
 
@@ -88,19 +108,19 @@ class Scheduler:
         self,
         tables: Sequence[BlockTables],
         times: PrefillTime,
-        runner: RunnerTraits,
+        runner: ModelRunner,
         schedule: ScheduleConfig,
         pace: Callable[[int, int, Collection[int]], StepPlan] = lambda rows, kv_tokens, without: StepPlan(),
     ) -> None:
         self._homes, self._times, self._runner, self._pace = tables, times, runner, pace
         self._stripes = tables[0].tree.stripes
-        self._run_s, self._goal = schedule.run_ms / 1e3, Goal(schedule)
-        self._patience_s = schedule.patience_s
-        self._run_tokens = runner.run_steps * (1 + runner.drafts)
-        self._lease = max(schedule.lease, 1 + self._run_tokens)  # a finished prompt decodes in the same decision
-        self._sparse_from = math.inf if runner.sparse_from is None else runner.sparse_from
+        self._goal = Goal(schedule)
+        self._schedule = schedule
+        # A chunk that fetches the keys before it from host memory waits for the link if it is shorter.
+        self._longest_s = math.inf if runner.cache.fetches else LONGEST_S
         # A heap for each home: low slots first, so that steps have few rows.
-        self._free_slots = [list(range(home, runner.max_batch, len(tables))) for home in range(len(tables))]
+        slots = runner.sizes.slots * len(tables)
+        self._free_slots = [list(range(home, slots, len(tables))) for home in range(len(tables))]
         self._requests: dict[str | int, Scheduled] = {}
         self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
         self._queued = 0  # work of the prompts of these
@@ -114,6 +134,16 @@ class Scheduler:
         self.running: dict[int, Scheduled] = {}
         self.preemptions = 0
 
+    @property
+    def _run_tokens(self) -> int:
+        """Most tokens of a sequence in the decode steps of a decision."""
+        return self._runner.sizes.run_steps * (1 + self._runner.sizes.drafts)
+
+    @property
+    def _lease(self) -> int:
+        """Tokens for which a sequence takes pages: at least those of a decision that ends its prompt."""
+        return max(self._schedule.lease, 1 + self._run_tokens)
+
     # ---- requests
 
     def submit(self, request: Request, now: float) -> str | None:
@@ -121,14 +151,14 @@ class Scheduler:
         if request.id in self._requests:
             return f"a request with id={request.id!r} is under way: take another id"
         pool, stripes = self._homes[0].pool, self._stripes
-        need = len(request.prompt) + request.max_new_tokens + self._runner.drafts
+        need = len(request.prompt) + request.max_new_tokens + self._runner.sizes.drafts
         pages = stripes.pages_for(need)
         if pages > pool.pages:
-            drafts = f" and {self._runner.drafts} drafts" if self._runner.drafts else ""
+            drafts = f" and {self._runner.sizes.drafts} drafts" if self._runner.sizes.drafts else ""
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones{drafts} need {need} "
                 f"tokens of KV, {pages} pages; the cache holds {pool.pages * stripes.page_tokens}, "
-                f"{pool.pages} pages ({self._runner.remedy})"
+                f"{pool.pages} pages ({self._runner.cache.remedy})"
             )
         self._submitted += 1
         tokens = np.asarray(request.prompt, dtype=np.int32)
@@ -137,18 +167,17 @@ class Scheduler:
         self._queue(s)
         return None
 
-    def end(self, request_id: str | int) -> bool:
-        """Ends a waiting or running request, because of its tokens or an abort; returns whether it existed.
+    def end(self, request_id: str | int) -> Scheduled | None:
+        """Ends a waiting or running request, because of its tokens or an abort; returns it, or None if there is none.
 
         The next decision frees its slot and pages.
         """
         s = self._requests.pop(request_id, None)
-        if s is None:
-            return False
-        s.ended = True
-        if s.slot is None:
-            self._unqueue(self._place(s))
-        return True
+        if s is not None:
+            s.ended = True
+            if s.slot is None:
+                self._unqueue(bisect_left(self._waiting, s.order, key=lambda entry: entry[0]))
+        return s
 
     def record_token(self, slot: int, token: int) -> Scheduled | None:
         """Records a token of the oldest unread decision; returns its request, or None if that has ended."""
@@ -208,7 +237,8 @@ class Scheduler:
             self._leave(self.running[slot])
         writes, self._changed = self._changed, []
         decoding = [s for s in self.running.values() if s.decoding]
-        short = [s for s in decoding if s.reserved < self._room(s, self._run_tokens)]
+        run_tokens = self._run_tokens
+        short = [s for s in decoding if s.reserved < self._room(s, run_tokens)]
         for s in sorted(short, key=lambda s: s.order):
             if s.slot is not None:  # else it was preempted for an earlier one
                 retire += self._extend(s, writes)
@@ -223,7 +253,7 @@ class Scheduler:
                 decoding.append(first.s)
         homes = len(self._homes)
         slot = max(self.running, default=0) // homes
-        rows = min(1 << slot.bit_length(), self._runner.max_batch // homes) if self.running else 0
+        rows = min(1 << slot.bit_length(), self._runner.sizes.slots) if self.running else 0
         masked = any(s.request.matcher is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
@@ -231,8 +261,8 @@ class Scheduler:
         if left and not (prefill and self._goes_on()):
             shaped = {slot for slot, s in self.running.items() if s.request.sampling.is_shaped}
             plan = self._pace(rows, sum(s.cached for s in self.running.values()), shaped)
-            steps = self._steps(plan, min(left), 1 if masked else self._runner.run_steps)
-        most = steps * (1 + plan.drafts)
+            steps = self._steps(plan, min(left), 1 if masked else self._runner.sizes.run_steps)
+        most, sparse_from = steps * (1 + plan.drafts), self._runner.policy.from_tokens
         held, self._held_tokens = bool(self._held_tokens), most if masked else 0
         for s in decoding:
             assert s.slot is not None
@@ -254,7 +284,7 @@ class Scheduler:
                 rows=rows,
                 drafts=plan.drafts,
                 # Shorter sequences read all keys in a sparse step too, so the batch does not affect their tokens.
-                sparse=any(s.known + s.most > self._sparse_from for s in decoding),
+                sparse=sparse_from is not None and any(s.known + s.most > sparse_from for s in decoding),
             ),
             row_tokens=sum(s.known + s.most for s in decoding) // max(rows, 1),
             draft_limits=plan.draft_limits,
@@ -276,7 +306,7 @@ class Scheduler:
             if fit is None:
                 s.refused = now if s.refused is None else s.refused
                 self._more = False
-                if now - s.refused >= self._patience_s:
+                if now - s.refused >= self._schedule.patience_s:
                     return
                 at += 1
                 continue
@@ -291,7 +321,7 @@ class Scheduler:
                 request.id,
                 s.slot,
                 len(s.tokens),
-                s.tokens if self._runner.drafts or request.sampling.changes_logits else s.tokens[:0],
+                s.tokens if self._runner.sizes.drafts or request.sampling.changes_logits else s.tokens[:0],
                 held.start,
                 held.pages.copy(),  # the table changes while the decision runs
                 s.reserved,
@@ -386,7 +416,7 @@ class Scheduler:
     def _leave(self, s: Scheduled) -> None:
         """Frees a sequence's slot and pages; their content stays in the prefix cache."""
         assert s.slot is not None and s.held is not None
-        known = s.text() if self._runner.keep_drawn else s.tokens
+        known = s.tokens if self._runner.drafter.lags else s.text()
         self._tables(s).end(s.held, known[: s.cached])
         heapq.heappush(self._free_slots[s.slot % len(self._homes)], s.slot)
         del self.running[s.slot]
@@ -394,7 +424,7 @@ class Scheduler:
 
     def _room(self, s: Scheduled, more: int) -> int:
         """Returns the tokens for which a sequence needs pages to draw `more` tokens."""
-        return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._runner.drafts
+        return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._runner.sizes.drafts
 
     def _queue(self, s: Scheduled) -> None:
         text = s.text()
@@ -406,9 +436,6 @@ class Scheduler:
     def _unqueue(self, at: int) -> None:
         _, s = self._waiting.pop(at)
         self._queued -= s.work
-
-    def _place(self, s: Scheduled) -> int:
-        return bisect_left(self._waiting, s.order, key=lambda entry: entry[0])
 
     # ---- time
 
@@ -426,8 +453,8 @@ class Scheduler:
         others = sorted(
             (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.prefilled)
         )
-        tokens = self._runner.prefill_chunk
-        work = self._times.longest(self._runner.longest_s) or UNTIMED_WORK
+        tokens = self._runner.sizes.chunk
+        work = self._times.longest(self._longest_s) or UNTIMED_WORK
         if decoding:
             work = min(work, self._times.within(stall - self._paused))
         self._advance(oldest, writes)
@@ -449,7 +476,7 @@ class Scheduler:
             tokens, work = tokens - count, work - self._times.work(s.prefilled, s.prefilled + count)
             ends[s] = s.prefilled + count
         ends[oldest] = oldest.prefilled + max(half, self._cut(oldest, half + tokens, of_half + work))
-        if decoding or sum(end - s.prefilled for s, end in ends.items()) < self._runner.prefill_chunk:
+        if decoding or sum(end - s.prefilled for s, end in ends.items()) < self._runner.sizes.chunk:
             self._round(oldest, ends)
         done = 0.0
         for s, end in ends.items():
@@ -527,7 +554,7 @@ class Scheduler:
         if plan.seconds is None:
             self._owed = 0.0
             return 1 if prompts else min(most, plan.steps or UNTIMED_STEPS)
-        most = min(most, int(self._run_s / plan.seconds))
+        most = min(most, int(self._schedule.run_ms / 1e3 / plan.seconds))
         if prompts:
             most = min(most, math.ceil(self._owed / plan.seconds))
         self._owed = max(self._owed - max(most, 1) * plan.seconds, 0.0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from helix.engine.draft_policy import Acceptance, DraftOutcome
+from helix.engine.scheduled import Scheduled
+from helix.placement import Placement
 
 LAST = 1 << 20  # decode steps of which each time is kept
 
@@ -22,7 +24,7 @@ class Timings:
         decode_tokens: tokens that requests took from decode steps.
         sequence_steps: decode steps, counted once per sequence in each.
         kv_tokens: tokens in the cache of each kvp rank (mode dp: of each rank), when the total was highest.
-        held: (slot, tokens, kvp rank of the first block) of each sequence at that time.
+        held: (slot, tokens in the cache, kvp rank of the first block) of each sequence at that time.
         decisions: number of decisions.
         preemptions: number of preemptions.
         decide_s: seconds of rank 0's host in making decisions.
@@ -56,3 +58,18 @@ class Timings:
             self.decode_tokens += 1 + outcome.kept
             self.kept[outcome.kept] += 1
             self.acceptance.add(outcome)
+
+    def note_kv(self, running: Mapping[int, Scheduled]) -> None:
+        """Records the sequences by slot, if they hold more tokens than ever."""
+        held = [(slot, s.cached, s.held.start) for slot, s in running.items() if s.held is not None]
+        if sum(tokens for _, tokens, _ in held) > sum(tokens for _, tokens, _ in self.held):
+            self.held = held
+
+    def count_kv(self, placement: Placement) -> None:
+        """Computes `kv_tokens`."""
+        layout, block = placement.layout, placement.append_block
+        self.kv_tokens = [
+            sum(layout.local_length(n, k, block, start) for slot, n, start in self.held if slot % layout.dp == home)
+            for home in range(layout.dp)
+            for k in range(layout.kvp)
+        ]

@@ -43,7 +43,6 @@ from helix.layers.rotary import Angles
 from helix.layers.specs import MLASpec, most_dealt
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.worker.chunk_size import DEEP
 from helix.worker.dealt import (
     all_rows,
     are_enough,
@@ -53,6 +52,7 @@ from helix.worker.dealt import (
     to_rows,
     whole_sequences,
 )
+from helix.worker.graph_keys import DEEP
 from helix.worker.kv_cache import KVCache, LayerCache
 from helix.worker.step import DealtRows, Step
 from kernels.attention.lse_combine import lse_combine

@@ -165,7 +165,7 @@ class Decoder:
         device: torch.device,
         formats: Formats = unpacked,
     ) -> None:
-        self.spec = spec
+        self.spec, self.comm = spec, comm
         self.full = {*spec.full}
         self.layers_run = 0
         self.own = SoloCommunicator(comm.device) if layout.dp > 1 else comm

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from helix.config import Config
 from helix.layers.specs import MLASpec, most_dealt
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.worker.chunk_size import longest_size
-from helix.worker.keeps import ITEMSIZE, StepSizes
+from helix.worker.graph_keys import longest_size
+from helix.worker.keeps import ITEMSIZE
 
 MOST = 16384  # tokens of a chunk: longer ones are not faster per token
 SHARE = 16  # buffers take at most 1 / SHARE of the free memory,
@@ -19,23 +18,6 @@ MOST_SLOTS = 512  # of decode.max_batch=auto, and most tokens of its steps
 FEW_SLOTS = 8  # of it on CPUs and over host memory, where steps of more rows are not cheaper for a row
 SLACK = 1.25  # factor for the allocator's fragmentation
 PIECE_TOKENS = 32768  # tokens before a prompt chunk that are fetched at once: the merge then takes 2% of attention
-
-
-@dataclass(frozen=True)
-class CacheNeeds:
-    """Needs of an engine that decide the size of its cache on a rank.
-
-    Attributes:
-        sizes: sizes of the steps.
-        tokens: tokens of all sequences, over all ranks.
-        room: bytes of the GPU available to the cache, if the config has no number.
-        draft_page: bytes of a draft model's page, of which there are as many.
-    """
-
-    sizes: StepSizes
-    tokens: int
-    room: int
-    draft_page: int = 0
 
 
 def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: str) -> int:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from comm.base import Communicator
 from helix.attention.policies import budget_of, make_policy
 from helix.config import Config, SpeculationConfig
 from helix.engine.core import Engine
@@ -15,11 +14,10 @@ from helix.layers.indexer import SCORES
 from helix.layers.mla import EXPANDED
 from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
-from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement
-from helix.setup.buffers import MOST_SLOTS, CacheNeeds, fitting_slots, longest_chunk, prompt_bytes, token_buffers
+from helix.setup.buffers import MOST_SLOTS, fitting_slots, longest_chunk, prompt_bytes, token_buffers
 from helix.setup.tiering import host_states, make_tiered
 from helix.speculation import (
     DraftBudget,
@@ -32,8 +30,8 @@ from helix.speculation import (
     SparseDrafter,
     SuffixDrafter,
 )
-from helix.worker.chunk_size import longest_size
-from helix.worker.keeps import ITEMSIZE, StepSizes, dtype_name, page_bytes
+from helix.worker.graph_keys import longest_size
+from helix.worker.keeps import ITEMSIZE, EngineSizes, dtype_name, page_bytes
 from helix.worker.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds, without_long_rings
 from helix.worker.model_runner import ModelRunner
 from kernels.attention.unpacked_prefill import PIECE_BYTES
@@ -47,126 +45,87 @@ def draft_budget(config: SpeculationConfig) -> DraftBudget:
 
 
 def make_drafter(
-    config: Config,
-    draft: DraftModel | DraftLayer | None,
-    model: Decoder,
-    comm: Communicator,
-    cache: KVCache,
-    placement: Placement,
-    max_batch: int,
-    max_length: int,
-    chunk: int,
+    config: SpeculationConfig, draft: DraftModel | DraftLayer | None, model: Decoder, cache: KVCache, sizes: EngineSizes
 ) -> Drafter:
-    """Creates the drafter that a config names, for an engine of these sizes."""
-    speculation = config.speculation
-    match speculation.drafter:
+    """Creates the drafter that a config names."""
+    match config.drafter:
         case "ngram":
-            return NgramDrafter(speculation.gamma, speculation.longest)
+            return NgramDrafter(config.gamma, config.longest)
         case "suffix":
-            of_others = speculation.remembered
-            return SuffixDrafter(speculation.gamma, speculation.longest, of_others, max_batch, comm.device)
+            return SuffixDrafter(config.gamma, config.longest, config.remembered, sizes.slots, cache.device)
         case "sparse":
-            return SparseDrafter(
-                speculation.gamma,
-                model,
-                comm,
-                cache,
-                placement,
-                draft_budget(speculation),
-                noise=speculation.noise,
-                max_batch=max_batch,
-                max_length=max_length,
-            )
+            return SparseDrafter(model, cache, sizes, draft_budget(config), config.noise)
         case "mtp" | "eagle3":
-            layer = model.next_token if speculation.drafter == "mtp" else draft
+            layer = model.next_token if config.drafter == "mtp" else draft
             assert layer is not None and not isinstance(layer, DraftModel), "make_spec and the loader have it"
-            return LayerDrafter(
-                speculation.gamma,
-                layer,
-                model.weights.dtype,
-                comm,
-                cache,
-                placement,
-                noise=speculation.noise,
-                max_batch=max_batch,
-                max_length=max_length,
-            )
+            return LayerDrafter(layer, model, cache, sizes, config.noise)
         case "model":
             assert isinstance(draft, DraftModel), "loaded with the model that it drafts for"
-            return ModelDrafter(
-                draft,
-                speculation.gamma,
-                vocab=model.spec.vocab,
-                max_batch=max_batch,
-                max_length=max_length,
-                target=placement,
-                pages=cache.pages,
-                chunk=chunk,
-            )
+            return ModelDrafter(draft, model.spec.vocab, cache.placement, sizes)
         case _:
             return NoDrafts()
 
 
 def auto_slots(
-    config: Config,
-    spec: DecoderSpec,
-    dtype: str,
-    placement: Placement,
-    comm: Communicator,
-    needs: CacheNeeds,
+    config: Config, model: Decoder, placement: Placement, sizes: EngineSizes, room: int,
     draft: DraftModel | DraftLayer | None,
-) -> int:
-    """Returns the slots of decode.max_batch=auto, at most those of `needs`; a collective call."""
-    sizes, longest, drafts = needs.sizes, min(needs.tokens, spec.max_positions), needs.sizes.rows - 1
-    keeps = spec.keeps(placement.layout, comm.rank, dtype, config.kv.dtype)
+) -> int:  # fmt: skip
+    """Returns the slots of decode.max_batch=auto, at most those of `sizes`; a collective call.
+
+    Args:
+        room: bytes available to the cache.
+    """
+    spec, comm = model.spec, model.comm
+    keeps = spec.keeps(placement.layout, comm.rank, dtype_name(model.weights.dtype), config.kv.dtype)
 
     def beside_pages(slots: int) -> int:
-        of = sizes._replace(slots=slots)
-        taken = slot_bytes(keeps, placement, of) + (
-            draft.slot_bytes(placement, of) if isinstance(draft, DraftModel) else 0
-        )
+        of = replace(sizes, slots=slots)
+        taken = slot_bytes(keeps, placement, of)
+        taken += draft.slot_bytes(placement, of) if isinstance(draft, DraftModel) else 0
         if config.speculation.drafter == "sparse":
-            budget = draft_budget(config.speculation)
-            taken += budget.table_bytes(spec, placement, comm.rank, slots, longest, drafts)
-        return taken + (slots * longest * torch.int32.itemsize if drafts else 0)  # the text that drafters look back at
+            taken += draft_budget(config.speculation).table_bytes(spec, placement, comm.rank, of)
+        return taken + (slots * of.length * torch.int32.itemsize if of.drafts else 0)  # the text that drafters read
 
     of_page = sum(page_bytes(kept, placement.page_size) for kept in keeps)
-    of_tokens = placement.stripes.pages_for(min(SLOT_TOKENS, longest)) * of_page
-    slots = fitting_slots(needs.room, of_tokens, beside_pages(2) - beside_pages(1))
-    return min(comm.all_gather_object(min(sizes.slots, max(MOST_SLOTS // sizes.rows, 1), slots)))
+    of_tokens = placement.stripes.pages_for(min(SLOT_TOKENS, sizes.length)) * of_page
+    slots = fitting_slots(room, of_tokens, beside_pages(2) - beside_pages(1))
+    return min(comm.all_gather_object(min(sizes.slots, max(MOST_SLOTS // sizes.queries, 1), slots)))
 
 
 def make_cache(
-    config: Config, spec: DecoderSpec, dtype: str, placement: Placement, comm: Communicator, needs: CacheNeeds
-) -> KVCache:  # fmt: skip
-    """Creates a cache on the GPU for all tokens that it needs to hold, or as many as its memory allows.
+    config: Config, model: Decoder, placement: Placement, sizes: EngineSizes, room: int, draft_page: int = 0
+) -> KVCache:
+    """Creates a cache on the GPU with the pages of `sizes`, or as many as its memory allows; a collective call.
+
+    Args:
+        room: bytes of the GPU available to the cache.
+        draft_page: bytes of a draft model's page, of which there are as many.
 
     Raises:
         ConfigError: kv.tokens does not fit, or not even one page; or the host cannot pin kv.host_snapshots.
     """
-    kv, page_size, sizes = config.kv, placement.page_size, needs.sizes
+    kv, spec, comm, dtype = config.kv, model.spec, model.comm, dtype_name(model.weights.dtype)
     sparse = config.attention.policy == "block_sparse"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
     score = config.attention.score if sparse else "bounds" if quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype, kv.dtype)
     parts = budget_of(config.attention).parts if sparse else 1
     keeps = without_long_rings(keeps if score is None else with_bounds(keeps, dtype, parts))
-    of_page = sum(page_bytes(kept, page_size) for kept in keeps) + needs.draft_page
+    of_page = sum(page_bytes(kept, placement.page_size) for kept in keeps) + draft_page
     beside_pages = slot_bytes(keeps, placement, sizes)
     tables = 0
     if config.speculation.drafter == "sparse":
-        keys, longest, drafts = draft_budget(config.speculation), min(needs.tokens, spec.max_positions), sizes.rows - 1
-        of_page += keys.page_bytes(spec, placement.layout, comm.rank, drafts, dtype, page_size)
-        tables = keys.table_bytes(spec, placement, comm.rank, sizes.slots, longest, drafts)
-    needed = placement.stripes.pages_for_all(needs.tokens, sizes.slots)
-    fitting = min(max(0, (needs.room - tables - beside_pages) // max(of_page, 1)), needed)
-    pages = min(comm.all_gather_object(fitting))
+        keys = draft_budget(config.speculation)
+        of_page += keys.page_bytes(spec, placement, comm.rank, sizes.drafts, dtype)
+        tables = keys.table_bytes(spec, placement, comm.rank, sizes)
+    fitting = max(0, (room - tables - beside_pages) // max(of_page, 1))
+    pages = min(comm.all_gather_object(min(fitting, sizes.pages)))
     beside = f"beside the buffers of prefill chunks of {sizes.chunk} tokens"
     beside += f", {beside_pages} bytes of windows and states" if beside_pages else ""
     beside += f" and {tables} bytes of tables of what drafts read" if tables else ""
-    if kv.tokens is not None and pages < needed:
+    if kv.tokens is not None and pages < sizes.pages:
         raise ConfigError(
-            f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but "
+            f"kv.tokens={kv.tokens} needs {sizes.pages} pages of {of_page} bytes on each rank, but "
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages} {beside}: "
             "take fewer tokens, or a larger layout.kvp"
         )
@@ -176,12 +135,11 @@ def make_cache(
             "raise it, set a smaller decode.prefill_chunk, or take a layout whose ranks hold fewer weights"
         )
     of_host = host_states(kv.host_snapshots, keeps, placement, comm, sizes) if kv.host_snapshots else None
-    return KVCache(keeps, pages, placement, comm.device, sizes, score, of_host)
+    return KVCache(keeps, placement, replace(sizes, pages=pages), comm.device, score, of_host)
 
 
 def build_engine(
     layout: HelixLayout,
-    comm: Communicator,
     model: Decoder,
     config: Config,
     max_batch: int,
@@ -202,7 +160,7 @@ def build_engine(
     Raises:
         ConfigError: kv.tokens does not fit, or not even one page; or a host cannot pin kv.host_bytes.
     """
-    spec, kv = model.spec, config.kv
+    spec, comm, kv = model.spec, model.comm, config.kv
     placement = Placement(layout, layout.kvp_rank(comm.rank), *config.blocks)
     dtype = dtype_name(model.weights.dtype)
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
@@ -228,44 +186,40 @@ def build_engine(
         room -= captured * layer.read * ITEMSIZE[dtype]  # states that a captured chunk leaves to it
     if config.speculation.drafter == "suffix":
         room -= config.speculation.remembered * 8
-    needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk, kv.snapshots * kv.prefix_cache), wanted, room)
+    longest = min(wanted, spec.max_positions)
+    sizes = EngineSizes(max_batch, longest, chunk, drafts, snapshots=kv.snapshots * kv.prefix_cache)
     if fewer:
-        max_batch = auto_slots(config, spec, dtype, placement, comm, needs, draft)
-        needs = replace(needs, sizes=needs.sizes._replace(slots=max_batch))
+        sizes = replace(sizes, slots=auto_slots(config, model, placement, sizes, room, draft))
+    sizes = replace(sizes, pages=placement.stripes.pages_for_all(wanted, sizes.slots))
+    draft_page = 0
     if isinstance(draft, DraftModel):
-        room -= draft.slot_bytes(placement, needs.sizes)
-        needs = replace(needs, room=room, draft_page=draft.page_bytes(placement))
+        room -= draft.slot_bytes(placement, sizes)
+        draft_page = draft.page_bytes(placement)
     make = make_tiered if kv.tier == "host" else make_cache
-    cache = make(config, spec, dtype, placement, comm, needs)
+    cache = make(config, model, placement, sizes, room, draft_page)
     budget = min(wanted, max(placement.stripes.tokens_in(cache.pages) - drafts, 1))  # drafts lie behind a sequence
     most = min(budget, spec.max_positions)
-    if (longest := config.decode.max_length) is not None and longest < most:
-        most, cache.remedy = longest, "raise decode.max_length"
+    if (limit := config.decode.max_length) is not None and limit < most:
+        most, cache.remedy = limit, "raise decode.max_length"
     elif layout.dp > 1:
         cache.remedy = (
             "raise kv.tokens or kv.memory_fraction, or use layout.mode=helix: dp keeps a sequence on one rank"
         )
     together = config.attention.policy != "dense" and config.attention.choice == "global"
-    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, most, chunk)
+    sizes = replace(sizes, length=most, pages=cache.pages)
     runner = ModelRunner(
         model,
-        layout,
-        comm,
         cache,
-        placement,
-        max_batch=max_batch,
-        max_length=most,
-        prefill_chunk=chunk,
+        sizes,
         policy=make_policy(config.attention, placement, most, comm, kv),
-        drafter=drafter,
+        drafter=make_drafter(config.speculation, draft, model, cache, sizes),
         # One choice over all ranks is itself an exchange inside attention, which chunks would split.
         hopb="none" if together else config.hopb.chunks,
     )
     return Engine(
         runner,
-        schedule=config.schedule,
+        config.schedule,
+        adaptive=config.speculation.adaptive,
         prefix_cache=kv.prefix_cache,
         timeout_s=config.comm.timeout_s,
-        prefill_chunk=chunk,
-        adaptive=config.speculation.adaptive,
     )

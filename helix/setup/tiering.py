@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,13 +15,14 @@ from helix.config import Config
 from helix.errors import ConfigError
 from helix.layers.specs import AttentionSpec
 from helix.models import DecoderSpec
+from helix.models.decoder import Decoder
 from helix.placement import Placement
-from helix.setup.buffers import PIECE_TOKENS, CacheNeeds
+from helix.setup.buffers import PIECE_TOKENS
 from helix.worker.blocks import BlockShape
 from helix.worker.host_store import HostStore, host_store
-from helix.worker.keeps import LISTS, Keeps, StepSizes, keys_and_values, token_bytes
+from helix.worker.keeps import LISTS, EngineSizes, Keeps, dtype_name, keys_and_values, token_bytes
 from helix.worker.kv_cache import slot_bytes, snapshot_bytes, with_bounds
-from helix.worker.tiered_cache import TieredCache, ring_pages
+from helix.worker.tiered_cache import HostTier, TieredCache, ring_pages
 
 # FLOPs of a chunk's attention in the time of a byte over the link: a chunk of 4,096 takes 2.4 times as long as fetching
 # its prefix, at Qwen2.5-7B's shape on an H200 with PCIe 5.
@@ -43,13 +44,13 @@ class TieredBytes:
     place: int
 
 
-def tiered_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> TieredBytes:
+def tiered_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: EngineSizes) -> TieredBytes:
     """Counts the bytes on the GPU, for layers that keep key bounds beside keys and values (`with_bounds`)."""
     block, page = BlockShape.of(keeps, placement.page_size), placement.page_size
     of_pages = [k for kept in keeps for k in kept if k.per == "page"]
     heads, layers = block.heads, sum(k.name == "bounds" for k in of_pages)
     prompts = placement.chunk_pages(sizes.chunk, sizes.slots) + piece_pages(page)
-    rings = layers * sizes.slots * ring_pages(page, sizes.rows)
+    rings = layers * sizes.slots * ring_pages(page, sizes.queries)
     number = torch.int32.itemsize
     return TieredBytes(
         (rings + prompts) * heads * block.bytes + slot_bytes(keeps, placement, sizes),
@@ -59,7 +60,7 @@ def tiered_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes
 
 
 def host_states(
-    count: int, keeps: Sequence[tuple[Keeps, ...]], placement: Placement, comm: Communicator, sizes: StepSizes
+    count: int, keeps: Sequence[tuple[Keeps, ...]], placement: Placement, comm: Communicator, sizes: EngineSizes
 ) -> HostStore:
     """Creates the host memory of `count` snapshots of states; a collective call.
 
@@ -76,44 +77,47 @@ def piece_pages(page_size: int) -> int:
 
 
 def make_tiered(
-    config: Config, spec: DecoderSpec, dtype: str, placement: Placement, comm: Communicator, needs: CacheNeeds
-) -> TieredCache:  # fmt: skip
-    """Creates a cache for all tokens that it needs to hold, or as many as both memories allow; a collective call.
+    config: Config, model: Decoder, placement: Placement, sizes: EngineSizes, room: int, draft_page: int = 0
+) -> TieredCache:
+    """Creates a cache with the pages of `sizes`, or as many as both memories allow; a collective call.
 
     Every page takes host memory, and its key bounds take GPU memory. The rest of the GPU's share holds hot blocks, at
     least those that the sequences of all slots choose at once.
 
+    Args:
+        room: bytes of the GPU available to the cache, if the config has no number.
+        draft_page: bytes of a draft model's page, of which there are as many.
+
     Raises:
         ConfigError: either memory is too small, or the host cannot pin it.
     """
-    kv, sizes = config.kv, needs.sizes
+    kv, spec, comm, dtype = config.kv, model.spec, model.comm, dtype_name(model.weights.dtype)
     parts = budget_of(config.attention).parts
     keeps = with_bounds(spec.keeps(placement.layout, comm.rank, dtype, kv.dtype), dtype, parts)
     assert kv.host_bytes is not None
     block = BlockShape.of(keeps, placement.page_size)
     of_page = len(spec.full) * block.heads * block.bytes
     stripes = placement.stripes
-    needed = stripes.pages_for_all(needs.tokens, sizes.slots)
-    on_host = min(comm.all_gather_object(min(int(kv.host_bytes) // of_page, needed)))
+    on_host = min(comm.all_gather_object(min(int(kv.host_bytes) // of_page, sizes.pages)))
     if on_host == 0:
         raise ConfigError(f"kv.host_bytes={kv.host_bytes:.0f} holds no page of {of_page} bytes: set at least {of_page}")
-    if kv.tokens is not None and on_host < needed:
+    if kv.tokens is not None and on_host < sizes.pages:
         raise ConfigError(
-            f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but kv.host_bytes="
-            f"{kv.host_bytes:.0f} holds {on_host}: set at least {needed * of_page}, or take fewer tokens"
+            f"kv.tokens={kv.tokens} needs {sizes.pages} pages of {of_page} bytes on each rank, but kv.host_bytes="
+            f"{kv.host_bytes:.0f} holds {on_host}: set at least {sizes.pages * of_page}, or take fewer tokens"
         )
-    longest = min(needs.tokens, on_host * stripes.page_tokens, spec.max_positions)
+    longest = min(sizes.length, on_host * stripes.page_tokens)
     policy = make_policy(config.attention, placement, longest, comm, kv)
     assert isinstance(policy, TieredAttention)
     size = tiered_bytes(keeps, placement, sizes)
-    of_gpu = size.page + needs.draft_page
-    room = needs.room if kv.gpu_bytes is None else int(kv.gpu_bytes)
-    least = sizes.slots * policy.least_places(sizes.rows - 1)
+    of_gpu = size.page + draft_page
+    room = room if kv.gpu_bytes is None else int(kv.gpu_bytes)
+    least = sizes.slots * policy.least_places(sizes.drafts)
     taken = size.fixed + least * size.place
     pages = min(comm.all_gather_object(min(on_host, (room - taken) // of_gpu)))
     one = stripes.pages_for(min(longest, stripes.tokens))
-    if pages < one or (kv.tokens is not None and pages < needed):
-        least_pages = needed if kv.tokens is not None else one
+    if pages < one or (kv.tokens is not None and pages < sizes.pages):
+        least_pages = sizes.pages if kv.tokens is not None else one
         enough = taken + least_pages * of_gpu
         share = f"kv.memory_fraction={kv.memory_fraction}" if kv.gpu_bytes is None else "kv.gpu_bytes"
         raise ConfigError(
@@ -122,18 +126,13 @@ def make_tiered(
             "that, or decode.max_batch, attention.topk or attention.from_tokens lower"
         )
     hot = (room - size.fixed - pages * of_gpu) // size.place
-    cache = TieredCache(
-        keeps,
-        pages,
-        placement,
-        comm.device,
-        sizes,
-        score=config.attention.score,
-        store=host_store((len(spec.full), pages * block.heads, block.words), torch.int32, comm),
-        hot=min(hot, max(pages, least)),
-        piece_pages=piece_pages(placement.page_size),
-        host_states=host_states(kv.host_snapshots, keeps, placement, comm, sizes) if kv.host_snapshots else None,
+    tier = HostTier(
+        host_store((len(spec.full), pages * block.heads, block.words), torch.int32, comm),
+        min(hot, max(pages, least)),
+        piece_pages(placement.page_size),
+        host_states(kv.host_snapshots, keeps, placement, comm, sizes) if kv.host_snapshots else None,
     )
+    cache = TieredCache(keeps, placement, replace(sizes, pages=pages), comm.device, config.attention.score, tier)
     rooms = (int(kv.host_bytes) // of_page, (room - taken) // of_gpu)
     on_host, on_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in rooms)
     cache.remedy = (

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.engine.decision import StepKind
 from helix.worker.follower import Follower
+from helix.worker.graph_keys import StepKind
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import DecodeState
 from kernels.tokens.accept import Distribution
@@ -47,6 +47,7 @@ class Drafter(Follower):
     Attributes:
         verification: attention policy of steps with drafts, instead of the target's dense one; None: the target's.
         lags: whether its cache may lack drawn tokens, so that their pages cannot be shared.
+        follows_prompts: whether it takes the event `prefilled`.
         reads_states: whether it reads the states of all tokens of prompts.
         own_pages: whether it has as many pages as the cache, which are not shared between sequences.
         lacking: like `KVCache.lacking`, for its own cache.
@@ -54,6 +55,7 @@ class Drafter(Follower):
 
     verification: AttentionPolicy | None = None
     lags = False
+    follows_prompts = False
     reads_states = False
     own_pages = False
     lacking = 0.0

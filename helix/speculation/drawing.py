@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.engine.decision import StepKind
 from helix.speculation.base import Draft
+from helix.worker.graph_keys import StepKind
 from helix.worker.sampling import distribution, draw_drafts, sample
 from helix.worker.step import DecodeState
 from kernels.tokens.accept import Distribution

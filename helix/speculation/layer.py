@@ -7,14 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
 from helix.attention.dense import DenseAttention
-from helix.engine.decision import Admission, StepKind, TableWrite
+from helix.engine.decision import Admission, TableWrite
+from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
-from helix.placement import Placement, PromptChunk
+from helix.placement import PromptChunk
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
 from helix.worker.follower import Begun, Prefilled, Taken
+from helix.worker.graph_keys import StepKind
+from helix.worker.keeps import EngineSizes
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import DecodeState, Step
 from helix.worker.transfers import to_device
@@ -30,48 +32,36 @@ class LayerDrafter(Drafter):
     prompts, only keys are computed.
 
     Args:
-        limit: most tokens proposed per sequence and step.
         layer: its part on this rank.
-        dtype: the target's.
-        cache, placement: the target's.
+        model, cache: the target's.
+        sizes: those of the engine.
         noise: shared: a draft is drawn with the target's noise of its position; own: see `DraftDrawing`.
-        max_batch, max_length: those of the engine.
     """
 
     reads_states = True
+    follows_prompts = True
 
-    def __init__(
-        self,
-        limit: int,
-        layer: DraftLayer,
-        dtype: torch.dtype,
-        comm: Communicator,
-        cache: KVCache,
-        placement: Placement,
-        *,
-        noise: str,
-        max_batch: int,
-        max_length: int,
-    ) -> None:
-        super().__init__(limit)
+    def __init__(self, layer: DraftLayer, model: Decoder, cache: KVCache, sizes: EngineSizes, noise: str) -> None:
+        super().__init__(sizes.drafts)
         # The last row of a hit belongs to the token after it: it is written again, of an exact state.
         self.lacking = cache.lacking + 1
         self.layer = layer
-        self.comm = comm
+        self.comm = model.comm
         self.cache = cache
         self.noise = noise
         self.policy = DenseAttention()
-        most = placement.stripes.pages_for(max_length + limit)
-        self.sequences = DecodeState(max_batch, most, placement, cache.device, rings=cache.rings)
+        slots, placement, dtype = sizes.slots, cache.placement, model.weights.dtype
+        most = placement.stripes.pages_for(sizes.length + sizes.drafts)
+        self.sequences = DecodeState(slots, most, placement, cache.device, rings=cache.rings)
         # Its own, from which first drafts come; and the target's, of the last token of a prompt's chunk.
         self._states, self._ends = (
-            torch.zeros(max_batch, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.read)
+            torch.zeros(slots, width, dtype=dtype, device=cache.device) for width in (layer.width, layer.read)
         )
         self._read: dict[int, int] = {}  # tokens of a slot's prompt up to that one
         # What the rows of first drafts read, if further drafts read the same: see `Step.chosen`.
         width = min(layer.choice, most * placement.page_size)
         self._choice = tuple(
-            torch.zeros(max_batch, *size, dtype=torch.int32, device=cache.device) for size in ((width,), (), ())
+            torch.zeros(slots, *size, dtype=torch.int32, device=cache.device) for size in ((width,), (), ())
         )
 
     def admit(self, *admissions: Admission) -> None:

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
-from helix.engine.decision import Admission, StepKind, TableWrite
+from helix.engine.decision import Admission, TableWrite
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import Placement, PromptChunk, Stripes
 from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
 from helix.worker.follower import Prefilled
-from helix.worker.keeps import Keeps, StepSizes, dtype_name, page_bytes
+from helix.worker.graph_keys import StepKind
+from helix.worker.keeps import EngineSizes, Keeps, dtype_name, page_bytes
 from helix.worker.kv_cache import KVCache, slot_bytes, without_long_rings
 from helix.worker.step import DecodeState
 
@@ -54,8 +55,8 @@ class DraftModel:
         of = self.model.spec.keeps(self.layout, self.comm.rank, dtype_name(self.model.weights.dtype), self.kv)
         return without_long_rings(of)
 
-    def slot_bytes(self, target: Placement, sizes: StepSizes) -> int:
-        """Counts the bytes of all data outside pages on this rank, for these sizes of the target's steps."""
+    def slot_bytes(self, target: Placement, sizes: EngineSizes) -> int:
+        """Counts the bytes of all data outside pages on this rank, for these sizes of the engine."""
         return slot_bytes(self.keeps, self.placement(target), own_sizes(sizes))
 
 
@@ -66,50 +67,31 @@ class ModelDrafter(Drafter):
     begins with the last two tokens: if all drafts were accepted, the draft model has not computed the last one yet.
 
     Args:
-        limit: most tokens proposed per sequence and step.
         vocab: size of the target's vocabulary.
-        max_batch, max_length: those of the engine.
         target: placement of the target's cache.
-        pages: pages of the target's cache.
-        chunk: most tokens of a prefill step.
+        sizes: those of the engine.
 
     Raises:
         ValueError: vocabularies or ranks differ, or pages do not divide; on every rank.
     """
 
     lags = True
+    follows_prompts = True
 
-    def __init__(
-        self,
-        draft: DraftModel,
-        limit: int,
-        *,
-        vocab: int,
-        max_batch: int,
-        max_length: int,
-        target: Placement,
-        pages: int,
-        chunk: int,
-    ) -> None:
-        super().__init__(limit)
+    def __init__(self, draft: DraftModel, vocab: int, target: Placement, sizes: EngineSizes) -> None:
+        super().__init__(sizes.drafts)
         model, layout, comm = draft.model, draft.layout, draft.comm
         check_draft(vocab, model.spec.vocab, layout, target.stripes)
         self.model = model
         self.policy = DenseAttention()
         self.comm = comm
         self.placement = draft.placement(target)
-        self.cache = KVCache(
-            draft.keeps,
-            pages,
-            self.placement,
-            comm.device,
-            own_sizes(StepSizes(max_batch, limit + 1, chunk)),
-        )
+        self.cache = KVCache(draft.keeps, self.placement, own_sizes(sizes), comm.device)
         check_states(self.cache, "model")
         self.lacking = self.cache.lacking
         # Its lengths count only final tokens: later entries may be refused drafts.
-        most = target.stripes.pages_for(max_length + limit)
-        self.sequences = DecodeState(max_batch, most, self.placement, comm.device, rings=self.cache.rings)
+        most = target.stripes.pages_for(sizes.length + sizes.drafts)
+        self.sequences = DecodeState(sizes.slots, most, self.placement, comm.device, rings=self.cache.rings)
 
     def admit(self, *admissions: Admission) -> None:
         # Sequences that share pages have the same start.
@@ -164,9 +146,9 @@ class ModelDrafter(Drafter):
         return drawing.draft()
 
 
-def own_sizes(target: StepSizes) -> StepSizes:
+def own_sizes(target: EngineSizes) -> EngineSizes:
     """Returns the sizes of its steps, which begin with the last two tokens; its prefill steps catch up too."""
-    return StepSizes(target.slots, target.rows + 1, max(target.chunk, CATCH_UP))
+    return replace(target, drafts=target.drafts + 1, chunk=max(target.chunk, CATCH_UP), snapshots=0)
 
 
 def check_draft(vocab: int, draft_vocab: int, layout: HelixLayout, target: Stripes) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from helix.engine.decision import StepKind
 from helix.speculation.base import Draft, Drafter
+from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from kernels.tokens.ngram import ngram
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
 from helix.attention.dense import DenseAttention
 from helix.config import LEAST_KEYS, MOST_CHOSEN
-from helix.engine.decision import Admission, StepKind, TableWrite
+from helix.engine.decision import Admission, TableWrite
 from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
@@ -29,7 +28,8 @@ from helix.placement import BlockBudget, KeyBudget, Placement
 from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
 from helix.worker.follower import Prefilled, Retired, Taken
-from helix.worker.keeps import dtype_name, score_planes
+from helix.worker.graph_keys import StepKind
+from helix.worker.keeps import EngineSizes, dtype_name, score_planes
 from helix.worker.kv_cache import KVCache
 from helix.worker.score_pages import ScorePages, score_bytes
 from helix.worker.step import DecodeState
@@ -96,25 +96,19 @@ class DraftBudget:
         most = placement.stripes.pages_for(max_length + drafts) * placement.page_size
         return int(self.keys(placement.layout.kvp).of(torch.tensor(most))) + tail(drafts)
 
-    def table_bytes(
-        self, spec: DecoderSpec, placement: Placement, rank: int, max_batch: int, max_length: int, drafts: int
-    ) -> int:
+    def table_bytes(self, spec: DecoderSpec, placement: Placement, rank: int, sizes: EngineSizes) -> int:
         """Counts the bytes of all tables on a rank."""
         if self.policy in ("full", "quest"):
             return 0
         heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
-        columns = self.columns(placement, max_length, drafts)
-        return len(spec.full) * max_batch * heads * columns * torch.int32.itemsize
+        columns = self.columns(placement, sizes.length, sizes.drafts)
+        return len(spec.full) * sizes.slots * heads * columns * torch.int32.itemsize
 
-    def page_bytes(
-        self, spec: DecoderSpec, layout: HelixLayout, rank: int, drafts: int, dtype: str, page_size: int
-    ) -> int:
+    def page_bytes(self, spec: DecoderSpec, placement: Placement, rank: int, drafts: int, dtype: str) -> int:
         """Counts the bytes of a page of scores on a rank, in all layers with scores."""
-        planes, heads = (
-            self.planes(spec, layout, rank, 1 + drafts, dtype),
-            len(layout.kv_heads(rank, spec.attention.kv_heads)),
-        )
-        return score_bytes(len(spec.full), planes, heads, page_size)
+        planes = self.planes(spec, placement.layout, rank, 1 + drafts, dtype)
+        heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
+        return score_bytes(len(spec.full), planes, heads, placement.page_size)
 
 
 def tail(drafts: int) -> int:
@@ -132,61 +126,47 @@ class SparseDrafter(Drafter):
     """Drafter that decodes with the target itself, over chosen keys.
 
     Args:
-        limit: most tokens proposed per sequence and step.
-        model, comm, cache, placement: those of the target on this rank.
+        model, cache: those of the target on this rank.
+        sizes: those of the engine.
         budget: selection of the keys that drafts read.
         noise: shared: a draft is drawn with the target's noise of its position, so that tokens are the same as without
             drafts; own: with independent noise, and accepted by rejection sampling.
-        max_batch, max_length: those of the engine.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        model: Decoder,
-        comm: Communicator,
-        cache: KVCache,
-        placement: Placement,
-        budget: DraftBudget,
-        *,
-        noise: str,
-        max_batch: int,
-        max_length: int,
-    ) -> None:
-        super().__init__(limit)
+    follows_prompts = True
+
+    def __init__(self, model: Decoder, cache: KVCache, sizes: EngineSizes, budget: DraftBudget, noise: str) -> None:
+        super().__init__(sizes.drafts)
         check_states(cache, "sparse")
-        layout, device, spec = placement.layout, cache.device, model.spec
-        self.model = model
-        self.comm = comm
-        self.cache = cache
-        self.placement = placement
-        self.budget = budget
-        self.noise = noise
-        self.tail = tail(limit)
+        placement, device, layers = cache.placement, cache.device, model.spec.full
+        layout = placement.layout
+        self.model, self.comm, self.cache, self.placement = model, model.comm, cache, placement
+        self.budget, self.noise = budget, noise
+        self.tail = tail(self.limit)
         self.keys = budget.keys(layout.kvp)
         self.chosen: ChosenAttention | None = None
         self.scores: ScorePages | None = None
         self.policy: AttentionPolicy
+        heads = len(layout.kv_heads(self.comm.rank, model.spec.attention.kv_heads))
         if budget.policy == "full":
             self.policy = DenseAttention()
         elif budget.policy == "quest":
-            blocks = budget.blocks(placement.page_size, layout.kvp, max_length, limit)
-            self.policy = BlockSparseAttention(blocks, "bounds", placement, max_length, device)
+            blocks = budget.blocks(placement.page_size, layout.kvp, sizes.length, self.limit)
+            self.policy = BlockSparseAttention(blocks, "bounds", placement, sizes.length, device)
         else:
-            most = placement.stripes.pages_for(max_length + limit)
-            layers = spec.full
-            heads = len(layout.kv_heads(comm.rank, spec.attention.kv_heads))
-            width = budget.columns(placement, max_length, limit)
-            self.chosen = ChosenAttention(layers, max_batch, heads, width, device)
-            self.policy = self.chosen
+            width = budget.columns(placement, sizes.length, self.limit)
+            self.policy = self.chosen = ChosenAttention(layers, sizes.slots, heads, width, device)
             # Used if there are no scores.
             self._nothing = torch.empty(
                 len(layers), 1, 1, heads, placement.page_size, dtype=torch.float16, device=device
             )
-            self._flags = torch.tensor([[False], [True]], device=device).expand(-1, max_batch).contiguous()
+            self._flags = torch.tensor([[False], [True]], device=device).expand(-1, sizes.slots).contiguous()
         if rows := ROWS[budget.policy]:
-            planes, size = self._planes(1 + limit), placement.page_size
-            self.scores = ScorePages(layers, planes, cache.pages, heads, size, max_batch, most, rows, device)
+            shape = len(layers), self._planes(1 + self.limit), sizes.pages, heads, placement.page_size
+            planes = torch.empty(shape, dtype=torch.float16, device=device)
+            most = placement.stripes.pages_for(sizes.length + self.limit)
+            tables = torch.zeros(sizes.slots, most, dtype=torch.int32, device=device)
+            self.scores = ScorePages(layers, planes, tables, rows)
             self.verification = CollectingAttention(self.scores)
         self.own_pages = self.scores is not None
 

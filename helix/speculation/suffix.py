@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from helix.engine.decision import Admission, StepKind
+from helix.engine.decision import Admission
 from helix.speculation.base import Draft, Drafter
 from helix.worker.follower import Begun, Retired
+from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from helix.worker.transfers import to_device
 from kernels.reference.suffix import TOKEN_BITS

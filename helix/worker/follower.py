@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from helix.engine.decision import Admission, StepKind, TableWrite
+from helix.engine.decision import Admission, TableWrite
 from helix.placement import ChunkPart, PromptChunk
+from helix.worker.graph_keys import StepKind
 
 
 @dataclass(frozen=True, eq=False)

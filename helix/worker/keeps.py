@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # bytes of a number; names are torch's
 LATENT_GROUP = 128  # numbers of a latent in e4m3 that share a scale, as in `kernels.scaled_keys`
@@ -18,20 +18,32 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class StepSizes(NamedTuple):
-    """Sizes of the largest steps.
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of an engine, the same on every rank; in mode dp those of each rank's own sequences.
 
     Attributes:
-        slots: number of slots.
-        rows: most tokens of a sequence in a decode step.
+        slots: sequences at a time.
+        length: most tokens of a sequence, prompt and new ones.
         chunk: most tokens of a prefill step.
-        snapshots: number of copies of states, beside those of the slots.
+        drafts: most drafts that a decode step verifies for each sequence.
+        pages: pages of the cache.
+        snapshots: copies of states on the GPU, beside those of the slots.
+        run_steps: most decode steps of a decision: pages are taken for them, however short schedule.run_ms makes runs.
     """
 
     slots: int
-    rows: int = 1
+    length: int = 1
     chunk: int = 1
+    drafts: int = 0
+    pages: int = 0
     snapshots: int = 0
+    run_steps: int = 32
+
+    @property
+    def queries(self) -> int:
+        """Most tokens of a sequence in a decode step."""
+        return self.drafts + 1
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from helix.engine.decision import Admission, StepKind
+from helix.engine.decision import Admission
 from helix.placement import Placement
 from helix.worker.follower import Follower, Prefilled, Span, Taken
+from helix.worker.graph_keys import StepKind
 from helix.worker.host_store import HostStore
-from helix.worker.keeps import ITEMSIZE, RING_MOST, Keeps, StepSizes, lacking, token_bytes
+from helix.worker.keeps import ITEMSIZE, RING_MOST, EngineSizes, Keeps, lacking, token_bytes
 from helix.worker.transfers import to_device
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.block_bounds import fold_blocks
@@ -110,7 +111,7 @@ class KVCache(Follower):
 
     Args:
         keeps: data that each layer keeps.
-        sizes: sizes of the steps.
+        sizes: those of the engine.
         score: kind of the per-page key bounds, see `kernels.sparse.block_bounds`; None without block selection.
         host_states: host memory of further snapshots, [n, `snapshot_bytes`] uint8.
 
@@ -123,28 +124,29 @@ class KVCache(Follower):
         host_snapshots: number of those in host memory, which are numbered from `snapshots` on.
         bytes_per_token: bytes in pages of a token that this rank owns.
         remedy: advice for an error: how to make room for more.
+        fetches: whether each chunk of a prompt fetches the keys before it from host memory.
     """
 
+    fetches = False
     remedy = "raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp"
 
     def __init__(
         self,
         keeps: Sequence[tuple[Keeps, ...]],
-        pages: int,
         placement: Placement,
+        sizes: EngineSizes,
         device: torch.device,
-        sizes: StepSizes,
         score: str | None = None,
         host_states: HostStore | None = None,
     ) -> None:
-        self.pages = pages
+        self.pages = sizes.pages
         self.placement = placement
         self.score = score
         self.device = device
         self.bytes_per_token = sum(token_bytes(kept) for kept in keeps)
         self.lacking = lacking(keeps)
         self.rings: dict[int | None, int] = {
-            k.reach: ring(placement, k.reach, sizes.rows) for kept in keeps for k in kept if k.reach is not None
+            k.reach: ring(placement, k.reach, sizes.queries) for kept in keeps for k in kept if k.reach is not None
         }
         self._sizes = sizes
         of: dict[tuple[Keeps, ...], list[int]] = {}
@@ -167,7 +169,7 @@ class KVCache(Follower):
 
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
         """Allocates the memory of one kind of data, for `layers` layers."""
-        count = entries(kept, self.placement, self.pages, self._sizes)
+        count = entries(kept, self.placement, self._sizes)
         shape = (count[0], *kept.entry, count[1]) if kept.by_head else (*count, *kept.entry)
         return torch.empty(layers, *shape, dtype=getattr(torch, kept.dtype), device=self.device)
 
@@ -175,7 +177,7 @@ class KVCache(Follower):
         """Views host memory as snapshots: the widest numbers first, so that all are aligned."""
         parts, begin = [(group, k) for group in self.groups for k in group.keeps if k.per in SNAPPED], 0
         for group, kept in sorted(parts, key=lambda part: -ITEMSIZE[part[1].dtype]):
-            shape = len(group.layers), *entries(kept, self.placement, 0, self._sizes)[1:], *kept.entry
+            shape = len(group.layers), *entries(kept, self.placement, self._sizes)[1:], *kept.entry
             end = begin + math.prod(shape) * ITEMSIZE[kept.dtype]
             group.on_host[kept.name] = numbers[:, begin:end].view(getattr(torch, kept.dtype)).view(len(numbers), *shape)
             begin = end
@@ -310,31 +312,31 @@ def ring(placement: Placement, reach: int, rows: int) -> int:
     return placement.touched(reach + rows - 1)
 
 
-def entries(kept: Keeps, placement: Placement, pages: int, sizes: StepSizes) -> tuple[int, ...]:
-    """Returns the shape of the entries of one kind of data, for this number of pages."""
-    slots, rows, chunk, snapshots = sizes
+def entries(kept: Keeps, placement: Placement, sizes: EngineSizes) -> tuple[int, ...]:
+    """Returns the shape of the entries of one kind of data."""
+    slots, rows, snapshots = sizes.slots, sizes.queries, sizes.snapshots
     if kept.reach is not None:
-        chunk_pages = placement.chunk_pages(chunk, slots)
+        chunk_pages = placement.chunk_pages(sizes.chunk, slots)
         return slots * ring(placement, kept.reach, rows) + chunk_pages, placement.page_size
     return {
-        "token": (pages, placement.page_size),
-        "page": (pages,),
+        "token": (sizes.pages, placement.page_size),
+        "page": (sizes.pages,),
         "slot": (slots + snapshots,),
         "row": (slots, rows),
         "recent": (slots + snapshots, rows + kept.before),
     }[kept.per]
 
 
-def slot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> int:
+def slot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: EngineSizes) -> int:
     """Counts the bytes of all data outside pages; arguments as in `KVCache`."""
     others = (k for kept in keeps for k in kept if not k.is_paged)
-    return sum(k.bytes * math.prod(entries(k, placement, 0, sizes)) for k in others)
+    return sum(k.bytes * math.prod(entries(k, placement, sizes)) for k in others)
 
 
-def snapshot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> int:
+def snapshot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: EngineSizes) -> int:
     """Counts the bytes of a snapshot in host memory, a multiple of 16; arguments as in `KVCache`."""
     snapped = (k for kept in keeps for k in kept if k.per in SNAPPED)
-    return -(-sum(k.bytes * math.prod(entries(k, placement, 0, sizes)[1:]) for k in snapped) // 16) * 16
+    return -(-sum(k.bytes * math.prod(entries(k, placement, sizes)[1:]) for k in snapped) // 16) * 16
 
 
 def free_bytes(device: torch.device) -> int:

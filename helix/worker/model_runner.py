@@ -15,37 +15,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
-from helix.engine.decision import Admission, Decision, Segment, StepKind
+from helix.engine.decision import Admission, Decision, Segment
 from helix.layers.mla import expanding_rows
 from helix.layers.specs import MLASpec
-from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
-from helix.placement import Placement, PromptChunk
+from helix.placement import PromptChunk
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_candidates
-from helix.worker.chunk_size import (
+from helix.worker.clock import Moment, seconds_of_each
+from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.follower import Begun, Follower, Prefilled, Taken
+from helix.worker.graph_keys import (
     DEPTHS,
+    LONG,
     SEQUENCES,
+    SIZES,
     UNPACKED_DEPTHS,
     ChunkSize,
     Depth,
+    StepKind,
     captured_first,
     choosing_depths,
     expanding_depths,
     longest_size,
     padded,
 )
-from helix.worker.clock import Moment, seconds_of_each
-from helix.worker.cuda_graphs import StepGraphs
-from helix.worker.follower import Begun, Follower, Prefilled, Taken
+from helix.worker.keeps import EngineSizes
 from helix.worker.kv_cache import KVCache
 from helix.worker.prompt_scores import PromptScores
 from helix.worker.sampling import SamplingState, sampled_candidates
 from helix.worker.shaping import Shaper
 from helix.worker.step import PAST, DecodeState, Step
-from helix.worker.step_tokens import StepTokens
+from helix.worker.step_tokens import StepTokens, Summaries
 from helix.worker.transfers import to_device
 from kernels.tokens.best_token import best_of_ranks
 from kernels.tokens.commit import Candidates
@@ -87,22 +89,20 @@ class ModelRunner:
     Args:
         model: this rank's part of the model.
         cache: this rank's pages.
-        max_batch: number of slots.
-        max_length: most tokens of one sequence, prompt and new ones.
-        prefill_chunk: most tokens of a prefill step.
+        sizes: those of the engine.
         policy: chooses the keys that a query reads in `sparse` steps; None: all steps are dense.
         drafter: proposes tokens that decode steps verify.
         hopb: batch chunks whose exchange overlaps the next chunk's attention: none, a number, or auto: as
             `hopb_chunks` says, else none.
-        observer: called on every rank before each draw with (slots [n], positions [n] of the tokens to draw, logits
-            [n, V_local] fp32).
 
     Attributes:
+        observer: called on every rank before each draw with (slots [n], positions [n] of the tokens to draw, logits
+            [n, V_local] fp32), where there is one; steps are not captured then.
         admitted: admissions by slot, of the slots in use.
-        drafts: most tokens that a step verifies for each sequence.
+        step_seconds: (rows, drafts) -> seconds of a step, if timed in advance.
         graphs: captured steps; None if steps cannot be captured.
         hopb_chunks: HOP-B chunks by rows of a step, and tokens per row from which on they pay, as chosen by
-            `helix.worker.autotune`.
+            `helix.worker.warm_up`.
         shaper: changes logits as requested; None until the first sequence requests it.
         pads: whether chunks of prompts are padded to few sizes, most of which are captured: unless pages are in host
             memory, or in mode dp. Who follows prompts does so behind a captured chunk.
@@ -117,50 +117,38 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        layout: HelixLayout,
-        comm: Communicator,
         cache: KVCache,
-        placement: Placement,
+        sizes: EngineSizes,
         *,
-        max_batch: int,
-        max_length: int,
-        prefill_chunk: int,
         policy: AttentionPolicy | None = None,
         drafter: Drafter | None = None,
         hopb: str = "none",
-        observer: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
-        self.model = model
-        self.layout = layout
-        self.comm = comm
-        self.own = model.own
-        self.cache = cache
-        self.placement = placement
-        self.max_batch = max_batch
-        self.max_length = max_length
+        self.model, self.cache, self.sizes = model, cache, sizes
+        self.comm, self.own, self.device = model.comm, model.own, cache.device
+        self.placement, self.layout = cache.placement, cache.placement.layout
         self.dense = DenseAttention()
         self.policy = policy or self.dense
         self.drafter = drafter or NoDrafts()
-        self.drafts = self.drafter.limit
         self.hopb = hopb
-        self.observer = observer
-        self.device = cache.device
-        max_pages = placement.stripes.pages_for(max_length + self.drafts)
-        history = max_length + self.drafts + 1 if self.drafts else 0
-        self.state = DecodeState(max_batch, max_pages, placement, self.device, history, cache.rings)
+        self.observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        comm, layout, most = self.comm, self.layout, sizes.length + sizes.drafts
+        max_pages = self.placement.stripes.pages_for(most)
+        history = most + 1 if sizes.drafts else 0
+        self.state = DecodeState(sizes.slots, max_pages, self.placement, self.device, history, cache.rings)
+        self.step_seconds: dict[tuple[int, int], float] = {}
         self.admitted: dict[int, Admission] = {}
         self.hopb_chunks: dict[int, tuple[int, int]] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs() if comm.capturable else None
         cache_follows = bool(cache.rings) or cache.has_states or cache.score is not None
-        drafter_follows = type(self.drafter).prefilled is not Follower.prefilled
-        self._followed = cache_follows or drafter_follows  # whether anybody follows prompts
+        self._followed = cache_follows or self.drafter.follows_prompts
         self.pads = None not in cache.rings and layout.dp == 1 and comm.capturable
         attention = model.spec.attention
         topk = attention.topk if isinstance(attention, MLASpec) else None
         self.depths: Sequence[Depth] = DEPTHS
         self.expanding_rows = math.inf
-        self.longest, most = longest_size(prefill_chunk, layout.world_size), max_pages * placement.page_size
+        self.longest, most = longest_size(sizes.chunk, layout.world_size), max_pages * self.placement.page_size
         if isinstance(attention, MLASpec):
             self.expanding_rows = expanding_rows(attention)
         self.expanding_depths = expanding_depths(layout.kvp, most, self.longest)
@@ -173,7 +161,7 @@ class ModelRunner:
         self.shaper: Shaper | None = None
         self._held: HeldStep | None = None
         self._drafting = True  # whether the last steps had drafts
-        self._slots = torch.arange(max_batch, device=self.device)
+        self._slots = torch.arange(sizes.slots, device=self.device)
 
     def chunks(self, rows: int, row_tokens: float = math.inf) -> int:
         """Returns the number of HOP-B chunks of a step of `rows` rows with so many tokens each, on average."""
@@ -205,11 +193,11 @@ class ModelRunner:
             scored: Tensor | None = None,
         ) -> None:
             of = decision if held is None else held.decision
-            summaries = self._of_all(self._shaper().summaries) if of.kind.shaped else None
+            logprobs = Summaries(self._of_all(self._shaper().summaries) if of.kind.shaped else None, scored)
             if self.comm.rank == 0:
                 before = held.begin if held is not None else drawn[-1].end if drawn else begin
                 idle = None if held is None else (held.computed, begin)
-                drawn.append(StepTokens(tokens, slots, self.check, before, summaries, idle, scored))
+                drawn.append(StepTokens(tokens, slots, self.check, before, idle, logprobs))
 
         if self._held is not None:
             if decision.masks:
@@ -248,6 +236,11 @@ class ModelRunner:
         for _ in range(decision.decode_steps):
             keep(self.decode(decision.kind, decision.row_tokens))
         return drawn
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Sizes, ascending, to which chunks that time bounds are cut, as they are launched at once."""
+        return tuple(size for size in SIZES if size <= min(self.longest, LONG)) if self.pads else ()
 
     @property
     def lacking(self) -> float:
@@ -434,7 +427,7 @@ class ModelRunner:
         """Returns first tokens [n, 1] and their slots; in mode dp those of all ranks, in the order of all slots."""
         if self.layout.dp == 1:
             return tokens, slots
-        of_slots = self._slots.new_full((self.max_batch, 1), PAST)
+        of_slots = self._slots.new_full((self.sizes.slots, 1), PAST)
         of_slots[to_device(torch.tensor(slots), self.device)] = tokens
         return self._of_all(of_slots), None
 
@@ -531,7 +524,7 @@ class ModelRunner:
         """Returns the shaper, created at its first use on all ranks alike and kept: captured steps write to it."""
         if self.shaper is None:
             spec = self.model.spec
-            self.shaper = Shaper(self.max_batch, spec.vocab, self.model.embedding.rows, spec.eos, self.device)
+            self.shaper = Shaper(self.sizes.slots, spec.vocab, self.model.embedding.rows, spec.eos, self.device)
         return self.shaper
 
     def close(self) -> None:

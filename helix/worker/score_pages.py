@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from helix.worker.transfers import to_device
 from kernels.paged_keys import KeyScores
@@ -17,35 +18,15 @@ class ScorePages:
 
     Args:
         layers: indices of those layers.
-        planes: planes per layer; `kernels.attention.flash_decode.score_planes` computes how many a step's queries need.
-        pages: pages per plane.
-        heads: KV heads of this rank.
-        max_batch: number of slots.
-        max_pages: most pages of a sequence.
+        planes: [layers, planes, pages, Hkv, page_size] fp16; `score_planes` computes how many a step's queries need.
+        tables: [slots, most pages of a sequence] int32.
         rows: queries that count, see `KeyScores`.
-
-    Attributes:
-        planes: [layers, planes, pages, Hkv, page_size] fp16.
-        tables: [max_batch, max_pages] int32.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[int],
-        planes: int,
-        pages: int,
-        heads: int,
-        page_size: int,
-        max_batch: int,
-        max_pages: int,
-        rows: str,
-        device: torch.device,
-    ) -> None:
-        self.rows = rows
-        self.planes = torch.empty(len(layers), planes, pages, heads, page_size, dtype=torch.float16, device=device)
-        self.tables = torch.zeros(max_batch, max_pages, dtype=torch.int32, device=device)
+    def __init__(self, layers: Sequence[int], planes: Tensor, tables: Tensor, rows: str) -> None:
+        self.planes, self.tables, self.rows = planes, tables, rows
         self._places = {index: place for place, index in enumerate(layers)}
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = list(range(planes.shape[2] - 1, -1, -1))
         self._held: dict[int, list[int]] = {}
 
     def grow(self, slot: int, count: int) -> None:

@@ -18,8 +18,8 @@ from comm.turns import Half
 from helix.config import MAX_QUERIES
 from helix.engine.decision import Admission, TableWrite
 from helix.placement import ChunkPart, Placement, PromptChunk
-from helix.worker.chunk_size import ChunkSize
 from helix.worker.follower import Follower, Retired, Span
+from helix.worker.graph_keys import ChunkSize
 from helix.worker.sampling import SamplingState
 from helix.worker.transfers import to_device
 from kernels.tokens.commit import PAST, Candidates, commit

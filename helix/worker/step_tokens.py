@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +17,17 @@ from helix.worker.transfers import to_host
 from kernels.reference.top_tokens import logprobs
 
 
+class Summaries(NamedTuple):
+    """Packed log-probabilities: of all slots, see `Shaper`; of prompts' tokens, by rank and order; None: not wanted."""
+
+    drawn: Tensor | None = None
+    scored: Tensor | None = None
+
+    def on_host(self) -> Summaries:
+        """Returns them copied to the host, like the tokens."""
+        return Summaries(*(None if each is None else to_host(each) for each in self))
+
+
 class StepTokens:
     """A step's tokens, copied to rank 0's host; the other ranks keep them on the device.
 
@@ -24,9 +36,8 @@ class StepTokens:
         slots: slots of the rows; None: 0, 1, ..
         check: called with wait=False once the step has ended; raises if a collective of it failed.
         before: moment at which the step could begin.
-        summaries: summaries of all slots, see `Shaper`; None if no log-probabilities are requested.
         idle: moments between which the device waited for rank 0; None: it did not wait.
-        scored: summaries of prompts' tokens, by the rank with the sequences and their order; None if there are none.
+        summaries: log-probabilities.
 
     Attributes:
         end: moment at which the step's tokens are on the host.
@@ -39,13 +50,11 @@ class StepTokens:
         slots: Sequence[int] | None,
         check: Callable[[bool], None],
         before: Moment,
-        summaries: Tensor | None = None,
         idle: tuple[Moment, Moment] | None = None,
-        scored: Tensor | None = None,
+        summaries: Summaries = Summaries(),  # noqa: B008
     ) -> None:
         self._tokens = to_host(tokens)
-        self._scored = None if scored is None else to_host(scored)
-        self._summaries = None if summaries is None else to_host(summaries)
+        self._drawn, self._scored = summaries.on_host()
         self._slots = range(len(tokens)) if slots is None else slots
         self._check = check
         self._before = before
@@ -80,8 +89,8 @@ class StepTokens:
 
     def logprobs(self, slot: int, count: int) -> Logprobs:
         """Returns log-probabilities of a slot's token and of the `count` most likely ones; valid after `read`."""
-        assert self._summaries is not None, "only shaped steps have log-probabilities"
-        ids, values = (x[0].tolist() for x in logprobs(self._summaries[slot : slot + 1]))
+        assert self._drawn is not None, "only shaped steps have log-probabilities"
+        ids, values = (x[0].tolist() for x in logprobs(self._drawn[slot : slot + 1]))
         best = tuple(zip(ids[1 : 1 + count], values[1 : 1 + count], strict=True))
         return Logprobs(values[0], tuple((token, value) for token, value in best if token >= 0))
 

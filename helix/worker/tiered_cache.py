@@ -18,7 +18,7 @@ from helix.placement import ChunkPart, Placement
 from helix.worker.blocks import BlockShape
 from helix.worker.follower import Begun, Retired, Taken
 from helix.worker.host_store import HostStore
-from helix.worker.keeps import LISTS, Keeps, StepSizes
+from helix.worker.keeps import LISTS, EngineSizes, Keeps
 from helix.worker.kv_cache import KVCache, LayerCache
 from kernels.hot_blocks import NOWHERE, BlockList, FetchList, HotBlocks
 from kernels.paged_keys import parts_apart
@@ -109,15 +109,25 @@ class TieredLayer(LayerCache):
         return (row * self.hot.ring_pages + column % self.hot.ring_pages) * self.block.heads
 
 
-class TieredCache(KVCache):
-    """Cache with the pages of layers that read whole sequences in host memory.
+@dataclass(frozen=True)
+class HostTier:
+    """Memory of layers whose pages lie on the host, and places on the GPU for some of it.
 
-    Other arguments are as in `KVCache`.
-
-    Args:
-        store: host memory, [layers, pages * Hkv, words] int32, of these layers.
+    Attributes:
+        store: host memory, [layers, pages * Hkv, words] int32.
         hot: hot places of each KV head in each layer, at least as many as the blocks that a step can choose.
         piece_pages: pages of the tokens before a chunk that are on the GPU at once, in two halves.
+        states: host memory of snapshots, see `KVCache`.
+    """
+
+    store: HostStore
+    hot: int
+    piece_pages: int
+    states: HostStore | None = None
+
+
+class TieredCache(KVCache):
+    """Cache with the pages of layers that read whole sequences in host memory; arguments as in `KVCache`.
 
     Attributes:
         hot: assignment of hot places to blocks, in all these layers.
@@ -127,38 +137,34 @@ class TieredCache(KVCache):
         counted_ahead: like `counted`, for guesses; a block fetched for a guess has a place when it is chosen.
     """
 
+    fetches = True
     remedy = "raise kv.host_bytes and kv.gpu_bytes, or use a larger layout.kvp"
 
     def __init__(
         self,
         keeps: Sequence[tuple[Keeps, ...]],
-        pages: int,
         placement: Placement,
+        sizes: EngineSizes,
         device: torch.device,
-        sizes: StepSizes,
-        *,
         score: str,
-        store: HostStore,
-        hot: int,
-        piece_pages: int,
-        host_states: HostStore | None = None,
+        tier: HostTier,
     ) -> None:
-        assert store.tensor is not None
+        assert tier.store.tensor is not None
         self.block = BlockShape.of(keeps, placement.page_size)
-        self.store, self.host = store, store.tensor
-        self._heads, layers = self.block.heads, len(self.host)
-        super().__init__(keeps, pages, placement, device, sizes, score, host_states)
+        self.store, self.host = tier.store, tier.store.tensor
+        self._heads, layers, hot = self.block.heads, len(self.host), tier.hot
+        super().__init__(keeps, placement, sizes, device, score, tier.states)
         self._decoding = torch.zeros(sizes.slots, dtype=torch.bool, device=device)
-        self.ring_pages = self.rings[None] = ring_pages(placement.page_size, sizes.rows)
+        self.ring_pages = self.rings[None] = ring_pages(placement.page_size, sizes.queries)
         heads, words = self._heads, self.block.words
         self._rings = sizes.slots * self.ring_pages * heads
         chunk_pages = placement.chunk_pages(sizes.chunk, sizes.slots)
         # Zeros, since benchmarks read sequences that were never written.
         self.places = torch.zeros(layers, self._rings + heads * hot, words, dtype=torch.int32, device=device)
-        self.hot = HotBlocks.create(layers, heads, pages, hot, self._rings, self.ring_pages, device)
+        self.hot = HotBlocks.create(layers, heads, sizes.pages, hot, self._rings, self.ring_pages, device)
         self.counted, self.counted_ahead = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._chunk, self._pieces = (
-            torch.empty(1, n * heads, words, dtype=torch.int32, device=device) for n in (chunk_pages, piece_pages)
+            torch.empty(1, n * heads, words, dtype=torch.int32, device=device) for n in (chunk_pages, tier.piece_pages)
         )
         self._misses = FetchList.create(heads, hot, device, self.counted)
         self._ahead = [FetchList.create(heads, hot, device, self.counted_ahead, True) for _ in range(LISTS - 1)]

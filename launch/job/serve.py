@@ -25,13 +25,13 @@ from helix.answers.matcher import BegunGrammar, Grammars
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.config import Config
 from helix.engine.core import Engine
-from helix.engine.decision import StepKind
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request, RequestUpdate
 from helix.errors import RankError
 from helix.setup.buffers import most_slots
 from helix.setup.engine import build_engine
 from helix.setup.tiering import of_short_chunks
+from helix.worker.graph_keys import StepKind
 from helix.worker.keeps import dtype_name
 from kernels.ahead import on_compilation
 from launch.client.errors import REFUSED, ApiError
@@ -104,14 +104,15 @@ def _engine(task: Task, file: PromptFile | None) -> Engine:
         tokens = file.most_tokens(config.decode.max_new_tokens, context, slots)
         kinds = comm.broadcast_object(_kinds(file, config, model.spec.vocab) if comm.rank == 0 else None)
     auto = config.decode.max_batch == "auto"
-    engine = build_engine(plan.layout, comm, model, config, max_batch, tokens, draft=draft, fewer=auto)
+    engine = build_engine(plan.layout, model, config, max_batch, tokens, draft=draft, fewer=auto)
+    sizes = engine.runner.sizes
     if file is not None:
-        if auto and (most := engine.runner.max_batch * plan.layout.dp) < max_batch:
+        if auto and (most := sizes.slots * plan.layout.dp) < max_batch:
             console.note(f"decode.max_batch=auto takes {most:,} sequences at a time")
         if config.decode.prefill_chunk == "auto":
-            console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
+            console.note(f"decode.prefill_chunk=auto takes chunks of up to {sizes.chunk:,} prompt tokens")
     if config.kv.tier == "host" and (
-        warning := of_short_chunks(model.spec, dtype_name(model.weights.dtype), config.kv.dtype, engine.prefill_chunk)
+        warning := of_short_chunks(model.spec, dtype_name(model.weights.dtype), config.kv.dtype, sizes.chunk)
     ):
         console.note(warning)
     task.phases.mark("build")
@@ -176,7 +177,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
         model: the checkpoint's directory; None for a shape alone.
         random: whether the weights are random.
     """
-    runner, spec = engine.runner, engine.runner.model.spec
+    runner, sizes, spec = engine.runner, engine.runner.sizes, engine.runner.model.spec
     if link is not None:
         unguided = link.learn(model, spec.vocab, spec.eos)
         ready = Ready(
@@ -184,22 +185,23 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             layout=str(runner.layout),
             ranks=runner.layout.world_size,
             context=spec.max_positions,
-            max_length=runner.max_length,
+            max_length=sizes.length,
             vocab=spec.vocab,
-            kv_tokens=runner.cache.pages * runner.placement.stripes.page_tokens * runner.layout.dp,
-            max_batch=runner.max_batch * runner.layout.dp,
+            kv_tokens=sizes.pages * runner.placement.stripes.page_tokens * runner.layout.dp,
+            max_batch=sizes.slots * runner.layout.dp,
             eos=tuple(sorted(spec.eos)),
             guided=unguided is None,
             unguided=unguided,
             random=random,
         )
         link.open(ready, lambda: engine_stats(engine))
-        engine.on_yielded = link.flush
     gc.freeze()  # what stays: to look through it again would stop all ranks for some 150 ms
     try:
-        for update in engine.serve(inbox):
+        for updates in engine.serve(inbox):
             assert link is not None  # the other ranks have none
-            link.pass_on(update)
+            for update in updates:
+                link.pass_on(update)
+            link.flush()
     except Exception as error:
         if link is not None:
             link.fail(str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}")
@@ -213,7 +215,7 @@ def engine_stats(engine: Engine) -> dict[str, float]:
     """Returns the gauges and counters that rank 0 reports every second."""
     pools, timings = [tables.pool for tables in engine.tables], engine.timings
     return {
-        "pages": engine.runner.cache.pages * len(pools),
+        "pages": engine.runner.sizes.pages * len(pools),
         "pages_used": sum(pool.used for pool in pools),
         "pages_cached": sum(pool.cached for pool in pools),
         "pages_free": sum(pool.free for pool in pools),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from helix.worker.keeps import EngineSizes
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,8 +19,8 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import rows_of
-from helix.worker.autotune import choose_chunks
-from helix.engine.decision import StepKind
+from helix.worker.warm_up import choose_chunks
+from helix.worker.graph_keys import StepKind
 from helix.engine.core import Engine
 from helix.worker.model_runner import ModelRunner
 from helix.layout import HelixLayout
@@ -195,16 +197,18 @@ def test_auto_takes_more_chunks_as_long_as_they_pay(
     seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = object.__new__(ModelRunner)
-    runner.hopb, runner.hopb_chunks, runner.layout, runner.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
+    runner.hopb, runner.hopb_chunks, runner.layout = "auto", {}, HelixLayout.create("helix", 2)
+    runner.sizes = EngineSizes(8)
     runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
-    monkeypatch.setattr("helix.worker.autotune.step_seconds", lambda runner, kind: seconds[kind.chunks])
+    monkeypatch.setattr("helix.worker.warm_up.step_seconds", lambda runner, kind: seconds[kind.chunks])
     choose_chunks(runner, 8)
     assert runner.chunks(8) == chosen
 
 
 def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = object.__new__(ModelRunner)
-    runner.hopb, runner.hopb_chunks, runner.layout, runner.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
+    runner.hopb, runner.hopb_chunks, runner.layout = "auto", {}, HelixLayout.create("helix", 2)
+    runner.sizes = EngineSizes(8)
     runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
     tokens = 0
 
@@ -216,8 +220,8 @@ def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) 
         attention, exchange, each = tokens * 1e-8, 1e-4, 1e-5  # hidden: half of the shorter
         return attention + exchange - min(attention, exchange) / 2 * (kind.chunks > 1) + each * kind.chunks
 
-    monkeypatch.setattr("helix.worker.autotune.fill", fill)
-    monkeypatch.setattr("helix.worker.autotune.step_seconds", seconds)
+    monkeypatch.setattr("helix.worker.warm_up.fill", fill)
+    monkeypatch.setattr("helix.worker.warm_up.step_seconds", seconds)
     choose_chunks(runner, 8, 100_000)
     # 6,250 tokens are 62 us of attention, of which 31 are hidden at the price of 10; a quarter of that does not pay.
     assert runner.hopb_chunks == {8: (2, 6250)}

@@ -69,7 +69,7 @@ class Case:
         rounds: requests, those of a round when all before it have ended.
         least_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
         piece_tokens: of `helix.setup.tiering`, small enough that what lies before a chunk comes in several pieces.
-        run_steps: of `helix.engine.core`, few enough that runs are many.
+        run_steps: of `EngineSizes`, few enough that runs are many.
         scarce: a cache in host memory has the fewest places on the GPU that its settings allow.
         whimsical: the pace of steps with drafts is drawn, in place of what the clock says.
         backend: between processes: nccl or symm_mem.

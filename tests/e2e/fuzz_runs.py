@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +41,7 @@ from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.worker.tiered_cache import TieredCache
 from launch.inputs.preflight import CheckedRun, preflight
 from tests.e2e.fuzz_cases import Ask, Case
-from tests.sequences import generated
+from tests.sequences import generated, resize
 
 Connect = Callable[[HelixLayout], Communicator]  # of a layout over all ranks, this rank's communicator
 Ranks = Callable[..., list["Rank"]]  # runs `run` or `forced` on all ranks, with what follows their first two arguments
@@ -105,7 +106,6 @@ def surroundings(case: Case) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
         stack.enter_context(patch("helix.setup.tiering.PIECE_TOKENS", case.piece_tokens))
-        stack.enter_context(patch("helix.engine.core.RUN_STEPS", case.run_steps))
         if case.whimsical:
             stack.enter_context(patch.object(DraftPolicy, "pace", _whimsical(case.seed)))
         yield
@@ -163,11 +163,12 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
         of_draft = connect(plan.draft.layout)
         own = _load(plan.draft.spec, case, (), plan.draft.layout, of_draft, plan.draft.checkpoint, config)
         draft = DraftModel(own, plan.draft.layout, of_draft)
-    given = plan.layout, comm, model, config, int(config.decode.max_batch), 1, draft
+    given = plan.layout, model, config, int(config.decode.max_batch), 1, draft
     if config.kv.tier == "host" and case.scarce:
         config.kv.gpu_bytes = _least_bytes(config, lambda: build_engine(*given).close(), comm)
     try:
         engine = build_engine(*given)
+        resize(engine, run_steps=case.run_steps)
     except ValueError as error:
         raise Refused(str(error)) from error
     for tensor in _unwritten(engine):
@@ -255,7 +256,7 @@ def serve(engine: Engine, case: Case, salt: str) -> Served:
     next_round()
     while not drawn and late:
         submit(late.pop(0))
-    for delta in engine.serve(inbox if engine.comm.rank == 0 else None):
+    for delta in chain.from_iterable(engine.serve(inbox if engine.comm.rank == 0 else None)):
         name, outputs = str(delta.id), outputs + 1
         assert name not in served.ends, f"{name}: something comes behind its end"
         assert delta.finish_reason != "error", f"{name} is refused: {delta.reason}"

@@ -33,10 +33,10 @@ from helix.setup.parts import make_eagle3
 from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
 from helix.worker.blocks import BlockShape
 from helix.worker.host_store import HostStore
-from helix.worker.keeps import StepSizes, dtype_name
+from helix.worker.keeps import EngineSizes, dtype_name
 from helix.worker.kv_cache import KVCache, snapshot_bytes, with_bounds
 from helix.worker.model_runner import ModelRunner
-from helix.worker.tiered_cache import TieredCache
+from helix.worker.tiered_cache import HostTier, TieredCache
 from kernels.scaled import ScaledMatrix
 from tests.sequences import generated_ids
 
@@ -173,8 +173,9 @@ def build_engine(
     kv: str = "auto",
     snapshots: int = 0,
     host_snapshots: int = 0,
+    run_steps: int = 8,
 ) -> Engine:
-    """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
+    """An engine over one rank's slices of a checkpoint, of short runs; memory that nobody wrote is NaN."""
     device = comm.device
     if isinstance(drafter, LayerDrafts):
         model = _built(Checkpoint(path), layout, comm, dtype, unpacked, drafter.spec)
@@ -185,7 +186,7 @@ def build_engine(
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
     keeps = spec.keeps(layout, comm.rank, dtype_name(dtype), kv)
     drafts = 0 if drafter is None else drafter.limit
-    sizes = StepSizes(max_batch, drafts + 1, prefill_chunk, snapshots)
+    sizes = EngineSizes(max_batch, max_length, prefill_chunk, drafts, pages, snapshots, run_steps)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
     score = sparse.score if sparse else "bounds" if quest else None
     parts = sparse.budget.parts if sparse else 1
@@ -204,49 +205,31 @@ def build_engine(
     if isinstance(policy, TieredAttention):
         assert score is not None and sparse is not None and sparse.hot is not None
         block = BlockShape.of(keeps, page_size)
-        cache: KVCache = TieredCache(
-            with_bounds(keeps, dtype_name(dtype), parts), pages, placement, device, sizes, score=score,
-            store=HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device),
-            hot=sparse.hot, piece_pages=4, host_states=of_host,
-        )  # fmt: skip
+        store = HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device)
+        tier = HostTier(store, sparse.hot, 4, of_host)
+        bounded = with_bounds(keeps, dtype_name(dtype), parts)
+        cache: KVCache = TieredCache(bounded, placement, sizes, device, score, tier)
         for tensor in cache.on_gpu:
             tensor.fill_(-1)  # NaN in every dtype
     else:
         keeps = keeps if score is None else with_bounds(keeps, dtype_name(dtype), parts)
-        cache = KVCache(keeps, pages, placement, device, sizes, score, of_host)
+        cache = KVCache(keeps, placement, sizes, device, score, of_host)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):
-        drafter = SparseDrafter(
-            drafter.limit, model, comm, cache, placement, drafter.budget, noise=drafter.noise, max_batch=max_batch,
-            max_length=max_length,
-        )  # fmt: skip
+        drafter = SparseDrafter(model, cache, sizes, drafter.budget, drafter.noise)
         if drafter.scores is not None:
             drafter.scores.planes.fill_(torch.nan)
     if isinstance(drafter, LayerDrafts):
-        drafter = drafter.kind(
-            drafter.limit, drafter.layer(model, layout, comm), dtype, comm, cache, placement, noise=drafter.noise,
-            max_batch=max_batch, max_length=max_length,
-        )  # fmt: skip
+        drafter = drafter.kind(drafter.layer(model, layout, comm), model, cache, sizes, drafter.noise)
     if isinstance(drafter, ModelDrafts):
         own, ranks = drafter.layout, drafter.comm
-        drafter = drafter.kind(
-            DraftModel(build_model(drafter.path, own, ranks, torch.float32), own, ranks), drafter.limit,
-            vocab=spec.vocab, max_batch=max_batch, max_length=max_length, target=placement, pages=pages,
-            chunk=prefill_chunk,
-        )  # fmt: skip
+        draft = DraftModel(build_model(drafter.path, own, ranks, torch.float32), own, ranks)
+        drafter = drafter.kind(draft, spec.vocab, placement, sizes)
         for tensor in drafter.cache.tensors:
             tensor.fill_(torch.nan)
-    runner = ModelRunner(
-        model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk,
-        policy=policy, drafter=drafter, hopb=sparse.chunks if sparse else "none",
-    )  # fmt: skip
-    engine = Engine(
-        runner, schedule=schedule, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,
-        timeout_s=timeout_s,
-    )  # fmt: skip
-    engine.run_steps = 8  # short runs: more decisions
-    return engine
+    runner = ModelRunner(model, cache, sizes, policy=policy, drafter=drafter, hopb=sparse.chunks if sparse else "none")
+    return Engine(runner, schedule, adaptive=adaptive, prefix_cache=prefix_cache, timeout_s=timeout_s)
 
 
 def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:

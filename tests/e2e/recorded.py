@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from helix.engine.decision import StepKind
 from helix.speculation import Draft, LayerDrafter
+from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 
 

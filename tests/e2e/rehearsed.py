@@ -22,11 +22,11 @@ from triton.runtime.jit import JITFunction
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine.core import Engine
-from helix.engine.decision import Admission, Decision, Segment, StepKind
+from helix.engine.decision import Admission, Decision, Segment
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
-from helix.worker.autotune import fill
-from helix.worker.rehearsal import rehearse
+from helix.worker.graph_keys import StepKind
+from helix.worker.warm_up import chunk_shapes, fill, rehearse
 from kernels import dispatch
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.parity import build_engine
@@ -66,7 +66,7 @@ def chunk(engine: Engine, counts: list[int], begin: int) -> None:
         Segment(i, begin, end, random.random() < 0.7, np.zeros(count, np.int32))
         for i, end, count in zip(slots, ends, counts, strict=True)
     ]
-    rows = min(1 << (len(counts) - 1).bit_length(), runner.max_batch)
+    rows = min(1 << (len(counts) - 1).bit_length(), runner.sizes.slots)
     draws = random.choice([{}, {"stochastic": True}, {"stochastic": True, "filtered": True}])
     runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, StepKind(rows, **draws)))
     runner.execute(Decision.nothing(tuple(slots)))
@@ -82,10 +82,10 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
     )  # fmt: skip
     engine.runner.pads = pads
     kinds = [StepKind(rows, stochastic=s, filtered=f) for rows in ROWS for s, f in ((0, 0), (1, 0), (1, 1))]
-    rehearse(engine.runner, engine._chunks(engine.runner.max_length), kinds)
+    rehearse(engine.runner, chunk_shapes(engine.runner), kinds)
     serving = True
     random.seed(1)
-    most = engine.prefill_chunk
+    most = engine.runner.sizes.chunk
     launch = JITFunction.run
     JITFunction.run = lambda self, *args, **options: launch(self, *args, **options | {"warmup": True})
     for _ in range(60):
@@ -93,7 +93,7 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
         total = random.choice([random.randint(n, most), random.randint(n, max(n, most // 16))])
         cuts = sorted(random.sample(range(1, total), n - 1)) if total > n else list(range(1, n))
         counts = [b - a for a, b in zip([0, *cuts], [*cuts, max(total, n)], strict=True)]
-        deepest = engine.runner.max_length - max(counts) - 1
+        deepest = engine.runner.sizes.length - max(counts) - 1
         chunk(engine, counts, random.choice([0, random.randint(0, deepest)]))
     for rows in ROWS:
         fill(engine.runner, rows, 7)

@@ -22,6 +22,7 @@ from tests.e2e.parity import build_engine, check, distributed_rank, loopback
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS, sampled
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 from tests.pool import Pool, pool
+from tests.sequences import resize
 
 
 def layout_of(dp: int, ep: int = 1) -> HelixLayout:
@@ -85,7 +86,7 @@ def test_serving_with_hits_preemptions_and_an_abort(family: str) -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[Served, tuple[int, int, int], int]:
         comm = world.communicator(rank, (rank,))
         e = build_engine(checkpoint(family), layout_of(2), comm, 4, page_size=4, pages=38, **CLOSE)
-        e.run_steps = 2
+        resize(e, run_steps=2)
         served = serve(e, [*reversed(first), *crowd, gone], second, aborts={"gone": 2})
         return served, left_behind(e), e.timings.preemptions
 

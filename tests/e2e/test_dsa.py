@@ -23,7 +23,7 @@ from helix.layers.mla import MLA
 from helix.layout import HelixLayout
 from helix.models import decoder
 from helix.speculation import NgramDrafter
-from helix.worker import chunk_size
+from helix.worker import graph_keys as chunk_size
 from helix.worker.keeps import latents
 from helix.worker.step import CHOSEN, Step
 from kernels.scaled_keys import rounded
@@ -43,6 +43,7 @@ from tests.e2e.parity import (
 from tests.e2e.test_parity import BLOCKS, MOE_LENGTHS, MOE_TOKENS, WORLDS
 from tests.e2e.test_prompt_chunks import small_sizes  # noqa: F401
 from tests.pool import Pool, PoolError, pool
+from tests.sequences import resize
 
 CHOOSING = [family for family in DSA_FAMILIES if family != "glm-5-all"]
 
@@ -95,7 +96,7 @@ def test_rows_dealt_to_ranks(
     wanted, layout = oracle(family, MOE_LENGTHS, MOE_TOKENS), HelixLayout.create(mode, kvp)
 
     def in_chunks(engine: Engine) -> None:
-        engine.prefill_chunk = 21  # those behind the first read what the ones before have left
+        resize(engine, chunk=21)  # those behind the first read what the ones before have left
         engine.runner.pads = padded
 
     seen, divide = list[int](), decoder.dealt
@@ -155,8 +156,9 @@ def test_halves_of_a_chunk(monkeypatch: pytest.MonkeyPatch, family: str, kvp: in
     monkeypatch.setattr(Step, "halves", spy)
 
     def patient(engine: Engine) -> None:
-        engine.prefill_chunk = 21
+        resize(engine, chunk=21)
         engine.schedule = ScheduleConfig(stall_ms=60_000)  # however slow this machine is just now
+        engine._reset()
 
     check(loopback(checkpoint(family), HelixLayout.create("helix", kvp), 4, wanted, patient), wanted)
     assert len(seen) > 2

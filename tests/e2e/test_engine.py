@@ -21,7 +21,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import Config
 from helix.engine.core import Engine
-from helix.engine.decision import StepKind
+from helix.engine.draft_policy import DraftPolicy
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request, RequestUpdate
 from helix.engine.timings import Timings
@@ -29,11 +29,12 @@ from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.setup import engine as build
 from helix.speculation import NgramDrafter
+from helix.worker.graph_keys import StepKind
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine, build_model
 from tests.pool import Pool
-from tests.sequences import Generated, generated, generated_ids
+from tests.sequences import Generated, generated, generated_ids, resize, updates_of
 
 FAMILY = "qwen3"
 PROMPT = tuple(range(1, 20))
@@ -91,9 +92,9 @@ def test_the_longest_sequence_of_an_engine_fits(drafter: str, monkeypatch: pytes
     config.speculation.drafter, config.decode.prefill_chunk = drafter, "64"
     layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
     model = build_model(checkpoint(FAMILY), layout, comm, torch.float32)
-    e = build.build_engine(layout, comm, model, config, 4, 4 * 512)
-    assert e.runner.max_length < 200, "the test needs a cache that is shorter than the context"
-    most = e.runner.max_length - len(PROMPT)
+    e = build.build_engine(layout, model, config, 4, 4 * 512)
+    assert e.runner.sizes.length < 200, "the test needs a cache that is shorter than the context"
+    most = e.runner.sizes.length - len(PROMPT)
     ends = generated(e, [Request(n, PROMPT, most + n) for n in range(2)])
     assert (ends[0].finish_reason, ends[1].finish_reason) == ("length", "error")
 
@@ -112,7 +113,7 @@ def test_the_limits_of_one_call_are_not_those_of_the_next() -> None:
 def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> None:
     """A collective that gave up leaves numbers that mean nothing: they are no tokens, however well they look."""
     e = alone()
-    e.run_steps = 1
+    resize(e, run_steps=1)
     wanted = generated_ids(alone(), [Request(0, PROMPT, 8)])[0]
     gave_up = []
     draw, steps = e.runner._candidates, itertools.count()
@@ -133,7 +134,7 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
         patch.setattr(e.comm, "check", check)
         updates: list[RequestUpdate] = []
         with pytest.raises(RuntimeError, match="rank 3"):
-            deque(map(updates.append, e.serve(Inbox.of([Request(0, PROMPT, 8)]))))
+            deque(map(updates.append, updates_of(e, Inbox.of([Request(0, PROMPT, 8)]))))
     # Prefill and the first step are one decision's; the next one is launched before anything of it comes out.
     assert tuple(t for update in updates for t in update.new_ids) == wanted[: broken - 1 if broken > 2 else 0]
     with pytest.raises(RuntimeError, match=r"engine is broken.*rank 0 waited 300 s for rank 3"):
@@ -164,7 +165,7 @@ def test_a_rank_that_gave_up_in_the_last_step_says_so() -> None:
 
 
 def test_every_token_is_an_update_in_order() -> None:
-    updates = list(alone().serve(Inbox.of(Request(i, PROMPT[: 5 + i], 6) for i in range(3))))
+    updates = list(updates_of(alone(), Inbox.of(Request(i, PROMPT[: 5 + i], 6) for i in range(3))))
     for i in range(3):
         mine = [update for update in updates if update.id == i]
         assert [len(update.new_ids) for update in mine] == [0] + [1] * 6, "its admission, then its tokens"
@@ -176,7 +177,7 @@ def test_every_token_is_an_update_in_order() -> None:
 def test_run_length_and_chunks_change_nothing(run_steps: int, prefill_chunk: int) -> None:
     wanted = oracle(FAMILY, (7, 1, 15, 16, 17, 300), 48)[:4]
     e = alone(prefill_chunk=prefill_chunk)
-    e.run_steps = run_steps
+    resize(e, run_steps=run_steps)
     outputs = generated(e, [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)])
     assert [outputs[i].output_ids for i in range(4)] == [c.tokens for c in wanted]
 
@@ -198,7 +199,7 @@ def test_leaving_early_frees_everything_on_every_rank(layout: HelixLayout) -> No
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, Generated], int, int]:
         e = engine(world, rank, layout)
         seen = 0
-        for update in e.serve(Inbox.of(Request(i, PROMPT, 30) for i in range(7))):
+        for update in updates_of(e, Inbox.of(Request(i, PROMPT, 30) for i in range(7))):
             seen += len(update.new_ids)
             if seen == 5:
                 break
@@ -222,13 +223,13 @@ def raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
 
 
 def fails_by_callback(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(e, "on_yielded", raising(KeyError("planted"), after=2))
+    patch.setattr(DraftPolicy, "observe", raising(KeyError("planted"), after=2))
     generated(e, REQUESTS)
 
 
 def fails_by_caller(e: Engine, patch: pytest.MonkeyPatch) -> None:
     updates = e.serve(Inbox.of(REQUESTS))
-    for _ in range(12):
+    for _ in range(3):
         next(updates)
     updates.throw(KeyError("planted"))
 
@@ -326,7 +327,7 @@ def test_one_call_at_a_time() -> None:
     next(outer)
     with pytest.raises(RuntimeError, match="a call is under way"):
         generated(e, REQUESTS)
-    assert {update.id for update in outer if update.finish_reason == "length"} == {*range(7)}
+    assert {u.id for of_step in outer for u in of_step if u.finish_reason == "length"} == {*range(7)}
     assert len(generated(e, REQUESTS)) == 7
 
 
@@ -336,7 +337,7 @@ def slow_caller(rank: int, world_size: int, path: Path) -> tuple[int, ...]:
     comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(seconds=2))
     e = build_engine(path, layout, comm, 16)
     found: tuple[int, ...] = ()
-    for count, update in enumerate(e.serve(Inbox.of([Request(0, PROMPT, 24)]))):
+    for count, update in enumerate(updates_of(e, Inbox.of([Request(0, PROMPT, 24)]))):
         if count == 9:  # within a run of steps
             time.sleep(3.0)
         found += update.new_ids
@@ -378,7 +379,7 @@ def test_what_is_measured() -> None:
 
     def body(world: LoopbackWorld, rank: int) -> Any:
         e = engine(world, rank, layout, max_batch=2)
-        prefilled = {update.id: update.prefilled for update in e.serve(Inbox.of(requests))}
+        prefilled = {update.id: update.prefilled for update in updates_of(e, Inbox.of(requests))}
         return e.timings, prefilled
 
     timings, prefilled = run_ranks(3, body, timeout_s=60)[0]

@@ -25,6 +25,7 @@ from tests.e2e.parity import Continuation, build_engine, check, generate, loopba
 from tests.e2e.test_mixers import Prophet, with_refused, without_replay
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 from tests.pairs import params
+from tests.sequences import resize
 
 LENGTHS, NEW = (21, 58, 40), 12
 FEW, ENOUGH = 28, 120  # pages of 4 tokens, over all ranks
@@ -57,7 +58,7 @@ def served(
             snapshots=snapshots,
             **CLOSE,
         )
-        e.run_steps = 1  # or a lease of its own would be as long as a run
+        resize(e, run_steps=1)  # or a lease of its own would be as long as a run
         change(e)
         found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
         assert left_behind(e)[1:] == (0, 0)

@@ -19,11 +19,12 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import SpeculationConfig
-from helix.engine.decision import Decision, StepKind
+from helix.engine.decision import Decision
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, LayerDrafter, SuffixDrafter
+from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from helix.worker.step_tokens import StepTokens
 from tests.e2e import eagle3, mtp, test_draft_model
@@ -32,7 +33,7 @@ from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, gen
 from tests.e2e.recorded import Kept, unlike
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 from tests.pool import pool
-from tests.sequences import generated, generated_ids
+from tests.sequences import generated, generated_ids, resize
 
 MTP, EAGLE = "deepseek-v3-halves", "qwen3"
 LENGTHS, TOKENS = (1, 17, 90), 12
@@ -69,7 +70,7 @@ def test_prefix_hits_preemptions_and_aborts(kvp: int, kind: str) -> None:
         sizes = dict(page_size=4, pages=32 // kvp, **CLOSE)
         given = SuffixDrafter(3, 4, 100, 3, comm.device) if kind == "suffix" else drafts(kind)
         e = build_engine(target(model), layout, comm, 4, drafter=given, adaptive=False, **sizes)
-        e.run_steps = 1
+        resize(e, run_steps=1)
         found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
         assert left_behind(e)[1:] == (0, 0)
         assert rank or e.timings.preemptions > 0, "pages are too many for this test"

@@ -17,7 +17,7 @@ import torch
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.engine.decision import Admission, StepKind
+from helix.engine.decision import Admission
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
@@ -25,12 +25,13 @@ from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.placement import PromptChunk
 from helix.speculation import Draft, DraftBudget, Drafter
+from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Continuation, SelfDrafts, build_engine
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 from tests.mixers import Decay, DecaySpec
-from tests.sequences import admission
+from tests.sequences import admission, resize
 
 LENGTHS, NEW = (21, 58, 40), 12
 LAYOUTS = [HelixLayout.create("helix", 1), HelixLayout.create("helix", 2), HelixLayout.create("helix", 2, 2)]
@@ -127,7 +128,7 @@ def served(layout: HelixLayout, wanted: list[Continuation], drafts: int, change:
             adaptive=False,
             **CLOSE,
         )
-        e.run_steps = 1  # or a lease of its own would be as long as a run
+        resize(e, run_steps=1)  # or a lease of its own would be as long as a run
         change(e)
         found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
         assert left_behind(e)[1:] == (0, 0)

@@ -13,11 +13,11 @@ from benchmarks.ranks.hopb import without_exchange
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.engine.core import Engine
-from helix.engine.decision import StepKind
 from helix.layers import mla
 from helix.layout import HelixLayout
 from helix.worker import model_runner
-from helix.worker.autotune import step_seconds
+from helix.worker.graph_keys import StepKind
+from helix.worker.warm_up import step_seconds
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import check, distributed_rank, loopback

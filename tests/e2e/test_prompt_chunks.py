@@ -19,7 +19,6 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.solo import SoloCommunicator
 from helix.config import ScheduleConfig
 from helix.engine.core import Engine
-from helix.engine.decision import StepKind
 from helix.engine.inbox import Inbox
 from helix.engine.prefill_time import PrefillTime
 from helix.engine.request import Request
@@ -29,8 +28,9 @@ from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.speculation import DraftBudget, NgramDrafter, sparse
-from helix.worker import chunk_size
-from helix.worker.chunk_size import (
+from helix.worker import graph_keys as chunk_size
+from helix.worker.cuda_graphs import StepGraphs
+from helix.worker.graph_keys import (
     DEEP,
     DEPTHS,
     LONG,
@@ -38,12 +38,12 @@ from helix.worker.chunk_size import (
     UNPACKED_DEPTHS,
     ChunkSize,
     Depth,
+    StepKind,
     captured_first,
     choosing_depths,
     longest_size,
     padded,
 )
-from helix.worker.cuda_graphs import StepGraphs
 from kernels import dispatch
 from launch.inputs.shapes import spec_of
 from tests.e2e import test_layer_drafts
@@ -53,7 +53,7 @@ from tests.e2e.recorded import Recorded
 from tests.e2e.test_block_sparse import BUDGET, prompts
 from tests.e2e.test_layer_drafts import KINDS
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
-from tests.sequences import generated_ids
+from tests.sequences import generated_ids, updates_of
 
 KEYS = [depth.keys for depth in DEPTHS]
 
@@ -370,7 +370,7 @@ def test_sizes_that_came_are_captured_in_a_pause(small_sizes: None) -> None:
     before: list[list[Any]] = []
     thread = Thread(target=feed)
     thread.start()
-    for update in e.serve(inbox):
+    for update in updates_of(e, inbox):
         seen.setdefault(update.id, []).extend(update.new_ids)
     thread.join()
     assert before[0] == [] and len(before[1]) >= 2, before
@@ -471,7 +471,7 @@ def test_a_replayed_chunk_is_the_eager_one(family: str, tokens: int, kv: str, mo
     requests = [Request(i, prompt, 5) for i, prompt in enumerate(prompts)]
     graphs, found = e.runner.graphs, []
     for e.runner.graphs in (graphs, None):
-        e.tables = e._empty_tables()
+        e._reset()
         if isinstance(e.runner.drafter, Recorded):
             e.runner.drafter.drafted = []
         tokens_of = generated_ids(e, requests)

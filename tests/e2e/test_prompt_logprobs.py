@@ -21,7 +21,7 @@ from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine
 from tests.e2e.test_layer_drafts import KINDS, drafts, target
 from tests.e2e.test_tiered import SHORT_WINDOW
-from tests.sequences import Generated, generated
+from tests.sequences import Generated, generated, resize
 
 LENGTHS = {"one": 1, "short": 20, "long": 90, "same": 90, "drawn": 40}
 CLOSE = dict(max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(lease=2, stall_ms=2.0))
@@ -81,7 +81,7 @@ def test_they_are_those_of_transformers(
         pads = given.pop("pads", False)
         engine = build_engine(path_of(family), layout, comm, 4, **given)
         engine.runner.pads = pads
-        engine.run_steps = 2 if "pages" in options else 8
+        resize(engine, run_steps=2 if "pages" in options else 8)
         generated(engine, requests[:1])  # its prefix is in the cache
         return generated(engine, requests), engine.timings.preemptions
 

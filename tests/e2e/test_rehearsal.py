@@ -16,14 +16,13 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from comm.loopback import LoopbackWorld
 from comm.solo import SoloCommunicator
-from helix.engine.decision import StepKind
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
 from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
-from helix.worker.autotune import fill
-from helix.worker.rehearsal import rehearse
+from helix.worker.graph_keys import StepKind
+from helix.worker.warm_up import chunk_shapes, fill, rehearse
 from kernels import dispatch
 from kernels.ahead import compiled_ahead, on_compilation
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
@@ -34,13 +33,13 @@ from tests.sequences import generated, generated_ids
 
 def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Key scores are a sequence's own: four deep prompts would want more pages of them than there are."""
-    monkeypatch.setattr("helix.engine.core.DEEP", 64)
+    monkeypatch.setattr("helix.worker.warm_up.DEEP", 64)
     own, shared = SelfDrafts(2, DraftBudget(sparsity=0.2)), NgramDrafter(3, 2)
     for drafter, wanted in ((own, {0: [2, 4, 8], 64: [2]}), (shared, {0: [2, 4, 8], 64: [2, 4, 8]})):
         layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
         e = build_engine(checkpoint("qwen2"), layout, comm, 16, max_length=192, pages=19, drafter=drafter, max_batch=8)
         met: dict[int, list[int]] = {}
-        for prompts, _, depth in e._chunks(e._pages * e.runner.placement.stripes.page_tokens):
+        for prompts, _, depth in chunk_shapes(e.runner):
             if prompts > 1:
                 met.setdefault(depth, []).append(prompts)
         assert met == wanted

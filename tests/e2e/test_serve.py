@@ -37,7 +37,7 @@ from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, buil
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_wishes import EveryThird
 from tests.pool import Pool
-from tests.sequences import generated
+from tests.sequences import generated, resize, updates_of
 
 KVP_2 = HelixLayout.create("helix", 2)
 # Slots for three, pages that three of them fill, leases of a few tokens: they are extended, and preempted.
@@ -78,7 +78,7 @@ def serve(e: Engine, *rounds: list[Request], aborts: dict[Any, int] | None = Non
             inbox.submit(request)
 
     go_on()
-    for delta in e.serve(inbox if e.comm.rank == 0 else None):
+    for delta in updates_of(e, inbox if e.comm.rank == 0 else None):
         served.add(delta)
         under_way.difference_update(served.ends)
         if delta.id in (aborts or {}) and len(served.tokens[delta.id]) >= (aborts or {})[delta.id]:
@@ -135,7 +135,9 @@ def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> Non
             e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, prefix_cache=False, **options)
             plain = serve(e, first, second)
         e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, pages=16, **options, **CLOSE)
-        e.run_steps = 2 if drafts is None else 1  # with drafts, more pages are taken at a time than of these are left
+        resize(
+            e, run_steps=2 if drafts is None else 1
+        )  # with drafts, more pages are taken at a time than of these are left
         served = serve(e, [*reversed(first), neighbour], second, aborts={"gone": 2})  # the longest has page 0
         return served, plain or served, left_behind(e), e.timings.preemptions, e.runner.lacking
 
@@ -202,7 +204,7 @@ def test_what_cannot_be_served_harms_nobody() -> None:
     for name in ("waits", "nobody"):
         inbox.abort(name)
     inbox.close()
-    deltas = list(e.serve(inbox))
+    deltas = list(updates_of(e, inbox))
     ends = [(d.id, d.finish_reason) for d in deltas if d.finish_reason is not None]
     refused = [(name, "error") for name in ("empty", "outside", "none", "long", "good")]
     assert sorted(ends) == sorted([*refused, ("waits", "abort"), ("good", "length")])
@@ -228,7 +230,7 @@ def test_a_failure_while_one_request_is_read_is_its_own(where: str, monkeypatch:
     for request in ("bad", "good"):
         inbox.submit(Request(request, wanted.prompt, 12))
     inbox.close()
-    deltas = list(e.serve(inbox))
+    deltas = list(updates_of(e, inbox))
     assert {d.id: d.finish_reason for d in deltas if d.finish_reason} == {"bad": "error", "good": "length"}
     assert [d.reason for d in deltas if d.id == "bad"] == ["it could not be read: MemoryError: planted"]
     assert tuple(t for d in deltas for t in d.new_ids) == wanted.tokens and left_behind(e) == (0, 0, 0)
@@ -260,7 +262,8 @@ def test_streams_of_a_benchmark_end_with_the_prompt_that_they_run_beside() -> No
 def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And rank 0 is never further ahead than that."""
     e = alone(schedule=ScheduleConfig(run_ms=1e6))  # however slow this machine is just now
-    e.run_steps, e.step_seconds = 3, {(1, 0): 1e-3}
+    resize(e, run_steps=3)
+    e.runner.step_seconds |= {(1, 0): 1e-3}
     seen: list[str] = []
     execute = e.runner.execute
 
@@ -277,7 +280,7 @@ def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pyt
 
     monkeypatch.setattr(e.runner, "execute", launched)
     monkeypatch.setattr(StepTokens, "read", reads)
-    monkeypatch.setattr("helix.engine.serving.AHEAD_S", 60.0)  # never early: everything else is a matter of time
+    monkeypatch.setattr("helix.engine.core.AHEAD_S", 60.0)  # never early: everything else is a matter of time
     serve(e, [Request(0, (1, 2, 3), 13)])
     # The first run brings the prompt's token as well.
     assert seen == ["run", "run", *["step"] * 4, "run", *["step"] * 3, "run", *["step"] * 6]
@@ -285,7 +288,8 @@ def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pyt
 
 def test_what_ends_sooner_than_predicted_is_read_then(monkeypatch: pytest.MonkeyPatch) -> None:
     e = alone(schedule=ScheduleConfig(run_ms=1e6))
-    e.run_steps, e.step_seconds = 2, {(1, 0): 40.0}
+    resize(e, run_steps=2)
+    e.runner.step_seconds |= {(1, 0): 40.0}
     looks: list[bool] = []
 
     def there(self: StepTokens) -> bool:
@@ -364,7 +368,7 @@ def idle(rank: int, world_size: int, path: Path) -> list[int]:
 
     if rank == 0:
         Thread(target=come, daemon=True).start()
-    tokens = [t for d in e.serve(inbox) for t in d.new_ids]
+    tokens = [t for d in updates_of(e, inbox) for t in d.new_ids]
     comm.close()
     return tokens
 
@@ -407,7 +411,7 @@ def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[s
             world, rank, layout, page_size=4, max_length=192, prefill_chunk=1024, schedule=ScheduleConfig(lease=2),
             **sizes,
         )  # fmt: skip
-        e.run_steps = 4
+        resize(e, run_steps=4)
         tabled(e.runner.model)
         inbox, tokens, ends = Inbox(), dict[Any, list[int]](), dict[Any, str]()
         todo = iter(requests)
@@ -419,7 +423,7 @@ def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[s
                     inbox.abort(request.id)
 
         more(200)
-        for delta in e.serve(inbox):
+        for delta in updates_of(e, inbox):
             tokens.setdefault(delta.id, []).extend(delta.new_ids)
             if delta.finish_reason is not None:
                 ends[delta.id] = delta.finish_reason

@@ -18,16 +18,16 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.collecting import CollectingAttention
 from helix.engine.core import Engine
-from helix.engine.decision import StepKind
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, DraftBudget, SparseDrafter
-from helix.worker.autotune import fill
 from helix.worker.follower import Taken
+from helix.worker.graph_keys import StepKind
 from helix.worker.kv_cache import LayerCache
 from helix.worker.step import DecodeState, Step
+from helix.worker.warm_up import fill
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Result, SelfDrafts, build_engine, check, generate

@@ -18,21 +18,22 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from helix.engine.core import Engine
-from helix.engine.decision import Admission, StepKind, StepPlan
+from helix.engine.decision import Admission, StepPlan
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, Drafter, NgramDrafter
-from helix.worker.autotune import fill, step_seconds
 from helix.worker.follower import Prefilled, Retired
+from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
+from helix.worker.warm_up import fill, step_seconds
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
 from tests.pool import pool
-from tests.sequences import generated, generated_ids
+from tests.sequences import generated, generated_ids, resize
 
 Tokens = dict[int, tuple[int, ...]]
 
@@ -209,7 +210,7 @@ def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest
         comm = world.communicator(rank, (0, 1))
         layout = HelixLayout.create("helix", 2)
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, max_batch=1, drafter=drafters[rank])
-        engine.run_steps = 12
+        resize(engine, run_steps=12)
         generated(engine, [Request(i, (1, 2), 49) for i in range(2)])
 
     run_ranks(2, body, timeout_s=120.0)

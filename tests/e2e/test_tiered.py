@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from typing import Any
 
 import pytest
@@ -354,7 +354,7 @@ def test_who_is_aborted_before_its_first_token_writes_to_nobodys_pages(shared: b
         inbox, found = Inbox(), list[int]()
         for name in names:
             inbox.submit(Request(name, long if name == "stays" else last, 20))
-        for update in engine.serve(inbox):
+        for update in chain.from_iterable(engine.serve(inbox)):
             found += update.new_ids if update.id == "stays" else ()
             if update.prefilled >= 64:
                 inbox.abort("goes")

@@ -93,7 +93,7 @@ def served(config: Config, layout: HelixLayout, path: Path) -> tuple[float, list
 
     def body(world: LoopbackWorld, rank: int) -> Any:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(layout, comm, model(layout, comm), config, 2, 1024)
+        engine = build_engine(layout, model(layout, comm), config, 2, 1024)
         requests: Any = [to_request(prompt, config, Tokens(None)) for prompt in PromptFile(path)]
         generated(engine, requests)
         return engine.timings

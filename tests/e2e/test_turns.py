@@ -57,6 +57,7 @@ def test_halves_change_nothing(family: str, layout: HelixLayout, halved: list[tu
 
     def patient(engine: Engine) -> None:
         engine.schedule = ScheduleConfig(stall_ms=60_000)  # however slow this machine is just now
+        engine._reset()
 
     check(loopback(checkpoint(family), layout, 16, wanted, patient), wanted)
     assert (32, 32) in halved

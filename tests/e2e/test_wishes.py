@@ -28,7 +28,7 @@ from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.kernels.test_shape_logits import Wish, bits
 from tests.pool import pool
-from tests.sequences import Generated, generated, generated_ids
+from tests.sequences import Generated, generated, generated_ids, resize
 from tests.unit.test_sampling import oracle
 
 V, EOS = 257, (9, 200)
@@ -91,7 +91,7 @@ def play(
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(checkpoint("qwen2"), layout, comm, 4, page_size=4, prefill_chunk=24, **options)
         engine.runner.model.spec = replace(engine.runner.model.spec, eos=EOS)
-        engine.run_steps = 2 if "pages" in options else 8
+        resize(engine, run_steps=2 if "pages" in options else 8)
         tamper(engine)
         logits: dict[tuple[Any, int], Tensor] = {}
 
@@ -244,8 +244,8 @@ def test_what_a_grammar_takes_does_not_delay_the_next_decision(monkeypatch: pyte
     """A step counts without it; and what is over, as on a CPU a step is when it was launched, is not waited for."""
     naps: list[float] = []
     seconds: list[float] = []
-    monkeypatch.setattr("helix.engine.serving.time", SimpleNamespace(sleep=naps.append))
-    monkeypatch.setattr("helix.engine.serving.AHEAD_S", 0.0)
+    monkeypatch.setattr("helix.engine.core.time", SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr("helix.engine.core.AHEAD_S", 0.0)
     monkeypatch.setattr(
         DraftPolicy, "observe", lambda policy, rows, kv_tokens, drafts, of_steps, outcomes: seconds.extend(of_steps)
     )

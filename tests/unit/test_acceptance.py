@@ -25,11 +25,11 @@ from benchmarks.records import acceptance_figures, acceptance_tables
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import SpeculationConfig
 from helix.engine.core import Engine
-from helix.engine.decision import StepKind
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import Draft, DraftBudget, Drafter
 from helix.tokenizer import load_tokenizer
+from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from launch.inputs.compose import ROOT
 from tests.e2e.parity import LayerDrafts, SelfDrafts, build_engine

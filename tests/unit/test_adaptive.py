@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from helix.engine.draft_policy import Acceptance, DraftOutcome, DraftPolicy, draft_sizes, kv_bucket
-from helix.speculation import adaptive
+from helix.engine import draft_policy as adaptive
 
 RUN_STEPS = 8
 LIMIT = 16

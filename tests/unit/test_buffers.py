@@ -28,7 +28,7 @@ from helix.setup.buffers import (
 )
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
-from helix.worker.keeps import StepSizes
+from helix.worker.keeps import EngineSizes
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import DecodeState
 from launch.inputs.shapes import spec_of
@@ -107,7 +107,7 @@ def test_a_step_takes_no_more(model: str) -> None:
             for weight in decoder.weights.parameters:
                 weight.normal_(std=0.02)
             placement = Placement(layout, 0, 16, 64)
-            cache = KVCache(spec.keeps(layout, rank, "bfloat16"), tokens // 64, placement, device, StepSizes(1))
+            cache = KVCache(spec.keeps(layout, rank, "bfloat16"), placement, EngineSizes(1, pages=tokens // 64), device)
             state = DecodeState(1, tokens // 64, placement, device)
             pages, prompt = np.arange(tokens // 64, dtype=np.int32), np.zeros(tokens, dtype=np.int32)
             state.admit(admission(0, 0, pages, tokens, prompt))
@@ -133,10 +133,11 @@ def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> 
         comm = world.communicator(rank, layout.kvp_group(rank))
         decoder = Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
         placement = Placement(layout, layout.kvp_rank(rank), 16, 32)
-        cache = KVCache(spec.keeps(layout, rank, "float32"), 4, placement, device, StepSizes(1))
-        drafter = SparseDrafter(3, decoder, comm, cache, placement, budget, noise="own", max_batch=5, max_length=9000)
+        sizes = EngineSizes(5, 9000, drafts=3, pages=4)
+        cache = KVCache(spec.keeps(layout, rank, "float32"), placement, sizes, device)
+        drafter = SparseDrafter(decoder, cache, sizes, budget, "own")
         assert drafter.chosen is not None
-        return drafter.chosen.tables.nbytes, budget.table_bytes(spec, placement, rank, 5, 9000, 3)
+        return drafter.chosen.tables.nbytes, budget.table_bytes(spec, placement, rank, sizes)
 
     for made, counted in run_ranks(layout.world_size, body, timeout_s=60.0):
         assert made == counted

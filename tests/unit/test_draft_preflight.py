@@ -23,7 +23,7 @@ from helix.setup import engine as build
 from helix.setup.buffers import longest_chunk, token_buffers
 from helix.setup.checks import CheckedDraft
 from helix.speculation import DraftModel, ModelDrafter
-from helix.worker.keeps import StepSizes, token_bytes
+from helix.worker.keeps import EngineSizes, token_bytes
 from helix.worker.kv_cache import KVCache
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.laboratory import composed, preflight
@@ -154,17 +154,16 @@ def test_both_caches_fit_the_memory(
     target = model_of("qwen3", layout)
     sizes = composed("speculation=model", f"kv.append_block={block}", "kv.page_size=32")
     monkeypatch.setattr(build, "free_bytes", lambda device: free)
-    comm = world.communicator(0, [0])
     placement = Placement(layout, 0, block, 32)
     page = 32 * sum(token_bytes(kept) for kept in target.spec.keeps(layout, 0, "float32"))
     page += draft.page_bytes(placement)
     chunk = longest_chunk(token_buffers(target.spec, layout, 0, "float32"), free)
-    beside = draft.slot_bytes(placement, StepSizes(max_batch, sizes.speculation.gamma + 1, chunk))
+    beside = draft.slot_bytes(placement, EngineSizes(max_batch, chunk=chunk, drafts=sizes.speculation.gamma))
     if page + beside > int(free * sizes.kv.memory_fraction):
         with pytest.raises(ConfigError, match="holds no page"):
-            build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
+            build.build_engine(layout, target, sizes, max_batch, wanted, draft=draft)
         return
-    engine = build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
+    engine = build.build_engine(layout, target, sizes, max_batch, wanted, draft=draft)
     drafter = engine.runner.drafter
     assert isinstance(drafter, ModelDrafter) and drafter.cache.pages == engine.runner.cache.pages
 

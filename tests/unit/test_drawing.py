@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.engine.decision import StepKind
 from helix.speculation.acceptance import accepted_candidates
 from helix.speculation.drawing import DraftDrawing
+from helix.worker.graph_keys import StepKind
 from helix.worker.sampling import SamplingState
 from kernels.tokens.best_token import best_of_ranks
 from tests.unit.test_sampling import chi_square, chi_square_limit

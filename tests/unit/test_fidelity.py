@@ -187,9 +187,9 @@ def test_hits_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_free_text(monkeypatch: pytest.MonkeyPatch) -> None:
     known(monkeypatch, FEW, Policy("window", BUDGETS[0], 16))
-    found = rows(task="free", steps=6)
-    assert found["dense"]["common"] == [6, 6] and found["dense"]["whole"] == 2
-    assert found["window"]["mean_common"] < 6
+    found = rows(task="free", steps=24)
+    assert found["dense"]["common"] == [24, 24] and found["dense"]["whole"] == 2
+    assert found["window"]["mean_common"] < 24
 
 
 def test_bounds_that_are_not_kept_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.placement import Placement, PromptChunk
 from helix.sampling_params import SamplingParams
-from helix.worker.keeps import Keeps, StepSizes, page_bytes
+from helix.worker.keeps import EngineSizes, Keeps, page_bytes
 from helix.worker.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
 from helix.worker.step import PAST, DecodeState
 from kernels.tokens.commit import Candidates
@@ -92,7 +92,9 @@ def test_pages_are_copied_in_all_layers(entries: list[tuple[int, ...]], score: s
     names = ("keys", "values") if len(entries) == 2 else ("latents",)
     kept = tuple(Keeps(name, entry, "float32") for name, entry in zip(names, entries, strict=True))
     keeps = [kept, kept] if score is None else with_bounds([kept, kept], "float32")
-    cache = KVCache(keeps, 5, Placement(HelixLayout.create(), 0, 4, 4), torch.device("cpu"), StepSizes(1), score)
+    cache = KVCache(
+        keeps, Placement(HelixLayout.create(), 0, 4, 4), EngineSizes(1, pages=5), torch.device("cpu"), score
+    )
     tensors = cache.tensors
     for tensor in tensors:
         tensor.normal_()
@@ -255,7 +257,7 @@ def test_windows_free_their_memory(kvp: int, tpa: int) -> None:
 
     def tokens(spec: DecoderSpec) -> int:
         keeps = spec.keeps(layout, 0, "bfloat16")
-        left = room - slot_bytes(keeps, placement, StepSizes(32, 1, 4096))
+        left = room - slot_bytes(keeps, placement, EngineSizes(32, chunk=4096))
         return left // sum(page_bytes(kept, page) for kept in keeps)
 
     assert 1.9 < tokens(spec) / tokens(whole) < 2
@@ -266,7 +268,7 @@ def test_long_windows_stay_in_pages() -> None:
     layout = HelixLayout.create()
     spec = with_windows(load_spec("gpt-oss-20b"), 4096, 1024)
     keeps = without_long_rings(spec.keeps(layout, 0, "bfloat16"))
-    cache = KVCache(keeps, 3, Placement(layout, 0, 16, 16), torch.device("cpu"), StepSizes(2, 1, 64))
+    cache = KVCache(keeps, Placement(layout, 0, 16, 16), EngineSizes(2, chunk=64, pages=3), torch.device("cpu"))
     assert cache.rings.keys() == {1024} and cache.lacking == 1023
     assert cache.layer(0).keys.shape[:2] == (3, 16) and len(cache.layer(1).keys) > 2 * 64
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from comm.solo import SoloCommunicator
 from helix.attention.dense import DenseAttention
-from helix.engine.decision import StepKind
 from helix.layout import HelixLayout
 from helix.placement import Placement
 from helix.speculation import LayerDrafter
 from helix.worker.follower import Span, Taken
+from helix.worker.graph_keys import StepKind
+from helix.worker.keeps import EngineSizes
 from helix.worker.step import Step
 
 WIDTH, WINDOW = 8, 4
@@ -63,10 +64,10 @@ class Layer:
 def test_a_launch_is_between_bounds_and_attention() -> None:
     events: list[str] = []
     cpu = torch.device("cpu")
-    drafter = LayerDrafter(
-        2, Layer(events), torch.float32, SoloCommunicator(cpu), SimpleNamespace(device=cpu, rings={}, lacking=0.0),
-        Placement(HelixLayout.create("helix", 1), 0, 16, 16), noise="shared", max_batch=2, max_length=32,
-    )  # fmt: skip
+    placement = Placement(HelixLayout.create("helix", 1), 0, 16, 16)
+    model = SimpleNamespace(comm=SoloCommunicator(cpu), weights=SimpleNamespace(dtype=torch.float32))
+    cache = SimpleNamespace(device=cpu, rings={}, lacking=0.0, placement=placement)
+    drafter = LayerDrafter(Layer(events), model, cache, EngineSizes(2, 32, drafts=2), "shared")
     drafter.policy = Logged(events)
     state = drafter.sequences
     state.limits.fill_(30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -520,7 +519,7 @@ def test_a_decision_costs_alike_at_any_context_and_any_queue() -> None:
     least = []
     for context, waiting in ((1_000, 40), (1_000_000, 400)):
         pages = 4 * (context + 1000) // 32 + 20
-        serving = Serving(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30, longest_s=inf)
+        serving = Serving(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30, fetches=True)
         prompts = [np.full(context, seed, dtype=np.int32) for seed in range(5)]
         for name in range(4 + waiting):
             assert serving.scheduler.submit(Request(name, prompts[min(name, 4)], 1000), 0.0) is None

@@ -18,7 +18,7 @@ from helix.planner.layer import COUNTED, DIGITS
 from helix.planner.points import Options, Points, Sparse, Speculation, Tier
 from helix.planner.step import CHUNK_TOKENS, Memory, StepCost, memory_of, predict
 from helix.setup.tiering import tiered_bytes
-from helix.worker.keeps import LATENT_GROUP, StepSizes, page_bytes, token_bytes
+from helix.worker.keeps import LATENT_GROUP, EngineSizes, page_bytes, token_bytes
 from helix.worker.kv_cache import with_bounds
 from kernels.indexer import choose, keys
 from kernels.scaled_keys import GROUP
@@ -308,7 +308,7 @@ def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int, kv: str,
     layout = HelixLayout.create("helix", kvp)
     placement = Placement(layout, 0, 128, 128)
     keeps = spec.keeps(layout, 0, "bfloat16", kv)
-    runtime = tiered_bytes(with_bounds(keeps, "bfloat16"), placement, StepSizes(1, 1, CHUNK_TOKENS))
+    runtime = tiered_bytes(with_bounds(keeps, "bfloat16"), placement, EngineSizes(1, chunk=CHUNK_TOKENS))
     pages = placement.stripes.pages_for(length + 1)
     budget = BlockBudget(1, 4, 32 // kvp, 0)
     taken = runtime.fixed + pages * runtime.page + placement.most_blocks(budget, length) * runtime.place

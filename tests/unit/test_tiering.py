@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,8 @@ from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.placement import BlockBudget, Placement
-from helix.setup.buffers import CacheNeeds
 from helix.setup.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
-from helix.worker.keeps import StepSizes, page_bytes
+from helix.worker.keeps import EngineSizes, page_bytes
 from helix.worker.kv_cache import with_bounds
 from helix.worker.tiered_cache import TieredCache
 from launch.inputs.compose import ROOT
@@ -27,7 +28,7 @@ from launch.inputs.shapes import load_spec
 
 SPEC = replace(spec_from_config(read_config(ROOT / "assets" / "demo-model")), max_positions=1 << 20)
 LAYOUT = HelixLayout.create("helix", 2)
-TOKENS, SIZES = 40_000, StepSizes(2, 1, 256)
+TOKENS, SIZES = 40_000, EngineSizes(2, chunk=256)
 GPU = 120e6  # bytes for the cache
 
 
@@ -45,7 +46,10 @@ def made(given: Config) -> list[TieredCache]:
         comm = world.communicator(rank, LAYOUT.kvp_group(rank))
         placement = Placement(LAYOUT, LAYOUT.kvp_rank(rank), 16, 16)
         tokens = given.kv.tokens or TOKENS
-        return make_tiered(given, SPEC, "float32", placement, comm, CacheNeeds(SIZES, tokens, 0))
+        pages = placement.stripes.pages_for_all(tokens, SIZES.slots)
+        sizes = replace(SIZES, length=min(tokens, SPEC.max_positions), pages=pages)
+        model: Any = SimpleNamespace(spec=SPEC, comm=comm, weights=SimpleNamespace(dtype=torch.float32))
+        return make_tiered(given, model, placement, sizes, 0)
 
     return run_ranks(2, body, timeout_s=60.0)
 
@@ -107,7 +111,7 @@ def test_cards_hold_what_the_documentation_says() -> None:
     """One rank of Qwen2.5-7B with a sequence of 1M tokens, and with as many as its GPU allows."""
     spec, placement = load_spec("qwen2.5-7b"), Placement(HelixLayout.create(), 0, 128, 128)
     keeps = with_bounds(spec.keeps(placement.layout, 0, "bfloat16"), "bfloat16")
-    size = tiered_bytes(keeps, placement, StepSizes(1, 1, 8192))
+    size = tiered_bytes(keeps, placement, EngineSizes(1, chunk=8192))
     pages, least = placement.stripes.pages_for((1 << 20) + 1), placement.most_blocks(BlockBudget(1, 4, 32, 0), 1 << 20)
     text = (ROOT / "docs" / "tiering.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ GB \| (\S+) \| (\d+) \| (\S+) \| (\d+)% \|$", text, re.MULTILINE)

@@ -13,13 +13,13 @@ SERVE = "tests/e2e/test_serve.py::"
 FAULTS = [
     # ---- the control plane
     Fault(
-        "a step's time is a grammar's too", "helix/engine/serving.py",
+        "a step's time is a grammar's too", "helix/engine/core.py",
         "run.seconds.append(step.busy_seconds)", "run.seconds.append(seconds)",
         (WISHES + "test_what_a_grammar_takes_does_not_delay_the_next_decision",),
     ),
     Fault(
-        "a step that is held is waited for as long as predicted", "helix/engine/serving.py",
-        "self._runner.is_computed if run.holds_draw", "False if run.holds_draw",
+        "a step that is held is waited for as long as predicted", "helix/engine/core.py",
+        "self.runner.is_computed if run.holds_draw", "False if run.holds_draw",
         (WISHES + "test_what_a_grammar_takes_does_not_delay_the_next_decision",),
     ),
     Fault(
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "no patience", "helix/engine/scheduler.py",
-        "if now - s.refused >= self._patience_s:", "if False:", SCHEDULER,
+        "if now - s.refused >= self._schedule.patience_s:", "if False:", SCHEDULER,
     ),
     Fault(
         "chunks as long as they may be", "helix/engine/scheduler.py",
@@ -58,7 +58,7 @@ FAULTS = [
     ),
     Fault(
         "chunks as long as they may be while nothing decodes", "helix/engine/scheduler.py",
-        "self._times.longest(self._runner.longest_s) or UNTIMED_WORK", "math.inf", SCHEDULER,
+        "self._times.longest(self._longest_s) or UNTIMED_WORK", "math.inf", SCHEDULER,
     ),
     Fault(
         "many steps that nobody has timed", "helix/engine/scheduler.py",
@@ -74,7 +74,7 @@ FAULTS = [
         "if seconds * before[0] <= before[1] * work:", "if not work:", ("tests/unit/test_prefill_time.py",),
     ),
     Fault(
-        "who waits for a prediction does not look", "helix/engine/serving.py",
+        "who waits for a prediction does not look", "helix/engine/core.py",
         "time.sleep(min(LOOK_S, max(until - perf_counter(), 0.0)))", "time.sleep(max(until - perf_counter(), 0.0))",
         ("tests/e2e/test_serve.py::test_what_ends_sooner_than_predicted_is_read_then",),
     ),
@@ -106,12 +106,12 @@ FAULTS = [
     ),
     Fault(
         "no room for drafts", "helix/engine/scheduler.py",
-        "s.request.max_new_tokens) + self._runner.drafts", "s.request.max_new_tokens)", SCHEDULER,
+        "s.request.max_new_tokens) + self._runner.sizes.drafts", "s.request.max_new_tokens)", SCHEDULER,
     ),
     Fault(
         "as many rows as sequences", "helix/engine/scheduler.py",
-        "min(1 << slot.bit_length(), self._runner.max_batch // homes)",
-        "min(len(self.running), self._runner.max_batch // homes)",
+        "min(1 << slot.bit_length(), self._runner.sizes.slots)",
+        "min(len(self.running), self._runner.sizes.slots)",
         SCHEDULER,
     ),
     Fault(
@@ -132,7 +132,7 @@ FAULTS = [
     ),
     Fault(
         "runs of steps beside a grammar", "helix/engine/scheduler.py",
-        "1 if masked else self._runner.run_steps", "self._run_steps",
+        "1 if masked else self._runner.sizes.run_steps", "self._runner.sizes.run_steps",
         SCHEDULER,
     ),
     Fault(
@@ -141,7 +141,7 @@ FAULTS = [
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
     Fault(
-        "tokens of a held step count as those of the next", "helix/engine/serving.py",
+        "tokens of a held step count as those of the next", "helix/engine/core.py",
         "            self._runs[-1].steps.append(steps.popleft())\n", "            steps.append(steps.popleft())\n",
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
@@ -155,9 +155,9 @@ FAULTS = [
         (ENGINE + "test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up",),
     ),
     Fault(
-        "tokens behind the end", "helix/engine/serving.py",
-        "                    continue  # computed after its end, discarded\n",
-        "                    pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
+        "tokens behind the end", "helix/engine/core.py",
+        "                continue  # computed after its end, discarded\n",
+        "                pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
         "a chunk carries the tokens before its own", "helix/engine/scheduler.py", "new = s.tokens[s.prefilled : end]",
@@ -165,7 +165,7 @@ FAULTS = [
     ),
     Fault(
         "who looks back sees no prompt", "helix/engine/scheduler.py",
-        "if self._runner.drafts or request.sampling.changes_logits",
+        "if self._runner.sizes.drafts or request.sampling.changes_logits",
         "if request.sampling.changes_logits", SCHEDULER,
     ),
     Fault(
@@ -184,27 +184,27 @@ FAULTS = [
         ("tests/e2e/test_rehearsal.py::test_what_is_served_later_needs_no_other_kernel",),
     ),
     Fault(
-        "a heartbeat is left out", "helix/engine/serving.py",
-        "self._launch(Decision.nothing(captures=captures))", "pass",
+        "a heartbeat is left out", "helix/engine/core.py",
+        "self._send(Decision.nothing(captures=captures))", "pass",
         (SERVE + "test_an_idle_engine_lives_and_its_ranks_hear_from_it",),
     ),
     Fault(
         "what the draft model has not read is shared", "helix/engine/scheduler.py",
-        "s.text() if self._runner.keep_drawn else s.tokens", "s.text()", SCHEDULER,
+        "s.tokens if self._runner.drafter.lags else s.text()", "s.text()", SCHEDULER,
     ),
     Fault(
-        "the next run waits for the one before", "helix/engine/serving.py",
+        "the next run waits for the one before", "helix/engine/core.py",
         "while len(self._runs) > 1 or self._is_early(inbox):", "while self._runs:",
         (SERVE + "test_the_next_run_is_launched_before_the_one_before_is_read",),
     ),
     Fault(
-        "the next decision waits for a chunk", "helix/engine/serving.py",
+        "the next decision waits for a chunk", "helix/engine/core.py",
         "run.holds_draw or not run.in_chunk or steps_s > ahead_s", "True",
         ("tests/unit/test_decide_ahead.py::test_before_a_chunk_ends",),
     ),
     Fault(
-        "what a launch kept from being read counts as late", "helix/engine/serving.py",
-        "min(step.came, max(run.begin, self._came) + seconds)", "step.came",
+        "what a launch kept from being read counts as late", "helix/engine/core.py",
+        "min(step.came, max(run.begin, self._came) + step.seconds)", "step.came",
         ("tests/unit/test_decide_ahead.py::test_time_counts_from_the_devices_end_not_from_the_hosts_reading",),
     ),
     Fault(
@@ -221,13 +221,13 @@ FAULTS = [
         ("tests/unit/test_kv_cache.py::test_several_sequences_come_grow_and_leave_at_once",),
     ),
     Fault(
-        "EOS is a token like others", "helix/engine/serving.py",
-        '"stop" if token in progress.ends else ', "",
+        "EOS is a token like others", "helix/engine/core.py",
+        '"stop" if token in s.ends else ', "",
         (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
-        "preemptions are told at the end", "helix/engine/serving.py",
-        "self._timings.preemptions = self._scheduler.preemptions", "pass",
+        "preemptions are told at the end", "helix/engine/core.py",
+        "self.timings.preemptions = self._scheduler.preemptions", "pass",
         ("tests/serving/test_families.py::test_tokens_are_those_of_decoding[qwen3]",),
     ),
     # ---- texts

@@ -10,7 +10,7 @@ LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_w
 FAULTS = [
     # ---- drafts
     Fault(
-        "a slot's next sequence inherits its limit", "helix/engine/serving.py",
+        "a slot's next sequence inherits its limit", "helix/engine/core.py",
         "self._policy.forget(slot)", "pass", LIMITS,
     ),
     Fault(

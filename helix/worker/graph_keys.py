@@ -1,11 +1,13 @@
-"""Sizes of prompt chunks: those that are captured, and those that share compiled kernels."""
+"""Keys of captured graphs: the kind of a decode step, the size of a prompt chunk; no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from helix.sampling_params import SamplingParams
 
 SIZES = *(n << i for i in range(7) for n in ((96, 128) if i else (128,))), 16384  # 128, 192, 256, .. 6144, 8192
 LONG = 8192  # tokens of a chunk that takes a rank alone longer than its launch: several ranks wait for each other's
@@ -14,6 +16,39 @@ LAUNCHED = 1024  # tokens up to which a chunk takes as long as its launch: paddi
 PADDING = 8  # a longer chunk is padded by at most this part of its tokens
 DEEP = 16 << 10  # keys of a sequence from which on other kernels attend
 ALIGNED = 16  # tokens: kernels are compiled for numbers that this divides
+
+
+@dataclass(frozen=True, order=True)
+class StepKind:
+    """Kind of a decode step: the key of its captured graph.
+
+    Attributes:
+        rows: slots [0, rows) take part: a power of two, or all slots, so that few graphs suffice.
+        drafts: tokens that the step verifies for each sequence.
+        stochastic: any sequence has a temperature above 0.
+        filtered: any sequence has top-k, top-p or min-p.
+        shaped: any sequence changes its logits or requests log-probabilities.
+        sparse: attention reads a selection of keys: any sequence is long enough.
+        chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
+    """
+
+    rows: int = 0
+    drafts: int = 0
+    stochastic: bool = False
+    filtered: bool = False
+    shaped: bool = False
+    sparse: bool = False
+    chunks: int = 1
+
+    @classmethod
+    def of(cls, sampling: Collection[SamplingParams], **more: Any) -> StepKind:
+        """Creates the kind of a step that draws with all of these parameters; `more` has the other attributes."""
+        return cls(
+            stochastic=any(not s.is_greedy for s in sampling),
+            filtered=any(s.is_filtered for s in sampling),
+            shaped=any(s.is_shaped for s in sampling),
+            **more,
+        )
 
 
 class Depth(NamedTuple):
