@@ -25,6 +25,7 @@ class Timings:
         sequence_steps: decode steps, counted once per sequence in each.
         kv_tokens: tokens in the cache of each kvp rank (mode dp: of each rank), when the total was highest.
         held: (slot, tokens in the cache, kvp rank of the first block) of each sequence at that time.
+        most_held: the total.
         decisions: number of decisions.
         preemptions: number of preemptions.
         decide_s: seconds of rank 0's host in making decisions.
@@ -41,6 +42,7 @@ class Timings:
     sequence_steps: int = 0
     kv_tokens: list[int] = field(default_factory=list)
     held: list[tuple[int, int, int]] = field(default_factory=list)
+    most_held: int = 0
     decisions: int = 0
     preemptions: int = 0
     decide_s: float = 0.0
@@ -61,9 +63,9 @@ class Timings:
 
     def note_kv(self, running: Mapping[int, Scheduled]) -> None:
         """Records the sequences by slot, if they hold more tokens than ever."""
-        held = [(slot, s.cached, s.held.start) for slot, s in running.items() if s.held is not None]
-        if sum(tokens for _, tokens, _ in held) > sum(tokens for _, tokens, _ in self.held):
-            self.held = held
+        if (total := sum(s.cached for s in running.values() if s.held is not None)) > self.most_held:
+            self.most_held = total
+            self.held = [(slot, s.cached, s.held.start) for slot, s in running.items() if s.held is not None]
 
     def count_kv(self, placement: Placement) -> None:
         """Computes `kv_tokens`."""
