@@ -47,7 +47,7 @@ PARTS = {
     "projections": r"^_(embedding|rms_norm|(scaled_)?linear(_fp8)?(_sm90)?|qkv_append|each_head|head_squares)_kernel"
     r"|^_(silu_mul|sigmoid_mul|gated_norm|route|moe(_scaled)?_sm90|experts_many|(count|place)_pairs|(gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
     "all-reduce": r"^_(all_reduce_norm(_rows|_long)?|reduce_scatter)_kernel|ncclDevKernel_(AllReduce|ReduceScatter)",
-    "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|draw|verify_and_pack)_kernel|ncclDevKernel_AllGather"
+    "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|draw|commit)_kernel|ncclDevKernel_AllGather"
     r"|^_(shape_logits|top_of_blocks|merge_tops)_kernel",
 }
 REST = "rest"  # torch's own small kernels around the layers, and copies

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from benchmarks.papers import verification_kernels as baselines
+from benchmarks.papers import verification_reference as reference
+from benchmarks.papers.verify_and_pack import Packed, Verified, verify_and_pack
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import ROTATED, replays
 from helix.worker.clock import seconds_of_each
-from kernels.reference import verify as reference
-from kernels.tokens import verify as kernels
-from kernels.tokens.verify import Packed, Verified
 
 VOCABULARY = 4096
 MOST_COPIES = 256
@@ -164,7 +163,7 @@ def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int)
     def torch_alone(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.pack(works[i].kv, reference.verify(works[i].draft, works[i].target)[0])
 
-    variants = {"fused": kernels.verify_and_pack, "two_step": two_step}
+    variants = {"fused": verify_and_pack, "two_step": two_step}
     if batch <= baselines.ONE_BLOCK_BATCH:
         variants["one_block"] = baselines.verify_and_pack_one_block
     row: dict[str, Any] = {"kind": "pack", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}

@@ -2,7 +2,7 @@
 
 One lane a sequence (`naive`), one warp that votes on 32 tokens at a time (`ballot`), one program that reduces all
 tokens at once (`verify`), accepted rows copied together (`pack`), and both in one launch of one program
-(`verify_and_pack_one_block`). `kernels.tokens.verify` has the one that lifts its limits.
+(`verify_and_pack_one_block`). `benchmarks/papers/verify_and_pack.py` has the one that lifts its limits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import dispatch
-from kernels.overlap import start_successor, wait_for_predecessor
-from kernels.reference import verify as reference
-from kernels.tokens.verify import (
+from benchmarks.papers import verification_reference as reference
+from benchmarks.papers.verify_and_pack import (
     TILE_BYTES,
     Launch,
     Like,
@@ -35,6 +33,8 @@ from kernels.tokens.verify import (
     verify_and_pack,
     write_lengths,
 )
+from kernels import dispatch
+from kernels.overlap import start_successor, wait_for_predecessor
 
 LANES = 32  # of a warp: sequences of a program of the naive kernel, tokens of one vote of the ballot
 ONE_BLOCK_BATCH = 32

@@ -23,8 +23,8 @@ from kernels.reference import accept as reference
 from kernels.reference.accept import ALL_KEYS, MASS_UNITS, Distribution, descending_keys
 from kernels.reference.uniform import ACCEPT, RECOVER, TARGET
 from kernels.tokens.best_token import store_best
+from kernels.tokens.commit import before_first
 from kernels.tokens.uniform import gumbel, uniform
-from kernels.tokens.verify import before_first
 
 __all__ = ["ALL_KEYS", "MASS_UNITS", "Distribution", "accept", "descending_keys", "kept_mass"]
 

@@ -1,18 +1,66 @@
-"""Commit at the end of a decode step: accepted tokens update lengths, last tokens, history and output."""
+"""Commit at the end of a decode step: accepted tokens update lengths, last tokens, history and output.
+
+The only launch behind the gather over ranks: it finds the drawn tokens among all ranks' candidates and commits them, up
+to the first draft that differs. The KV of accepted drafts stays where the step appended it; the form that packs it is a
+paper's (`benchmarks/papers/verify_and_pack.py`).
+"""
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.commit import PAST, Candidates
 from kernels.reference.commit import commit as reference
-from kernels.tokens.best_token import width_of
-from kernels.tokens.verify import verify_and_commit
+from kernels.tokens.best_token import best_of_pairs, width_of
 
-__all__ = ["PAST", "Candidates", "commit"]
+__all__ = ["PAST", "Candidates", "before_first", "commit"]
+_PAST = tl.constexpr(PAST)
+
+
+@triton.jit
+def before_first(wrong, j, G):
+    """Counts the drafts before the first wrong one in rows [.., BLOCK_G], int32; j are their columns, G is none."""
+    return tl.min(tl.where(wrong, tl.minimum(j, G), G), len(wrong.shape) - 1)
+
+
+# Drafts come one by one: a row of them begins anywhere. One warp: all read before one writes.
+@triton.jit(do_not_specialize_on_alignment=["draft"])
+def _commit_kernel(
+    draft, candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
+    draft_b, outcome_b, history_b, G, N, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Takes the accepted drafts of a sequence and the token behind them, up to its limit."""
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    b, B = tl.program_id(1), tl.num_programs(1)
+    row = b.to(tl.int64)
+    j = tl.arange(0, BLOCK_G)
+    is_draft = j < G
+    d = tl.full([BLOCK_G], -1, tl.int64)
+    if draft is not None:
+        d = tl.load(draft + row * draft_b + j, mask=is_draft, other=-1)
+    length = tl.load(lengths + b)
+    left = tl.load(limits + b) - length
+    goes_on = tl.load(active + b)
+    if drawn_at is None:
+        token = best_of_pairs(candidates, b * (G + 1) + j, j <= G, B * (G + 1), N, WIDTH)[1]
+    else:
+        one = b + tl.arange(0, 1)
+        following = best_of_pairs(candidates, one, one < B, B, N, WIDTH)[1]
+        token = tl.where(j == tl.load(drawn_at + b), following, d)
+    if outcome is not None:  # broken rows stay broken
+        token = tl.where(is_draft & (token >= 0), tl.load(outcome + row * outcome_b + j, mask=is_draft), token)
+    count = tl.where(goes_on, tl.minimum(before_first((d != token) | (d < 0), j, G) + 1, left), 0)
+    tl.store(taken + row * (G + 1) + j, tl.where(j < count, token, _PAST), mask=j <= G)
+    tl.store(last + b, tl.sum(tl.where(j == count - 1, token, 0), 0), mask=count > 0)
+    if history is not None:
+        tl.store(history + row * history_b + length + 1 + j, token.to(tl.int32), mask=j < count)
+    tl.store(before + b, length)
+    tl.store(lengths + b, length + count)
 
 
 def commit(
@@ -57,12 +105,10 @@ def commit(
     taken = torch.empty(B, 1 + G, dtype=torch.int64, device=pairs.device)
     before = torch.empty_like(lengths)
     block_g = triton.next_power_of_2(1 + G)
-    state = {
-        "draft": drafts, "candidates": pairs, "drawn_at": held, "outcome": outcome, "last": last, "lengths": lengths,
-        "limits": limits, "active": active, "history": history if history.shape[1] else None, "taken": taken,
-        "before": before, "draft_b": 0 if drafts is None else drafts.stride(0),
-        "outcome_b": 0 if outcome is None else outcome.stride(0), "history_b": history.stride(0), "G": G,
-        "N": len(pairs), "BLOCK_G": block_g, "WIDTH": width_of(len(pairs), block_g if held is None else 1),
-    }  # fmt: skip
-    verify_and_commit(B, state | overlapped(pairs))
+    _commit_kernel[1, B](
+        drafts, pairs, held, outcome, last, lengths, limits, active, history if history.shape[1] else None, taken,
+        before, 0 if drafts is None else drafts.stride(0), 0 if outcome is None else outcome.stride(0),
+        history.stride(0), G, len(pairs), BLOCK_G=block_g,
+        WIDTH=width_of(len(pairs), block_g if held is None else 1), num_warps=1, **overlapped(pairs),
+    )  # fmt: skip
     return taken, before

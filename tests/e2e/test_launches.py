@@ -26,7 +26,7 @@ from tests.kernels.quick_interpreter import quick
 from tests.sequences import generated
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
-GATHER, FUSED = "all_gather", "_verify_and_pack_kernel"
+GATHER, COMMIT = "all_gather", "_commit_kernel"
 FREE = {"empty", "empty_like", "new_empty", "flatten", "unflatten", "lift_fresh"}  # no launches, as views
 
 
@@ -124,7 +124,7 @@ def test_one_launch_follows_the_gather(
     def body(world: LoopbackWorld, rank: int) -> list[str]:
         return behind_logits(world.communicator(rank, (0,)), monkeypatch, drafter, sampling)
 
-    assert run_ranks(1, body, timeout_s=120.0) == [[*before, GATHER, FUSED]]
+    assert run_ranks(1, body, timeout_s=120.0) == [[*before, GATHER, COMMIT]]
 
 
 def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: str, collective: str) -> list[str]:

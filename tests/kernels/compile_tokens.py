@@ -14,14 +14,15 @@ from benchmarks.papers.verification_kernels import (
     _pack_kernel,
     _verify_kernel,
 )
+from benchmarks.papers.verify_and_pack import _verify_and_pack_kernel
 from benchmarks.ranks.kept_kernels import _replay_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.best_token import _best_of_rank_kernel, _best_of_ranks_kernel
+from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.draw import _draw_kernel
 from kernels.tokens.shape_logits import _shape_logits_kernel
 from kernels.tokens.suffix import _find_others_kernel, _propose_kernel
 from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
-from kernels.tokens.verify import _verify_and_pack_kernel
 
 
 def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -64,8 +65,7 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         {"BLOCK": 2048, "BLOCK_N": 128, "PDL": True},
         {"num_warps": 4},
     )
-    committed = "candidates", "drawn_at", "outcome", "last", "lengths", "limits", "active", "history", "taken", "before"
-    find = scan | dict.fromkeys(committed) | {"WIDTH": 0, "ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
+    find = scan | {"ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
     few = once | {"BLOCK": 2048, "AHEAD": True, "shared": None}
     yield "verify-fused", bf16, _verify_and_pack_kernel, find | once | {"AHEAD": False}, options
     yield "verify-fused-more", bf16, _verify_and_pack_kernel, find | more | {"AHEAD": False}, options
@@ -74,9 +74,8 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 def commit_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """Candidates of one rank and of eight; without drafts, with some, and with some that rejection sampling accepts."""
-    kernel, options = _verify_and_pack_kernel, {"num_warps": 1}
-    packing = kernel.arg_names[1:9] + kernel.arg_names[kernel.arg_names.index("ROWS") :]
-    absent = dict.fromkeys([*packing, "outcome"]) | {"PDL": True}
+    kernel, options = _commit_kernel, {"num_warps": 1}
+    absent = {"outcome": None, "PDL": True}
     plain = absent | {"draft": None, "drawn_at": None, "history": None, "BLOCK_G": 1}
     yield "commit-plain", torch.bfloat16, kernel, plain | {"WIDTH": 64}, options
     yield "commit-plain-ranks", torch.bfloat16, kernel, plain | {"WIDTH": 512}, options

@@ -36,7 +36,7 @@ def test_parts_are_the_kernels_sums() -> None:
             "void cublasLt::splitKreduce_kernel<32, 16, int, float>": 0.5,
             "_replay_kernel": 0.25,
             "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": 2.0,
-            "_verify_and_pack_kernel": 0.125,
+            "_commit_kernel": 0.125,
             "void at::native::vectorized_elementwise_kernel<2, at::native::(anonymous namespace)::where_": 1.5,
         }
     )

@@ -144,12 +144,12 @@ FAULTS = [
         ".long().cumprod(1).sum(1)", ".long().sum(1)", KV_CACHE,
     ),
     Fault(
-        "a step takes more than the limit", "kernels/tokens/verify.py",
+        "a step takes more than the limit", "kernels/tokens/commit.py",
         "left = tl.load(limits + b) - length", "left = tl.load(limits + b) * 0 + G + 1",
         COMMIT,
     ),
     Fault(
-        "lengths of idle rows grow", "kernels/tokens/verify.py",
+        "lengths of idle rows grow", "kernels/tokens/commit.py",
         "tl.store(lengths + b, length + count)", "tl.store(lengths + b, length + tl.maximum(count, 1))", COMMIT,
     ),
     Fault(

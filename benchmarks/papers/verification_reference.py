@@ -7,7 +7,7 @@ import torch
 
 def verify(draft: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted lengths [B] int64, mismatch flags [B] bool, next tokens [B] int64; shapes as in
-    `kernels.tokens.verify`.
+    `benchmarks.papers.verify_and_pack`.
     """
     gamma = draft.shape[1]
     wrong = (draft != target[:, :gamma]) | (draft < 0)

@@ -1,16 +1,12 @@
-"""Verification of drafted tokens: how many of each sequence are accepted, which token follows, and what is kept.
+"""Verification of drafted tokens and packing of their KV in one launch: how many of each sequence are accepted.
 
-One kernel with two destinations. In a decode step (`kernels.tokens.commit`) it is the only launch behind the gather
-over ranks: it finds the drawn tokens among all ranks' candidates and commits them, up to the first draft that differs,
-to lengths and history. The KV of accepted drafts stays where the step appended it.
-
-In `verify_and_pack`, tokens are given and accepted rows of KV are copied to a buffer. This is the last kernel of
-Kolawole's "Batched Speculative Decoding Verification Kernels" (CMU, 2026) without its limits, batch 32 and the
-bandwidth of one SM: many programs share the copy, and each finds where it begins while its first rows are on their way.
-Few tokens it compares itself, those of all sequences before its own. Of many it compares its own sequence's alone and
-looks up the lengths of the others, which their first programs publish as words with tags (`kernels.peers.mailbox`); if
-one is late it compares after all, so that no program depends on another's being there. The paper's other kernels are in
-`benchmarks/papers/verification_kernels.py`.
+The last kernel of Kolawole's "Batched Speculative Decoding Verification Kernels" (CMU, 2026) without its limits, batch
+32 and the bandwidth of one SM: many programs share the copy of accepted rows, and each finds where it begins while its
+first rows are on their way. Few tokens it compares itself, those of all sequences before its own. Of many it compares
+its own sequence's alone and looks up the lengths of the others, which their first programs publish as words with tags
+(`kernels.peers.mailbox`); if one is late it compares after all, so that no program depends on another's being there.
+The paper's other kernels are in `benchmarks/papers/verification_kernels.py`. A decode step packs nothing: what it
+accepts stays where it was appended (`kernels.tokens.commit`).
 
 Whoever packs owns the buffer: nothing is allocated here, so that captured steps and eager ones pay one launch. Checks
 and launch geometry depend on shapes, and are worked out once for each (`Launch`).
@@ -18,7 +14,6 @@ and launch geometry depend on shapes, and are worked out once for each (`Launch`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -27,12 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.papers import verification_reference as reference
 from kernels import dispatch
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import end_turn, send, turn
-from kernels.reference import verify as reference
-from kernels.reference.commit import PAST as PAST_TOKEN
-from kernels.tokens.best_token import best_of_pairs
+from kernels.tokens.commit import before_first
 
 MAX_GAMMA = 1024  # drafted tokens of a sequence, which a program holds at once
 
@@ -45,9 +39,7 @@ TOKENS = 1024  # of all sequences, padded: up to here each program compares thos
 LATE_TOKENS = 256  # at once, of sequences whose lengths are late: few, whose registers leave room for two programs
 LOOKS = 1000  # at lengths that are late, about 1 us each
 RUN = tl.constexpr(256)  # elements, of which a program copies as many as another or one run less
-NO_COMMIT = (None,) * 10  # arguments of the kernel for the other destination
 UNKNOWN = tl.constexpr(1 << 40)  # more than any sum of lengths
-PAST = tl.constexpr(PAST_TOKEN)
 
 
 # Shape, strides, dtype, and whether the address is a multiple of 16 bytes: what launches depend on.
@@ -136,12 +128,6 @@ jit = triton.jit(
 
 
 @triton.jit
-def before_first(wrong, j, G):
-    """Counts the drafts before the first wrong one in rows [.., BLOCK_G], int32; j are their columns, G is none."""
-    return tl.min(tl.where(wrong, tl.minimum(j, G), G), len(wrong.shape) - 1)
-
-
-@triton.jit
 def accepted_lengths(draft, target, b, end, draft_b, target_b, G, BLOCK_G: tl.constexpr):
     """Tokens before the first mismatch of sequences b [n], int32; 0 for those from `end` on."""
     row = b.to(tl.int64)[:, None]
@@ -206,13 +192,14 @@ def looked_up(lengths, tag, b, LOOKS: tl.constexpr, BLOCK_B: tl.constexpr):
     return total
 
 
-@triton.jit
-def pack_row(
+@jit
+def _verify_and_pack_kernel(
     draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, shared, draft_b, target_b, kv_b, G, D,
     BLOCK_G: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, LOOKS: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copies a program's share of a sequence's accepted rows behind those of the sequences before it."""
+    wait_for_predecessor(PDL)
     b, B = tl.program_id(1), tl.num_programs(1)
     source = kv + b.to(tl.int64) * kv_b
     if AHEAD:
@@ -250,68 +237,6 @@ def pack_row(
         copy_tiles(source + begin, packed + offset * D + begin, x, share, size - begin, BLOCK, MORE)
     if shared is not None:
         end_turn(shared, b * tl.num_programs(0) + tl.program_id(0), B * tl.num_programs(0))
-
-
-@triton.jit
-def commit_row(
-    draft, candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
-    draft_b, outcome_b, history_b, G, N, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Takes the accepted drafts of a sequence and the token behind them, up to its limit."""
-    b, B = tl.program_id(1), tl.num_programs(1)
-    row = b.to(tl.int64)
-    j = tl.arange(0, BLOCK_G)
-    is_draft = j < G
-    d = tl.full([BLOCK_G], -1, tl.int64)
-    if draft is not None:
-        d = tl.load(draft + row * draft_b + j, mask=is_draft, other=-1)
-    length = tl.load(lengths + b)
-    left = tl.load(limits + b) - length
-    goes_on = tl.load(active + b)
-    if drawn_at is None:
-        token = best_of_pairs(candidates, b * (G + 1) + j, j <= G, B * (G + 1), N, WIDTH)[1]
-    else:
-        one = b + tl.arange(0, 1)
-        following = best_of_pairs(candidates, one, one < B, B, N, WIDTH)[1]
-        token = tl.where(j == tl.load(drawn_at + b), following, d)
-    if outcome is not None:  # broken rows stay broken
-        token = tl.where(is_draft & (token >= 0), tl.load(outcome + row * outcome_b + j, mask=is_draft), token)
-    count = tl.where(goes_on, tl.minimum(before_first((d != token) | (d < 0), j, G) + 1, left), 0)
-    tl.store(taken + row * (G + 1) + j, tl.where(j < count, token, PAST), mask=j <= G)
-    tl.store(last + b, tl.sum(tl.where(j == count - 1, token, 0), 0), mask=count > 0)
-    if history is not None:
-        tl.store(history + row * history_b + length + 1 + j, token.to(tl.int32), mask=j < count)
-    tl.store(before + b, length)
-    tl.store(lengths + b, length + count)
-
-
-# Tokens come from `target`, or from all ranks' `candidates`; they go to the buffer `packed`, or to a batch's state.
-@jit
-def _verify_and_pack_kernel(
-    draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, shared,
-    candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
-    draft_b, target_b, kv_b, outcome_b, history_b, G, D, N,
-    BLOCK_G: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, LOOKS: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor(PDL)
-    if packed is None:
-        start_successor(PDL)
-        commit_row(
-            draft, candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
-            draft_b, outcome_b, history_b, G, N, BLOCK_G, WIDTH,
-        )  # fmt: skip
-    else:
-        pack_row(
-            draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, shared,
-            draft_b, target_b, kv_b, G, D, BLOCK_G, ROWS, BLOCK_B, LOOKS, AHEAD, BLOCK, MORE, PDL,
-        )  # fmt: skip
-
-
-def verify_and_commit(batch: int, state: Mapping[str, Any]) -> None:
-    """Launches the kernel whose destination is a batch's state; what it is not given is not compiled."""
-    absent = dict.fromkeys(_verify_and_pack_kernel.arg_names)
-    _verify_and_pack_kernel[1, batch, 1](**{**absent, **state}, num_warps=1)  # one warp: all read before one writes
 
 
 class Launch:
@@ -359,7 +284,7 @@ def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor,
     launch, looks = fused_launch(like(draft), like(target), like(kv), out.layout, packed.layout, kv.device)
     return launch(
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
-        packed.shared if looks else None, *NO_COMMIT,
+        packed.shared if looks else None,
     )  # fmt: skip
 
 
@@ -374,8 +299,8 @@ def fused_launch(
     block_b, block_g = block_of(B), block_of(G)
     looks = block_b * block_g > TOKENS
     launch = Launch(
-        _verify_and_pack_kernel, (splits, B, 1), warps, (draft[1][0], target[1][0], kv[1][0], 0, 0, G, D, 0),
-        BLOCK_G=block_g, WIDTH=0, ROWS=min(block_b, max(1, (LATE_TOKENS if looks else TOKENS) // block_g)),
+        _verify_and_pack_kernel, (splits, B, 1), warps, (draft[1][0], target[1][0], kv[1][0], G, D),
+        BLOCK_G=block_g, ROWS=min(block_b, max(1, (LATE_TOKENS if looks else TOKENS) // block_g)),
         BLOCK_B=min(max(block_b, 32 * warps), 1024),  # a word a thread at least: all see the same
         LOOKS=LOOKS, AHEAD=not looks and B * G * D * kv[2].itemsize <= AHEAD_BYTES, **tile,
     )  # fmt: skip
