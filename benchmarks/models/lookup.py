@@ -20,7 +20,7 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 from helix.engine.decision import Admission
 from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
-from helix.speculation import Drafter, NgramDrafter, SuffixDrafter
+from helix.speculation import Drafter, SuffixDrafter
 from helix.worker.graph_keys import StepKind
 
 DRAFTS = 6  # most of a step
@@ -73,15 +73,10 @@ class Replay:
         return steps
 
 
-def made(name: str, longest: int) -> Drafter:
-    if name == "ngram":
-        return NgramDrafter(DRAFTS, longest)
-    return SuffixDrafter(DRAFTS, longest, REMEMBERED, 1, torch.device("cpu"))
-
-
 def measure(given: Given, name: str, longest: int) -> Iterator[Row]:
     """Counts the steps of all answers, said one after the other."""
-    replay, turns = Replay(made(name, longest)), worded()
+    drafter = SuffixDrafter(DRAFTS, longest, REMEMBERED if name == "suffix" else 0, 1)
+    replay, turns = Replay(drafter), worded()
     steps, words = sum(replay.steps(*turn) for turn in turns), sum(len(answer) for _, answer in turns)
     yield {
         "kind": "lookup", "drafter": name, "longest": longest, "drafts": DRAFTS, "answers": len(turns),

@@ -37,7 +37,6 @@ from helix.speculation import (
     DraftBudget,
     Drafter,
     LayerDrafter,
-    NgramDrafter,
     NoDrafts,
     SparseDrafter,
     SuffixDrafter,
@@ -143,7 +142,7 @@ def _fixed(way: Drafting, runner: ModelRunner) -> Drafter:
 
 
 def _ngram(way: Drafting, runner: ModelRunner) -> Drafter:
-    return NgramDrafter(way.gamma, LONGEST)
+    return SuffixDrafter(way.gamma, LONGEST)
 
 
 def _suffix(way: Drafting, runner: ModelRunner) -> Drafter:
@@ -297,7 +296,7 @@ def _runner(
 
     def follower(cache: KVCache, sizes: EngineSizes) -> Drafter:
         if layer is None:
-            return NgramDrafter(most, LONGEST)
+            return SuffixDrafter(most, LONGEST)
         return StartedLayer(layer, model, cache, sizes, "shared")
 
     runner = prefilled(model, placement, comm, prompts, room, room, score=score, limit=most, make_drafter=follower)

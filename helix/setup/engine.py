@@ -25,7 +25,6 @@ from helix.speculation import (
     DraftModel,
     LayerDrafter,
     ModelDrafter,
-    NgramDrafter,
     NoDrafts,
     SparseDrafter,
     SuffixDrafter,
@@ -50,7 +49,7 @@ def make_drafter(
     """Creates the drafter that a config names."""
     match config.drafter:
         case "ngram":
-            return NgramDrafter(config.gamma, config.longest)
+            return SuffixDrafter(config.gamma, config.longest)
         case "suffix":
             return SuffixDrafter(config.gamma, config.longest, config.remembered, sizes.slots, cache.device)
         case "sparse":

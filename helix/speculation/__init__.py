@@ -6,7 +6,6 @@ from helix.speculation.acceptance import accepted_candidates
 from helix.speculation.base import Draft, Drafter, NoDrafts
 from helix.speculation.layer import LayerDrafter
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
-from helix.speculation.ngram import NgramDrafter
 from helix.speculation.sparse import DraftBudget, SparseDrafter
 from helix.speculation.suffix import SuffixDrafter
 
@@ -17,7 +16,6 @@ __all__ = [
     "Drafter",
     "LayerDrafter",
     "ModelDrafter",
-    "NgramDrafter",
     "NoDrafts",
     "SparseDrafter",
     "SuffixDrafter",

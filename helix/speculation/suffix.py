@@ -1,4 +1,4 @@
-"""Prompt lookup that also knows what was generated for others."""
+"""Prompt lookup: drafts continue the last earlier occurrence of a sequence's final tokens."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from helix.worker.follower import Begun, Retired
 from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from helix.worker.transfers import to_device
-from kernels.reference.suffix import TOKEN_BITS
-from kernels.tokens.suffix import suffix
+from kernels.tokens.suffix import TOKEN_BITS, OtherTexts, suffix
 
 
 class SuffixDrafter(Drafter):
-    """Drafter by prompt lookup in a sequence and in texts that were generated for others of the same salt.
+    """Drafter by prompt lookup in a sequence, and in texts that were generated for others of the same salt.
 
     Args:
         limit: most tokens proposed per sequence and step.
         longest: most final tokens of a sequence that are searched for.
-        remembered: most tokens of others; the oldest ones are forgotten.
-        max_batch: number of slots.
+        remembered: most tokens of others; the oldest ones are forgotten. 0: nothing is kept of any sequence.
+        max_batch: number of slots, of which salts are kept.
+        device: where all this is kept.
     """
 
-    def __init__(self, limit: int, longest: int, remembered: int, max_batch: int, device: torch.device) -> None:
+    def __init__(
+        self, limit: int, longest: int, remembered: int = 0, max_batch: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
         super().__init__(limit)
         self.longest = longest
         self.size = remembered
@@ -36,6 +38,8 @@ class SuffixDrafter(Drafter):
         self._decoding = torch.zeros(max_batch, dtype=torch.bool, device=device)
 
     def admit(self, *admissions: Admission) -> None:
+        if not self.size:
+            return
         self._admitted |= {a.slot: a for a in admissions}
         numbers = torch.tensor([(a.slot, a.salt) for a in admissions], dtype=torch.int64)
         slots, salts = to_device(numbers.T.contiguous(), self._salts.device)
@@ -43,11 +47,13 @@ class SuffixDrafter(Drafter):
         self._salts.index_copy_(0, slots, salts)
 
     def begun(self, begun: Begun) -> None:
-        self._decoding.index_fill_(0, begun.slots, True)
+        if self.size:
+            self._decoding.index_fill_(0, begun.slots, True)
 
     def retire(self, *gone: Retired) -> None:
-        for one in gone:
-            self._keep(one)
+        if self.size:
+            for one in gone:
+                self._keep(one)
 
     def _keep(self, gone: Retired) -> None:
         """Stores the text of a sequence that leaves behind those of others."""
@@ -63,8 +69,6 @@ class SuffixDrafter(Drafter):
         self._cursor.copy_((self._cursor + (count + 1) * begun) % self.size)
 
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
-        rows, others = slice(0, kind.rows), self._others[: self.size]
-        lengths = state.lengths[rows] + 1
-        return Draft(
-            suffix(state.history[rows], lengths, others, self._cursor, self._salts[rows], kind.drafts, self.longest)
-        )
+        rows = slice(0, kind.rows)
+        others = OtherTexts(self._others[: self.size], self._cursor, self._salts[rows]) if self.size else None
+        return Draft(suffix(state.history[rows], state.lengths[rows] + 1, others, kind.drafts, self.longest))

@@ -25,7 +25,7 @@ from helix.engine.core import Engine
 from helix.worker.model_runner import ModelRunner
 from helix.layout import HelixLayout
 from helix.engine.request import Request
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
@@ -97,7 +97,7 @@ def test_sequences_stay_whole_with_their_drafts() -> None:
 
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=NgramDrafter(3, 2), adaptive=False)
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=SuffixDrafter(3, 2), adaptive=False)
         engine.runner.hopb = "4"
         return generate(engine, wanted)
 

@@ -24,7 +24,7 @@ from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
 from helix.sampling_params import SamplingParams
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from helix.worker.follower import Span
 from helix.worker.kv_cache import LayerCache
 from helix.worker.step import Step
@@ -118,7 +118,7 @@ def tokens(
 ) -> Tokens:
     def body(world: LoopbackWorld, rank: int) -> Tokens:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        drafter = NgramDrafter(drafts, 1) if drafts else None
+        drafter = SuffixDrafter(drafts, 1) if drafts else None
         engine = build_engine(
             checkpoint(family), layout, comm, block, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False,
             **options,
@@ -296,7 +296,7 @@ def captured_rank(
     """Tokens of a run whose steps are captured as they come, and of two that replay them."""
     layout = HelixLayout.create("helix", world_size)
     comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
-    drafter = NgramDrafter(drafts, 1) if drafts else None
+    drafter = SuffixDrafter(drafts, 1) if drafts else None
     engine = build_engine(
         path, layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False, dtype=dtype, kv=kv
     )  # fmt: skip

@@ -22,7 +22,7 @@ from helix.layers import indexer, mla, specs
 from helix.layers.mla import MLA
 from helix.layout import HelixLayout
 from helix.models import decoder
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from helix.worker import graph_keys as chunk_size
 from helix.worker.keeps import latents
 from helix.worker.step import CHOSEN, Step
@@ -181,7 +181,7 @@ def test_drafts_change_no_token(family: str, kvp: int) -> None:
 
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        return generate(build_engine(checkpoint(family), layout, comm, 4, drafter=NgramDrafter(3, 1)), wanted)
+        return generate(build_engine(checkpoint(family), layout, comm, 4, drafter=SuffixDrafter(3, 1)), wanted)
 
     check(run_ranks(kvp, body, timeout_s=120.0), wanted)
 
@@ -253,7 +253,7 @@ def test_gpus(drafts: int, kind: type[TorchDistCommunicator], world: int) -> Non
     family = "glm-5-shared"
     pool(world, "nccl").start()  # it imports while the oracle computes
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-    drafter = NgramDrafter(drafts, 1) if drafts else None
+    drafter = SuffixDrafter(drafts, 1) if drafts else None
     task = (checkpoint(family), HelixLayout.create("helix", world), 16, wanted, "cuda", kind, drafter)
     check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
 

@@ -28,7 +28,7 @@ from helix.engine.timings import Timings
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from helix.setup import engine as build
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from helix.worker.graph_keys import StepKind
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import checkpoint, oracle
@@ -76,8 +76,8 @@ def test_over_the_capacity_is_refused() -> None:
     assert len(outputs[1].output_ids) == 81
 
 
-@pytest.mark.parametrize("drafter", [None, NgramDrafter(4, 3)])
-def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: NgramDrafter | None) -> None:
+@pytest.mark.parametrize("drafter", [None, SuffixDrafter(4, 3)])
+def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: SuffixDrafter | None) -> None:
     small = alone(max_batch=2, max_length=100, drafter=drafter)
     outputs = generated(small, [Request(0, PROMPT, 82), Request(1, PROMPT, 81)])
     assert outputs[0].finish_reason == "error" and "max_length=100" in (outputs[0].reason or "")
@@ -101,7 +101,7 @@ def test_the_longest_sequence_of_an_engine_fits(drafter: str, monkeypatch: pytes
 
 def test_the_limits_of_one_call_are_not_those_of_the_next() -> None:
     """A sequence whose log-probabilities are reported takes no drafts; who has its slot in the next call does."""
-    e, prompt = alone(max_batch=2, drafter=NgramDrafter(4, 3), adaptive=False), (1, 2, 3, 4) * 6
+    e, prompt = alone(max_batch=2, drafter=SuffixDrafter(4, 3), adaptive=False), (1, 2, 3, 4) * 6
     steps = []
     for sampling in SamplingParams(), SamplingParams(logprobs=0), SamplingParams():
         generated(e, [Request(0, prompt, 60, sampling)])
@@ -399,7 +399,7 @@ def test_what_is_measured() -> None:
 
 def test_steps_that_may_come_are_captured_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that will come run twice of every batch size, eagerly and captured; the others not yet."""
-    e, ran, marks = alone(max_batch=3, drafter=NgramDrafter(1, 2), adaptive=False), [], list[str]()
+    e, ran, marks = alone(max_batch=3, drafter=SuffixDrafter(1, 2), adaptive=False), [], list[str]()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     e.runner.graphs = SimpleNamespace(run=lambda step, kind: ran.append(kind) or step(kind))  # type: ignore[assignment]
     for tensor in e.runner.cache.tensors:

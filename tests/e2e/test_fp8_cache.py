@@ -12,7 +12,7 @@ import torch
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
-from helix.speculation import DraftBudget, NgramDrafter
+from helix.speculation import DraftBudget, SuffixDrafter
 from tests.e2e.checkpoints import checkpoint, continuations
 from tests.e2e.parity import Continuation, Result, SelfDrafts, Sparse, build_engine, check, generate
 from tests.e2e.test_serve import KVP_2, Served, serve, turns
@@ -72,10 +72,10 @@ def test_chunks_agree(family: str) -> None:
 
 
 DRAFTERS = [
-    ("qwen3", NgramDrafter(3, 4)),
+    ("qwen3", SuffixDrafter(3, 4)),
     *(("qwen3", SelfDrafts(2, DraftBudget(policy, 0.2))) for policy in ("any", "quest")),
-    ("deepseek-v3-yarn", NgramDrafter(3, 4)),
-    ("glm-5-all", NgramDrafter(3, 4)),
+    ("deepseek-v3-yarn", SuffixDrafter(3, 4)),
+    ("glm-5-all", SuffixDrafter(3, 4)),
 ]
 
 

@@ -15,7 +15,7 @@ from benchmarks.quality.needles import SOURCES, make
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import HelixLayout
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import DEMO, FAMILIES, HYBRID_FAMILIES, MOE_FAMILIES, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job
 from tests.e2e.parity import agreement, check, distributed_rank, loopback
@@ -79,7 +79,7 @@ def test_states_of_loopback_ranks_on_one_gpu(family: str) -> None:
 def test_states_over_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> None:
     """Captured steps too, without drafts and with those of an n-gram."""
     wanted = oracle(family, STATE_LENGTHS, MOE_TOKENS)
-    for tpa, drafter in ((1, None), (min(world, 2), NgramDrafter(3, 2))):
+    for tpa, drafter in ((1, None), (min(world, 2), SuffixDrafter(3, 2))):
         layout = HelixLayout.create("helix", world // tpa, tpa)
         task = (checkpoint(family), layout, 16, wanted, "cuda", kind, drafter)
         check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)

@@ -20,7 +20,7 @@ from helix.engine.core import Engine
 from helix.engine.decision import Admission
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint
 from tests.e2e.parity import LOGIT_TOLERANCE, Sparse, build_engine
 from tests.e2e.test_block_sparse import PAGE, prompts
@@ -101,7 +101,7 @@ def test_a_hit_in_host_memory_is_what_was_computed(family: str, mode: str, kvp: 
 @pytest.mark.parametrize("hot", [None, HOT])
 def test_with_drafts_and_blocks(drafts: int, hot: int | None) -> None:
     """Keys may lie in host memory as well, and steps may have drafts."""
-    drafter = NgramDrafter(drafts, 1) if drafts else None
+    drafter = SuffixDrafter(drafts, 1) if drafts else None
     sparse = Sparse(DRAFTED, hot=hot)
     found = on_loopback("qwen3.5-tied", HelixLayout.create("helix", 2), drafter=drafter, sparse=sparse)
     # Behind a hit, keys from host memory are cut into other pieces, whose sums are merged in another order.

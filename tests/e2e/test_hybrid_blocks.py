@@ -13,7 +13,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine.core import Engine
 from helix.engine.decision import Admission
 from helix.layout import HelixLayout
-from helix.speculation import Drafter, NgramDrafter
+from helix.speculation import Drafter, SuffixDrafter
 from tests.e2e import mtp
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint
 from tests.e2e.parity import LayerDrafts, Sparse, build_engine
@@ -104,7 +104,7 @@ def twice(
 @pytest.mark.parametrize("kvp", [1, 2])
 def test_behind_snapshots(kvp: int, drafts: int, hot: int | None) -> None:
     family, layout = "qwen3.5-tied", HelixLayout.create("helix", kvp)
-    drafter = NgramDrafter(drafts, 1) if drafts else None
+    drafter = SuffixDrafter(drafts, 1) if drafts else None
     first, second, admitted = twice(family, layout, Sparse(DRAFTED, hot=hot), drafter)
     assert first == second == wanted(family, DRAFTED)
     behind = {admission.length: admission.resumes for admission in admitted if admission.state >= 0}

@@ -19,7 +19,7 @@ from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.loading import Checkpoint, weights_of
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint, oracle
 from tests.e2e.parity import Continuation, build_engine, check, generate, loopback
 from tests.e2e.test_mixers import Prophet, with_refused, without_replay
@@ -113,7 +113,7 @@ def test_baseline_modes(mode: str, kvp: int, tpa: int) -> None:
 def test_keys_in_few_bits_beside_states(kv: str) -> None:
     """Tokens do not depend on the layout, nor on drafts."""
 
-    def tokens(layout: HelixLayout, drafter: NgramDrafter | None) -> dict[Any, tuple[int, ...]]:
+    def tokens(layout: HelixLayout, drafter: SuffixDrafter | None) -> dict[Any, tuple[int, ...]]:
         def body(world: LoopbackWorld, rank: int) -> dict[Any, tuple[int, ...]]:
             comm = world.communicator(rank, layout.kvp_group(rank))
             e = build_engine(checkpoint("qwen3-next"), layout, comm, 16, drafter=drafter, adaptive=False, kv=kv)
@@ -124,7 +124,7 @@ def test_keys_in_few_bits_beside_states(kv: str) -> None:
 
     wanted = oracle("qwen3-next", LENGTHS, NEW)
     first = tokens(LAYOUTS[0], None)
-    assert tokens(LAYOUTS[2], None) == first == tokens(LAYOUTS[1], NgramDrafter(2, 2))
+    assert tokens(LAYOUTS[2], None) == first == tokens(LAYOUTS[1], SuffixDrafter(2, 2))
 
 
 def with_what_the_slot_had(e: Any) -> None:

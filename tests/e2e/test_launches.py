@@ -17,7 +17,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
-from helix.speculation import DraftBudget, NgramDrafter
+from helix.speculation import DraftBudget, SuffixDrafter
 from helix.worker.model_runner import ComputedStep
 from kernels import dispatch
 from tests.e2e.checkpoints import DEMO
@@ -101,9 +101,9 @@ def behind_logits(comm: Communicator, patch: pytest.MonkeyPatch, drafter: Any, s
     "drafter, sampling, before",
     [
         (None, SamplingParams(), ["_best_of_rank_kernel"]),
-        (NgramDrafter(2, 3), SamplingParams(), ["_best_of_rank_kernel"]),
+        (SuffixDrafter(2, 3), SamplingParams(), ["_best_of_rank_kernel"]),
         (
-            NgramDrafter(2, 3),
+            SuffixDrafter(2, 3),
             SamplingParams(temperature=1.0, seed=1),
             ["add", "_best_of_rank_kernel", GATHER, "_best_of_ranks_kernel", "full", "_draw_kernel"],
         ),

@@ -27,7 +27,7 @@ from helix.layers.mla import expanding_rows
 from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
-from helix.speculation import DraftBudget, NgramDrafter, sparse
+from helix.speculation import DraftBudget, SuffixDrafter, sparse
 from helix.worker import graph_keys as chunk_size
 from helix.worker.cuda_graphs import StepGraphs
 from helix.worker.graph_keys import (
@@ -181,7 +181,7 @@ def test_drafts_and_known_prefixes_go_on(small_sizes: None) -> None:
 
     def body(world: LoopbackWorld, rank: int) -> list[Any]:
         comm = world.communicator(rank, (0, 1))
-        e = build_engine(checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 4, drafter=NgramDrafter(3, 2))
+        e = build_engine(checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 4, drafter=SuffixDrafter(3, 2))
         pads(e)
         return [generate(e, wanted) for _ in range(2)]
 

@@ -16,7 +16,7 @@ from helix.config import ScheduleConfig
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine
 from tests.e2e.test_layer_drafts import KINDS, drafts, target
@@ -47,7 +47,7 @@ def oracle(family: str) -> torch.Tensor:
     "family, layout, options, device",
     [
         ("qwen2", HelixLayout.create(), {}, "cpu"),
-        ("qwen2", HelixLayout.create(), dict(prefill_chunk=96, drafter=NgramDrafter(4, 2)), "cpu"),
+        ("qwen2", HelixLayout.create(), dict(prefill_chunk=96, drafter=SuffixDrafter(4, 2)), "cpu"),
         ("qwen2", HelixLayout.create("helix", 2, 2), dict(max_batch=3), "cpu"),
         ("qwen2", HelixLayout.create("helix", 2), CLOSE, "cpu"),
         ("qwen2", HelixLayout.create("medha", 2, 2), {}, "cpu"),

@@ -20,7 +20,7 @@ from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
 from helix.sampling_params import SamplingParams
-from helix.speculation import DraftBudget, NgramDrafter
+from helix.speculation import DraftBudget, SuffixDrafter
 from helix.worker.graph_keys import StepKind
 from helix.worker.warm_up import chunk_shapes, fill, rehearse
 from kernels import dispatch
@@ -34,7 +34,7 @@ from tests.sequences import generated, generated_ids
 def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Key scores are a sequence's own: four deep prompts would want more pages of them than there are."""
     monkeypatch.setattr("helix.worker.warm_up.DEEP", 64)
-    own, shared = SelfDrafts(2, DraftBudget(sparsity=0.2)), NgramDrafter(3, 2)
+    own, shared = SelfDrafts(2, DraftBudget(sparsity=0.2)), SuffixDrafter(3, 2)
     for drafter, wanted in ((own, {0: [2, 4, 8], 64: [2]}), (shared, {0: [2, 4, 8], 64: [2, 4, 8]})):
         layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
         e = build_engine(checkpoint("qwen2"), layout, comm, 16, max_length=192, pages=19, drafter=drafter, max_batch=8)
@@ -50,7 +50,7 @@ def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: py
     "family, options",
     [
         ("gpt-oss", {}),
-        ("deepseek-v3-yarn", dict(drafter=NgramDrafter(3, 2))),
+        ("deepseek-v3-yarn", dict(drafter=SuffixDrafter(3, 2))),
         ("qwen2", dict(drafter="model")),
         ("qwen2", dict(drafter=SelfDrafts(2, DraftBudget(sparsity=0.2)))),
         ("qwen2", dict(sparse=Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local"))),

@@ -30,7 +30,7 @@ from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import BlockBudget
 from helix.sampling_params import SamplingParams
-from helix.speculation import DraftBudget, NgramDrafter
+from helix.speculation import DraftBudget, SuffixDrafter
 from helix.worker.step_tokens import StepTokens
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine
@@ -109,8 +109,8 @@ def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:
         ("gpt-oss", None),
         ("deepseek-v3-yarn", None),
         ("glm-5-shared", None),
-        ("deepseek-v32", NgramDrafter(2, 2)),
-        ("qwen2", NgramDrafter(2, 2)),
+        ("deepseek-v32", SuffixDrafter(2, 2)),
+        ("qwen2", SuffixDrafter(2, 2)),
         ("qwen2", "model"),
         ("qwen2", SelfDrafts(2, DraftBudget(sparsity=0.2))),
         ("qwen2", Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local")),
@@ -307,7 +307,7 @@ def test_what_ends_sooner_than_predicted_is_read_then(monkeypatch: pytest.Monkey
     "given",
     [
         None,
-        NgramDrafter(2, 2),
+        SuffixDrafter(2, 2),
         SelfDrafts(2, DraftBudget(sparsity=0.2)),
         Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local"),
         Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local", hot=70),

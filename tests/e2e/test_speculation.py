@@ -23,7 +23,7 @@ from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
-from helix.speculation import Draft, Drafter, NgramDrafter
+from helix.speculation import Draft, Drafter, SuffixDrafter
 from helix.worker.follower import Prefilled, Retired
 from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
@@ -83,7 +83,7 @@ def test_greedy_tokens_and_logits(
 
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        drafter = NgramDrafter(drafts, 3)
+        drafter = SuffixDrafter(drafts, 3)
         engine = build_engine(checkpoint(family), layout, comm, block, drafter=drafter, adaptive=adaptive)
         return generate(engine, wanted)
 
@@ -95,7 +95,7 @@ def with_lookup(
 ) -> list[Result]:
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        drafter = NgramDrafter(drafts, 2)
+        drafter = SuffixDrafter(drafts, 2)
         return generate(build_engine(checkpoint(family), layout, comm, 16, drafter=drafter, adaptive=False), wanted)
 
     return run_ranks(layout.world_size, body, timeout_s=120.0, device=device)
@@ -145,7 +145,7 @@ def test_sampled_tokens_and_fewer_steps() -> None:
 def test_drafts_hold_at_a_set_rate(acceptance: float, adaptive: bool) -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
         comm = world.communicator(rank, (0, 1))
-        drafter = NgramDrafter(3, 2)
+        drafter = SuffixDrafter(3, 2)
         keep_drafts(drafter, acceptance, 5, 256)
         engine = build_engine(
             checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, drafter=drafter, adaptive=adaptive
@@ -171,7 +171,7 @@ def test_steps_are_timed_with_drafts_that_are_verified() -> None:
     def body(world: LoopbackWorld, rank: int) -> list[float]:
         comm = world.communicator(rank, (0, 1))
         engine = build_engine(
-            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, max_length=60, drafter=NgramDrafter(5, 3)
+            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, max_length=60, drafter=SuffixDrafter(5, 3)
         )
         fill(engine.runner, 3, 59)
         before = engine.runner.state.lengths.tolist()
@@ -302,7 +302,7 @@ def test_a_draft_taken_unseen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
         comm = world.communicator(rank, (0,))
         return generate(
             build_engine(
-                checkpoint("qwen2"), HelixLayout.create(), comm, 16, drafter=NgramDrafter(2, 3), adaptive=False
+                checkpoint("qwen2"), HelixLayout.create(), comm, 16, drafter=SuffixDrafter(2, 3), adaptive=False
             ),
             wanted,
         )
@@ -335,7 +335,7 @@ def test_fp32_over_gpus(family: str, kvp: int) -> None:
     """Eager steps and captured ones."""
     wanted = oracle(family, LENGTHS, NEW_TOKENS)
     layout = HelixLayout.create("helix", kvp, 2 // kvp)
-    task = (checkpoint(family), layout, 16, wanted, "cuda", SymmMemCommunicator, NgramDrafter(4, 3))
+    task = (checkpoint(family), layout, 16, wanted, "cuda", SymmMemCommunicator, SuffixDrafter(4, 3))
     check(pool(2, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
 
 
@@ -399,7 +399,7 @@ def test_bf16_differs_only_where_two_tokens_are_close(ranks: str) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(str(prompt["prompt"])).ids) for prompt in copy_prompts(NEW_TOKENS)]
     asked = [Continuation(prompt, (0,) * NEW_TOKENS, torch.empty(0)) for prompt in prompts]
-    lookup = NgramDrafter(4, 3)
+    lookup = SuffixDrafter(4, 3)
     kept = run(asked, lookup, False)[0][2]
     assert kept > len(prompts) * NEW_TOKENS / 4, "too few drafts held for the test to mean something"
     for name, drafter in (("none", None), ("refused", Garbage(4))):

@@ -17,7 +17,7 @@ from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
-from helix.speculation import NgramDrafter, SuffixDrafter
+from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine, check, generate
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
@@ -30,7 +30,7 @@ FIRST, SOME = 8, 60  # answers of the first conversation, and of those that are 
 
 def test_turns_of_agents_take_fewer_steps_than_with_ngram() -> None:
     some = worded()[:SOME]  # `helix bench lookup` counts them all
-    of_ngram, of_suffix = Replay(NgramDrafter(DRAFTS, 3)), Replay(SuffixDrafter(DRAFTS, 3, 4096, 1, CPU))
+    of_ngram, of_suffix = Replay(SuffixDrafter(DRAFTS, 3)), Replay(SuffixDrafter(DRAFTS, 3, 4096, 1, CPU))
     found = [(of_ngram.steps(*turn), of_suffix.steps(*turn)) for turn in some]
     ngram, suffix = map(sum, zip(*found, strict=True))
     assert suffix < 0.9 * ngram, (ngram, suffix)
@@ -40,11 +40,12 @@ def test_turns_of_agents_take_fewer_steps_than_with_ngram() -> None:
 
 @pytest.mark.parametrize("remembered", [16, 100, 4096])
 def test_memory_has_a_bound_and_salts_are_apart(remembered: int) -> None:
-    bench, of_ngram = Replay(SuffixDrafter(DRAFTS, 8, remembered, 1, CPU)), Replay(NgramDrafter(DRAFTS, 8))
+    bench, of_ngram = Replay(SuffixDrafter(DRAFTS, 8, remembered, 1, CPU)), Replay(SuffixDrafter(DRAFTS, 8))
     prompt, answer = worded()[0]
     first = bench.steps(prompt, answer, salt=7)
     size = len(bench.drafter._others)  # type: ignore[attr-defined]
     assert first == of_ngram.steps(prompt, answer), "nobody has said anything yet"
+    assert first == of_ngram.steps(prompt, answer), "ngram keeps nothing"
     assert bench.steps(prompt, answer, salt=8) == first, "the other salt's is not looked at"
     again = bench.steps(prompt, answer, salt=7)
     assert again <= -(-len(answer) // (1 + DRAFTS)) if remembered == 4096 else again <= first

@@ -23,7 +23,7 @@ from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.kernels.test_shape_logits import Wish, bits
@@ -156,7 +156,7 @@ CLOSE = dict(max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(leas
         (HelixLayout.create(), {}),
         (HelixLayout.create("helix", 2, 2), dict(max_batch=3)),
         (HelixLayout.create("helix", 2), CLOSE),
-        (HelixLayout.create("helix", 1, 2), dict(drafter=NgramDrafter(4, 2), adaptive=False)),
+        (HelixLayout.create("helix", 1, 2), dict(drafter=SuffixDrafter(4, 2), adaptive=False)),
         (HelixLayout.create("dp", dp=3), dict(max_batch=2)),
     ],
     ids=["all at once", "slots change hands", "preempted", "beside drafts", "on ranks of their own"],
@@ -211,7 +211,7 @@ def captured_rank(rank: int, world_size: int, path: Path) -> list[dict[Any, tupl
     """Tokens of each round: one in which steps are captured as they come, two that replay them, one that is eager."""
     layout = HelixLayout.create("helix", world_size)
     comm = TorchDistCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
-    engine = build_engine(path, layout, comm, 4, max_batch=8, drafter=NgramDrafter(2, 2), adaptive=False)
+    engine = build_engine(path, layout, comm, 4, max_batch=8, drafter=SuffixDrafter(2, 2), adaptive=False)
     engine.runner.model.spec = replace(engine.runner.model.spec, eos=EOS)
     found = []
     for _ in range(3):

@@ -21,7 +21,7 @@ from kernels.tokens.best_token import _best_of_rank_kernel, _best_of_ranks_kerne
 from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.draw import _draw_kernel
 from kernels.tokens.shape_logits import _shape_logits_kernel
-from kernels.tokens.suffix import _find_others_kernel, _propose_kernel
+from kernels.tokens.suffix import _find_kernel, _find_others_kernel, _propose_kernel
 from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
 
 
@@ -99,5 +99,8 @@ def lookup_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     """Prompt lookup in a sequence of a million tokens, and in 2^18 of others."""
     search = {"LONGEST": 8, "BLOCK": 1024, "PDL": True}
     propose = {"BLOCKS": 1024, "MORE_BLOCKS": 256, "DRAFTS": 4, "PDL": True}
+    own = dict.fromkeys(("others", "cursor", "salts", "others_found")) | {"MORE_BLOCKS": 0}
+    yield "lookup", torch.bfloat16, _find_kernel, search | {"LONGEST": 3, "BLOCK": 4096}, {"num_warps": 8}
+    yield "lookup-propose-own", torch.bfloat16, _propose_kernel, propose | own, {"num_warps": 1}
     yield "lookup-others", torch.bfloat16, _find_others_kernel, search, {"num_warps": 8}
     yield "lookup-propose", torch.bfloat16, _propose_kernel, propose, {"num_warps": 1}

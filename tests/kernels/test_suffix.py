@@ -9,11 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import kernels.tokens.ngram
-import kernels.tokens.suffix
-from kernels.reference.suffix import TOKEN_BITS
+import kernels.tokens.suffix as module
 from kernels.reference.suffix import suffix as reference
-from kernels.tokens.suffix import suffix
+from kernels.tokens.suffix import TOKEN_BITS, OtherTexts, suffix
 
 Entry = tuple[int, int] | None  # salt and token
 
@@ -45,24 +43,25 @@ def proposed(tokens: list[int], others: list[Entry], salt: int, drafts: int, lon
 
 @pytest.fixture(params=["kernel", "reference"])
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for module in (kernels.tokens.ngram, kernels.tokens.suffix):
-        monkeypatch.setattr(module, "BLOCK", 16)
+    for name in ("OWN_BLOCK", "OTHERS_BLOCK"):
+        monkeypatch.setattr(module, name, 16)
     return suffix if request.param == "kernel" else reference
 
 
 def run(
-    op: Any, rows: list[list[int]], salts: list[int], ring: list[Entry], cursor: int, drafts: int, longest: int,
-    device: torch.device,
+    op: Any, rows: list[list[int]], salts: list[int], ring: list[Entry] | None, cursor: int, drafts: int,
+    longest: int, device: torch.device,
 ) -> list[list[int]]:  # fmt: skip
-    """Rows of a wider tensor; what lies behind a sequence would match anything."""
+    """Rows of a wider tensor; what lies behind a sequence would match anything. `ring` None: without others."""
     L = max(map(len, rows)) + 5
     wide = torch.empty(len(rows), 2 * L, dtype=torch.int32)
     for row, tokens in zip(wide, rows, strict=True):
         row[:] = tokens[-1]
         row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    entries = [-1 if e is None else (e[0] << TOKEN_BITS) + e[1] for e in ring]
-    given_ = (torch.tensor(x, device=device) for x in ([len(r) for r in rows], entries, [cursor], salts))
-    found: list[list[int]] = op(wide.to(device)[:, :L], *given_, drafts, longest).tolist()
+    entries = [-1 if e is None else (e[0] << TOKEN_BITS) + e[1] for e in ring or ()]
+    lengths, *texts = (torch.tensor(x, device=device) for x in ([len(r) for r in rows], entries, [cursor], salts))
+    others = OtherTexts(*texts) if ring else None
+    found: list[list[int]] = op(wide.to(device)[:, :L], lengths, others, drafts, longest).tolist()
     return found
 
 
@@ -72,16 +71,16 @@ entries = st.one_of(st.none(), st.tuples(st.sampled_from(SALTS), st.integers(0, 
 
 @given(
     rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=3),
-    ring=st.lists(entries, min_size=1, max_size=40), at=st.integers(0, 100),
+    ring=st.none() | st.lists(entries, min_size=1, max_size=40), at=st.integers(0, 100),
     salt=st.sampled_from(SALTS), drafts=st.integers(1, 9), longest=st.integers(1, 5),
 )  # fmt: skip
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 def test_any_sequence(
-    rows: list[list[int]], ring: list[Entry], at: int, salt: int, drafts: int, longest: int, op: Any,
+    rows: list[list[int]], ring: list[Entry] | None, at: int, salt: int, drafts: int, longest: int, op: Any,
     device: torch.device,
 ) -> None:  # fmt: skip
-    cursor, salts = at % len(ring), [salt, *SALTS][: len(rows)]
-    others = ring[cursor:] + ring[:cursor]
+    cursor, salts = at % len(ring or SALTS), [salt, *SALTS][: len(rows)]
+    others = ring[cursor:] + ring[:cursor] if ring else []
     wanted = [proposed(row, others, of, drafts, longest) for row, of in zip(rows, salts, strict=True)]
     assert run(op, rows, salts, ring, cursor, drafts, longest, device) == wanted
 
@@ -95,15 +94,28 @@ def test_longer_matches_of_the_same_salt_win(op: Any, device: torch.device) -> N
         assert run(op, [row], [4], theirs, 0, 4, 3, device) == [[4, 6, -1, -1]]
 
 
+def test_the_longest_match_wins_over_a_later_one(op: Any, device: torch.device) -> None:
+    row = [1, 2, 3, 4, 9, 9, 3, 5, 9, 9, 2, 3]
+    assert run(op, [row], [0], None, 0, 3, 3, device) == [[4, 9, 9]]
+    assert run(op, [row], [0], None, 0, 3, 1, device) == [[5, 9, 9]]
+
+
+def test_a_period_goes_on_past_the_end(op: Any, device: torch.device) -> None:
+    rows = [[7, 1, 2, 3, 1, 2, 3], [5, 5, 5], [8]]
+    assert run(op, rows, [0] * 3, None, 0, 5, 3, device) == [[1, 2, 3, 1, 2], [5] * 5, [8] * 5]
+
+
 @pytest.mark.gpu
 def test_as_many_tokens_as_are_remembered(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
-    history = torch.randint(0, 50_000, (3, 1 << 17), generator=generator, dtype=torch.int32)
+    history = torch.randint(0, 50_000, (3, 1 << 20), generator=generator, dtype=torch.int32)
     others = torch.randint(0, 50_000, (1 << 20,), generator=generator) + (5 << TOKEN_BITS)
-    lengths, salts, cursor = torch.tensor([1 << 17, 100_001, 7]), torch.tensor([5, 5, 6]), torch.tensor([777_777])
+    history[0, -4:] = history[0, 300_000:300_004]
+    lengths, salts, cursor = torch.tensor([1 << 20, 100_001, 7]), torch.tensor([5, 5, 6]), torch.tensor([777_777])
     others[5_000:5_008] = history[1, 100_001 - 8 : 100_001].long() + (5 << TOKEN_BITS)
-    wanted = reference(history, lengths, others, cursor, salts, 8, 8)
+    wanted = reference(history, lengths, OtherTexts(others, cursor, salts), 8, 8)
     own, ring = (history.to(device), lengths.to(device)), (others.to(device), cursor.to(device), salts.to(device))
-    found = suffix(*own, *ring, 8, 8).cpu()
-    assert found.tolist() == wanted.tolist()
+    found = suffix(*own, OtherTexts(*ring), 8, 8).cpu()
+    assert found.tolist() == wanted.tolist() and found[0].tolist() == history[0, 300_004:300_012].tolist()
+    assert suffix(*own, None, 8, 8).tolist() == reference(history, lengths, None, 8, 8).tolist()
     assert found[1].tolist() == (others[5_008:5_016] & ((1 << TOKEN_BITS) - 1)).tolist()

@@ -10,7 +10,7 @@ import pytest
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.layout import HelixLayout
-from helix.speculation import DraftBudget, NgramDrafter
+from helix.speculation import DraftBudget, SuffixDrafter
 from tests.e2e.parity import (
     Continuation,
     ModelDrafts,
@@ -83,7 +83,7 @@ def test_drafts_from_the_text() -> None:
     """A text that is said a second time is its own draft."""
     twice = tuple(tokenizer().encode(licence(500)[0]["content"] * 2)[: -NEW_TOKENS - 8])
     layout, prompts = HelixLayout.create("helix", 2), [*wanted(), continuation(twice, NEW_TOKENS)]
-    assert drafted(lambda world, rank: NgramDrafter(4, 3), layout, prompts) > 0.3
+    assert drafted(lambda world, rank: SuffixDrafter(4, 3), layout, prompts) > 0.3
 
 
 def test_drafts_of_a_smaller_model(tmp_path: Path) -> None:

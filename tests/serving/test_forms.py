@@ -24,7 +24,7 @@ from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.speculation import NgramDrafter
+from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.serving.engine import EngineJob
@@ -141,7 +141,7 @@ async def drawn(front: Front, route: str, stream: bool, seed: int, wanted: dict[
     return texts
 
 
-@pytest.mark.parametrize("options", [{}, {"drafter": NgramDrafter(4, 2), "adaptive": False}], ids=["plain", "drafts"])
+@pytest.mark.parametrize("options", [{}, {"drafter": SuffixDrafter(4, 2), "adaptive": False}], ids=["plain", "drafts"])
 def test_answers_have_their_form(options: dict[str, Any], tmp_path: Path, model: Path) -> None:
     """On both routes, in streams, several at a time, beside one that is free."""
 
