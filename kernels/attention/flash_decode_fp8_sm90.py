@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.paged_tiles import lift, with_sink
+from kernels.attention.schedule_sm90 import block_of, of, schedule_of
 from kernels.attention.split_kv import UnmergedAttention, first_slot, workspace
 from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
@@ -80,39 +81,6 @@ def swizzled(D, bytes):
     """Returns the shared layout of tiles in which sixteen bytes of rows below each other lie in different banks."""
     chunks = min(8, D * bytes // 16)
     return gl.SwizzledSharedLayout(16 // bytes, 8 // chunks, chunks, [1, 0])
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _schedule(
-    lo, hi, lo_b, lo_t, hi_b, hi_t, B,
-    T: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr, BLOCK_B: gl.constexpr,
-):  # fmt: skip
-    """Computes `kernels.attention.split_kv.schedule` with HEADS items a sequence."""
-    seq = gl.arange(0, BLOCK_B, layout=gl.BlockedLayout([BLOCK_B // 32], [32], [gl.num_warps()], [0]))
-    none = gl.full_like(seq, 0x7FFFFFFF)
-    starts, stops = none, gl.zeros_like(seq)
-    full_from, full_to = gl.zeros_like(seq), none
-    for token in gl.static_range(T):
-        first = gl.load(lo + seq * lo_b + token * lo_t, mask=seq < B, other=0)
-        last = gl.load(hi + seq * hi_b + token * hi_t, mask=seq < B, other=0)
-        stops = gl.maximum(stops, gl.where(first < last, last, 0))
-        starts = gl.minimum(starts, gl.where(first < last, first, none))
-        full_from = gl.maximum(full_from, first)
-        full_to = gl.minimum(full_to, last)
-    starts = gl.minimum(starts, stops)
-    # At least one tile, so that a sequence without keys is written as well.
-    tiles = gl.where(seq < B, gl.maximum((stops + TILE - 1) // TILE - starts // TILE, 1), 0)
-    return seq, starts, stops, full_from, full_to, tiles, gl.associative_scan(tiles, 0, _sum) * HEADS
-
-
-@gluon.jit
-def _of(values, seq, i):
-    return gl.sum(gl.where(seq == i, values, 0), 0)
 
 
 @gluon.jit
@@ -195,16 +163,10 @@ def _flash_decode_fp8_sm90_kernel(
     q_shared = gl.allocate_shared_memory(dtype, [QUERIES, D], swizzled(D, 2))
     shared = (k_shared, v_shared, k_scales_shared, v_scales_shared)
     caches = (k_cache, v_cache, k_scales, v_scales)
-    if not EARLY:
-        gdc_wait()
-    seq, starts, stops, fulls_from, fulls_to, tiles, ends = _schedule(
-        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS, TILE, BLOCK_B
-    )
-    total_tiles = gl.max(ends, 0)
-    run = gl.maximum((total_tiles + gl.num_programs(0) - 1) // gl.num_programs(0), 1)
-    begin = gl.program_id(0) * run
-    end = gl.minimum(begin + run, total_tiles)
-    if total_tiles >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
+    bounds = (lo, hi, lo_b, lo_t, hi_b, hi_t, B)
+    schedule = schedule_of(bounds, 1, T, BLOCK_B, EARLY, HEADS, TILE)
+    seq, starts, stops, fulls_from, fulls_to, tiles, ends, begin, end, run = schedule
+    if gl.max(ends, 0) >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
         if EARLY and not READY:
             gdc_wait()
     # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them, and
@@ -216,9 +178,9 @@ def _flash_decode_fp8_sm90_kernel(
     at = begin
     while at < end:
         i = gl.sum((ends <= at).to(gl.int32), 0)
-        length, start, stop = _of(tiles, seq, i), _of(starts, seq, i), _of(stops, seq, i)
-        full_from, full_to = _of(fulls_from, seq, i), _of(fulls_to, seq, i)
-        offset = at - (_of(ends, seq, i) - length * HEADS)
+        length, start, stop = of(tiles, seq, i), of(starts, seq, i), of(stops, seq, i)
+        full_from, full_to = of(fulls_from, seq, i), of(fulls_to, seq, i)
+        offset = at - (of(ends, seq, i) - length * HEADS)
         head = (offset // length).to(gl.int64)
         item_begin = at - offset % length
         item_end = item_begin + length
@@ -381,8 +343,7 @@ def launch(
         *q.stride()[:3], *keys.k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         keys.scale * math.log2(math.e), B, T=T, HEADS=heads, GROUP=group, D=D, PAGE=keys.page_size,
-        # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
-        BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, SINKS=keys.sinks is not None,
+        BLOCK_B=block_of(B), ROWS=rows, SINKS=keys.sinks is not None,
         HOLES=table.dim() == 3, QUERIES=queries, OF_WARP=OF_WARP[queries],
         STAGES=STAGED // tile if keys.k.itemsize == 1 else STAGED * 2 // 3 // tile, EARLY=early, READY=ready,
         **keys.shape, num_warps=WARPS.value, launch_pdl=True,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.flash_prefill_sm90 import slots_of, slots_suit
 from kernels.attention.paged_tiles import with_sink
-from kernels.attention.schedule_sm90 import TILE, item_at, of, schedule_of, slot_of
+from kernels.attention.schedule_sm90 import TILE, block_of, item_at, of, schedule_of, slot_of
 from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.overlap import sm_count
 from kernels.paged_keys import KeyScores, PagedKeys
@@ -403,8 +402,7 @@ def launch(
         k.stride(0) // k.stride(1), *divmod(k.stride(2), k.stride(1)), *q.stride()[:3], table.stride(0),
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides, keys.scale * math.log2(math.e), B,
         T=T, HEADS=heads, GROUP=Hq // heads, PAGE=keys.page_size,
-        # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
-        BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, SINKS=keys.sinks is not None, COLLECT=collect,
+        BLOCK_B=block_of(B), ROWS=rows, SINKS=keys.sinks is not None, COLLECT=collect,
         EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, keys.sinks, part, part_lse, programs, heads, rows, TILE.value)

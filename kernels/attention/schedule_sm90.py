@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
@@ -11,6 +12,11 @@ from kernels.attention.split_kv import first_slot
 TILE = gl.constexpr(64)  # keys per tile
 
 
+def block_of(sequences: int) -> int:
+    """Chooses BLOCK_B, at least a warp: the compiler then knows that a sum over a warp is equal in all its threads."""
+    return max(32, triton.next_power_of_2(sequences))
+
+
 @gluon.jit
 def _sum(a, b):
     return a + b
@@ -18,8 +24,9 @@ def _sum(a, b):
 
 @gluon.jit
 def schedule_of(
-    bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr, HEADS: gl.constexpr = 1
-):
+    bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
+    HEADS: gl.constexpr = 1, TILE_N: gl.constexpr = TILE,
+):  # fmt: skip
     """Computes `kernels.attention.split_kv.schedule` with HEADS items per sequence, and this program's run of it.
 
     Also the keys that all queries of a sequence read, which need no mask: [full_from, full_to). If EARLY, bounds and
@@ -41,7 +48,7 @@ def schedule_of(
         full_to = gl.minimum(full_to, last)
     starts = gl.minimum(starts, stops)
     # At least one tile, so that a sequence without keys is written as well.
-    tiles = gl.where(seq < B, gl.maximum((stops + TILE - 1) // TILE - starts // TILE, 1), 0)
+    tiles = gl.where(seq < B, gl.maximum((stops + TILE_N - 1) // TILE_N - starts // TILE_N, 1), 0)
     ends = gl.associative_scan(tiles, 0, _sum) * HEADS
     total = gl.max(ends, 0)
     runs = gl.num_programs(0) // TILES_M
