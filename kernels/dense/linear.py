@@ -18,7 +18,7 @@ from kernels.attention.kv_append import HeadSlots
 from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.linear_scaled import scaled_linear
 from kernels.dense.scaled_rows import run_of, stored
-from kernels.dense.silu_mul import silu_mul
+from kernels.dense.silu_mul import rounded_swiglu, silu_mul
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_words, turn
 from kernels.reference.linear import linear as reference
@@ -104,9 +104,7 @@ def _linear_kernel(
         up = tl.sum(ups, 2)
         if BIAS:
             up += tl.load(bias + R + row).to(tl.float32)[None, :]
-        # Rounded as the two projections' outputs would be.
-        y = y.to(out.dtype.element_ty).to(tl.float32)
-        y = y / (1.0 + tl.exp(-y)) * up.to(out.dtype.element_ty).to(tl.float32)
+        y = rounded_swiglu(y, up, out.dtype.element_ty)
     if RANKS == 0:
         tl.store(out + (n * R)[:, None] + r[None, :], y, mask=(n < N)[:, None] & (r < R)[None, :])
     else:

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.attention.kv_append import store_heads
+from kernels.dense.silu_mul import rounded_swiglu
 from kernels.dense.tree_sum_sm90 import send_pairs
 from kernels.peers.mailbox import TURN
 
@@ -71,9 +72,7 @@ def deliver(
     if (GATED or SENDS or D > 0) and BIAS:
         up += up_bias
     if GATED:
-        # Rounded as the two projections' outputs would be.
-        y = y.to(dtype).to(gl.float32)
-        y = y / (1.0 + gl.exp(-y)) * up.to(dtype).to(gl.float32)
+        y = rounded_swiglu(y, up, dtype)
     n = gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, y.type.layout))
     if SENDS:
         tag, piece, column, boxes = found

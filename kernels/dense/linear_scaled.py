@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.dense.scaled_rows import product, stored
-from kernels.dense.silu_mul import silu_mul
+from kernels.dense.silu_mul import rounded_swiglu, silu_mul
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.scaled import ScaledMatrix
 
@@ -56,9 +56,7 @@ def _scaled_linear_kernel(
         y += tl.load(bias + row).to(tl.float32)[:, None]
     if GATED:
         y, up = tl.split(tl.permute(tl.reshape(y, [BLOCK_R // 2, 2, BLOCK_N]), [0, 2, 1]))
-        # Rounded as the two projections' outputs would be.
-        y = y.to(out.dtype.element_ty).to(tl.float32)
-        y = y / (1.0 + tl.exp(-y)) * up.to(out.dtype.element_ty).to(tl.float32)
+        y = rounded_swiglu(y, up, out.dtype.element_ty)
         r = tile_r * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
     tl.store(out + (n * R)[None, :] + r[:, None], y, mask=(r < R)[:, None] & valid[None, :])
 

@@ -1,4 +1,4 @@
-"""The gate of a gated FFN: silu(gate) * up."""
+"""The gate of a gated FFN: silu(gate) * up; and the gate as kernels of projections and experts apply it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,30 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.reference.experts import ALPHA
 from kernels.reference.silu_mul import silu_mul as reference
+
+_ALPHA = tl.constexpr(ALPHA)
+
+
+@triton.jit
+def swiglu(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def rounded_swiglu(gate, up, dtype: tl.constexpr):
+    """Applies the gate to both rounded to `dtype`, as the outputs of two projections would be."""
+    gate = gate.to(dtype).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def clamped_swiglu(gate, up, clamp_at):
+    """Applies the gate of gpt-oss; clamps by comparison, as a minimum would swallow NaN."""
+    gate = tl.where(gate > clamp_at, clamp_at, gate)
+    up = tl.where(up > clamp_at, clamp_at, tl.where(up < -clamp_at, -clamp_at, up))
+    return gate / (1.0 + tl.exp(gate * -_ALPHA)) * (up + 1.0)
 
 
 @triton.jit
@@ -16,7 +39,7 @@ def _silu_mul_kernel(gate_up, out, row, F, BLOCK: tl.constexpr):
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + n * row + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up + n * row + F + f, mask=f < F, other=0.0).to(tl.float32)
-    tl.store(out + n * F + f, gate / (1.0 + tl.exp(-gate)) * up, mask=f < F)
+    tl.store(out + n * F + f, swiglu(gate, up), mask=f < F)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.schedule_sm90 import TILE, item_at, of, schedule_of, slot_of
+from kernels.attention.schedule_sm90 import TILE, block_of, item_at, of, schedule_of, slot_of
 from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.mla.decode_common_sm90 import pieces
 from kernels.mla.many_rows_sm90 import SCORES, STORED, allocated, attend_left, attend_right, load_queries
@@ -230,7 +230,6 @@ def launch(
         0 if keys.rope is None else latents.stride(0), *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(),
         *out.stride()[:3], *lse.stride(), keys.scale * math.log2(math.e), page_rows, B,
         T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
-        # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
-        BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
+        BLOCK_B=block_of(B), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, runs, 1, tiles_m * TILE.value, TILE.value)

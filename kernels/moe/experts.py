@@ -29,16 +29,15 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.dense.linear import RUN
 from kernels.dense.scaled_rows import add_product, finish, inside, load_scales, numbers, product, run_of, stored
+from kernels.dense.silu_mul import clamped_swiglu, swiglu
 from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.pair_order import pair_order
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
-from kernels.reference.experts import ALPHA
 from kernels.reference.experts import moe as reference
 from kernels.scaled import ScaledMatrix
 
 Way = Literal["few", "some", "many"]
-_ALPHA: tl.constexpr = tl.constexpr(ALPHA)
 ENOUGH = 1.8  # programs per SM with which a launch fills the GPU
 
 
@@ -53,12 +52,7 @@ def _gated_row(tile, F: tl.constexpr, BLOCK_R: tl.constexpr):
 def _activation(y, clamp_at, CLAMPED: tl.constexpr):
     """Applies the gate to y [.., 2], gate and up."""
     gate, up = tl.split(y)
-    if CLAMPED:  # by comparison: a minimum would swallow NaN
-        gate = tl.where(gate > clamp_at, clamp_at, gate)
-        up = tl.where(up > clamp_at, clamp_at, tl.where(up < -clamp_at, -clamp_at, up))
-        return gate / (1.0 + tl.exp(gate * -_ALPHA)) * (up + 1.0)
-    else:
-        return gate / (1.0 + tl.exp(-gate)) * up
+    return clamped_swiglu(gate, up, clamp_at) if CLAMPED else swiglu(gate, up)
 
 
 @triton.jit

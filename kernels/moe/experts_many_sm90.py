@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.dense.silu_mul import swiglu
 from kernels.moe.pair_order import PairOrder
 from kernels.scaled import Matrix, ScaledMatrix
 from kernels.sm90 import COPIED, SHARED
@@ -159,7 +160,7 @@ def _multiply(
         if GATED:
             pair = gl.load(order + lane, mask=lane < stop, other=0)
             weight = gl.load(weights + pair, mask=lane < stop, other=0.0)
-            value = left / (1.0 + gl.exp(-left)) * right * weight[None, :]
+            value = swiglu(left, right) * weight[None, :]
             gl.store(out + cell, value.to(dtype), mask=live)
         else:
             low = left.to(dtype).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF

@@ -25,11 +25,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
+from kernels.dense.silu_mul import clamped_swiglu, swiglu
 from kernels.dense.tree_sum_sm90 import workspace
 from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts
 from kernels.moe.experts_sm90 import meet_sharers, share_of
 from kernels.overlap import sm_count
-from kernels.reference.experts import ALPHA
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import SHARED
 
@@ -46,7 +46,6 @@ QUARTERS = gl.constexpr(
     gl.DistributedLinearLayout([[8]], [[64], [128], [1], [2], [4]], [[16], [32]], [], [4 * ROWS.value])
 )
 LOW, LIFT = gl.constexpr(64), gl.constexpr(2.0**64)  # sums of e2m1 are so much lower, so that no weight overflows bf16
-_ALPHA = gl.constexpr(ALPHA)
 
 
 def _e4m3_to_bf16() -> str:
@@ -365,12 +364,7 @@ def _moe_scaled_sm90_kernel(
             if BIAS:
                 y += gl.load(bias + e * (2 * F) + r, mask=r < F, other=0.0).to(gl.float32)[:, None]
                 up += gl.load(bias + e * (2 * F) + F + r, mask=r < F, other=0.0).to(gl.float32)[:, None]
-            if CLAMPED:  # by comparison: a minimum would swallow NaN
-                y = gl.where(y > clamp_at, clamp_at, y)
-                up = gl.where(up > clamp_at, clamp_at, gl.where(up < -clamp_at, -clamp_at, up))
-                y = y / (1.0 + gl.exp(y * -_ALPHA)) * (up + 1.0)
-            else:
-                y = y / (1.0 + gl.exp(-y)) * up
+            y = clamped_swiglu(y, up, clamp_at) if CLAMPED else swiglu(y, up)
             y *= weight[None, :]
         elif BIAS:
             y += gl.load(bias + e * H + r, mask=r < H, other=0.0).to(gl.float32)[:, None] * weight[None, :]

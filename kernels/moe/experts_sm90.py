@@ -27,11 +27,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dense.scaled_rows import stored
+from kernels.dense.silu_mul import clamped_swiglu, swiglu
 from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
 from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts, weights_of
 from kernels.overlap import sm_count
 from kernels.peers.mailbox import TURN, SumTarget, sum_shape
-from kernels.reference.experts import ALPHA
 from kernels.scaled import ScaledMatrix
 from kernels.sm90 import COPIED, SHARED
 
@@ -56,7 +56,6 @@ EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 NEIGHBOURS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # of rows of down that share a word
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
-_ALPHA = gl.constexpr(ALPHA)
 
 
 @gluon.jit
@@ -337,12 +336,7 @@ def _moe_sm90_kernel(
             if BIAS:
                 y += gate_bias[:, None]
                 up += up_bias[:, None]
-            if CLAMPED:  # by comparison: a minimum would swallow NaN
-                y = gl.where(y > clamp_at, clamp_at, y)
-                up = gl.where(up > clamp_at, clamp_at, gl.where(up < -clamp_at, -clamp_at, up))
-                y = y / (1.0 + gl.exp(y * -_ALPHA)) * (up + 1.0)
-            else:
-                y = y / (1.0 + gl.exp(-y)) * up
+            y = clamped_swiglu(y, up, clamp_at) if CLAMPED else swiglu(y, up)
             y *= weight[None, :]
         if PLUS:
             y += summand
