@@ -1,14 +1,40 @@
-"""Helpers of the warp-specialised kernels for Hopper: tile layouts, and zeroing of dead values."""
+"""Helpers of the warp-specialised kernels for Hopper: tile layouts, stages in shared memory, zeroing of dead values."""
 
 from __future__ import annotations
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # between memory and shared memory
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def pair_barriers(STAGES: gl.constexpr):
+    """Allocates the barriers of stages that one load fills, and that two groups of warps read: ready and free."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return ready, free
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Returns the stage after this one, and the phase in which its barriers are."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
 
 
 @gluon.jit

@@ -32,7 +32,7 @@ from kernels.attention.schedule_sm90 import TILE, block_of, item_at, of, schedul
 from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.overlap import sm_count
 from kernels.paged_keys import KeyScores, PagedKeys
-from kernels.sm90 import COPIED, SHARED, silence
+from kernels.sm90 import COPIED, SHARED, next_stage, silence
 
 D = gl.constexpr(128)  # head dim
 SIDE = gl.constexpr(64)  # rows per group of warps
@@ -44,15 +44,6 @@ WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=SUMS.value, k
 OF_ROWS, OF_KEYS = (gl.constexpr(gl.SliceLayout(axis, SCORES.value)) for axis in (1, 0))
 FOUND = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a key, or a query, a thread
-
-
-@gluon.jit
-def _next(stage, phase):
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
 
 
 @gluon.jit
@@ -90,12 +81,12 @@ def _load(
                 tma.async_copy_global_to_shared(values, [before, column], here, v_shared.index(stage))
             tma.async_copy_global_to_shared(keys, [row, column], here, k_shared.index(stage))
             before = row
-            stage, phase = _next(stage, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         if first < last:
             mbarrier.wait(free.index(stage), phase)
             mbarrier.expect(ready.index(stage), BYTES)
             tma.async_copy_global_to_shared(values, [before, column], ready.index(stage), v_shared.index(stage))
-            stage, phase = _next(stage, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         at = gl.minimum(end, item_end)
     if EARLY:
         gdc_wait()  # those without items, too
@@ -226,7 +217,7 @@ def _attend(
             )  # fmt: skip
             tl.debug_barrier()
             mbarrier.arrive(free.index(stage))
-            stage, phase = _next(stage, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
             scores = _mask(scores, first * TILE, full_from, full_to, row_lo, row_hi)
             # Scaled after the maximum, within the subtraction: one instruction a score.
             peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
@@ -256,7 +247,7 @@ def _attend(
                     page, kept_page, share, PAGE, COLLECT,
                 )  # fmt: skip
                 used = stage
-                stage, phase = _next(stage, phase)
+                stage, phase = next_stage(stage, phase, STAGES)
                 # The next pair is waited for here, so that ptxas does not move the wait for the sums above the softmax
                 # (see `kernels.attention.flash_prefill_sm90`).
                 mbarrier.wait(ready.index(stage), phase)
@@ -275,7 +266,7 @@ def _attend(
                 if side == 0:  # this pair has no scores, but a stage has a turn of both barriers
                     mbarrier.arrive(scored.index(stage))
             mbarrier.arrive(free.index(stage))
-            stage, phase = _next(stage, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
 
         empty = total == 0.0
         log2 = gl.where(empty, float("-inf"), peak + gl.log2(total))

@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.attention.paged_tiles import with_sink
 from kernels.attention.split_prefill import attend_split, place_of_tile, tiles_of_rows, tiles_of_split
 from kernels.paged_keys import PagedKeys
-from kernels.sm90 import COPIED, SHARED, silence
+from kernels.sm90 import COPIED, SHARED, add, next_stage, pair_barriers, silence
 
 ROWS = gl.constexpr(64)  # per group of warps
 PIECE = gl.constexpr(64)  # keys of one load, all in one page
@@ -92,10 +92,7 @@ def _load(
             page_1 = next_1
             next_0 = ahead_0
             next_1 = ahead_1
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(free.index(stage), phase)
         mbarrier.expect(ready.index(stage), BYTES)
         _copy(values, v_shared.index(stage), ready.index(stage), last - 1, page_0, page_1, head, KEYS, PAGE)
@@ -180,10 +177,7 @@ def attend_rows(
             peak = new_peak
             next_p = gl.convert_layout(weights.to(dtype), WEIGHTS)
             used = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, STAGES)
             # The next pair is waited for here, though it is needed only in the next iteration: ptxas moves the wait for
             # the sums to the front of its block of instructions, above all of the softmax, so that nothing would
             # overlap. This wait is a loop, which ends the block.
@@ -214,11 +208,6 @@ def attend_rows(
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
     """Finds the segment of a tile of 128 rows, as `kernels.attention.split_prefill.tile_of_segment` does."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -229,7 +218,7 @@ def tile_of_segment(cu_q, segments, tile, GROUP: gl.constexpr):
         s = at + gl.arange(0, 128, layout=LANES)
         begin = gl.load(cu_q + s, mask=s < segments, other=0)
         end = gl.load(cu_q + s + 1, mask=s < segments, other=0)
-        ends = counted + gl.associative_scan(((end - begin) * GROUP + 2 * ROWS - 1) // (2 * ROWS), 0, _add)
+        ends = counted + gl.associative_scan(((end - begin) * GROUP + 2 * ROWS - 1) // (2 * ROWS), 0, add)
         segment += gl.sum((ends <= tile).to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(ends <= tile, ends, 0), 0))
         counted = gl.max(ends, 0)
@@ -255,11 +244,7 @@ def _flash_prefill_sm90_kernel(
         q_shared = gl.allocate_shared_memory(dtype, [2, ROWS, D], SHARED)
         k_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], SHARED)
         v_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], SHARED)
-        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(ready.index(i), count=1)
-            mbarrier.init(free.index(i), count=2)
+        ready, free = pair_barriers(STAGES)
         # Bounds and queries are on their way together.
         row = row_0 + gl.arange(0, 2 * ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
         live = row // GROUP < length

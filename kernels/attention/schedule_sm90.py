@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.attention.split_kv import first_slot
+from kernels.sm90 import add
 
 TILE = gl.constexpr(64)  # keys per tile
 
@@ -15,11 +16,6 @@ TILE = gl.constexpr(64)  # keys per tile
 def block_of(sequences: int) -> int:
     """Chooses BLOCK_B, at least a warp: the compiler then knows that a sum over a warp is equal in all its threads."""
     return max(32, triton.next_power_of_2(sequences))
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -49,7 +45,7 @@ def schedule_of(
     starts = gl.minimum(starts, stops)
     # At least one tile, so that a sequence without keys is written as well.
     tiles = gl.where(seq < B, gl.maximum((stops + TILE_N - 1) // TILE_N - starts // TILE_N, 1), 0)
-    ends = gl.associative_scan(tiles, 0, _sum) * HEADS
+    ends = gl.associative_scan(tiles, 0, add) * HEADS
     total = gl.max(ends, 0)
     runs = gl.num_programs(0) // TILES_M
     run = gl.maximum((total + runs - 1) // runs, 1)

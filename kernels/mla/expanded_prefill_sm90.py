@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.flash_prefill_sm90 import ROWS, attend_rows, tile_of_segment
 from kernels.attention.split_prefill import attend_split, tiles_of_rows, tiles_of_split
-from kernels.sm90 import COPIED, SHARED
+from kernels.sm90 import COPIED, SHARED, next_stage, pair_barriers
 
 KEYS = 128  # of a tile
 STAGES = 2  # pairs held: 80 KB each, beside 48 KB of queries
@@ -52,10 +52,7 @@ def _load(
             if tile > first:
                 before = row + (tile - 1) * KEYS
                 tma.async_copy_global_to_shared(values, [before, column + NOPE], here, v_shared.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit(do_not_specialize=["segments", "lse_s", "splits", "room"])  # they change from chunk to chunk
@@ -77,11 +74,7 @@ def _expanded_prefill_sm90_kernel(
         k_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, NOPE], SHARED)
         r_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, P], SHARED)
         v_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V], SHARED)
-        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(ready.index(i), count=1)
-            mbarrier.init(free.index(i), count=2)
+        ready, free = pair_barriers(STAGES)
         c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
         for side in gl.static_range(2):
             m = row_0 + side * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIED))

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.attention.paged_tiles import tiles_read_whole
 from kernels.attention.split_prefill import attend_split, tile_of_segment, tiles_of_rows, tiles_of_split
 from kernels.attention.unpacked_prefill import attend_unpacked
 from kernels.mla import prefill_chosen_sm90
@@ -43,10 +44,7 @@ def _mla_prefill_kernel(
 
         # Every row reads tiles [full, full_stop) whole, which need no mask; the rest lies left and right of them.
         first, last = tiles_of_split(start // BLOCK_N, tl.cdiv(stop, BLOCK_N), split, splits)
-        shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
-        shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
-        full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
-        full_stop = tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
+        full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
 
         r = tl.arange(0, BLOCK_R)
         p = tl.arange(0, BLOCK_P)

@@ -31,7 +31,7 @@ from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touche
 from kernels.moe.experts_sm90 import meet_sharers, share_of
 from kernels.overlap import sm_count
 from kernels.scaled import ScaledMatrix
-from kernels.sm90 import SHARED
+from kernels.sm90 import SHARED, add
 
 MOST_TOKENS, MOST_PAIRS = 128, 2048
 MOST_COLUMNS = 32  # pairs of a block
@@ -87,11 +87,6 @@ def _words(words):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _pairs_of(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr, COLUMNS: gl.constexpr):
     """Finds each pair's local expert, or -1, and the running number of the experts' blocks."""
     BINS: gl.constexpr = max(32, triton.next_power_of_2(EXPERTS))
@@ -101,7 +96,7 @@ def _pairs_of(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr, COLUM
     local = gl.where(inside, local, -1)
     each: gl.constexpr = gl.BlockedLayout([BINS // 32], [32], [4], [0])
     counts = gl.histogram(gl.where(inside, local, 0), BINS, mask=inside, layout=each)
-    return local, gl.associative_scan((counts + COLUMNS - 1) // COLUMNS, 0, _add)
+    return local, gl.associative_scan((counts + COLUMNS - 1) // COLUMNS, 0, add)
 
 
 @gluon.jit
@@ -114,7 +109,7 @@ def _list_pairs(row, block, local, ends, BLOCK_P: gl.constexpr, COLUMNS: gl.cons
     gl.store(row + COLUMNS, expert)
     tl.debug_barrier()
     mine = local == expert
-    place = gl.associative_scan(mine.to(gl.int32), 0, _add) - 1 - (block - before) * COLUMNS
+    place = gl.associative_scan(mine.to(gl.int32), 0, add) - 1 - (block - before) * COLUMNS
     p = gl.arange(0, BLOCK_P, layout=local.type.layout)
     gl.store(row + place, p, mask=mine & (place >= 0) & (place < COLUMNS))
 

@@ -28,12 +28,14 @@ _NOWHERE = tl.constexpr(NOWHERE)
 
 @triton.jit
 def _entries(
-    e, head, table, his, held, positions, starts, count, width, first_row, ring_pages, T, HEADS: tl.constexpr,
-    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    e, head, table, his, held, positions, starts, place_of, count, width, first_row, ring_pages, T,
+    HEADS: tl.constexpr, KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Loads entries e of one head's tables.
 
-    Returns their offsets, pages (-1: none), parts of these, and places in a ring (-1: not in one).
+    Returns their offsets, pages (-1: none), parts of these, places in a ring (-1: not in one), whether they seek a
+    place among the hot blocks, and what `place_of` says of it.
     """
     n = e // width
     j = e % width
@@ -50,7 +52,10 @@ def _entries(
     # Local pages come last in a table, after them those that are not full of committed tokens.
     column = (tl.load(held + n, mask=inside, other=0) - columns + j) // PARTS
     ring = ((first_row + row) * ring_pages + column % ring_pages) * HEADS + head
-    return at, page, entry % PARTS, tl.where((page >= 0) & (column >= full), ring, -1)
+    ring = tl.where((page >= 0) & (column >= full), ring, -1)
+    seeks = (page >= 0) & (ring < 0)
+    place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
+    return at, page, entry % PARTS, ring, seeks, place
 
 
 @triton.jit
@@ -72,12 +77,10 @@ def _resolve_kernel(
     lane = tl.arange(0, BLOCK)
     for first in range(0, entries, BLOCK):
         e = first + lane
-        at, page, part, ring = _entries(
-            e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
+        at, page, part, ring, seeks, place = _entries(
+            e, head, table, his, held, positions, starts, place_of, entries, width, first_row, ring_pages, T,
             HEADS, KVP, RANK, BLOCK_TOKENS, PAGE, PARTS,
         )  # fmt: skip
-        seeks = (page >= 0) & (ring < 0)
-        place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
         tl.store(chosen + place, e * 0 + 1, mask=seeks & (place >= 0))
         tl.atomic_max(place_of + page, -1 - e, mask=seeks & (place < 0), sem="relaxed")
     tl.debug_barrier()
@@ -85,12 +88,10 @@ def _resolve_kernel(
     sought = tl.full([], 0, tl.int32)
     for first in range(0, entries, BLOCK):
         e = first + lane
-        at, page, part, ring = _entries(
-            e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
+        at, page, part, ring, seeks, place = _entries(
+            e, head, table, his, held, positions, starts, place_of, entries, width, first_row, ring_pages, T,
             HEADS, KVP, RANK, BLOCK_TOKENS, PAGE, PARTS,
         )  # fmt: skip
-        seeks = (page >= 0) & (ring < 0)
-        place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
         claims = seeks & (place == -1 - e)
         rank = missing + tl.cumsum(claims.to(tl.int32), 0) - 1
         tl.store(miss_blocks + rank, page * HEADS + head, mask=claims)
@@ -135,12 +136,10 @@ def _resolve_kernel(
         tl.store(turns + head, 1 - turn)
     for first in range(0, entries, BLOCK):
         e = first + lane
-        at, page, part, ring = _entries(
-            e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
+        at, page, part, ring, seeks, place = _entries(
+            e, head, table, his, held, positions, starts, place_of, entries, width, first_row, ring_pages, T,
             HEADS, KVP, RANK, BLOCK_TOKENS, PAGE, PARTS,
         )  # fmt: skip
-        seeks = (page >= 0) & (ring < 0)
-        place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
         place = tl.where(seeks, begin + place, ring)
         tl.store(table + at, place * APART + part, mask=page >= 0)
 
