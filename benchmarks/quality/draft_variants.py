@@ -9,8 +9,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.base import LayerAttention
-from helix.attention.chosen import ChosenAttention
-from helix.attention.collecting import CollectingAttention
+from helix.attention.chosen import ChosenAttention, CollectingAttention
 from helix.placement import KeyBudget
 from helix.speculation import DraftBudget, SparseDrafter
 from helix.speculation.sparse import SINK_TOKENS

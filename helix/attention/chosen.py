@@ -1,4 +1,4 @@
-"""Attention of draft steps, over keys that were chosen beforehand and all newer ones."""
+"""Attention of sparse drafts: over keys chosen beforehand and newer ones, and verification that scores every key."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.worker.kv_cache import LayerCache
+from helix.worker.score_pages import ScorePages
 from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
@@ -67,3 +68,25 @@ class ChosenAttention(AttentionPolicy):
         keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (cache.keys, cache.values))  # [slots, 1, Hkv, D]
         chosen = PagedKeys(keys, values, table, lo, hi, layer.scale, layer.sinks, *cache.scales)
         return decode_parts(q[:, None], chosen, sms=layer.sms(q.device), early=True, lane=layer.chunk)
+
+
+class CollectingAttention(DenseAttention):
+    """Exact attention; layers without a window store the scores of their keys.
+
+    Args:
+        scores: buffers of the scores.
+    """
+
+    def __init__(self, scores: ScorePages) -> None:
+        self.scores = scores
+
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        if step.cu_q is not None or layer.window is not None:
+            return super().attend(q, cache, step, layer)
+        n = len(step.block_tables)
+        lo, hi = (bound.view(n, -1) for bound in step.bounds(None))
+        keys = cache.paged(step.block_tables, lo, hi, layer.scale, layer.sinks)
+        scores = self.scores.layer(cache.index, slice(step.first, step.first + n))
+        return decode_parts(
+            q.unflatten(0, (n, -1)), keys, sms=layer.sms(q.device), early=True, scores=scores, lane=layer.chunk
+        )

@@ -37,4 +37,8 @@ def make_policy(
     budget = budget_of(config)
     over_all = comm if config.choice == "global" else None
     given = budget, config.score, placement, max_length, comm.device, over_all
-    return TieredAttention(*given, kv.ahead) if kv.tier == "host" else BlockSparseAttention(*given)
+    if kv.tier != "host":
+        return BlockSparseAttention(*given)
+    policy = TieredAttention(*given)
+    policy.guesses = kv.ahead
+    return policy

@@ -34,10 +34,8 @@ from kernels.tier.resolve import resolve
 class TieredAttention(BlockSparseAttention):
     """Policy of all steps over a cache in host memory, including short sequences and layers with windows.
 
-    Arguments and attributes as in `BlockSparseAttention`.
-
-    Args:
-        ahead: whether blocks of a layer are fetched while the layer before it computes, by guessed queries.
+    Arguments and attributes as in `BlockSparseAttention`. Whoever makes it sets `guesses`: then blocks of a layer are
+    fetched while the layer before it computes, by guessed queries.
     """
 
     def __init__(
@@ -48,11 +46,9 @@ class TieredAttention(BlockSparseAttention):
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
-        ahead: bool = False,
     ) -> None:
         super().__init__(budget, score, placement, max_length, device, comm)
         self.from_tokens = 0  # sequences within the budget are fetched from the host too
-        self.guesses = ahead
         self.blocks = placement.most_blocks(self.budget, max_length)
         on_gpu = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.attention.chosen import ChosenAttention
-from helix.attention.collecting import CollectingAttention
+from helix.attention.chosen import ChosenAttention, CollectingAttention
 from helix.attention.dense import DenseAttention
 from helix.config import LEAST_KEYS, MOST_CHOSEN
 from helix.engine.decision import Admission, TableWrite

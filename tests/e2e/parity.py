@@ -195,8 +195,8 @@ def build_engine(
         over_all = comm if sparse.choice == "global" else None
         given = sparse.budget, sparse.score, placement, max_length, device, over_all
         tiered = sparse.hot is not None
-        more = {"ahead": sparse.ahead}
-        policy = TieredAttention(*given, **more) if tiered else BlockSparseAttention(*given)
+        policy = TieredAttention(*given) if tiered else BlockSparseAttention(*given)
+        policy.guesses = tiered and sparse.ahead
     size = max(snapshot_bytes(keeps, placement, sizes), 16)
     of_host = HostStore((host_snapshots, size), torch.uint8, device) if host_snapshots else None
     if of_host is not None:

@@ -16,7 +16,7 @@ from benchmarks.ranks.phases import phase_us
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.attention.collecting import CollectingAttention
+from helix.attention.chosen import CollectingAttention
 from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
