@@ -8,8 +8,8 @@ from statistics import mean
 
 import pytest
 
-from helix.engine.draft_policy import Acceptance, DraftOutcome, DraftPolicy, draft_sizes, kv_bucket
 from helix.engine import draft_policy as adaptive
+from helix.engine.draft_policy import Acceptance, DraftOutcome, DraftPolicy, draft_sizes, kv_bucket
 
 RUN_STEPS = 8
 LIMIT = 16
