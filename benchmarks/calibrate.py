@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,18 +38,18 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import constants
 from benchmarks.jobs import JobError
 from benchmarks.kernels import attention as bench_attention
 from benchmarks.kernels import comm as bench_comm
 from benchmarks.kernels import mla as bench_mla
 from benchmarks.kernels import sparse as bench_sparse
 from benchmarks.kernels import tier as bench_tier
-from benchmarks.records.recorded_steps import RECORDED, Cell, halves, measured, read_cells
+from benchmarks.records.fit import errors, fit, quantiles
+from benchmarks.records.recorded_steps import Cell, halves, read_cells
 from benchmarks.runner import Given, Row
 from benchmarks.timer import ROTATED, K, seconds
-from helix.planner import constants
-from helix.planner.fit import errors, fit, quantiles
-from helix.planner.hardware import MEASURED, Constant, Hardware
+from helix.planner.hardware import MEASURED, PROVENANCE, Collective, Constant, Hardware
 from kernels.dense.linear import linear
 from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
 from launch.inputs.arguments import helped, parse, several
@@ -254,13 +254,26 @@ def assemble(base: Hardware, name: str, gpus: int, memory: float | None, parts: 
     return hardware
 
 
+def to_mapping(hardware: Hardware) -> dict[str, Any]:
+    """Converts the hardware to a mapping for `Hardware.from_mapping`."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Constant):
+            return {"value": value.value, "provenance": PROVENANCE[value.level], "source": value.source}
+        if isinstance(value, Mapping):
+            return {key: plain(inner) for key, inner in value.items()}
+        return plain(vars(value)) if isinstance(value, Collective) else value
+
+    return {key: value for key, value in plain(vars(hardware)).items() if value not in (None, {})}
+
+
 def write(path: Path, hardware: Hardware, notes: dict[str, Any]) -> None:
     """A description with what it was made from under `calibrated`.
 
     Raises:
         ValueError: it could not be read again.
     """
-    data = _rounded(hardware.to_mapping()) | {"calibrated": notes}
+    data = _rounded(to_mapping(hardware)) | {"calibrated": notes}
     Hardware.from_mapping(data)
     write_atomically(path, f"# Written by benchmarks/calibrate.py.\n{OmegaConf.to_yaml(OmegaConf.create(data))}")
 
@@ -283,7 +296,7 @@ def show(hardware: Hardware) -> None:
             for inner, of in value.items():
                 add(f"{key} {inner}", of)
 
-    for key, value in hardware.to_mapping().items():
+    for key, value in to_mapping(hardware).items():
         add(key, value)
     Console(width=max(140, Console().width), highlight=False).print(table)
 
@@ -362,10 +375,10 @@ def fit_steps(files: Sequence[Path], name: str | None, output: Path | None) -> N
         raise ValueError(f"{len(cells)} recorded steps are too few: two workloads of dense models at least")
     split = "every other workload of dense models, in order of model, batch and length, with all its layouts"
     source = f"fitted on {len(fitted)} of {len(fitted) + len(held_out)} recorded steps: {split}"
-    hardware = fit(base, measured(fitted), RECORDED, source)
+    hardware = fit(base, fitted, source)
 
     def off(cells: Sequence[Cell], by: Hardware = hardware) -> tuple[float, float]:
-        return quantiles(errors(by, measured(cells), RECORDED))
+        return quantiles(errors(by, cells))
 
     table = Table("steps", "cells", "median error", "p90 error", title=f"{devices[0]}: {split}")
     sides = {"fitted": fitted, "held out": held_out}

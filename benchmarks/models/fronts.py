@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from benchmarks.models.search import frontier, search, taken
 from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import K, M, Workload
 from benchmarks.runner import Benchmark, Given, Part, Row
@@ -23,7 +24,6 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.planner.hardware import Hardware
 from helix.planner.points import Options
-from helix.planner.search import frontier, search
 from helix.planner.step import StepCost
 from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
@@ -45,8 +45,8 @@ def front(spec: DecoderSpec, hardware: Hardware, length: int, mode: str) -> Step
         step = search(spec, wide, length, FP8, gpus=RANKS, batches=BATCHES, modes=(mode,))
     except ValueError:
         return None
-    step = step[np.flatnonzero((step.points.dp == 1) & (step.points.pp == 1))]
-    return step[frontier(step)] if len(step.points) else None
+    step = taken(step, (step.points.dp == 1) & (step.points.pp == 1))
+    return taken(step, frontier(step)) if len(step.points) else None
 
 
 def chosen(model: str, hardware: Hardware) -> dict[HelixLayout, list[Workload]]:

@@ -18,6 +18,7 @@ from benchmarks.papers import rows as paper_rows
 from benchmarks.papers.rows import CLAIMS, Row, Setting
 from benchmarks.records.columns import Cells, filled
 from benchmarks.records.columns import page as as_page
+from benchmarks.records.fit import quantiles
 from benchmarks.records.recorded_steps import compare, halves, read_cells
 from benchmarks.records.rows import grouped
 from benchmarks.records.style import (
@@ -37,7 +38,6 @@ from benchmarks.records.style import (
     save,
     short,
 )
-from helix.planner.fit import quantiles
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec

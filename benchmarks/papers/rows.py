@@ -6,16 +6,16 @@ or as a stated fraction of it. Batches and GPU counts are powers of two unless a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.models.search import best_at, frontier, ordered, search, taken
 from helix.models import DecoderSpec
-from helix.planner import cost
-from helix.planner.hardware import BYTES, PROVENANCE, Hardware
+from helix.planner.hardware import BYTES, PROVENANCE, Constant, Hardware
 from helix.planner.points import DP, MEDHA, TP, Options
-from helix.planner.search import best_at, frontier, ordered, search
 from helix.planner.step import StepCost
 
 Row = dict[str, Any]
@@ -77,7 +77,7 @@ def components(base: StepCost) -> dict[str, StepCost]:
         "DP attention, EP or TP in the FFN": p.mode == DP,
         "Medha (KVP, FFN on TP)": p.mode == MEDHA,
     }
-    return {name: base[mask] for name, mask in chosen.items() if mask.any()}
+    return {name: taken(base, mask) for name, mask in chosen.items() if mask.any()}
 
 
 def compare(base: StepCost, helix: StepCost, fraction: float = 1.0) -> Row:
@@ -134,13 +134,38 @@ def frontier_rows(name: str, step: StepCost, base: StepCost) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True)
+class DenseLayer:
+    """A layer whose reads alone take time (appendix A): its shape, bytes of a number, and bytes/s."""
+
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    item: float = BYTES["fp4"]
+    rate: float = 8e12
+
+    def kv_s(self, batch: int, length: int, tpa: Any, kvp: Any) -> Any:
+        """Seconds to read K and V of `batch` sequences (first formula); widths are numbers or arrays."""
+        return batch * 2 * np.ceil(self.kv_heads / tpa) * self.head_dim * (length / kvp) * self.item / self.rate
+
+    def weights_s(self, tpa: Any, tpf: Any) -> Any:
+        """Seconds to read the weights (second formula), with the output projection divided over `tpa` ranks."""
+        query = self.hidden * (self.q_heads / tpa) * self.head_dim
+        output = self.hidden * self.q_heads * self.head_dim / tpa
+        kv = 2 * self.hidden * np.ceil(self.kv_heads / tpa) * self.head_dim
+        return (query + output + kv + 3 * self.hidden * self.ffn / tpf) * self.item / self.rate
+
+
+FIGURE_1 = DenseLayer(16384, 128, 8, 128, 65536)
+
+
 def figure_1() -> list[Row]:
     """Roofline of KV and weight reads over TP width, KV length and KVP width (appendix A; microseconds a layer)."""
-    rate, item = 8e12, BYTES["fp4"]
 
     def row(panel: str, x: int, tpa: int, kvp: int, tpf: int, length: int) -> Row:
-        kv = cost.kv_read_s(8, 8, 128, length, tpa, kvp, item, rate)
-        weights = cost.weight_read_s(16384, 128, 8, 128, 65536, tpa, tpf, item, rate)
+        kv, weights = FIGURE_1.kv_s(8, length, tpa, kvp), FIGURE_1.weights_s(tpa, tpf)
         return {"panel": panel, "x": x, "tpa": tpa, "kvp": kvp, "tpf": tpf, "length": length,
                 "kv_us": 1e6 * kv, "weights_us": 1e6 * weights, "provenance": "roofline"}  # fmt: skip
 
@@ -165,7 +190,7 @@ def figure_3(compute: float = 2.0, exchange: float = 1.2, batch: int = 8) -> lis
     return rows
 
 
-def hopb(spec: DecoderSpec, setting: Setting, exchange: str) -> tuple[list[Row], Row]:
+def hopb(spec: DecoderSpec, setting: Setting, exchange: Literal["batched", "serial"]) -> tuple[list[Row], Row]:
     """Frontiers with HOP-B on and off on the paper's grids (KVP x TPA, no data parallelism), and what is lost without.
 
     Losses are those of tokens/s/user: `fixed`, at the same tokens/s/GPU (what the paper states), where it is at least
@@ -176,7 +201,7 @@ def hopb(spec: DecoderSpec, setting: Setting, exchange: str) -> tuple[list[Row],
     for on in (True, False):
         chosen = replace(setting.options, hopb=on, exchange=exchange)
         step = replace(setting, options=chosen).run(spec, ("helix",))
-        steps.append(step[step.points.dp == 1])
+        steps.append(taken(step, step.points.dp == 1))
     on_step, off_step = steps  # the same points in the same order
     rows: list[Row] = []
     for name, step in (("HOP-B on", on_step), ("HOP-B off", off_step)):
@@ -201,18 +226,39 @@ def hopb(spec: DecoderSpec, setting: Setting, exchange: str) -> tuple[list[Row],
     }
 
 
+def scaled(
+    hardware: Hardware, *, kernel: float = 1.0, collective: float = 1.0, read: float = 1.0, link: float = 1.0
+) -> Hardware:
+    """Scales kernel times, collective latencies, read and link rates; 0 removes times."""
+
+    def times(constants: Mapping[int, Constant], factor: float) -> dict[int, Constant]:
+        return {size: constant.times(factor) for size, constant in constants.items()}
+
+    return replace(
+        hardware,
+        read_bytes_per_s=hardware.read_bytes_per_s.times(read),
+        kernel_s=hardware.kernel_s.times(kernel),
+        product_s=times(hardware.product_s, kernel),
+        chunk_s=hardware.chunk_s.times(kernel),
+        collectives={
+            op: replace(c, latency_s=times(c.latency_s, collective), bytes_per_s=c.bytes_per_s.times(link))
+            for op, c in hardware.collectives.items()
+        },
+    )
+
+
 def sensitivity(spec: DecoderSpec, setting: Setting) -> list[Row]:
     """The headline when one thing is changed."""
     hw, options = setting.hardware, setting.options
     changes: dict[str, Setting] = {
         "as stated": setting,
-        "bytes and FLOPs alone": replace(setting, hardware=hw.scaled(kernel=0, collective=0, link=1e30)),
-        "kernels x 1/2": replace(setting, hardware=hw.scaled(kernel=0.5)),
-        "kernels x 2": replace(setting, hardware=hw.scaled(kernel=2)),
-        "collectives x 1/2": replace(setting, hardware=hw.scaled(collective=0.5)),
-        "collectives x 2": replace(setting, hardware=hw.scaled(collective=2)),
-        "90% of the read rate": replace(setting, hardware=hw.scaled(read=0.9)),
-        "half the link rate": replace(setting, hardware=hw.scaled(link=0.5)),
+        "bytes and FLOPs alone": replace(setting, hardware=scaled(hw, kernel=0, collective=0, link=1e30)),
+        "kernels x 1/2": replace(setting, hardware=scaled(hw, kernel=0.5)),
+        "kernels x 2": replace(setting, hardware=scaled(hw, kernel=2)),
+        "collectives x 1/2": replace(setting, hardware=scaled(hw, collective=0.5)),
+        "collectives x 2": replace(setting, hardware=scaled(hw, collective=2)),
+        "90% of the read rate": replace(setting, hardware=scaled(hw, read=0.9)),
+        "half the link rate": replace(setting, hardware=scaled(hw, link=0.5)),
         "2^20 tokens": replace(setting, length=1 << 20),
         "4M tokens": replace(setting, length=4 * LENGTH),
         "messages in bf16": replace(setting, options=replace(options, messages="bf16")),

@@ -35,7 +35,7 @@ from helix.engine.request import Request
 from helix.engine.timings import Timings
 from helix.errors import ConfigError, RankError
 from helix.models.decoder import Decoder
-from helix.planner.cost import tokens_per_step
+from helix.planner.points import Speculation
 from helix.setup.buffers import most_slots
 from helix.setup.engine import build_engine, make_drafter
 from helix.speculation import NoDrafts
@@ -171,7 +171,7 @@ class RandomSample(_Sample):
         self.comm.barrier()
         seconds = self.slowest(seconds_of_each(step, self.config.bench.steps, self.comm.device))
         # Of few steps the tokens that came would be luck.
-        tokens = tokens_per_step(way.gamma, self.config.bench.acceptance or 0.0)
+        tokens = Speculation(way.gamma, self.config.bench.acceptance or 0.0).tokens
         return Measured(way, (tokens,), median(seconds)), {"steps": len(seconds)}
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from helix.models import DecoderSpec
-from helix.planner.fit import MeasuredSteps
 from helix.planner.hardware import Hardware
 from helix.planner.points import Options, Points, Sparse, Speculation
 from helix.planner.step import predict
@@ -169,16 +168,3 @@ def halves(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
     works = list(dict.fromkeys(cell.workload for cell in cells))
     fitted = set(works[::2])
     return [c for c in cells if c.workload in fitted], [c for c in cells if c.workload not in fitted]
-
-
-def measured(cells: Iterable[Cell]) -> list[MeasuredSteps]:
-    """Cells as `helix.planner.fit` wants them: points of one model and length together."""
-    groups: dict[tuple[str, int | None, int], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.model, cell.layers, cell.length), []).append(cell)
-    return [
-        MeasuredSteps(
-            same[0].spec, Points.joined([c.points for c in same]), length, np.array([c.ttl_us for c in same]) / 1e6
-        )
-        for (_, _, length), same in groups.items()
-    ]

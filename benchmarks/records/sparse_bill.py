@@ -16,9 +16,9 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks import constants
 from benchmarks.records.columns import Cells
 from benchmarks.records.recorded_steps import RECORDED, RESULTS, Cell, read_cells
-from helix.planner import constants
 from helix.planner.crossover import crossover
 from helix.planner.hardware import Hardware
 from helix.planner.points import Sparse

@@ -12,8 +12,7 @@ from benchmarks.models.workloads import attention_over_reading_s
 from benchmarks.records.columns import POINT, Columns, Show, lines, ms, of, page, where_it_fits
 from benchmarks.records.rows import WORKLOAD, Row, check_commit, grouped, kv, results, shape
 from benchmarks.timer import READ_CEILING
-from helix.planner.points import Options, Points
-from helix.planner.search import layouts
+from helix.planner.points import Options, Points, layouts
 from helix.planner.step import memory_of, predict
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec

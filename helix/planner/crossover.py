@@ -1,4 +1,4 @@
-"""Comparison of block-sparse with dense attention: the length from which on it is no slower."""
+"""Planned layouts with dense attention, or without drafts: the gain, and the length from which on there is one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from helix.planner.plan import PlannedLayout, Question, Ranking
-from helix.planner.points import Options, Points, Sparse
+from helix.planner.plan import PlannedLayout, Question, Ranking, plan
+from helix.planner.points import Points, Sparse
 from helix.planner.step import predict
 
 BATCHES = (1, 2, 4, 8)  # reported besides the question's
@@ -20,55 +20,80 @@ def crossover(gain: Callable[[int], float], most: int) -> int | None:
     return 1 + bisect_left(range(1, most), True, key=lambda length: gain(length) >= 0)
 
 
-def ttl_s(question: Question, choice: PlannedLayout, batch: int, length: int, sparse: Sparse | None) -> float:
-    """Predicts the seconds of a token with a choice's layout, chunks and drafts, at any batch, length and attention."""
-    q, row = question, choice.layout
-    points = Points.of(row.mode, batch, kvp=row.kvp, tpa=row.tpa, tpf=row.tpf, ep=row.ep)
-    options: Options = replace(
-        q.options, append_block=choice.append_block, hopb=choice.chunks > 1, chunks=choice.chunks,
-        speculation=q.speculation(choice.gamma), sparse=sparse, tier=None if sparse is None else q.options.tier,
-    )  # fmt: skip
+def ttl_s(q: Question, choice: PlannedLayout, length: int, sparse: Sparse | None = None) -> float:
+    """Predicts the seconds of a token with a choice's layout and settings, at any length and with any attention."""
+    row = choice.layout
+    points = Points.of(row.mode, choice.batch, kvp=row.kvp, tpa=row.tpa, tpf=row.tpf, ep=row.ep)
+    options = q.settings(q.options, choice.chunks, choice.gamma, choice.append_block)
+    options = replace(options, sparse=sparse, tier=None if sparse is None else options.tier)
     return float(predict(q.spec, q.hardware, points, length, options).ttl_s[0])
 
 
-def dense_ttl_s(question: Question, choice: PlannedLayout) -> float:
-    """Predicts the seconds of a token with dense attention and the rest as chosen."""
-    return ttl_s(question, choice, choice.batch, question.context, None)
+# ---- block-sparse attention
 
 
-def pays_from(question: Question, choice: PlannedLayout, batch: int | None = None) -> int | None:
-    """Returns the least length at which sparse attention is no slower than dense; None: none in the model's context.
-
-    Args:
-        batch: batch to use instead of the choice's.
-    """
-    sparse = question.options.sparse
-    assert sparse is not None
-    always = replace(sparse, from_tokens=0)
-
-    def gain(length: int) -> float:
-        of = (ttl_s(question, choice, batch or choice.batch, length, kind) for kind in (None, always))
-        return next(of) - next(of)
-
-    return crossover(gain, question.spec.max_positions)
+def sparse_pays_from(q: Question, choice: PlannedLayout) -> int | None:
+    """Returns the least length at which sparse attention is no slower than dense; None: none in the model's context."""
+    assert q.options.sparse is not None
+    always = replace(q.options.sparse, from_tokens=0)
+    return crossover(lambda n: ttl_s(q, choice, n) - ttl_s(q, choice, n, always), q.spec.max_positions)
 
 
-def compared(ranking: Ranking) -> str:
+def compare_sparse(ranking: Ranking) -> str:
     """Describes in words whether sparse or dense attention is faster here, and the length below which dense is."""
     q, first = ranking.question, ranking.choices[0]
-    sparse = q.options.sparse
-    assert sparse is not None
-    times, name = min((dense_ttl_s(q, c), c.name) for c in ranking.choices if c.batch == first.batch)
-    ours = f"{_ms(first.ttl_s)} a token with {first.name} and {sparse.chosen}"
+    assert q.options.sparse is not None
+    times, name = min((ttl_s(q, c, q.context), c.name) for c in ranking.choices if c.batch == first.batch)
+    ours = f"{_ms(first.ttl_s)} a token with {first.name} and {q.options.sparse.chosen}"
     dense = f"{_ms(times)} with {name} and dense attention"
     if times < first.ttl_s:
         said = f"Dense attention is faster here: {ours}, {dense}."
     else:
         said = f"Block-sparse attention pays here: {ours}, {dense}, {times / first.ttl_s:.2f} times as long."
-    lengths = {batch: pays_from(q, first, batch) for batch in sorted({*BATCHES, first.batch})}
-    below = (f"{at:,} tokens" if at else "every length of the model's context" for at in lengths.values())
-    named = ", ".join(f"{at} at batch {batch}" for at, batch in zip(below, lengths, strict=True))
+    lengths = {batch: sparse_pays_from(q, replace(first, batch=batch)) for batch in sorted({*BATCHES, first.batch})}
+    named = ", ".join(f"{_below(tokens)} at batch {batch}" for batch, tokens in lengths.items())
     return f"{said} With {first.name}, dense attention is faster below {named}."
+
+
+# ---- drafts that have a cost
+
+
+def best_drafts(q: Question, choice: PlannedLayout, length: int) -> tuple[float, int]:
+    """Predicts a token's seconds with a choice's layout and the best number of drafts, at least 1; and that number."""
+    return min((ttl_s(q, replace(choice, gamma=n), length), n) for n in q.gammas if n)
+
+
+def drafts_pay_from(q: Question, choice: PlannedLayout) -> int | None:
+    """Returns the least length at which drafts are no slower than plain decoding; None: none in the model's context."""
+    plain = replace(choice, gamma=0)
+    return crossover(lambda n: ttl_s(q, plain, n) - best_drafts(q, choice, n)[0], q.spec.max_positions)
+
+
+def compare_drafts(ranking: Ranking) -> str:
+    """Describes in words which is faster here, and the length below which plain decoding is."""
+    q, first = ranking.question, ranking.choices[0]
+    over = "by the layer" if q.sparsity is None else f"over {q.sparsity:.3g} of the keys"
+    if first.gamma:
+        plain = plan(replace(q, acceptance=None, gamma=None, sparsity=None, layer=None)).choices[0]
+        gain = first.user / plain.user if q.batch is not None else first.gpu / plain.gpu
+        drafts = f"{first.gamma} draft{'s' if first.gamma > 1 else ''}"
+        said = f"Drafting pays here, {gain:.2f} times: {_speed(first)} and {drafts} {over}, {_speed(plain)} and none."
+    else:
+        seconds, gamma, name = min((*best_drafts(q, c, q.context), c.name) for c in ranking.choices)
+        said = f"Drafting does not pay here: {_speed(first)} and none; the best drafts would be {gamma} {over}, "
+        said += f"{_ms(seconds)} a token with {name}."
+    if q.layer is not None:  # there is no such length: a layer costs about as much at any
+        return said
+    below = _below(drafts_pay_from(q, first))
+    return f"{said} With {first.name} at batch {first.batch}, plain decoding is faster below {below}."
+
+
+def _below(tokens: int | None) -> str:
+    return f"{tokens:,} tokens" if tokens else "every length of the model's context"
+
+
+def _speed(choice: PlannedLayout) -> str:
+    return f"{_ms(choice.ttl_s)} a token ({choice.gpu:.1f} tokens/s/GPU) with {choice.name}"
 
 
 def _ms(seconds: float) -> str:

@@ -30,6 +30,9 @@ class Constant:
     level: int
     source: str
 
+    def times(self, factor: float) -> Constant:
+        return replace(self, value=self.value * factor)
+
 
 def between(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
     """Interpolates value and provenance at `sizes` between known ones (log2); beyond them the last one counts."""
@@ -39,6 +42,18 @@ def between(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
     known_size = (np.asarray(sizes)[..., None] == at).any(-1)  # of few sizes; np.isin takes six times as long
     level = np.where(known_size, MEASURED, np.where(inside, INTERPOLATED, EXTRAPOLATED))
     return values, np.maximum(level, max(constant.level for constant in known.values()))
+
+
+def sent_bytes(op: str, width: Any, message: Any) -> Any:
+    """Computes the bytes that one rank sends, of numbers or arrays.
+
+    Args:
+        message: bytes of all_to_all: a rank's parts for all ranks, its own included; all_reduce and send: the tensor;
+            all_gather: the gathered tensor.
+    """
+    if op == "send":
+        return message
+    return (2 if op == "all_reduce" else 1) * message * (width - 1) / width
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,7 @@ class Collective:
         return seconds, level
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """GPUs of one NVLink domain, with their measured or assumed constants.
 
@@ -105,19 +120,19 @@ class Hardware:
     flops: Mapping[str, Constant]
     kernel_s: Constant
     product_s: Mapping[int, Constant]
-    latent_share: Constant | None
-    latent_flops: Constant | None
+    latent_share: Constant | None = None
+    latent_flops: Constant | None = None
     e4m3_share: Mapping[str, Constant]
     chunk_s: Constant
-    finding_s: Constant | None
-    finding_sequence_s: Constant | None
-    bounds_share: Constant | None
-    link_bytes_per_s: Constant | None
-    fetch_s: Constant | None
-    gather_share: Constant | None
-    collect_share: Constant | None
-    select_s: Constant | None
-    select_bytes_per_s: Constant | None
+    finding_s: Constant | None = None
+    finding_sequence_s: Constant | None = None
+    bounds_share: Constant | None = None
+    link_bytes_per_s: Constant | None = None
+    fetch_s: Constant | None = None
+    gather_share: Constant | None = None
+    collect_share: Constant | None = None
+    select_s: Constant | None = None
+    select_bytes_per_s: Constant | None = None
     collectives: Mapping[str, Collective]
     nccl: Mapping[str, Collective]
 
@@ -131,6 +146,9 @@ class Hardware:
         name = data.get("name")
         if not isinstance(name, str):
             raise ValueError("a hardware description needs a name")
+        for key in ("gpus", "flops", "collectives"):
+            if key not in data:
+                raise ValueError(f"hardware {name} lacks {key}")
 
         def constant(place: Mapping[Any, Any], key: Any) -> Constant:
             given = place.get(key)
@@ -141,68 +159,34 @@ class Hardware:
                 raise ValueError(f"hardware {name}: {key} has provenance {given['provenance']!r}; known: {known}")
             return Constant(float(given["value"]), PROVENANCE.index(given["provenance"]), str(given["source"]))
 
-        def optional(key: str) -> Constant | None:
-            return constant(data, key) if key in data else None
+        def by_size(place: Mapping[Any, Any]) -> dict[int, Constant]:
+            return {int(size): constant(place, size) for size in place}
 
-        def by_size(key: str) -> dict[int, Constant]:
-            return {int(size): constant(data[key], size) for size in data.get(key, {})}
-
-        for key in ("gpus", "flops", "collectives"):
-            if key not in data:
-                raise ValueError(f"hardware {name} lacks {key}")
+        def by_name(place: Mapping[Any, Any]) -> dict[str, Constant]:
+            return {key: constant(place, key) for key in place}
 
         def collectives(key: str) -> dict[str, Collective]:
             if missing := [op for op in COLLECTIVES if op not in data[key]]:
                 raise ValueError(f"hardware {name} lacks the {key} {', '.join(missing)}")
             return {
                 op: Collective(
-                    {int(width): constant(given["latency_s"], width) for width in given["latency_s"]},
-                    constant(given, "bytes_per_s"),
-                    float(given["measured_bytes"]),
+                    by_size(given["latency_s"]), constant(given, "bytes_per_s"), float(given["measured_bytes"])
                 )
                 for op, given in data[key].items()
             }
 
-        own = collectives("collectives")
+        single = [f.name for f in fields(cls) if f.type == "Constant"]
+        single += [f.name for f in fields(cls) if f.type == "Constant | None" and f.name in data]
         return cls(
-            name,
-            int(data["gpus"]),
-            constant(data, "memory_bytes"),
-            constant(data, "read_bytes_per_s"),
-            {dtype: constant(data["flops"], dtype) for dtype in data["flops"]},
-            constant(data, "kernel_s"),
-            by_size("product_s"),
-            optional("latent_share"),
-            optional("latent_flops"),
-            {kind: constant(data["e4m3_share"], kind) for kind in data.get("e4m3_share", {})},
-            constant(data, "chunk_s"),
-            optional("finding_s"),
-            optional("finding_sequence_s"),
-            optional("bounds_share"),
-            optional("link_bytes_per_s"),
-            optional("fetch_s"),
-            optional("gather_share"),
-            optional("collect_share"),
-            optional("select_s"),
-            optional("select_bytes_per_s"),
-            own,
-            collectives("nccl") if "nccl" in data else {},
+            name=name,
+            gpus=int(data["gpus"]),
+            flops=by_name(data["flops"]),
+            product_s=by_size(data.get("product_s", {})),
+            e4m3_share=by_name(data.get("e4m3_share", {})),
+            collectives=collectives("collectives"),
+            nccl=collectives("nccl") if "nccl" in data else {},
+            **{key: constant(data, key) for key in single},
         )
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Converts the hardware to a mapping for `from_mapping`."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Constant):
-                return {"value": value.value, "provenance": PROVENANCE[value.level], "source": value.source}
-            if isinstance(value, Mapping):
-                return {key: plain(inner) for key, inner in value.items()}
-            if isinstance(value, Collective):
-                return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-            return value
-
-        values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
-        return {key: value for key, value in values.items() if value not in (None, {})}
 
     def over_nccl(self) -> Hardware:
         """Returns the same hardware with the library's collectives.
@@ -224,24 +208,13 @@ class Hardware:
             raise ValueError(f"{self.name} has no rate for {dtype}; known: {', '.join(self.flops)}")
         return self.flops[dtype]
 
-    def scaled(self, *, kernel: float = 1.0, collective: float = 1.0, read: float = 1.0, link: float = 1.0) -> Hardware:
-        """Scales kernel times, collective latencies, read and link rates; 0 removes times."""
-
-        def by(constant: Constant, factor: float) -> Constant:
-            return replace(constant, value=constant.value * factor)
-
-        return replace(
-            self,
-            read_bytes_per_s=by(self.read_bytes_per_s, read),
-            kernel_s=by(self.kernel_s, kernel),
-            product_s={rows: by(fixed, kernel) for rows, fixed in self.product_s.items()},
-            chunk_s=by(self.chunk_s, kernel),
-            collectives={
-                op: replace(
-                    c,
-                    latency_s={w: by(s, collective) for w, s in c.latency_s.items()},
-                    bytes_per_s=by(c.bytes_per_s, link),
-                )
-                for op, c in self.collectives.items()
-            },
-        )
+    def collective_s(self, op: str, width: Array, message: Array) -> tuple[Array, Array, Array]:
+        """Computes latency and transfer of a collective, in seconds, and provenance; 0 for a single rank."""
+        known = self.collectives[op]
+        latency, level = known.latency(np.maximum(width, 2))
+        # Up to the measured sizes latency dominates; beyond them the rate counts.
+        beyond = max(EXTRAPOLATED, known.bytes_per_s.level)
+        level = np.where(message > known.measured_bytes, np.maximum(level, beyond), level)
+        many = width > 1
+        wire = sent_bytes(op, width, message) / known.bytes_per_s.value
+        return np.where(many, latency, 0.0), np.where(many, wire, 0.0), np.where(many, level, 0)

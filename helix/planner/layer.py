@@ -14,8 +14,7 @@ import numpy as np
 from helix.config import LEAST_KEYS
 from helix.layers.specs import AttentionSpec, GatedDeltaSpec, IndexerSpec, MLASpec, MLPSpec, MoESpec
 from helix.models import DecoderSpec
-from helix.planner import cost
-from helix.planner.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Constant, Hardware, between
+from helix.planner.hardware import BYTES, FEW_BITS, INTERPOLATED, Array, Constant, Hardware, between, sent_bytes
 from helix.planner.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.worker.keeps import LATENT_GROUP, score_planes
 
@@ -24,6 +23,18 @@ SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
 COUNTED, DIGITS = 2, 256  # kernels/indexer/choose.py: digits whose counts ranks gather, and numbers of a digit
 SCORE_READS, NUMBER_BYTES = 5, 4  # of an indexer's scores, which are written once, and read by each launch of a choice
+
+Number = Any  # int, float or array: one formula serves all
+
+
+def pipelined(compute: Number, exchange: Number, chunks: Number) -> Number:
+    """Computes the time of `chunks` pieces, each exchanged while the next is computed (HOP-B, figure 3)."""
+    return np.maximum(chunks * compute + exchange, compute + chunks * exchange)
+
+
+def experts_touched(experts: int, top_k: int, tokens: Number) -> Number:
+    """Computes the expected number of distinct experts that `tokens` choose, each `top_k` uniformly."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
 @dataclass(frozen=True)
@@ -48,10 +59,7 @@ class Phase:
         """Returns the additive arrays, then the provenance."""
         return self.seconds, self.bytes, self.flops, self.sent, self.launches, self.level
 
-    def __getitem__(self, chosen: Array) -> Phase:
-        return Phase(self.name, *(array[chosen] for array in self.arrays()))
-
-    def times(self, count: Any) -> Phase:
+    def times(self, count: Number) -> Phase:
         *sums, level = self.arrays()
         return Phase(self.name, *[*(array * count for array in sums), level])
 
@@ -67,7 +75,7 @@ class Phase:
         return Phase(self.name, *(np.where(condition, a, b) for a, b in pairs))
 
 
-def _up(a: Any, b: Any) -> Any:
+def _up(a: Number, b: Number) -> Array:
     """Divides a by b, rounding up."""
     return -(-a // b)
 
@@ -102,8 +110,7 @@ class Layer:
         self.all_rows = p.batch * each  # rows per pipeline stage
         self.q = _up(self.mixer.q_heads, p.tpa)
         self.kv = _up(self.mixer.kv_heads, p.tpa)
-        owned = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
-        self.o = self.q if options.output == "tpa" else owned
+        self.o = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
         kinds = ("weights", "messages", "experts", "other")
         self.item = {kind: BYTES[getattr(options, kind) or options.weights] for kind in kinds}
         self.item |= _kv_items(self.mixer, options.kv)
@@ -126,11 +133,11 @@ class Layer:
     def kernel(
         self,
         name: str,
-        weights: Any,
-        rows: Any,
+        weights: Number,
+        rows: Number,
         *,
-        kernels: int | Array = 1,
-        flops: Any = None,
+        kernels: Number = 1,
+        flops: Number = None,
         kind: str = "weights",
     ) -> Phase:
         """Computes the cost of a product of `rows` rows with `weights` weights on this rank.
@@ -140,10 +147,9 @@ class Layer:
             kind: `weights`, `experts` or `other`, whose dtype options name.
         """
         hw = self.hardware
-        read = weights * self.item[kind] + self.zeros
         share = hw.e4m3_share.get(kind) if (getattr(self.options, kind) or self.options.weights) == "e4m3" else None
-        flops = (2.0 * rows * weights if flops is None else flops) + self.zeros
-        phase = self._timed(name, read, flops, kernels, share)
+        flops = 2.0 * rows * weights if flops is None else flops
+        phase = self._timed(name, weights * self.item[kind], flops, kernels, share)
         if not hw.product_s:
             return phase
         fixed, level = between(hw.product_s, rows)
@@ -153,9 +159,9 @@ class Layer:
     def _timed(
         self,
         name: str,
-        read: Array,
-        flops: Array,
-        kernels: int | Array,
+        read: Number,
+        flops: Number = 0.0,
+        kernels: Number = 1,
         share: Constant | None = None,
         rate: Constant | None = None,
     ) -> Phase:
@@ -164,33 +170,48 @@ class Layer:
         reached = hw.read_bytes_per_s.value * (share.value if share is not None else 1.0)
         work = np.maximum(read / reached, flops / rate.value)
         known = (hw.read_bytes_per_s, rate, hw.kernel_s, *([share] if share is not None else []))
-        level = max(INTERPOLATED, *(constant.level for constant in known))
         seconds = work + kernels * hw.kernel_s.value
-        return Phase(name, seconds, read, flops, self.zeros, self.zeros + kernels, self.zeros.astype(int) + level)
+        return self._priced(name, seconds, *known, read=read, flops=flops, launches=kernels)
+
+    def _priced(
+        self,
+        name: str,
+        seconds: Number,
+        *known: Constant,
+        read: Number = 0.0,
+        flops: Number = 0.0,
+        launches: Number = 1,
+    ) -> Phase:
+        """Makes a phase out of its seconds and the constants that they were computed with."""
+        level, zeros = max(INTERPOLATED, *(constant.level for constant in known)), self.zeros
+        sums = zeros + seconds, zeros + read, zeros + flops, zeros, zeros + launches
+        return Phase(name, *sums, zeros.astype(int) + level)
 
     def collective(self, name: str, op: str, width: Array, message: Array) -> Phase:
-        latency, wire, level = cost.collective_s(self.hardware, op, width, message)
-        sent = np.where(width > 1, cost.sent_bytes(op, width, message), 0.0)
+        latency, wire, level = self.hardware.collective_s(op, width, message)
+        sent = np.where(width > 1, sent_bytes(op, width, message), 0.0)
         return Phase(name, latency + wire, self.zeros, self.zeros, sent, self.zeros + (width > 1), level)
+
+    def row_bytes(self, rows: Number) -> Number:
+        """Counts the bytes of a message of `rows` rows of hidden states."""
+        return rows * self.spec.hidden * self.item["messages"]
 
     def _heads(self, window: int | None) -> list[Phase]:
         d = self.head_dim
-        qkv = self.kernel(
-            "qkv", self.inputs * d * (self.q + 2 * self.kv + self.gates), self.rows, kernels=1 + self.gated
-        )
+        numbers = self.inputs * d * (self.q + 2 * self.kv + self.gates)
+        qkv = self.kernel("qkv", numbers, self.rows, kernels=1 + self.gated)
         attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
         return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
 
     def recurrent(self, spec: GatedDeltaSpec) -> list[Phase]:
         """Lists the phases of a layer with states, each of which a step reads and writes once."""
         p, s, heads = self.points, self.spec, self._state_heads(spec)
-        passed = 2 * self.sequences * self.state_bytes(spec)
-        message = self.rows * s.hidden * self.item["messages"]
+        width = np.where(p.mode == MEDHA, p.tpa, p.ranks)
         return [
             self.kernel("qkv", s.hidden * self._state_rows(spec), self.rows),
-            self._timed("states", passed, self.zeros, 1),
+            self._timed("states", 2 * self.sequences * self.state_bytes(spec)),
             self.kernel("output", s.hidden * heads * spec.value_dim, self.rows),
-            self.collective("output all-reduce", "all_reduce", np.where(p.mode == MEDHA, p.tpa, p.ranks), message),
+            self.collective("output all-reduce", "all_reduce", width, self.row_bytes(self.rows)),
         ]
 
     def _state_heads(self, spec: GatedDeltaSpec) -> Array:
@@ -218,7 +239,7 @@ class Layer:
         return isinstance(self.mixer, AttentionSpec) and self.mixer.gated
 
     @property
-    def gates(self) -> Any:
+    def gates(self) -> Number:
         """Number of heads whose gates a rank computes: those of which it has the output."""
         return self.o * self.gated
 
@@ -227,23 +248,21 @@ class Layer:
         s, m, p = self.spec, self.mixer, self.points
         assert isinstance(m, MLASpec)
 
-        def queries(heads: Any, gathers: bool) -> list[Phase]:
+        def queries(heads: Number, width: Array) -> list[Phase]:
+            """Lists the phases that make the queries of some heads, gathered over `width` ranks."""
             first = s.hidden * (m.entry + (m.q_rank or heads * m.query))
             projections = [self.kernel("qkv", first, self.rows)]
             projections += [self.kernel("query up", m.q_rank * heads * m.query, self.rows)] if m.q_rank else []
             projections.append(self.kernel("absorb", heads * m.nope * m.latent, self.rows, kind="other"))
             message = self.rows * self.q * m.entry * self.item["messages"]
-            return [
-                *projections,
-                self.collective("gather queries", "all_gather", p.kvp if gathers else p.kvp * 0 + 1, message),
-            ]
+            return [*projections, self.collective("gather queries", "all_gather", width, message)]
 
-        def attend(value: int, heads: Any) -> list[Phase]:
+        def attend(value: int, heads: Number) -> list[Phase]:
             attention, exchange = self._attend(window, m.entry, m.entry + m.latent, value)
             return [attention, exchange, self.kernel("values", heads * m.latent * m.value, self.rows, kind="other")]
 
         gathers = (p.mode == HELIX) & (self.options.queries == "faster")
-        makes = _cheaper(queries(self.q, False), queries(_up(self.q, p.kvp), True), gathers)
+        makes = _cheaper(queries(self.q, np.ones_like(p.kvp)), queries(_up(self.q, p.kvp), p.kvp), gathers)
         attends = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
         return [*makes, *attends, *self._output(m.value)]
 
@@ -260,10 +279,10 @@ class Layer:
         lists = self.collective("choose tokens", "all_gather", p.kvp, self.rows * (m.topk or 0) * 8.0 * p.kvp)
         # Of single queries, the launch that computes scores counts their first digit, and the one before zeroes counts.
         reads, launches = (SCORE_READS - 1, COUNTED + 1) if self.single else (SCORE_READS, COUNTED + 3)
-        kernels = self._timed("choose tokens", self.rows * tokens * reads * NUMBER_BYTES, self.zeros, launches)
+        kernels = self._timed("choose tokens", self.rows * tokens * reads * NUMBER_BYTES, kernels=launches)
         return [
             self.kernel("index", of.weights(self.spec.hidden, m.q_rank or 0), self.rows, kernels=3),
-            self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, 1, None, hw.latent_flops),
+            self._timed("index scores", scanned, 2.0 * self.rows * tokens * heads, rate=hw.latent_flops),
             kernels.plus(gathers.times(COUNTED)).plus(lists),
         ]
 
@@ -307,9 +326,7 @@ class Layer:
         scores = self.planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
         read = scores * len(self.spec.full)
         price, rate = self.price("select_s"), self.price("select_bytes_per_s")
-        seconds = price.value + read / rate.value
-        level = self.zeros.astype(int) + max(INTERPOLATED, price.level, rate.level)
-        return Phase("select", seconds, read, self.zeros, self.zeros, self.zeros + SELECT_LAUNCHES, level)
+        return self._priced("select", price.value + read / rate.value, price, rate, read=read, launches=SELECT_LAUNCHES)
 
     def price(self, name: str) -> Constant:
         """Returns a constant of the hardware for self-speculation.
@@ -339,10 +356,8 @@ class Layer:
         kvp = self.points.kvp
         scored = sparse.scored(self.length, kvp) if sparse.topk else 0.0  # without a choice no scores
         bounds = self.sequences * 2 * self.kv * self.head_dim * scored
-        free, level = self.zeros, self.zeros.astype(int) + price.level
-        seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)
-        paid = Phase("", seconds, free, free, free, free + 1, level)
-        found = [self._timed("find blocks", bounds * self.item["plain_kv"], self.zeros, 0, hw.bounds_share).plus(paid)]
+        paid = self._priced("", price.value + (self.sequences * each.value if each is not None else 0.0), price)
+        found = [self._timed("find blocks", bounds * self.item["plain_kv"], 0.0, 0, hw.bounds_share).plus(paid)]
         if sparse.choice == "global":  # a score and a number of each candidate block, sent to every other rank
             offered = self.rows * self.kv * sparse.topk * kvp * 8.0
             found.append(self.collective("offer blocks", "all_to_all", kvp, offered))
@@ -363,8 +378,8 @@ class Layer:
 
     def ahead(self) -> tuple[list[Phase], Array]:
         """Computes the cost of guesses in all layers, and the seconds per step in which the link is busy."""
-        s, tier = self.spec, self.options.tier
-        if not self.guessed or tier is None:
+        s = self.spec
+        if not self.guessed:
             return [], self.zeros
         query = self.kernel("guess", s.hidden * self.head_dim * self.q, self.rows)
         guess = replace(query.plus(self._finding(None)[0]), name="guess")
@@ -384,11 +399,9 @@ class Layer:
         chosen = np.minimum(_up(sparse.touched, self.points.kvp) * sparse.block, self._seen(None))
         tokens = share * (1 - tier.hits) * chosen
         come = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
-        level = self.zeros.astype(int) + max(INTERPOLATED, rate.level, fixed.level)
-        seconds = fixed.value + come / rate.value
-        return Phase("fetch", seconds, self.zeros, self.zeros, self.zeros, self.zeros + 2, level)
+        return self._priced("fetch", fixed.value + come / rate.value, rate, fixed, launches=2)
 
-    def _attend(self, window: int | None, stored: Any, per_pair: int, value: int) -> tuple[Phase, Phase]:
+    def _attend(self, window: int | None, stored: Number, per_pair: int, value: int) -> tuple[Phase, Phase]:
         """Computes the cost of attention over this rank's shard, and the exposed cost of the exchange.
 
         Args:
@@ -407,7 +420,7 @@ class Layer:
         share, rate = converts.get("k16v8" if self.options.kv == "k16v8" else "kv"), None
         if isinstance(self.mixer, MLASpec):
             share, rate, part = converts.get("latents", hw.latent_share), hw.latent_flops, converts.get("latent_flops")
-            rate = replace(rate, value=rate.value * part.value) if rate and part else rate
+            rate = rate.times(part.value) if rate and part else rate
         if self.drafting and window is None:
             share = self.price("gather_share")
         attention = self._timed("attention", read, flops, 1, share, rate)
@@ -416,34 +429,49 @@ class Layer:
             level = np.maximum(attention.level, more.level)
             attention = replace(attention, seconds=(1 + more.value) * attention.seconds, level=level)
         message = self.rows * self.q * (value * self.item["messages"] + 4)
-        latency, wire, level = cost.collective_s(hw, "all_to_all", p.kvp, message)
+        latency, wire, level = hw.collective_s("all_to_all", p.kvp, message)
         # Medha: all heads of a group go to its one rank with the output projection, and nothing overlaps.
         wire = np.where(p.mode == MEDHA, wire * p.kvp, wire)
         data = attention.seconds - hw.kernel_s.value
-        overlaps = (p.mode == HELIX) & self.options.hopb & (not self.drafting)
-        both = cost.attention_and_exchange_s(
-            data, latency, wire, self.sequences, overlaps, self.options.exchange == "serial", hw.chunk_s.value,
-            self.options.chunks,
-        )  # fmt: skip
-        sent = np.where(p.mode == MEDHA, message, cost.sent_bytes("all_to_all", p.kvp, message)) * (p.kvp > 1)
-        exposed = Phase("exchange", both - data, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
-        return attention, exposed
+        exposed = self.attended_and_exchanged_s(data, latency, wire) - data
+        sent = np.where(p.mode == MEDHA, message, sent_bytes("all_to_all", p.kvp, message)) * (p.kvp > 1)
+        return attention, Phase("exchange", exposed, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
+
+    def attended_and_exchanged_s(self, data: Array, latency: Array, wire: Array) -> Array:
+        """Computes the seconds of attention and exchange together, without the attention's kernel launch.
+
+        Batched: one message for all sequences of a chunk; its latency counts once, after the last chunk, and HOP-B uses
+        the best number of chunks, a power of two up to the batch, unless options give one. Serial: each sequence has
+        its own collective.
+
+        Args:
+            data: seconds of attention over the whole batch.
+            latency, wire: seconds of the exchange of the whole batch.
+        """
+        o, batch, further_s = self.options, self.sequences, self.hardware.chunk_s.value
+        hopb = (self.points.mode == HELIX) & o.hopb & (not self.drafting)
+        if o.exchange == "serial":
+            one = latency + wire / batch
+            return np.where(hopb, pipelined(data / batch, one, batch), data + batch * one)
+        counts = [2**i for i in range(1, int(np.max(batch)).bit_length())] if o.chunks is None else [o.chunks]
+        best = data + wire
+        for n in counts:
+            cut = pipelined(data / n, wire / n, n) + (n - 1) * further_s
+            cut = cut if o.chunks is not None else np.minimum(best, cut)
+            best = np.where(hopb & (wire > 0) & (n <= batch), cut, best)
+        return best + latency
 
     def _output(self, value: int) -> list[Phase]:
-        p, hidden = self.points, self.spec.hidden
-        item = self.item["messages"]
+        p = self.points
         width = np.where(p.mode == MEDHA, p.tpa, p.kvp * p.tpa)
         return [
-            self.kernel("output", self.o * value * hidden, self.rows),
-            self.collective("output all-reduce", "all_reduce", width, self.rows * hidden * item),
+            self.kernel("output", self.o * value * self.spec.hidden, self.rows),
+            self.collective("output all-reduce", "all_reduce", width, self.row_bytes(self.rows)),
         ]
 
     def _gather_rows(self) -> Phase:
         """Computes the cost of gathering the rows of all groups on every rank."""
-        p = self.points
-        return self.collective(
-            "gather rows", "all_gather", p.dp, self.all_rows * self.spec.hidden * self.item["messages"]
-        )
+        return self.collective("gather rows", "all_gather", self.points.dp, self.row_bytes(self.all_rows))
 
     @property
     def inputs(self) -> int:
@@ -454,9 +482,9 @@ class Layer:
         """Lists the phases of a layer that drafts before its attention: a projection of what it reads, by columns."""
         if not width:
             return []
-        p, hidden = self.points, self.spec.hidden
-        summed = self.collective("join all-reduce", "all_reduce", p.ranks, self.rows * hidden * self.item["messages"])
-        return [self.kernel("join", _up(width, p.ranks) * hidden, self.rows, kind="other"), summed]
+        ranks = self.points.ranks
+        summed = self.collective("join all-reduce", "all_reduce", ranks, self.row_bytes(self.rows))
+        return [self.kernel("join", _up(width, ranks) * self.spec.hidden, self.rows, kind="other"), summed]
 
     @property
     def head_dim(self) -> int:
@@ -465,35 +493,28 @@ class Layer:
         return self.mixer.head_dim
 
     def _dense(self, spec: MLPSpec) -> list[Phase]:
-        p, s = self.points, self.spec
-        columns = _up(spec.width, p.ffn_ranks)
-        return [
-            self._gather_rows(),
-            self.kernel("ffn", 3 * s.hidden * columns, self.all_rows, kernels=2),
-            self._sum_rows(),
-        ]
+        columns = _up(spec.width, self.points.ffn_ranks)
+        product = self.kernel("ffn", 3 * self.spec.hidden * columns, self.all_rows, kernels=2)
+        return [self._gather_rows(), product, self._sum_rows()]
 
     def _sum_rows(self) -> Phase:
         """Computes the cost of the sum over all ranks, of all rows; in the runtime's mode dp, each of a rank's own."""
-        p = self.points
-        message = self.all_rows * self.spec.hidden * self.item["messages"]
-        summed = self.collective("ffn all-reduce", "all_reduce", p.ranks, message)
-        scattered = self.collective("ffn all-reduce", "all_gather", p.ranks, message)  # a reduce-scatter's bytes
+        ranks, message = self.points.ranks, self.row_bytes(self.all_rows)
+        summed = self.collective("ffn all-reduce", "all_reduce", ranks, message)
+        scattered = self.collective("ffn all-reduce", "all_gather", ranks, message)  # a reduce-scatter's bytes
         return scattered.where(self.gathered, summed)
 
     def _experts(self, m: MoESpec) -> list[Phase]:
         p, s = self.points, self.spec
-        item = self.item["messages"]
         matrices = 3 * s.hidden * _up(m.width, p.tpf)
-        touched = cost.experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
+        touched = experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
         flops = 2.0 * self.all_rows * m.top_k * 3 * s.hidden * m.width / (p.tpf * p.ep)
         alone = self.dispatched
-        away = self.rows * np.minimum(m.top_k, p.ep) * s.hidden * item
+        away = self.row_bytes(self.rows * np.minimum(m.top_k, p.ep))
         dispatch = self.collective("gather rows", "all_to_all", p.ranks, away)
+        routed = np.where(self.gathered, self.all_rows, self.rows)
         phases = [
-            self.kernel(
-                "router", s.hidden * m.experts, np.where(self.gathered, self.all_rows, self.rows), kind="other"
-            ),
+            self.kernel("router", s.hidden * m.experts, routed, kind="other"),
             dispatch.where(alone, self._gather_rows()),
         ]
         weights, few = _up(m.experts, p.ep) * touched * matrices, np.minimum(self.all_rows, SEVERAL)
@@ -503,7 +524,7 @@ class Layer:
             alike = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
             kernels = np.where(~alone & (p.ep == 1) & alike, 0, 2)
             phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(m), rows, kernels=kernels))
-        chosen = np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep) * s.hidden * item
+        chosen = self.row_bytes(np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep))
         inside = self.collective("expert all-reduce", "all_reduce", np.where(alone, p.tpf, 1), chosen)
         back = self.collective("ffn all-reduce", "all_to_all", p.ranks, away)
         return [*phases, inside, back.where(alone, self._sum_rows())]
@@ -512,16 +533,13 @@ class Layer:
 
     def attention_bytes(self) -> Array:
         """Counts the bytes of a layer's attention weights on the fullest rank."""
-        s, m = self.spec, self.mixer
+        s, m, item = self.spec, self.mixer, self.item
         if isinstance(m, AttentionSpec):
-            return (
-                m.head_dim
-                * (self.inputs * (self.q + 2 * self.kv + self.gates) + s.hidden * self.o)
-                * self.item["weights"]
-            )
+            numbers = m.head_dim * (self.inputs * (self.q + 2 * self.kv + self.gates) + s.hidden * self.o)
+            return numbers * item["weights"]
         projections = s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value)
         projections = projections + self.q * m.query * (m.q_rank or s.hidden)
-        return projections * self.item["weights"] + self.q * (m.nope + m.value) * m.latent * self.item["other"]
+        return projections * item["weights"] + self.q * (m.nope + m.value) * m.latent * item["other"]
 
     def ffn_bytes(self, spec: MLPSpec | MoESpec) -> Array:
         """Counts the bytes of a layer's FFN weights on the fullest rank."""
@@ -537,13 +555,10 @@ class Layer:
         p, width = self.points, spec.shared_width
         return np.where(self.dispatched, _up(width, p.tpa), _up(width, p.ffn_ranks))
 
-
-def token_numbers(spec: DecoderSpec, points: Points) -> Array:
-    """Counts the cached values per token and layer on the rank that stores it."""
-    m = spec.attention
-    if isinstance(m, MLASpec):
-        return np.full(len(points), m.entry)
-    return 2 * _up(m.kv_heads, points.tpa) * m.head_dim
+    def token_numbers(self) -> Array:
+        """Counts the cached values per token and layer on the rank that stores it."""
+        m = self.mixer
+        return np.full(len(self.points), m.entry) if isinstance(m, MLASpec) else 2 * self.kv * m.head_dim
 
 
 def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Phase]:

@@ -11,10 +11,8 @@ import numpy as np
 from helix.config import MAX_QUERIES
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.planner import cost
-from helix.planner.hardware import PROVENANCE, Hardware
-from helix.planner.points import DP, LayerDrafts, Options, Points, Speculation
-from helix.planner.search import layouts
+from helix.planner.hardware import Hardware
+from helix.planner.points import DP, Grid, LayerDrafts, Options, Points, Speculation, layouts
 from helix.planner.step import StepCost, memory_of, predict
 from helix.setup.buffers import longest_chunk, prompt_bytes, token_buffers
 
@@ -94,11 +92,12 @@ class Question:
             return (0,)
         return (0, self.gamma) if self.gamma is not None else (0, *(SELF_GAMMAS if self.priced else GAMMAS))
 
-    def speculation(self, gamma: int) -> Speculation | None:
-        """Returns the speculation of a step with `gamma` drafts; None for 0."""
-        if not gamma or self.acceptance is None:
-            return None
-        return Speculation(gamma, self.acceptance, sparsity=self.sparsity, layer=self.layer)
+    def settings(self, options: Options, chunks: int, gamma: int, append_block: int) -> Options:
+        """Returns options with these numbers of HOP-B chunks (1: off) and of drafts, and this append block."""
+        drafts = None
+        if gamma and self.acceptance is not None:
+            drafts = Speculation(gamma, self.acceptance, self.sparsity, self.layer)
+        return replace(options, speculation=drafts, hopb=chunks > 1, chunks=chunks, append_block=append_block)
 
 
 @dataclass(frozen=True)
@@ -186,10 +185,12 @@ def plan(question: Question) -> Ranking:
     """
     q = question
     choices, refused = [], []
-    for row, options in _rows(q):
-        best, lacking = _best(q, row, options)
-        choices += [best] if best is not None else []
-        refused += [lacking] if lacking is not None else []
+    for grid, options in _grids(q):
+        best = _best(q, grid, options)
+        if isinstance(best, Refused):
+            refused.append(best)
+        else:
+            choices.append(best)
     if not choices:
         raise ValueError(_nothing_fits(q, refused))
     ranking = Ranking(q, choices, sorted(refused, key=lambda r: r.missing_bytes), "", "")
@@ -204,20 +205,17 @@ def plan(question: Question) -> Ranking:
     return replace(ranking, reason=_reason(ranking), verdict=_verdict(ranking))
 
 
-def _rows(q: Question) -> list[tuple[tuple[int, ...], Options]]:
+def _grids(q: Question) -> list[tuple[Grid, Options]]:
     """Lists all layouts of the question's GPUs that the runtime has, and the options of each."""
     plain = q.acceptance is None and q.options.sparse is None and (q.batch is None or q.gpus <= q.batch)
-    rows = [
-        row
-        for row in layouts(q.spec, [q.gpus], q.modes, pp=False)
-        if row[2] == 1 or (row[0] == DP and row[2] == q.gpus and plain)
+    grids = [
+        grid
+        for grid in sorted(layouts(q.spec, [q.gpus], q.modes, pp=False), key=lambda grid: grid.kvp)
+        if grid.dp == 1 or (grid.mode == DP and grid.dp == q.gpus and plain)
     ]
     sparse = q.options.sparse  # its blocks are pages and append blocks
-    blocks = {kvp: sparse.block if sparse else _append_block(q.context, kvp) for kvp in {row[3] for row in rows}}
-    return [
-        (row, replace(q.options, dispatch="all", append_block=blocks[row[3]]))
-        for row in sorted(rows, key=lambda row: row[3])
-    ]
+    blocks = {kvp: sparse.block if sparse else _append_block(q.context, kvp) for kvp in {grid.kvp for grid in grids}}
+    return [(grid, replace(q.options, dispatch="all", append_block=blocks[grid.kvp])) for grid in grids]
 
 
 def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
@@ -228,31 +226,32 @@ def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
     return block
 
 
-def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[PlannedLayout | None, Refused | None]:
+def _best(q: Question, grid: Grid, options: Options) -> PlannedLayout | Refused:
     """Finds the best settings of one layout, or the memory that it lacks."""
-    batches = np.array([q.batch]) if q.batch is not None else BATCHES[row[2] <= BATCHES]  # or groups would idle
-    points = Points.crossed([row], batches)
+    batches = np.array([q.batch]) if q.batch is not None else BATCHES[grid.dp <= BATCHES]  # or groups would idle
+    points = Points.crossed([grid], batches)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
-    options = _beside_prompts(q, points.layout(0), float(memory.weight_bytes[0]), options)
+    weights = float(memory.weight_bytes[0])
+    options = _beside_prompts(q, points.layout(0), weights, options)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
     fits = points.batch <= memory.largest_batch
     if not fits.any():
-        weights = float(memory.weight_bytes[0])
         room = (q.hardware.memory_bytes.value - weights) * options.memory_fraction
         missing = float(memory.kv_bytes[0] - room)
         if (tier := options.tier) is not None:
             room = room if tier.gpu_bytes is None else min(room, tier.gpu_bytes)
             missing = max(float(memory.kv_bytes[0] - room), float(memory.host_bytes[0] - tier.host_bytes))
-        return None, Refused(points.layout(0), weights, missing, int(memory.largest_batch[0]))
+        return Refused(points.layout(0), weights, missing, int(memory.largest_batch[0]))
     points = points[fits]
     # One choice of blocks over all ranks is an exchange inside attention, which chunks would split.
     one_choice = options.sparse is not None and options.sparse.choice == "global"
-    best: tuple[float, PlannedLayout] | None = None
+    found: list[tuple[float, PlannedLayout]] = []
     for gamma in q.gammas:
-        for chunks in CHUNKS if points.kvp[0] > 1 and not one_choice else CHUNKS[:1]:
-            tried = replace(options, speculation=q.speculation(gamma), hopb=chunks > 1, chunks=chunks)
-            if gamma and q.sparsity is not None:
-                tried = replace(tried, append_block=_append_block(q.context, int(points.kvp[0]), LARGEST_OF_DRAFTS))
+        block = options.append_block
+        if gamma and q.sparsity is not None:
+            block = _append_block(q.context, grid.kvp, LARGEST_OF_DRAFTS)
+        for chunks in CHUNKS if grid.kvp > 1 and not one_choice else CHUNKS[:1]:
+            tried = q.settings(options, chunks, gamma, block)
             step = predict(q.spec, q.hardware, points, q.context, tried)
             i = _fastest(q, step)
             if i is None or (chunks > step.points.batch[i]):
@@ -260,10 +259,9 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[PlannedL
             value = float(step.ttl_s[i]) if q.batch is not None else -float(step.gpu[i])
             late = q.ttl_s is not None and step.ttl_s[i] > q.ttl_s
             value = value + 1e9 * late  # those beyond the limit come last
-            if best is None or value < best[0]:
-                best = value, _choice(q, step, i, chunks, gamma, tried)
-    assert best is not None  # without speculation and chunks all batches that fit were tried
-    return best[1], None
+            if not found or value < found[-1][0]:
+                found.append((value, _choice(q, step, i, tried)))
+    return found[-1][1]  # without speculation and chunks all batches that fit were tried
 
 
 def _beside_prompts(q: Question, layout: HelixLayout, weight_bytes: float, options: Options) -> Options:
@@ -289,16 +287,17 @@ def _fastest(q: Question, step: StepCost) -> int | None:
     return int(in_time[np.argmax(step.gpu[in_time])]) if len(in_time) else int(fits[0])
 
 
-def _choice(q: Question, step: StepCost, i: int, chunks: int, gamma: int, options: Options) -> PlannedLayout:
+def _choice(q: Question, step: StepCost, i: int, options: Options) -> PlannedLayout:
+    """Describes point `i` of a prediction with these options."""
     weights, kv = float(step.memory.weight_bytes[i]), float(step.memory.kv_bytes[i])
-    free = q.hardware.memory_bytes.value - weights
-    tokens = cost.tokens_per_step(gamma, q.acceptance or 0.0)
+    free, drafts = q.hardware.memory_bytes.value - weights, options.speculation
+    tokens = drafts.tokens if drafts is not None else 1.0
     return PlannedLayout(
         layout=step.points.layout(i),
         batch=int(step.points.batch[i]),
-        chunks=chunks,
+        chunks=options.chunks or 1,
         append_block=options.append_block,
-        gamma=gamma,
+        gamma=drafts.gamma if drafts is not None else 0,
         ttl_s=float(step.ttl_s[i]),
         user=float(step.user[i]),
         gpu=float(step.gpu[i]),
@@ -309,7 +308,7 @@ def _choice(q: Question, step: StepCost, i: int, chunks: int, gamma: int, option
         largest_batch=int(step.memory.largest_batch[i]),
         longest=min(_longest(q, step, i, free * options.memory_fraction, options), q.spec.max_positions),
         phases={phase.name: float(phase.seconds[i]) / tokens for phase in step.phases if phase.launches[i]},
-        provenance=PROVENANCE[step.level[i]],
+        provenance=step.provenance(i),
     )
 
 
@@ -432,7 +431,7 @@ def _nothing_fits(q: Question, refused: list[Refused]) -> str:
 
 def _holds(q: Question) -> bool:
     """Returns whether any layout has memory for the question's sequences."""
-    candidates = ((Points.crossed([row], np.array([q.batch or row[2]])), options) for row, options in _rows(q))
+    candidates = ((Points.crossed([grid], np.array([q.batch or grid.dp])), options) for grid, options in _grids(q))
     return any(memory_of(q.spec, q.hardware, p, q.context, o).largest_batch[0] >= p.batch[0] for p, o in candidates)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from helix.planner.hardware import BYTES, FEW_BITS, Array
+from helix.planner.hardware import Array
 
 # The runtime's three (helix/layout.py), and `dp`: whole sequences on groups of ranks, with experts over all ranks, as
 # DeepSeek-R1 is served.
@@ -17,9 +18,21 @@ MODES = ("tp", "dp", "medha", "helix")
 TP, DP, MEDHA, HELIX = range(4)
 
 
+class Grid(NamedTuple):
+    """A layout of `pp` stages of `dp` groups of `kvp x tpa` ranks each, with `tpf x ep` ranks of the FFN in a stage."""
+
+    mode: int
+    pp: int
+    dp: int
+    kvp: int
+    tpa: int
+    tpf: int
+    ep: int
+
+
 @dataclass(frozen=True)
 class Points:
-    """Points as arrays [n]: `pp` stages of `dp` groups of `kvp x tpa` ranks each; `batch` sequences per stage."""
+    """Points as arrays [n]: the widths of a `Grid`, and `batch` sequences per stage."""
 
     mode: Array
     pp: Array
@@ -31,41 +44,27 @@ class Points:
     batch: Array
 
     @classmethod
-    def of(
-        cls,
-        mode: str,
-        batch: int = 1,
-        *,
-        pp: int = 1,
-        dp: int = 1,
-        kvp: int = 1,
-        tpa: int = 1,
-        tpf: int | None = None,
-        ep: int = 1,
-    ) -> Points:
-        """Creates a single point; an unset `tpf` takes all FFN ranks that `ep` leaves.
+    def of(cls, mode: str, batch: int = 1, *, tpf: int | None = None, **widths: int) -> Points:
+        """Creates a single point; other widths are 1, and an unset `tpf` takes all FFN ranks that `ep` leaves.
 
         Raises:
             ValueError: the mode is unknown, or `ep` does not divide the ranks.
         """
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
-        ranks = tpa if mode == "medha" else dp * kvp * tpa
-        if tpf is None and ranks % max(ep, 1):
-            raise ValueError(f"ep={ep} does not divide the {ranks} FFN ranks")
-        row = (MODES.index(mode), pp, dp, kvp, tpa, ranks // max(ep, 1) if tpf is None else tpf, ep, batch)
-        return cls(*(np.array([value]) for value in row))
+        given = dict.fromkeys(("pp", "dp", "kvp", "tpa", "ep"), 1) | widths
+        ranks = given["tpa"] if mode == "medha" else given["dp"] * given["kvp"] * given["tpa"]
+        groups = max(given["ep"], 1)
+        if tpf is None and ranks % groups:
+            raise ValueError(f"ep={given['ep']} does not divide the {ranks} FFN ranks")
+        grid = Grid(MODES.index(mode), tpf=ranks // groups if tpf is None else tpf, **given)
+        return cls.crossed([grid], np.array([batch]))
 
     @classmethod
-    def crossed(cls, layouts: list[tuple[int, ...]], batches: Array) -> Points:
-        """Combines all layouts (mode, pp, dp, kvp, tpa, tpf, ep) with all batches."""
-        columns = np.repeat(np.array(layouts, dtype=np.int64).reshape(-1, 7), len(batches), axis=0).T
-        return cls(*[*columns, np.tile(batches.astype(np.int64), len(layouts))])
-
-    @classmethod
-    def joined(cls, parts: Sequence[Points]) -> Points:
-        """Concatenates several sets of points."""
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+    def crossed(cls, grids: Sequence[Grid], batches: Array) -> Points:
+        """Combines all layouts with all batches."""
+        columns = np.repeat(np.array(grids, dtype=np.int64).reshape(-1, len(Grid._fields)), len(batches), axis=0).T
+        return cls(*[*columns, np.tile(batches.astype(np.int64), len(grids))])
 
     def __len__(self) -> int:
         return len(self.mode)
@@ -202,16 +201,19 @@ class Speculation:
     Attributes:
         gamma: drafts per step.
         acceptance: probability that a draft is accepted, given that those before it were.
-        draft_s: seconds per draft of another drafter.
         sparsity: share of a sequence's keys that drafts of self-speculation read; None: another drafter.
         layer: the layer that drafts; None: another drafter.
     """
 
     gamma: int
     acceptance: float
-    draft_s: float = 0.0
     sparsity: float | None = None
     layer: LayerDrafts | None = None
+
+    @property
+    def tokens(self) -> float:
+        """Expected tokens of a step: the accepted drafts, and one more."""
+        return sum(self.acceptance**i for i in range(self.gamma + 1))
 
     @property
     def tail(self) -> int:
@@ -231,7 +233,6 @@ class Options:
         hopb: whether the exchange of some sequences overlaps the attention of others (mode helix only).
         chunks: number of HOP-B chunks; None: the best number for each point.
         exchange: `batched` (one message for all sequences) or `serial` (one collective for each).
-        output: division of the output projection over `all` ranks that serve a sequence, or over `tpa` (appendix A).
         queries: in MLA, every rank computes those of `all` its heads (the paper), or ranks gather them if that is
             `faster` (the runtime).
         shared: shared experts are a `dense` FFN (the paper), or among the `routed` experts if these are as wide and on
@@ -252,11 +253,10 @@ class Options:
     arithmetic: str | None = None
     hopb: bool = True
     chunks: int | None = None
-    exchange: str = "batched"
-    output: str = "all"
-    queries: str = "faster"
-    shared: str = "routed"
-    dispatch: str = "chosen"
+    exchange: Literal["batched", "serial"] = "batched"
+    queries: Literal["faster", "all"] = "faster"
+    shared: Literal["routed", "dense"] = "routed"
+    dispatch: Literal["chosen", "all"] = "chosen"
     sparse: Sparse | None = None
     tier: Tier | None = None
     speculation: Speculation | None = None
@@ -264,30 +264,6 @@ class Options:
     prompt_chunk: int | None = None
     append_block: int = 16
     page_size: int = 64
-
-    def __post_init__(self) -> None:
-        choices: dict[str, tuple[str | None, ...]] = {key: tuple(BYTES) for key in ("weights", "messages")}
-        choices["kv"] = (*dict.fromkeys((*BYTES, *FEW_BITS)),)
-        choices |= dict.fromkeys(("experts", "other", "arithmetic"), (None, *BYTES))
-        choices |= {"exchange": ("batched", "serial"), "output": ("all", "tpa"), "queries": ("all", "faster")}
-        choices |= {"shared": ("dense", "routed"), "dispatch": ("chosen", "all")}
-        for key, known in choices.items():
-            if getattr(self, key) not in known:
-                raise ValueError(f"{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(map(str, known))}")
-        if self.chunks is not None and self.chunks < 1:
-            raise ValueError(f"chunks={self.chunks} must be at least 1")
-        if not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
-        if (s := self.speculation) is not None and not (s.gamma >= 0 and 0 <= s.acceptance <= 1 and s.draft_s >= 0):
-            raise ValueError(f"{s}: gamma and draft_s must not be negative, acceptance must be between 0 and 1")
-        if s is not None and s.sparsity is not None and not 0 < s.sparsity <= 1:
-            raise ValueError(f"sparsity={s.sparsity:g} must be above 0 and at most 1")
-        if (p := self.sparse) is not None and not (min(p.topk, p.sink_blocks) >= 0 < min(p.local_blocks, p.block)):
-            raise ValueError(f"{p}: blocks must not be negative, local_blocks and block must be at least 1")
-        if (t := self.tier) is not None and not (0 <= t.hits <= 1 and min(t.host_bytes, t.gpu_bytes or 1) > 0):
-            raise ValueError(f"{t}: hits must be from 0 to 1, and bytes positive")
-        if (t := self.tier) is not None and not 0 <= (t.ahead or 0) <= 1:
-            raise ValueError(f"{t}: ahead must be from 0 to 1")
 
     @property
     def step_tokens(self) -> int:
@@ -297,19 +273,19 @@ class Options:
 
 def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for combinations that are not modelled."""
-    drafts = options.speculation is not None and options.speculation.sparsity is not None
-    if options.tier is not None and options.speculation is not None and options.speculation.layer is not None:
+    s = options.speculation
+    if options.tier is not None and s is not None and s.layer is not None:
         raise ValueError("tier=host moves the model's own layers, and a layer that drafts is one more: leave out tier")
-    if drafts and options.sparse is not None:
-        raise ValueError("drafter=sparse is verified over all keys, and block-sparse attention reads a part of them")
-    if drafts:
+    if s is not None and s.sparsity is not None:
         what, remedy = "drafter=sparse", "take other drafts"
+        if options.sparse is not None:
+            raise ValueError(f"{what} is verified over all keys, and block-sparse attention reads a part of them")
+        if spec.has_states:
+            raise ValueError(f"{what} is not supported for models whose layers keep states (Gated DeltaNet): {remedy}")
     elif options.sparse is not None:
         what, remedy = "block-sparse attention", "take dense attention"
     else:
         return
-    if drafts and spec.has_states:
-        raise ValueError(f"{what} is not supported for models whose layers keep states (Gated DeltaNet): {remedy}")
     if spec.attention.latent is not None:
         raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): {remedy}")
     if not spec.full:
@@ -344,3 +320,39 @@ def check_points(spec: DecoderSpec, p: Points) -> None:
             i = int(np.argmax(broken))
             widths = " ".join(f"{field.name}={getattr(p, field.name)[i]}" for field in fields(p)[1:])
             raise ValueError(f"mode={MODES[p.mode[i]]} {widths}: {rule}")
+
+
+def layouts(spec: DecoderSpec, gpus: Iterable[int], modes: Sequence[str] = MODES, pp: bool = True) -> list[Grid]:
+    """Lists all layouts of exactly one of `gpus` GPUs, each once.
+
+    A grid without KV or data parallelism appears only as `tp`; pipeline stages are searched only for baselines.
+
+    Raises:
+        ValueError: a mode is unknown.
+    """
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise ValueError(f"unknown modes {', '.join(unknown)}; choose from {', '.join(MODES)}")
+    numbers = [MODES.index(name) for name in modes]
+    grids: list[Grid] = []
+    for total in sorted(set(gpus)):
+        for stages in _divisors(total) if pp else [1]:
+            ranks = total // stages
+            for tpa in _divisors(ranks):
+                for kvp in _divisors(ranks // tpa):
+                    dp = ranks // tpa // kvp
+                    allowed = {
+                        TP: dp == kvp == 1,
+                        DP: kvp == 1 and dp > 1,
+                        MEDHA: dp == 1 and kvp > 1,
+                        HELIX: dp * kvp > 1 and stages == 1,
+                    }
+                    for mode in (number for number in numbers if allowed[number]):
+                        ffn = tpa if mode == MEDHA else ranks
+                        grids += [Grid(mode, stages, dp, kvp, tpa, ffn // ep, ep) for ep in _divisors(ffn)]
+    points = Points.crossed(grids, np.array([1 << 40]))  # a batch large enough for any number of groups
+    broken = np.any([wrong for _, wrong in problems(spec, points)], axis=0)
+    return [grid for grid, wrong in zip(grids, broken, strict=True) if not wrong]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

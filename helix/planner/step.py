@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
 
 from helix.layers.specs import GatedDeltaSpec, MLASpec
 from helix.models import DecoderSpec
-from helix.planner import cost
 from helix.planner.hardware import INTERPOLATED, PROVENANCE, Array, Hardware
-from helix.planner.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
+from helix.planner.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase
 from helix.planner.points import LayerDrafts, Options, Points, check, check_points
 from helix.setup.buffers import PIECE_TOKENS
 from helix.worker.keeps import LISTS, RING_MOST
@@ -37,9 +36,6 @@ class Memory:
     kv_bytes: Array
     largest_batch: Array
     host_bytes: Array
-
-    def __getitem__(self, chosen: Array) -> Memory:
-        return Memory(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -77,11 +73,6 @@ class StepCost:
     def provenance(self, i: int) -> str:
         return PROVENANCE[self.level[i]]
 
-    def __getitem__(self, chosen: Array) -> StepCost:
-        phases = [phase[chosen] for phase in self.phases]
-        arrays = (array[chosen] for array in (self.step_s, self.ttl_s, self.level))
-        return StepCost(self.points[chosen], self.memory[chosen], phases, *arrays)
-
 
 def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> StepCost:
     """Predicts every point's decode step, with `length` tokens of each sequence in the cache, even if it does not fit.
@@ -90,19 +81,19 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
         ValueError: a layout breaks a rule or needs too many GPUs, or a combination is not modelled.
     """
     memory = memory_of(spec, hardware, points, length, options)
-    phases, step_s = _pass(Layer(spec, hardware, points, length, options))
-    ttl_s = step_s
-    if (s := options.speculation) is not None:
-        if s.sparsity is not None and s.gamma:
-            layer = Layer(spec, hardware, points, length, options, drafting=True)
-            own, draft_s = _pass(layer)
-            drafts = replace(reduce(Phase.plus, own).times(s.gamma), name="drafts", seconds=s.gamma * draft_s)
-            phases += [drafts, layer.choosing()]
-            step_s = step_s + sum(phase.seconds for phase in phases[-2:])
-        if s.layer is not None and s.gamma:
-            phases.append(_layer_drafts(s.layer, hardware, points, length, options))
-            step_s = step_s + phases[-1].seconds
-        ttl_s = (step_s + s.gamma * s.draft_s) / cost.tokens_per_step(s.gamma, s.acceptance)
+    layer = Layer(spec, hardware, points, length, options)
+    phases, step_s = _pass(layer)
+    s, ttl_s = options.speculation, step_s
+    if s is not None:
+        drafts: list[Phase] = []
+        if s.gamma and s.sparsity is not None:
+            one = Layer(spec, hardware, points, length, options, drafting=True)
+            drafts = [replace(_run(one).times(s.gamma), name="drafts"), one.choosing()]
+        elif s.gamma and s.layer is not None:
+            drafts = [_layer_drafts(layer, s.layer, s.gamma)]
+        phases += drafts
+        step_s = step_s + sum(phase.seconds for phase in drafts)
+        ttl_s = step_s / s.tokens
     level = np.maximum(INTERPOLATED, np.max([phase.level for phase in phases], axis=0))
     return StepCost(points, memory, phases, step_s, ttl_s, level)
 
@@ -110,53 +101,73 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
 def _pass(layer: Layer) -> tuple[list[Phase], Array]:
     """Computes the phases of a forward pass, from embedding to token, and its seconds."""
     total: dict[str, Phase] = {}
+
+    def add(phases: list[Phase], count: int = 1) -> None:
+        for phase in phases:
+            counted = phase.times(count)
+            total[phase.name] = total[phase.name].plus(counted) if phase.name in total else counted
+
     for window, count in Counter(layer.spec.windows).items():
-        _add(total, layer.attention(window), count)
-    for mixer, count in states_of(layer.spec).items():
-        _add(total, layer.recurrent(mixer), count)
+        add(layer.attention(window), count)
+    for mixer, count in _states(layer.spec).items():
+        add(layer.recurrent(mixer), count)
     for ffn, count in Counter(of.ffn for of in layer.spec.layers).items():
-        _add(total, layer.ffn(ffn), count)
-    _add(total, layer.indexing(), len(layer.spec.indexers))
+        add(layer.ffn(ffn), count)
+    add(layer.indexing(), len(layer.spec.indexers))
     guesses, busy = layer.ahead()
-    _add(total, guesses, 1)
+    add(guesses)
     if guesses:
         late = np.maximum(0.0, busy - sum(phase.seconds for phase in total.values()))
-        _add(total, [replace(total["fetch"].times(0), name="wait for the link", seconds=late)], 1)
+        add([replace(total["fetch"].times(0), name="wait for the link", seconds=late)])
     # The stage with the most layers determines the pace of all stages.
-    seconds = sum(phase.seconds for phase in total.values()) * _stretch(layer.spec, layer.points)
+    seconds = sum(phase.seconds for phase in total.values()) * _stretch(layer)
     ends = _ends(layer)
-    _add(total, ends, 1)
+    add(ends)
     return list(total.values()), seconds + sum(phase.seconds for phase in ends)
 
 
-def _of_layer(layer: LayerDrafts, hardware: Hardware, points: Points, length: int, options: Options) -> Layer:
-    """Returns the layer that drafts, in runs of one token a sequence."""
-    alone = replace(options, speculation=None, sparse=None, hopb=False)
-    return Layer(layer.spec, hardware, points, length, alone)
+def _run(layer: Layer) -> Phase:
+    """Computes the cost of a forward pass, all phases together."""
+    phases, seconds = _pass(layer)
+    return replace(reduce(Phase.plus, phases), seconds=seconds)
 
 
-def _layer_drafts(drafts: LayerDrafts, hardware: Hardware, points: Points, length: int, options: Options) -> Phase:
+def _ends(layer: Layer) -> list[Phase]:
+    """Lists the phases outside layers: the head with sampling, and messages between pipeline stages."""
+    spec, p = layer.spec, layer.points
+    rows = layer.all_rows
+    send = layer.collective("send", "send", np.where(p.pp > 1, 2, 1), layer.row_bytes(rows))
+    return [
+        layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows, kind="other"),
+        layer.collective("sampling", "all_gather", p.ranks, rows * p.ranks * 8.0),  # a score and an id of each rank
+        send.times(p.pp - 1),
+    ]
+
+
+def _drafting(model: Layer, spec: DecoderSpec) -> Layer:
+    """Returns the layer of a spec, which drafts for a model in runs of one token a sequence."""
+    alone = replace(model.options, speculation=None, sparse=None, hopb=False)
+    return Layer(spec, model.hardware, model.points, model.length, alone)
+
+
+def _layer_drafts(model: Layer, drafts: LayerDrafts, gamma: int) -> Phase:
     """Computes the cost of all drafts of a step by a layer.
 
     The run that writes the keys of verified tokens is that of the next step's first draft. Its projections have more
     rows, which few rows of weights' time do not show.
     """
-    layer = _of_layer(drafts, hardware, points, length, options)
-    s = options.speculation
-    assert s is not None
+    first = again = _drafting(model, drafts.spec)
+    if drafts.spec.brought_choice:
+        again = _drafting(model, drafts.spec.without_indexers())
 
-    def runs(of: Layer, times: int) -> Phase:
-        phases, seconds = _pass(of)
-        run, more = reduce(Phase.plus, phases), MORE_KERNELS
-        run = replace(run, seconds=seconds + more * hardware.kernel_s.value, launches=run.launches + more)
+    def runs(layer: Layer, times: int) -> Phase:
+        run, more_s = _run(layer), MORE_KERNELS * layer.hardware.kernel_s.value
+        run = replace(run, seconds=run.seconds + more_s, launches=run.launches + MORE_KERNELS)
         return run.times(times)
 
-    again = layer
-    if drafts.spec.brought_choice:
-        again = _of_layer(replace(drafts, spec=drafts.spec.without_indexers()), hardware, points, length, options)
-    total = runs(layer, 1).plus(runs(again, s.gamma - 1))
-    for joined, times in ((drafts.joined, 1), (drafts.joined_again, s.gamma - 1)):
-        for phase in layer.join(joined):
+    total = runs(first, 1).plus(runs(again, gamma - 1))
+    for joined, times in ((drafts.joined, 1), (drafts.joined_again, gamma - 1)):
+        for phase in first.join(joined):
             total = total.plus(phase.times(times))
     return replace(total, name="drafts")
 
@@ -175,71 +186,83 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         raise ValueError(f"{points.describe(i)} needs {gpus}; {hardware.name} has {hardware.gpus}")
     if length < 1:
         raise ValueError(f"length={length} must be at least 1")
-    p = points
-    layer = Layer(spec, hardware, p, length, options)
-    numbers = len(spec.windows) * layer.attention_bytes()
-    for mixer, count in states_of(spec).items():
-        numbers = numbers + count * layer.recurrent_bytes(mixer)
-    for ffn, count in Counter(of.ffn for of in spec.layers).items():
-        numbers = numbers + count * layer.ffn_bytes(ffn)
+    p, layer = points, Layer(spec, hardware, points, length, options)
     drafts = options.speculation.layer if options.speculation is not None else None
-    indexers = [*spec.indexers, *(drafts.spec.indexers if drafts is not None else ())]
-    q_rank = spec.attention.q_rank if isinstance(spec.attention, MLASpec) else None
-    numbers = numbers + sum(of.weights(spec.hidden, q_rank or 0) for of in indexers) * layer.item["weights"]
-    # Embedding and head are in different stages of a pipeline.
-    vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
-    weight_bytes = numbers * _stretch(spec, p) / p.pp + vocabulary * layer.item["other"]
-    of_drafts = None if drafts is None else _of_layer(drafts, hardware, p, length, options)
-    if drafts is not None and of_drafts is not None:
-        (own,) = drafts.spec.layers
-        weight_bytes = weight_bytes + of_drafts.attention_bytes() + of_drafts.ffn_bytes(own.ffn)
-        head = 0 if drafts.shared_head else drafts.spec.vocab
-        beside = (max(drafts.joined, drafts.joined_again) + head) * drafts.spec.hidden
-        weight_bytes = weight_bytes + -(-beside // p.ranks) * of_drafts.item["other"]
+    weight_bytes = _weight_bytes(layer, drafts)
+    free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
 
     cycle = options.append_block * p.kvp
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
     paged = -(-local // options.page_size) * options.page_size
     # A stage holds its layers' KV of all batches in flight: together ceil(layers / pp) * pp layers of one batch.
-    numbers, kv, plain = token_numbers(spec, p) * _stretch(spec, p), layer.item["kv"], layer.item["plain_kv"]
-    short = [window for window in spec.windows if window is not None and (window <= RING_MOST or options.tier)]
-    long = sum(window is not None for window in spec.windows) - len(short)  # windows in pages
-    each = paged * numbers * ((len(spec.windows) - len(short) - long) * kv + long * plain)
-    if drafts is not None and of_drafts is not None:  # whatever its window
-        each = each + paged * token_numbers(drafts.spec, p) * of_drafts.item["kv"]
-    if (sparse := options.sparse) is not None:  # two vectors per block or part, a key and a value per token
-        each = each + paged * numbers * (len(spec.windows) - len(short)) * plain * sparse.kept / sparse.block
-    each = each + paged * sum(map(layer.index_bytes, indexers))
-    windows = sum(_ring_tokens(window, p, options) for window in short) * numbers * plain
-    each = each + windows
-    states = sum(count * layer.state_bytes(mixer) * _stretch(spec, p) for mixer, count in states_of(spec).items())
-    each = each + states
-    if layer.self_drafts is not None:
-        columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
-        own = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
-        each = each + own * layer.kv * len(spec.full)
-    free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
-    fixed, on_host, room = np.zeros(len(p)), np.zeros(len(p)), free
-    if (tier := options.tier) is not None and sparse is not None:
-        on_host = paged * token_numbers(spec, p) * len(spec.full) * kv
+    stretch, kv, plain = _stretch(layer), layer.item["kv"], layer.item["plain_kv"]
+    numbers = layer.token_numbers() * stretch
+    windows = [window for window in spec.windows if window is not None]
+    rings = [window for window in windows if window <= RING_MOST or options.tier]  # the others lie in pages
+    fixed_size = sum(_ring_tokens(layer, window) for window in rings) * numbers * plain  # of a sequence, at any length
+    fixed_size = fixed_size + sum(n * layer.state_bytes(mixer) * stretch for mixer, n in _states(spec).items())
+    sparse, tier = options.sparse, options.tier
+    if sparse is not None and tier is not None:
+        on_host = paged * layer.token_numbers() * len(spec.full) * kv
         fixed, each = _on_gpu(layer, paged / options.page_size)
-        each = each + windows + states
         room = free if tier.gpu_bytes is None else np.minimum(free, tier.gpu_bytes)
+    else:
+        on_host, fixed, room = np.zeros(len(p)), np.zeros(len(p)), free
+        each = paged * numbers * (len(spec.full) * kv + (len(windows) - len(rings)) * plain)
+        if sparse is not None:  # two vectors per block or part, a key and a value per token
+            each = each + paged * numbers * (len(spec.windows) - len(rings)) * plain * sparse.kept / sparse.block
+        each = each + paged * sum(map(layer.index_bytes, spec.indexers))
+        if drafts is not None:  # whatever its window
+            own = _drafting(layer, drafts.spec)
+            each = each + paged * own.token_numbers() * own.item["kv"]
+            each = each + paged * sum(map(own.index_bytes, drafts.spec.indexers))
+        if layer.self_drafts is not None:
+            columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
+            scores = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
+            each = each + scores * layer.kv * len(spec.full)
+    each = each + fixed_size
     largest = np.maximum(np.floor((room - fixed) / each), 0)
-    if tier is not None and sparse is not None:
+    if sparse is not None and tier is not None:
         largest = np.minimum(largest, np.floor(tier.host_bytes / on_host))
-    sequences = -(-p.batch // p.dp)
+    sequences = layer.sequences
     return Memory(weight_bytes, sequences * each + fixed, largest.astype(np.int64) * p.dp, sequences * on_host)
 
 
-def states_of(spec: DecoderSpec) -> Counter[GatedDeltaSpec]:
+def _weight_bytes(model: Layer, drafts: LayerDrafts | None) -> Array:
+    """Counts the bytes of all weights on the fullest rank."""
+    spec, p = model.spec, model.points
+    # Embedding and head are in different stages of a pipeline.
+    vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
+    total = _layers_bytes(model) * _stretch(model) / p.pp + vocabulary * model.item["other"]
+    if drafts is None:
+        return total
+    own = _drafting(model, drafts.spec)
+    head = 0 if drafts.shared_head else drafts.spec.vocab
+    beside = (max(drafts.joined, drafts.joined_again) + head) * drafts.spec.hidden
+    return total + _layers_bytes(own) + -(-beside // p.ranks) * own.item["other"]
+
+
+def _layers_bytes(layer: Layer) -> Array:
+    """Counts the bytes of the weights of all layers on the fullest rank."""
+    spec, mixer = layer.spec, layer.mixer
+    total = len(spec.windows) * layer.attention_bytes()
+    for states, count in _states(spec).items():
+        total = total + count * layer.recurrent_bytes(states)
+    for ffn, count in Counter(of.ffn for of in spec.layers).items():
+        total = total + count * layer.ffn_bytes(ffn)
+    q_rank = (mixer.q_rank if isinstance(mixer, MLASpec) else None) or 0
+    return total + sum(of.weights(spec.hidden, q_rank) for of in spec.indexers) * layer.item["weights"]
+
+
+def _states(spec: DecoderSpec) -> Counter[GatedDeltaSpec]:
     """Counts the layers with states, by kind."""
     return Counter(layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaSpec))
 
 
-def _ring_tokens(window: int, p: Points, options: Options) -> Array:
+def _ring_tokens(layer: Layer, window: int) -> Array:
     """Computes the tokens in a slot's ring on a rank, for a layer with a window; see `helix.worker.kv_cache.ring`."""
-    cycle = options.append_block * p.kvp
+    options = layer.options
+    cycle = options.append_block * layer.points.kvp
     touched = -(-((window + options.step_tokens - 1) // cycle + 1) * options.append_block // options.page_size) + 1
     return touched * options.page_size
 
@@ -261,24 +284,7 @@ def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
     return prompts, pages * page + layers * layer.kv * block + places * place
 
 
-def _stretch(spec: DecoderSpec, p: Points) -> Array:
+def _stretch(layer: Layer) -> Array:
     """Computes the layers of the fullest stage, times the stages, over the model's layers."""
-    return -(-len(spec.layers) // p.pp) * p.pp / len(spec.layers)
-
-
-def _ends(layer: Layer) -> list[Phase]:
-    """Lists the phases outside layers: the head with sampling, and messages between pipeline stages."""
-    spec, p = layer.spec, layer.points
-    rows = layer.all_rows
-    send = layer.collective("send", "send", np.where(p.pp > 1, 2, 1), rows * spec.hidden * layer.item["messages"])
-    return [
-        layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows, kind="other"),
-        layer.collective("sampling", "all_gather", p.ranks, rows * p.ranks * 8.0),  # a score and an id of each rank
-        send.times(p.pp - 1),
-    ]
-
-
-def _add(total: dict[str, Phase], phases: list[Phase], count: int) -> None:
-    for phase in phases:
-        counted = phase.times(count)
-        total[phase.name] = total[phase.name].plus(counted) if phase.name in total else counted
+    layers, pp = len(layer.spec.layers), layer.points.pp
+    return -(-layers // pp) * pp / layers

@@ -15,8 +15,7 @@ from helix.config import Config, SpeculationConfig
 from helix.config import check as check_config
 from helix.hub import local_directory
 from helix.models import DecoderSpec
-from helix.planner import drafting
-from helix.planner.crossover import compared, dense_ttl_s, pays_from
+from helix.planner.crossover import compare_drafts, compare_sparse, sparse_pays_from, ttl_s
 from helix.planner.hardware import Hardware
 from helix.planner.plan import MODES, PlannedLayout, Question, Ranking, plan
 from helix.planner.points import Tier
@@ -188,7 +187,9 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
             settings += [f"speculation.sparsity={share:g}"] if share is not None else []
         if choice.gamma and question.priced:
             settings += [f"bench.acceptance={given['acceptance']:g}"] if random else []
-        tokens = 0 if tier is not None else None if question.options.sparse is None else pays_from(question, choice)
+        tokens = (
+            0 if tier is not None else None if question.options.sparse is None else sparse_pays_from(question, choice)
+        )
         if tokens is not None:
             settings += [*attention, f"attention.from_tokens={tokens}"]
         if tier is not None:
@@ -212,20 +213,22 @@ def command(gpus: int, overrides: Sequence[str]) -> str:
 
 def as_json(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]], given: dict[str, Any]) -> dict[str, Any]:
     """Returns everything that the tables show, and more, for JSON."""
-    q, gpus = ranking.question, ranking.question.gpus
+    q = ranking.question
+
+    def described(choice: PlannedLayout) -> dict[str, Any]:
+        more = {"in_time": ranking.in_time(choice), "command": command(q.gpus, overrides(choice))}
+        if q.options.sparse is not None:
+            more |= {"dense_ttl_s": ttl_s(q, choice, q.context), "pays_from": sparse_pays_from(q, choice)}
+        return asdict(choice) | more
+
     return {
         "question": given,
-        "hardware": ranking.question.hardware.name,
+        "hardware": q.hardware.name,
         "reason": ranking.reason,
         "verdict": ranking.verdict,
-        **({"compared": compared(ranking)} if q.options.sparse else {}),
-        **({"drafting": drafting.compared(ranking)} if q.priced else {}),
-        "choices": [
-            asdict(choice)
-            | {"in_time": ranking.in_time(choice), "command": command(gpus, overrides(choice))}
-            | ({"dense_ttl_s": dense_ttl_s(q, choice), "pays_from": pays_from(q, choice)} if q.options.sparse else {})
-            for choice in ranking.choices
-        ],
+        **({"compared": compare_sparse(ranking)} if q.options.sparse else {}),
+        **({"drafting": compare_drafts(ranking)} if q.priced else {}),
+        "choices": [described(choice) for choice in ranking.choices],
         "refused": [asdict(refused) for refused in ranking.refused],
     }
 
@@ -247,7 +250,7 @@ def show(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]]) -> N
         table.add_row(
             c.name, str(c.batch), str(c.chunks if c.chunks > 1 else "none"), str(c.append_block),
             *([str(c.gamma)] if speculates else []), f"{1e3 * c.ttl_s:.2f} ms{late}",
-            *([f"{1e3 * dense_ttl_s(q, c):.2f} ms"] if sparse else []), f"{c.user:.1f}", f"{c.gpu:.1f}", *sizes,
+            *([f"{1e3 * ttl_s(q, c, q.context):.2f} ms"] if sparse else []), f"{c.user:.1f}", f"{c.gpu:.1f}", *sizes,
             f"{c.largest_batch:,}, or {c.longest:,} tokens", c.provenance,
         )  # fmt: skip
     terminal = Console(width=max(165, Console().width), highlight=False)
@@ -261,9 +264,9 @@ def show(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]]) -> N
             f"\nIn host memory: {first.host_bytes / 1e9:.1f} GB a rank, of which a step with {q.options.tier.hits:.0%} "
             f"hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms."
         )
-    print(f"\n{ranking.reason}\n{ranking.verdict}\n" + (f"{compared(ranking)}\n" if sparse else ""))
+    print(f"\n{ranking.reason}\n{ranking.verdict}\n" + (f"{compare_sparse(ranking)}\n" if sparse else ""))
     if q.priced:
-        print(drafting.compared(ranking))
+        print(compare_drafts(ranking))
     elif speculates:
         print("Drafting is counted as free, and acceptance as the same at every place.")
     print(f"To run it:\n  {command(q.gpus, overrides(ranking.choices[0]))}")

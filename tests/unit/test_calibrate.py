@@ -14,12 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import calibrate
-from benchmarks.calibrate import ROWS, assemble, main, measure
+from benchmarks import calibrate, constants
+from benchmarks.calibrate import ROWS, assemble, main, measure, to_mapping
 from benchmarks.records.recorded_steps import FILES
-from helix.planner import constants
-from helix.planner.cost import sent_bytes
-from helix.planner.hardware import EXTRAPOLATED, MEASURED, Hardware
+from helix.planner.hardware import EXTRAPOLATED, MEASURED, Hardware, sent_bytes
 from helix.planner.points import Options, Points
 from helix.planner.step import predict
 from launch.inputs.hardware import load_hardware, read_hardware
@@ -188,8 +186,8 @@ def test_what_was_not_measured_is_an_assumption_on_other_hardware() -> None:
 
 
 def test_descriptions_survive_writing() -> None:
-    assert Hardware.from_mapping(H200.to_mapping()) == H200
-    assert Hardware.from_mapping(load_hardware("gb200").to_mapping()) == load_hardware("gb200")
+    for hardware in (H200, load_hardware("gb200")):
+        assert Hardware.from_mapping(to_mapping(hardware)) == hardware
 
 
 @pytest.mark.timeout(180)

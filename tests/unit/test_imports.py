@@ -65,7 +65,7 @@ LEVELS = {
     ],
     "launch": [{"client"}, {"serving"}, {"inputs"}, {"job"}],
     "benchmarks": [
-        {"jobs", "runner", "schema", "timer"},
+        {"constants", "jobs", "runner", "schema", "timer"},
         {"ranks"},
         {"kernels", "program", "quality"},
         {"models"},

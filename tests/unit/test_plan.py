@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from benchmarks import planner
 from benchmarks.models.layer_drafts import write_eagle3
+from benchmarks.papers.rows import scaled
 from benchmarks.program import PROGRAM
 from helix.devices import ranks
 from helix.layout import HelixLayout
-from helix.planner.crossover import compared, dense_ttl_s, pays_from
+from helix.planner.crossover import compare_sparse, sparse_pays_from, ttl_s
 from helix.planner.hardware import Hardware
 from helix.planner.plan import PlannedLayout, Question, Ranking, plan
 from helix.planner.points import Options, Points, Sparse, Tier
@@ -195,13 +196,11 @@ def test_batches_and_limits() -> None:
 
 
 def test_chunks_where_they_hide_something() -> None:
-    slow = replace(H200.scaled(link=1e-3), chunk_s=replace(H200.chunk_s, value=0.0))
+    slow = replace(scaled(H200, link=1e-3), chunk_s=replace(H200.chunk_s, value=0.0))
     found = ask("llama-3.1-8b", slow, context=M // 8, gpus=2)
     split = next(c for c in found.choices if c.name == "helix kvp=2")
     off = float(predict(load_spec("llama-3.1-8b"), slow, Points.of("helix", 8, kvp=2), M // 8, BF16).ttl_s[0])
     assert split.chunks > 1 and split.ttl_s < off
-    with pytest.raises(ValueError, match="chunks=0"):
-        replace(BF16, chunks=0)
 
 
 def test_drafts_where_they_are_accepted() -> None:
@@ -236,7 +235,7 @@ def test_helix_helps_where_kv_is_most_and_not_where_it_is_little() -> None:
 
 def test_the_reason_is_the_phase_that_differs() -> None:
     """Planted: links a thousand times slower; then it is the exchange that keeps kvp back."""
-    found = ask("llama-3.1-8b", H200.scaled(link=1e-3), context=M // 8)
+    found = ask("llama-3.1-8b", scaled(H200, link=1e-3), context=M // 8)
     assert "exchange" in found.reason
     first, second = found.choices[:2]
     gap = re.search(r"(\d+\.\d+) (ms|us) a token instead of (\d+\.\d+) (ms|us)", found.reason)
@@ -288,9 +287,9 @@ def test_sparse_attention_is_planned_as_it_would_run() -> None:
         assert choice.ttl_s == pytest.approx(
             float(predict(load_spec("qwen2.5-7b"), H200, points, M // 8, options).ttl_s[0])
         )
-        assert dense_ttl_s(ranking.question, choice) == pytest.approx(predicted(choice, "qwen2.5-7b", M // 8))
+        assert ttl_s(ranking.question, choice, M // 8) == pytest.approx(predicted(choice, "qwen2.5-7b", M // 8))
         assert choice.append_block == 128, "a block is a page, and one rank's run of tokens"
-    slow = replace(H200.scaled(link=1e-3), chunk_s=replace(H200.chunk_s, value=0.0))
+    slow = replace(scaled(H200, link=1e-3), chunk_s=replace(H200.chunk_s, value=0.0))
     chunks = [
         {
             c.chunks
@@ -307,24 +306,25 @@ def test_where_dense_attention_is_faster() -> None:
     """To the token; sooner where more sequences share the batch; nowhere where finding takes longer than all keys."""
     question = ask(gpus=1, batch=1, options=replace(BF16, sparse=Sparse(from_tokens=99))).question
     found = {batch: plan(replace(question, batch=batch, context=4096)).choices[0] for batch in (1, 8)}
-    from_tokens = {batch: pays_from(question, choice) for batch, choice in found.items()}
+    from_tokens = {batch: sparse_pays_from(question, choice) for batch, choice in found.items()}
     assert from_tokens[1] is not None and from_tokens[8] is not None and from_tokens[8] < from_tokens[1] / 2
-    assert pays_from(question, found[1], batch=8) == from_tokens[8]
+    assert sparse_pays_from(question, replace(found[1], batch=8)) == from_tokens[8]
 
     def ahead(length: int) -> bool:
         (choice,) = plan(replace(question, context=length, options=replace(BF16, sparse=Sparse()))).choices
-        return choice.ttl_s <= dense_ttl_s(replace(question, context=length), choice)
+        return choice.ttl_s <= ttl_s(question, choice, length)
 
     assert ahead(from_tokens[1]) and not ahead(from_tokens[1] - 1)
     assert H200.finding_s is not None
     dear = replace(question, hardware=replace(H200, finding_s=replace(H200.finding_s, value=1.0)))
-    assert pays_from(dear, found[1]) is None
-    assert "dense attention is faster below every length of the model's context at batch 1, " in compared(plan(dear))
-    assert compared(plan(question)).startswith("Block-sparse attention pays here: ")
+    assert sparse_pays_from(dear, found[1]) is None
+    nowhere = "dense attention is faster below every length of the model's context at batch 1, "
+    assert nowhere in compare_sparse(plan(dear))
+    assert compare_sparse(plan(question)).startswith("Block-sparse attention pays here: ")
     short = plan(replace(question, context=12288))
-    assert compared(short).startswith("Dense attention is faster here: ")
-    assert f"With tp, dense attention is faster below {from_tokens[1]:,} tokens at batch 1, " in compared(short)
-    assert f"{from_tokens[8]:,} tokens at batch 8." in compared(short)
+    assert compare_sparse(short).startswith("Dense attention is faster here: ")
+    assert f"With tp, dense attention is faster below {from_tokens[1]:,} tokens at batch 1, " in compare_sparse(short)
+    assert f"{from_tokens[8]:,} tokens at batch 8." in compare_sparse(short)
 
 
 def test_sparse_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

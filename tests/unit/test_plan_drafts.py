@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.records.planner_check import drafted_errors
 from benchmarks.records.recorded_steps import RECORDED, read_cells
-from helix.planner import cost
-from helix.planner.drafting import compared, pays_from
+from helix.planner.crossover import compare_drafts, drafts_pay_from
 from helix.planner.hardware import EXTRAPOLATED, Constant
 from helix.planner.plan import Question, Ranking, plan
 from helix.planner.points import Options, Points, Speculation
@@ -102,7 +101,7 @@ def test_an_iteration_is_its_drafts_its_verification_and_the_choice() -> None:
     plain = step("qwen2.5-7b", 8, M, None, **EIGHT)
     ours, others = phases(found), phases(free)
     assert sum(ours.values()) == pytest.approx(float(found.step_s[0]), rel=1e-9)
-    assert found.ttl_s[0] == pytest.approx(found.step_s[0] / cost.tokens_per_step(gamma, 0.9), rel=1e-9)
+    assert found.ttl_s[0] == pytest.approx(found.step_s[0] / Speculation(gamma, 0.9).tokens, rel=1e-9)
     assert ours["attention"] == pytest.approx(1.03 * others["attention"], rel=1e-9), "scores are left behind"
     assert {n: s for n, s in ours.items() if n in others and n != "attention"} == {
         n: s for n, s in others.items() if n != "attention"
@@ -161,10 +160,10 @@ def test_the_planner_picks_gamma_and_says_what_it_gains() -> None:
     first = found.choices[0]
     plain = ask(acceptance=None, sparsity=None).choices[0]
     assert first.name == plain.name == "helix kvp=2 tpa=4" and first.gamma == 8
-    said = compared(found)
+    said = compare_drafts(found)
     assert said.startswith(f"Drafting pays here, {plain.ttl_s / first.ttl_s:.2f} times: ")
     assert "8 drafts over 0.07 of the keys" in said
-    tokens = pays_from(found.question, first)
+    tokens = drafts_pay_from(found.question, first)
     assert tokens is not None and tokens < 128 * K and f"plain decoding is faster below {tokens:,} tokens" in said
     assert ask(gamma=3).choices[0].gamma == 3
 
@@ -175,7 +174,7 @@ def test_where_drafts_do_not_pay_plain_decoding_comes_first() -> None:
         found.choices[0].gamma == 0
         and found.choices[0] == ask(batch=1, context=128 * K, acceptance=None, sparsity=None).choices[0]
     )
-    said = compared(found)
+    said = compare_drafts(found)
     assert said.startswith("Drafting does not pay here: 1.39 ms a token") and "1.42 ms a token with" in said
 
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.records import fit as fitting
 from benchmarks.records.planner_check import regrets, summary
-from benchmarks.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
-from helix.planner import fit as fitting
-from helix.planner.fit import MeasuredSteps
+from benchmarks.records.recorded_steps import Cell, compare, halves, read_cells
 from helix.planner.hardware import Hardware
-from helix.planner.step import predict
 from launch.inputs.hardware import load_hardware
 
 M = 1 << 20
@@ -66,12 +64,9 @@ def test_fitting_finds_planted_constants() -> None:
 
     truth = planted(3.1e12)
     cells = [cell for cell in read_cells() if cell.model == "qwen2.5-7b"]
-    steps = []
-    for m in measured(cells):
-        ttl_s = predict(m.spec, truth, m.points, m.length, RECORDED).ttl_s
-        steps.append(MeasuredSteps(m.spec, m.points, m.length, ttl_s))
-    found = fitting.fit(H200, steps, RECORDED, "test")
-    assert np.abs(fitting.errors(found, steps, RECORDED)).mean() < 0.0025
+    cells = [replace(cell, ttl_us=compare(cell, truth)["predicted_us"]) for cell in cells]
+    found = fitting.fit(H200, cells, "test")
+    assert np.abs(fitting.errors(found, cells)).mean() < 0.0025
     assert found.read_bytes_per_s.value == pytest.approx(3.1e12, rel=0.01)
     # A layer has as many projections as other kernels, whatever the batch: in part, each can stand for the other.
     assert found.product_s[2].value - found.product_s[1].value == pytest.approx(7e-6, rel=0.25)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from benchmarks import jobs
+from benchmarks.constants import LEAST_S
 from benchmarks.models import steps
 from benchmarks.planner import main
 from benchmarks.records import figures, sparse_bill, tables
 from benchmarks.records.planner_check import regrets
 from benchmarks.records.recorded_steps import Cell, cell_of, halves, read_cells
 from benchmarks.records.sparse_bill import Account, Bill, accounts, bill_table, crossover_table, reads, summary
-from helix.planner.constants import LEAST_S
 from helix.planner.crossover import crossover
 from helix.planner.points import Sparse
 from tests.legible import illegible

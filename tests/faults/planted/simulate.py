@@ -9,21 +9,21 @@ BILL = ("tests/unit/test_sparse_bill.py",)
 
 FAULTS = [
     Fault(
-        "an all-reduce goes once round", "helix/planner/cost.py",
+        "an all-reduce goes once round", "helix/planner/hardware.py",
         '(2 if op == "all_reduce" else 1)', "1", COST,
     ),
     Fault(
-        "experts of one token less", "helix/planner/cost.py",
+        "experts of one token less", "helix/planner/layer.py",
         "(1 - top_k / experts) ** tokens)", "(1 - top_k / experts) ** (tokens - 1))", COST,
     ),
     Fault(
-        "a pipeline without its ends", "helix/planner/cost.py",
+        "a pipeline without its ends", "helix/planner/layer.py",
         "np.maximum(chunks * compute + exchange, compute + chunks * exchange)",
         "np.maximum(chunks * compute, chunks * exchange)", COST,
     ),
     Fault(
-        "a part of a KV head", "helix/planner/cost.py",
-        "batch * 2 * np.ceil(kv_heads / tpa)", "batch * 2 * (kv_heads / tpa)", COST,
+        "a part of a KV head", "benchmarks/papers/rows.py",
+        "batch * 2 * np.ceil(self.kv_heads / tpa)", "batch * 2 * (self.kv_heads / tpa)", COST,
     ),
     Fault(
         "KV is not divided", "helix/planner/layer.py",
@@ -38,13 +38,13 @@ FAULTS = [
         "if self._chooses(window) is None else self.rows", "if self._chooses(window) is None else self.sequences", COST,
     ),
     Fault(
-        "what attention takes anyway counts as finding", "helix/planner/constants.py",
+        "what attention takes anyway counts as finding", "benchmarks/constants.py",
         "row[\"bytes\"] / rate - fixed for row", "row[\"bytes\"] / rate for row",
         ("tests/unit/test_calibrate.py::test_constants_of_planted_rows",),
     ),
     Fault(
         "bounds are gone through at the whole bandwidth", "helix/planner/layer.py",
-        "self.zeros, 0, hw.bounds_share)", "self.zeros, 0)", COST,
+        "0.0, 0, hw.bounds_share)", "0.0, 0)", COST,
     ),
     Fault(
         "what is held out is fitted on", "benchmarks/records/sparse_bill.py",
@@ -55,7 +55,7 @@ FAULTS = [
         "if read > held - 1 and", "if read > held + 1 and", BILL,
     ),
     Fault(
-        "the token behind the drafts", "helix/planner/cost.py",
-        "for i in range(gamma + 1))", "for i in range(gamma))", COST,
+        "the token behind the drafts", "helix/planner/points.py",
+        "for i in range(self.gamma + 1))", "for i in range(self.gamma))", COST,
     ),
 ]  # fmt: skip

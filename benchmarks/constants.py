@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from helix.planner.cost import sent_bytes
-from helix.planner.hardware import EXTRAPOLATED, MEASURED, Collective, Constant, Hardware
+from helix.planner.hardware import EXTRAPOLATED, MEASURED, Collective, Constant, Hardware, sent_bytes
 
 Record = Mapping[str, Any]
 OPS = {"exchange": "all_to_all", "all_reduce_norm": "all_reduce", "all_gather": "all_gather"}

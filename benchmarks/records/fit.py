@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.models.search import joined
+from benchmarks.records.recorded_steps import RECORDED, Cell
 from helix.models import DecoderSpec
 from helix.planner.hardware import MEASURED, Array, Constant, Hardware
-from helix.planner.points import Options, Points
+from helix.planner.points import Points
 from helix.planner.step import predict
 from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
 
@@ -18,44 +20,63 @@ PRODUCT_ROWS = (1, MIN_ROWS, MAX_ROWS)  # two constants, for two kernels
 
 
 @dataclass(frozen=True)
-class MeasuredSteps:
-    """Points of one model and length, with the measured seconds [n] of their steps."""
+class _Steps:
+    """Points of one model and length, which are predicted together, with the measured seconds [n] of their steps."""
 
     spec: DecoderSpec
     points: Points
     length: int
     ttl_s: Array
 
-
-def errors(hardware: Hardware, steps: Sequence[MeasuredSteps], options: Options) -> Array:
-    """Computes log(predicted / measured) of all points."""
-    predicted = [predict(m.spec, hardware, m.points, m.length, options).ttl_s for m in steps]
-    return np.log(np.concatenate(predicted) / np.concatenate([m.ttl_s for m in steps]))
+    def errors(self, hardware: Hardware) -> Array:
+        return np.log(predict(self.spec, hardware, self.points, self.length, RECORDED).ttl_s / self.ttl_s)
 
 
-def fit(hardware: Hardware, steps: Sequence[MeasuredSteps], options: Options, source: str) -> Hardware:
+def _together(cells: Iterable[Cell]) -> list[_Steps]:
+    groups: dict[tuple[str, int | None, int], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.model, cell.layers, cell.length), []).append(cell)
+    return [
+        _Steps(same[0].spec, joined([c.points for c in same]), length, np.array([c.ttl_us for c in same]) / 1e6)
+        for (_, _, length), same in groups.items()
+    ]
+
+
+def _errors(hardware: Hardware, steps: Sequence[_Steps]) -> Array:
+    return np.concatenate([same.errors(hardware) for same in steps])
+
+
+def errors(hardware: Hardware, cells: Iterable[Cell]) -> Array:
+    """Computes log(predicted / measured) of all cells."""
+    return _errors(hardware, _together(cells))
+
+
+def fit(hardware: Hardware, cells: Iterable[Cell], source: str) -> Hardware:
     """Fits the constants that no single kernel's timing shows, to minimise the mean of |log error|.
 
     These are the read rate, the time of a kernel beyond its bytes, and that of a projection, of one row and of several;
     the library's time, for more rows, stays. Each is moved up and down in turn, by ever smaller steps: the result is
     deterministic.
     """
+    steps = _together(cells)
+
+    def loss(hardware: Hardware) -> float:
+        return float(np.abs(_errors(hardware, steps)).mean())
+
     known = hardware.product_s or {1: hardware.kernel_s}
     one, several = (known[min(known, key=lambda other: abs(other - rows))] for rows in (1, MAX_ROWS))
     fixed = {rows: one if rows < MIN_ROWS else several for rows in PRODUCT_ROWS}
     library = {rows: constant for rows, constant in hardware.product_s.items() if rows > MAX_ROWS}
     best = replace(hardware, product_s=fixed | library)
     moves = [_read_rate, _kernel, _products(range(1, MIN_ROWS)), _products(range(MIN_ROWS, MAX_ROWS + 1))]
-    least = float(np.abs(errors(best, steps, options)).mean())
-    change = LARGEST
+    least, change = loss(best), LARGEST
     while change >= LEAST:
         moved = False
         for move in moves:
             for factor in (1 + change, 1 / (1 + change)):
                 tried = move(best, factor)
-                loss = float(np.abs(errors(tried, steps, options)).mean())
-                if loss < least * (1 - 1e-9):
-                    best, least, moved = tried, loss, True
+                if (found := loss(tried)) < least * (1 - 1e-9):
+                    best, least, moved = tried, found, True
         change = change if moved else change / 2
 
     def named(constant: Constant) -> Constant:
@@ -70,23 +91,19 @@ def fit(hardware: Hardware, steps: Sequence[MeasuredSteps], options: Options, so
 
 
 def _read_rate(hardware: Hardware, factor: float) -> Hardware:
-    return replace(hardware, read_bytes_per_s=_times(hardware.read_bytes_per_s, factor))
+    return replace(hardware, read_bytes_per_s=hardware.read_bytes_per_s.times(factor))
 
 
 def _kernel(hardware: Hardware, factor: float) -> Hardware:
-    return replace(hardware, kernel_s=_times(hardware.kernel_s, factor))
+    return replace(hardware, kernel_s=hardware.kernel_s.times(factor))
 
 
 def _products(chosen: range) -> Callable[[Hardware, float], Hardware]:
     def move(hardware: Hardware, factor: float) -> Hardware:
-        known: Mapping[int, Constant] = hardware.product_s
-        return replace(hardware, product_s={r: _times(c, factor) if r in chosen else c for r, c in known.items()})
+        known = hardware.product_s.items()
+        return replace(hardware, product_s={rows: c.times(factor) if rows in chosen else c for rows, c in known})
 
     return move
-
-
-def _times(constant: Constant, factor: float) -> Constant:
-    return replace(constant, value=constant.value * factor)
 
 
 def quantiles(sizes: Iterable[float]) -> tuple[float, float]:

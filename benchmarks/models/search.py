@@ -1,0 +1,104 @@
+"""Search over all layouts of several numbers of GPUs with all batches, for the fastest for a user and for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import numpy as np
+
+from helix.models import DecoderSpec
+from helix.planner.hardware import Array, Hardware
+from helix.planner.points import MODES, Options, Points, layouts
+from helix.planner.step import StepCost, memory_of, predict
+
+T = TypeVar("T")
+PIECE = 4096  # points at a time, whose arrays fit the processor's cache
+MANTISSA = 2.0**40  # times are compared to 12 digits: the last bits depend on a point's index in an array
+
+
+def search(
+    spec: DecoderSpec,
+    hardware: Hardware,
+    length: int,
+    options: Options,
+    *,
+    gpus: Sequence[int],
+    batches: Array,
+    modes: Sequence[str] = MODES,
+) -> StepCost:
+    """Predicts every layout with every batch that fits.
+
+    Raises:
+        ValueError: nothing fits, or `predict` refuses.
+    """
+    points = Points.crossed(layouts(spec, gpus, modes), batches)
+    points = points[points.dp <= points.batch]
+    memory = memory_of(spec, hardware, points, length, options)
+    fits = points.batch <= memory.largest_batch
+    if not fits.any():
+        need = (memory.weight_bytes + memory.kv_bytes / options.memory_fraction).min()
+        raise ValueError(
+            f"{hardware.name}: no layout of {max(gpus)} GPUs has memory for one sequence of {length} tokens: at least "
+            f"{need / 1e9:.1f} GB a GPU are needed, {hardware.memory_bytes.value / 1e9:.0f} GB are there"
+        )
+    points = points[fits]
+    pieces = [points[np.arange(at, min(at + PIECE, len(points)))] for at in range(0, len(points), PIECE)]
+    return joined([predict(spec, hardware, piece, length, options) for piece in pieces])
+
+
+def joined(parts: Sequence[T]) -> T:
+    """Concatenates predictions, which have the same phases, or points."""
+    return _over_arrays(np.concatenate, parts)
+
+
+def taken(step: StepCost, chosen: Array) -> StepCost:
+    """Selects points of a prediction, by a mask or by indices."""
+    return _over_arrays(lambda arrays: arrays[0][chosen], [step])
+
+
+def _over_arrays(function: Callable[[Sequence[Array]], Array], parts: Sequence[Any]) -> Any:
+    """Applies a function to the arrays at the same place in several data classes."""
+    first = parts[0]
+    if isinstance(first, np.ndarray):
+        return function(parts)
+    if isinstance(first, list):
+        return [_over_arrays(function, same) for same in zip(*parts, strict=True)]
+    if isinstance(first, str):
+        return first
+    return type(first)(*(_over_arrays(function, [getattr(part, f.name) for part in parts]) for f in fields(first)))
+
+
+def ordered(step: StepCost, *speeds: Array) -> Array:
+    """Sorts points: returns indices from the best to the worst by the first of `speeds`, then by the next ones.
+
+    Ties are broken by fewest GPUs, layout and batch, so that the result does not depend on the order of points.
+    """
+    ties = [getattr(step.points, field.name) for field in reversed(fields(Points))]
+    return np.lexsort((*ties, step.points.gpus, *(-_rounded(speed) for speed in reversed(speeds))))
+
+
+def frontier(step: StepCost) -> Array:
+    """Finds the points that no other beats in both speeds; returns indices by increasing speed for a user."""
+    order = ordered(step, step.user, step.gpu)
+    gpu = _rounded(step.gpu)[order]
+    better = np.concatenate([[True], gpu[1:] > np.maximum.accumulate(gpu)[:-1]])
+    return order[better][::-1]
+
+
+def best_at(step: StepCost, user: float) -> tuple[int | None, int | None]:
+    """Finds the indices of the highest throughput and of the most users, among points at least as fast as `user`."""
+    fast = np.flatnonzero(_rounded(step.user) >= _rounded(np.array([user])))
+    if not len(fast):
+        return None, None
+    kept = taken(step, fast)
+    return (
+        int(fast[ordered(kept, kept.gpu)[0]]),
+        int(fast[ordered(kept, kept.points.users.astype(float), kept.gpu)[0]]),
+    )
+
+
+def _rounded(values: Array) -> Array:
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.round(mantissa * MANTISSA) / MANTISSA, exponent)
