@@ -85,11 +85,6 @@ def take_device(backend: str, place: Place) -> torch.device:
     return device
 
 
-def gpu_count() -> int:
-    """Counts the visible GPUs of this host."""
-    return torch.cuda.device_count()
-
-
 def gpu_facts(place: Place) -> dict[str, Any]:
     """Returns the number of visible GPUs, and whether this rank's GPU can access those of all other ranks."""
     gpus = torch.cuda.device_count()

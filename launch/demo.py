@@ -25,7 +25,7 @@ def main() -> None:
     if helped(given, __doc__):
         return
     need_checkout("helix demo")
-    gpus = import_module("helix.devices").gpu_count()
+    gpus = import_module("torch").cuda.device_count()
     kvp, tpa = (2, 2) if gpus == 0 else (gpus // 2, 2) if gpus % 2 == 0 else (gpus, 1)
     if any(text.startswith("layout") for text in given):  # then all of it is the user's
         kvp, tpa = 1, 1

@@ -20,7 +20,6 @@ from benchmarks.papers.rows import scaled
 from benchmarks.program import PROGRAM
 from helix.devices import ranks
 from helix.layout import HelixLayout
-from helix.planner.crossover import compare_sparse, sparse_pays_from, ttl_s
 from helix.planner.hardware import Hardware
 from helix.planner.plan import PlannedLayout, Question, Ranking, plan
 from helix.planner.points import Options, Points, Sparse, Tier
@@ -30,7 +29,7 @@ from helix.setup.parts import make_spec
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, workload
 from launch.inputs.hardware import HARDWARE, device_here, hardware_of, load_hardware, read_hardware
-from launch.inputs.planning import answer, pick_hardware
+from launch.inputs.planning import answer, compare_sparse, pick_hardware, sparse_pays_from, ttl_s
 from launch.inputs.prompts import PromptLine
 from launch.inputs.shapes import load_spec
 from launch.job.sweep import skip_reason

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from benchmarks.records.planner_check import drafted_errors
 from benchmarks.records.recorded_steps import RECORDED, read_cells
-from helix.planner.crossover import compare_drafts, drafts_pay_from
 from helix.planner.hardware import EXTRAPOLATED, Constant
 from helix.planner.plan import Question, Ranking, plan
 from helix.planner.points import Options, Points, Speculation
 from helix.planner.step import StepCost, predict
 from launch.inputs.arguments import parse
 from launch.inputs.hardware import load_hardware
-from launch.inputs.planning import answer
+from launch.inputs.planning import answer, compare_drafts, drafts_pay_from
 from launch.inputs.shapes import load_spec
 from launch.plan import KEYS, NEEDED, main
 from tests.laboratory import composed, preflight
