@@ -1,4 +1,4 @@
-"""Overlap of two halves of a long prompt chunk: one computes while the other's messages are in flight.
+"""Dual-batch overlap: one half of a long prompt chunk computes while the other's messages are in flight.
 
     main stream   turn 0 | turn 1 | turn 2 |        | join
     side stream          | turn 0 | turn 1 | turn 2 |
@@ -11,9 +11,10 @@ launch the turns, and so each half's collectives, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class Half:
             event.wait()
 
 
-class Turns:
+class DualBatchOverlap:
     """Runner of the two halves of a step.
 
     Args:
@@ -78,34 +79,31 @@ class Turns:
         finally:
             self._comm.half = 0
 
-    def run(self, first: Iterator[T | None], second: Iterator[T | None]) -> tuple[T, T]:
-        """Runs both halves turn by turn and returns their results; both have the same number of turns.
-
-        Args:
-            first, second: yield None at the end of a turn and their result in the last; launch kernels on the current
-                stream, each in its own memory.
-        """
+    @contextmanager
+    def halves(self) -> Iterator[Callable[..., list[Any]]]:
+        """Yields what runs a turn of both halves; at the end the current stream waits for the second half."""
         self._comm.alone = False
         try:
-            return self._run(first, second)
+            yield self._both
+            if self._side is not None:
+                torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         finally:
             self._comm.alone = True
 
-    def _run(self, first: Iterator[T | None], second: Iterator[T | None]) -> tuple[T, T]:
+    def _both(self, turn: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+        """Runs a turn of each half, which launches kernels on the current stream, each in its own memory.
+
+        Args:
+            arguments: each of the first half's, and the second's.
+        """
+        first, second = zip(*arguments, strict=True)
         side = self._side
-        main = None if side is None else torch.cuda.current_stream(side.device)
-        while True:
-            if side is not None and main is not None:
-                side.wait_stream(main)  # for the first half's earlier turns, not the one launched next
-            found = next(first)
-            self._comm.half = 1
-            try:
-                with torch.cuda.stream(side):
-                    last = next(second)
-            finally:
-                self._comm.half = 0
-            if found is not None and last is not None:
-                break
-        if side is not None and main is not None:
-            main.wait_stream(side)
-        return found, last
+        if side is not None:  # for the first half's earlier turns, not the one launched next
+            side.wait_stream(torch.cuda.current_stream(side.device))
+        found = turn(*first)
+        self._comm.half = 1
+        try:
+            with torch.cuda.stream(side):
+                return [found, turn(*second)]
+        finally:
+            self._comm.half = 0

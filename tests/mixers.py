@@ -16,15 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
-from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
-from helix.layers.weights import Weights
+from helix.layers.weights import ModelShard
 from helix.layout import HelixLayout
-from helix.models.decoder import MIXERS
+from helix.models.layer import MIXERS
 from helix.worker.keeps import Keeps
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import Step
@@ -68,14 +66,12 @@ class DecaySpec:
 class Decay:
     """This rank's channels of a layer's decaying state."""
 
-    def __init__(
-        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecaySpec, place: LayerPlace
-    ) -> None:
-        self.spec, self.index = spec, place.index
-        name, columns = f"{place.name}.mixer", layout.ffn_columns(comm.rank, spec.width)
+    def __init__(self, shard: ModelShard, spec: DecaySpec, index: int, name: str) -> None:
+        self.spec, self.index, name = spec, index, f"{name}.mixer"
+        columns = shard.layout.ffn_columns(shard.comm.rank, spec.width)
         rows = [Rows(f"{name}.{part}", spec.width, columns) for part in ("k", "q")]
-        self.kq = ColumnParallel(weights, spec.hidden, rows)
-        self.output = RowParallel(weights, comm, f"{name}.o", columns, spec.width, spec.hidden, False)
+        self.kq = ColumnParallel(shard.weights, spec.hidden, rows)
+        self.output = RowParallel(shard, f"{name}.o", columns, spec.width, spec.hidden)
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """x [N, H] -> k and q [N, 2 * channels]; nothing is kept of single tokens."""

@@ -14,10 +14,9 @@ from comm.hopb import RESERVED_SMS
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
-from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles, paired
 from helix.layers.specs import AttentionSpec
-from helix.layers.weights import Weights
+from helix.layers.weights import ModelShard
 from helix.layout import HelixLayout, share
 from helix.worker.kv_cache import KVCache, LayerCache
 from helix.worker.step import Step
@@ -45,11 +44,10 @@ class ShardedAttention:
     topk: int | None = None
 
     def __init__(
-        self, comm: Communicator, place: LayerPlace, shares: list[int], scale: float, window: int | None = None
+        self, shard: ModelShard, index: int, shares: list[int], scale: float, window: int | None = None
     ) -> None:
-        self.comm = comm
-        self.index = place.index
-        self.pipeline = place.pipeline
+        self.comm, self.pipeline = shard.comm, shard.pipeline
+        self.index = index
         self.shares = shares
         self.scale = scale
         self.window = window
@@ -151,17 +149,11 @@ class Attention(ShardedAttention):
     kvp rank 0.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        comm: Communicator,
-        layout: HelixLayout,
-        spec: AttentionSpec,
-        place: LayerPlace,
-    ) -> None:
+    def __init__(self, shard: ModelShard, spec: AttentionSpec, index: int, name: str) -> None:
+        weights, comm, layout = shard.weights, shard.comm, shard.layout
         heads = (comm.rank, spec.q_heads, spec.kv_heads)
-        super().__init__(comm, place, layout.head_shares(*heads), spec.scale, spec.window)
-        self.spec, name = spec, f"{place.name}.self_attn"
+        super().__init__(shard, index, layout.head_shares(*heads), spec.scale, spec.window)
+        self.spec, name = spec, f"{name}.self_attn"
 
         dim, q, kv = spec.head_dim, layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
         order, of_query = paired(dim, spec.rotated or dim), (1 + spec.gated) * dim
@@ -203,15 +195,8 @@ class Attention(ShardedAttention):
             weights.bind(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
         elif spec.sinks:
             weights.bind_elsewhere(f"{name}.sinks", (spec.q_heads,))
-        self.output = RowParallel(
-            weights,
-            comm,
-            f"{name}.o_proj",
-            layout.hidden_columns(*heads, spec.head_dim),
-            spec.q_heads * spec.head_dim,
-            spec.hidden,
-            spec.output_bias,
-        )
+        columns, width = layout.hidden_columns(*heads, spec.head_dim), spec.q_heads * spec.head_dim
+        self.output = RowParallel(shard, f"{name}.o_proj", columns, width, spec.hidden, spec.output_bias)
 
     @property
     def adds_squares(self) -> bool:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
-from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
 from helix.layers.specs import GatedDeltaSpec
-from helix.layers.weights import Weights
-from helix.layout import HelixLayout
+from helix.layers.weights import ModelShard
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import Step
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
@@ -24,11 +21,9 @@ from kernels.recurrent.gated_delta_step import gated_delta_step
 class GatedDeltaNet:
     """Gated DeltaNet of a rank's value heads, cut over all ranks like the columns of an FFN: one sum, no exchange."""
 
-    def __init__(
-        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: GatedDeltaSpec, place: LayerPlace
-    ) -> None:
-        self.spec, self.index, name = spec, place.index, f"{place.name}.linear_attn"
-        values = layout.state_heads(comm.rank, spec.value_heads)
+    def __init__(self, shard: ModelShard, spec: GatedDeltaSpec, index: int, name: str) -> None:
+        self.spec, self.index, name = spec, index, f"{name}.linear_attn"
+        weights, values = shard.weights, shard.layout.state_heads(shard.comm.rank, spec.value_heads)
         keys, v = spec.key_heads_of(values), len(values)
         self.channels, self.width = spec.channels(len(keys), v), v * spec.value_dim
         qkvz, ba = _projections(spec, name, keys, values)
@@ -50,7 +45,7 @@ class GatedDeltaNet:
         self.rule = GatedDelta(conv, a_log, dt_bias, norm, spec.norm_eps, len(keys), spec.group, first)
         columns = range(values.start * spec.value_dim, values.stop * spec.value_dim)
         of_all = spec.value_heads * spec.value_dim
-        self.output = RowParallel(weights, comm, f"{name}.out_proj", columns, of_all, spec.hidden, False)
+        self.output = RowParallel(shard, f"{name}.out_proj", columns, of_all, spec.hidden)
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> DeltaInput:
         """Computes this rank's inputs of the rule from x [N, H], the same on every rank; nothing is kept yet."""

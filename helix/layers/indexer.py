@@ -18,11 +18,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
 from helix.layers.linear import ColumnParallel, Rows
 from helix.layers.rotary import Angles
-from helix.layers.specs import IndexerSpec
-from helix.layers.weights import Weights
+from helix.layers.specs import MLASpec
+from helix.layers.weights import ModelShard
 from helix.worker.dealt import all_rows, gathered
 from helix.worker.kv_cache import LayerCache
 from helix.worker.step import CHOSEN, Step
@@ -37,30 +36,18 @@ SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps cho
 
 
 class Indexer:
-    """Indexer of a layer, whole on every rank.
+    """Indexer of a layer with latent attention, whole on every rank."""
 
-    Args:
-        q_rank: width of the queries' latent.
-        topk: tokens that a query reads.
-    """
-
-    def __init__(
-        self,
-        weights: Weights,
-        comm: Communicator,
-        spec: IndexerSpec,
-        hidden: int,
-        q_rank: int,
-        topk: int,
-        name: str,
-    ) -> None:
-        self.comm, self.spec, self.topk = comm, spec, topk
+    def __init__(self, shard: ModelShard, attention: MLASpec, name: str) -> None:
+        weights, spec = shard.weights, attention.indexer
+        assert spec is not None and attention.q_rank and attention.topk, "indexers read the queries' latent"
+        self.comm, self.spec, self.topk = shard.comm, spec, attention.topk
         total = spec.heads * spec.width
         rows = [part for h in range(spec.heads) for part in spec.rows(h * spec.width)]
-        self.queries = ColumnParallel(weights, q_rank, [Rows(f"{name}.wq_b", total, part) for part in rows])
+        self.queries = ColumnParallel(weights, attention.q_rank, [Rows(f"{name}.wq_b", total, part) for part in rows])
         keys = [Rows(f"{name}.wk", spec.width, part) for part in spec.rows(0)]
         of_heads = Rows(f"{name}.weights_proj", spec.heads, range(spec.heads))
-        self.down = ColumnParallel(weights, hidden, [*keys, of_heads])
+        self.down = ColumnParallel(weights, attention.hidden, [*keys, of_heads])
         self.gain, self.bias = weights.parameter(spec.width), weights.parameter(spec.width)
         for parameter, kind in ((self.gain, "weight"), (self.bias, "bias")):
             begin = 0

@@ -1,4 +1,4 @@
-"""Projections, sharded by output rows or by input columns; the latter give parts of a sum, which the next norm adds."""
+"""Projections, sharded by output rows or by input columns, and embedding and head, sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm.base import Communicator
 from comm.pending import PendingProjection
-from helix.layers.weights import Weights
+from helix.layers.weights import ModelShard, Weights
+from kernels.dense.embedding import embedding
 from kernels.dense.linear import linear
 from kernels.scaled import matrix_rows
 
@@ -48,24 +48,17 @@ class ColumnParallel:
 class RowParallel:
     """Projection x W^T + b with this rank's input columns of W, a part of a sum over ranks: output and down.
 
-    A rank without columns gives zeros. Only the first rank holds the bias.
+    The next norm adds the parts up. A rank without columns gives zeros. Only the first rank holds the bias.
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        comm: Communicator,
-        name: str,
-        columns: range,
-        in_features: int,
-        out_features: int,
-        bias: bool,
+        self, shard: ModelShard, name: str, columns: range, in_features: int, out_features: int, bias: bool = False
     ) -> None:
-        names = [f"{name}.weight"]
+        weights, names = shard.weights, [f"{name}.weight"]
         self.weight = weights.matrix(out_features, len(columns), names=names, columns=columns, total=in_features)
         weights.bind(self.weight, f"{name}.weight", (out_features, in_features), range(out_features), columns)
         self.bias = None
-        if bias and comm.rank == 0:
+        if bias and shard.comm.rank == 0:
             self.bias = weights.parameter(out_features)
             weights.bind(self.bias, f"{name}.bias", (out_features,))
         elif bias:
@@ -73,3 +66,31 @@ class RowParallel:
 
     def __call__(self, x: Tensor) -> PendingProjection:
         return PendingProjection(x, self.weight, self.bias)
+
+
+class Embedding:
+    """Token embedding: the rank with a token's row returns it, the others zeros; the next norm adds them up."""
+
+    def __init__(self, weights: Weights, name: str, rows: range, vocab: int, hidden: int) -> None:
+        self.rows = rows
+        self.weight = weights.parameter(len(rows), hidden)
+        weights.bind(self.weight, f"{name}.weight", (vocab, hidden), rows)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens [N] int64 -> [N, H]."""
+        return embedding(tokens, self.weight, self.rows.start)
+
+
+class Head:
+    """Output head: logits of this rank's rows of the vocabulary, in fp32."""
+
+    def __init__(self, weights: Weights, name: str | None, embedding: Embedding, vocab: int, hidden: int) -> None:
+        self.rows = embedding.rows
+        self.weight = embedding.weight
+        if name is not None:  # untied
+            self.weight = weights.parameter(len(self.rows), hidden)
+            weights.bind(self.weight, f"{name}.weight", (vocab, hidden), self.rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes logits [n, V_local] fp32 from hidden states [n, H]."""
+        return linear(x, self.weight).float()

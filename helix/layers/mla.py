@@ -32,17 +32,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.layers.attention import ShardedAttention
 from helix.layers.indexer import Indexer
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
-from helix.layers.mixer import LayerPlace
 from helix.layers.rotary import Angles
 from helix.layers.specs import MLASpec, most_dealt
-from helix.layers.weights import Weights
-from helix.layout import HelixLayout, share
+from helix.layers.weights import ModelShard
+from helix.layout import share
 from helix.worker.dealt import (
     all_rows,
     are_enough,
@@ -128,22 +126,12 @@ class MLA(ShardedAttention):
     W_UK and W_UV are views of the stored `kv_b_proj`, of all heads with which this rank attends.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        comm: Communicator,
-        layout: HelixLayout,
-        spec: MLASpec,
-        place: LayerPlace,
-    ) -> None:
+    def __init__(self, shard: ModelShard, spec: MLASpec, index: int, name: str) -> None:
+        weights, comm, layout = shard.weights, shard.comm, shard.layout
         heads = (comm.rank, spec.q_heads, 1)
-        super().__init__(comm, place, layout.head_shares(*heads), spec.scale)
-        self.spec, self.latent, self.topk, name = spec, spec.latent, spec.topk, f"{place.name}.self_attn"
-        self.indexer: Indexer | None = None
-        if spec.indexer is not None:
-            assert spec.q_rank and spec.topk, "indexers read the queries' latent"
-            sizes = spec.hidden, spec.q_rank, spec.topk
-            self.indexer = Indexer(weights, comm, spec.indexer, *sizes, f"{name}.indexer")
+        super().__init__(shard, index, layout.head_shares(*heads), spec.scale)
+        self.spec, self.latent, self.topk, name = spec, spec.latent, spec.topk, f"{name}.self_attn"
+        self.indexer = None if spec.indexer is None else Indexer(shard, spec, f"{name}.indexer")
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
         item, rate = weights.dtype.itemsize, comm.wire_rate
@@ -179,15 +167,8 @@ class MLA(ShardedAttention):
         self.own_w_uk = self.w_uk[local(makes)]
         self.w_uv = of_heads[:, spec.nope :].mT  # [Hq_local, R, value]
         self.own_w_uv = self.w_uv[local(owns)]
-        self.output = RowParallel(
-            weights,
-            comm,
-            f"{name}.o_proj",
-            layout.hidden_columns(*heads, spec.value),
-            spec.q_heads * spec.value,
-            spec.hidden,
-            False,
-        )
+        columns = layout.hidden_columns(*heads, spec.value)
+        self.output = RowParallel(shard, f"{name}.o_proj", columns, spec.q_heads * spec.value, spec.hidden)
 
     def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
         """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents.

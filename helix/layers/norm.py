@@ -6,7 +6,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.pending import PendingSum, computed
-from helix.layers.weights import Weights
+from helix.layers.weights import ModelShard
 from helix.worker.dealt import sum_rows
 from helix.worker.step import DealtRows
 from kernels.dense.rms_norm import rms_norm
@@ -15,10 +15,9 @@ from kernels.dense.rms_norm import rms_norm
 class AllReduceNorm:
     """Norm w * s / rms(s) over the last dimension, of the residual stream s plus the all-reduced parts of the ranks."""
 
-    def __init__(self, weights: Weights, comm: Communicator, name: str, size: int, eps: float) -> None:
-        self.comm = comm
-        self.eps = eps
-        self.weight = weights.gain(f"{name}.weight", size)
+    def __init__(self, shard: ModelShard, name: str, size: int, eps: float) -> None:
+        self.comm, self.eps = shard.comm, eps
+        self.weight = shard.weights.gain(f"{name}.weight", size)
 
     def __call__(self, parts: Tensor | PendingSum, x: Tensor | None) -> tuple[Tensor, Tensor]:
         """Adds the sum of all ranks' parts [N, H] to x [N, H], None: 0; returns the normalised and the plain sum."""

@@ -1,6 +1,6 @@
 """Shapes of a layer in a checkpoint, as data: what it stores of a sequence, and what it costs; the planner reads them.
 
-No torch here. A module that computes is made of its spec (`helix.models.decoder`).
+No torch here. A module that computes is made of its spec (`helix.models.layer`).
 """
 
 from __future__ import annotations

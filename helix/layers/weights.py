@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comm.base import Communicator
+from comm.hopb import Pipeline
 from helix.layers.specs import MXFP4_BLOCK, Formats, Kept, unpacked
+from helix.layout import HelixLayout
 from kernels.scaled import Matrix, ScaledMatrix, groups
+
+NO_STREAMS = Pipeline(None)
 
 
 @dataclass(frozen=True)
@@ -127,3 +132,19 @@ class Weights:
     @property
     def bytes(self) -> int:
         return sum(self.bytes_by_dtype.values())
+
+
+@dataclass(frozen=True)
+class ModelShard:
+    """A rank's part of a model, of which its layers are made: each declares its share of the weights.
+
+    Attributes:
+        weights: registry of the parameters.
+        comm: the ranks that share a layer: all of them, or in mode dp for attention and norms this one alone.
+        pipeline: runs the HOP-B chunks of all layers' attention.
+    """
+
+    weights: Weights
+    comm: Communicator
+    layout: HelixLayout
+    pipeline: Pipeline = NO_STREAMS

@@ -2,106 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from comm import turns
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from comm.pending import PendingSum
 from comm.solo import SoloCommunicator
+from comm.turns import DualBatchOverlap
 from helix.attention.base import AttentionPolicy
-from helix.layers.attention import Attention
-from helix.layers.embedding import Embedding, Head
-from helix.layers.gated_delta import GatedDeltaNet
-from helix.layers.linear import RowParallel
-from helix.layers.mixer import LayerPlace, Mixer
-from helix.layers.mla import MLA, deals_rows
-from helix.layers.mlp import GatedMLP
-from helix.layers.moe import MoE
+from helix.layers.linear import Embedding, Head, RowParallel
+from helix.layers.mla import deals_rows
 from helix.layers.norm import AllReduceNorm, JoinNorm
-from helix.layers.rotary import Angles, Rotary
-from helix.layers.rows import over_all_ranks
-from helix.layers.specs import AttentionSpec, Formats, GatedDeltaSpec, MLASpec, MLPSpec, MoESpec, unpacked
-from helix.layers.weights import Weights
+from helix.layers.rotary import Rotary
+from helix.layers.specs import Formats, MLASpec, unpacked
+from helix.layers.weights import ModelShard, Weights
 from helix.layout import HelixLayout
+from helix.models import halves
+from helix.models.layer import DecoderLayer, ForwardPass, Parts
 from helix.models.spec import DecoderSpec, NextTokenNames
 from helix.worker.dealt import all_rows, dealt
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import Step
-
-# What computes a mixer of each spec, on a rank: made of weights, communicator, layout, spec and place.
-MIXERS: dict[type[Any], Callable[..., Mixer]] = {
-    AttentionSpec: Attention,
-    MLASpec: MLA,
-    GatedDeltaSpec: GatedDeltaNet,
-}
-
-
-def make_ffn(
-    spec: MLPSpec | MoESpec, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str
-) -> GatedMLP | MoE:
-    """Builds this rank's part of an FFN; `layer` is the name of its layer in the checkpoint."""
-    if isinstance(spec, MoESpec):
-        return MoE(weights, comm, layout, hidden, spec, f"{layer}.{spec.block}")
-    return GatedMLP(weights, comm, layout, hidden, spec, f"{layer}.mlp")
-
-
-class DecoderLayer:
-    """Residual block: attention over KVP x TPA, then the FFN over the same ranks, with norms around both.
-
-    Each sum over ranks is done by the norm that follows it, which reads the whole residual stream anyway. In mode dp
-    attention and norms have this rank's sequences alone, and the FFN gathers rows and scatters sums.
-
-    Args:
-        comm: the communicator of all ranks.
-        own: that of the ranks which attend the same sequences.
-        name: prefix of its tensors, if it is not one of the model's own layers.
-    """
-
-    def __init__(
-        self,
-        weights: Weights,
-        comm: Communicator,
-        own: Communicator,
-        layout: HelixLayout,
-        spec: DecoderSpec,
-        index: int,
-        pipeline: Pipeline,
-        before: AllReduceNorm | None,
-        name: str = "",
-    ) -> None:
-        self.index = index
-        self.comm, self._scattered = comm, own is not comm
-        name, layer = name or f"model.layers.{index}", spec.stack[index]
-
-        def norm(part: str) -> AllReduceNorm:
-            return AllReduceNorm(weights, own, f"{name}.{part}_layernorm", spec.hidden, spec.norm_eps)
-
-        first = None if spec.norms == "after" else norm("input")
-        self.input_norm = JoinNorm(own, before, first)
-        self.mixer = MIXERS[type(layer.mixer)](weights, own, layout, layer.mixer, LayerPlace(name, index, pipeline))
-        middle = norm("post_attention")
-        if spec.norms == "before":
-            self.ffn_norm = JoinNorm(own, None, middle)
-        else:
-            self.ffn_norm = JoinNorm(own, middle, norm("pre_feedforward") if spec.norms == "around" else None)
-        self.ffn = make_ffn(layer.ffn, weights, comm, layout, spec.hidden, name)
-        self.added = None if spec.norms == "before" else norm("post_feedforward")
-        self.rope = 0 if layer.rope is None else spec.ropes.index(layer.rope)
-
-    def queries(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Tensor:
-        """Computes queries [N, Hq, D] of this TPA slice for a guessed input x [N, H]; appends no keys."""
-        assert isinstance(self.mixer, Attention), "latents have no block selection"
-        return self.mixer.queries(self.input_norm.of(x), angles, cache, step)
-
-    def feed(self, x: Tensor, step: Step) -> Tensor | PendingSum:
-        """Computes the FFN of x [N, H]: a part of a sum over ranks, or in mode dp the whole sum."""
-        return over_all_ranks(self.ffn, x, step.counts, self.comm) if self._scattered else self.ffn(x)
 
 
 class NextTokenLayer:
@@ -113,22 +40,20 @@ class NextTokenLayer:
 
     window: int | None = None
 
-    def __init__(
-        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecoderSpec, model: Decoder
-    ) -> None:
-        index, hidden = len(spec.layers), spec.hidden
+    def __init__(self, shard: ModelShard, spec: DecoderSpec, model: Decoder) -> None:
+        hidden = spec.hidden
         self.read = self.width = hidden
         self.choice = spec.brought_choice
         self.vocab_rows, self.logits = model.embedding.rows, model.head
-        self._embedding = model.embedding
-        names = NextTokenNames(*(name.format(index) for name in spec.brought_names))
-        self.token_norm = AllReduceNorm(weights, comm, names.token_norm, hidden, spec.norm_eps)
-        self.state_norm = AllReduceNorm(weights, comm, names.state_norm, hidden, spec.norm_eps)
-        self.columns = layout.ffn_columns(comm.rank, 2 * hidden)
-        self.join = RowParallel(weights, comm, names.join, self.columns, 2 * hidden, hidden, False)
-        self.layer = DecoderLayer(weights, comm, comm, layout, spec, index, model.pipeline, None, names.layer)
+        self._embedding, self._overlap = model.embedding, model.overlap
+        names = NextTokenNames(*(name.format(len(spec.layers)) for name in spec.brought_names))
+        self.token_norm = AllReduceNorm(shard, names.token_norm, hidden, spec.norm_eps)
+        self.state_norm = AllReduceNorm(shard, names.state_norm, hidden, spec.norm_eps)
+        self.columns = shard.layout.ffn_columns(shard.comm.rank, 2 * hidden)
+        self.join = RowParallel(shard, names.join, self.columns, 2 * hidden, hidden)
+        self.layer = DecoderLayer(shard, shard, spec, len(spec.layers), None, names.layer)
         self._rotary = model.rotary[self.layer.rope]
-        self.norm = AllReduceNorm(weights, comm, names.norm, hidden, spec.norm_eps)
+        self.norm = AllReduceNorm(shard, names.norm, hidden, spec.norm_eps)
 
     def append(self, cache: KVCache, step: Step, states: Tensor, *, own: bool) -> tuple[Any, Tensor]:
         both = torch.cat((self.token_norm(self._embedding(step.tokens), None)[0], self.state_norm.of(states)), 1)
@@ -137,8 +62,7 @@ class NextTokenLayer:
         return self.layer.mixer.project(normed, self._rotary.angles(step.positions), cache, step), x
 
     def attend(self, queries: Any, x: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        normed, x = self.layer.ffn_norm(self.layer.mixer.finish(queries, cache, step, policy), x)
-        return self.norm(self.layer.feed(normed, step), x)[0]
+        return self.norm(*self.layer.finish(queries, x, ForwardPass(cache, step, policy, self._overlap)))[0]
 
 
 class Decoder:
@@ -152,8 +76,7 @@ class Decoder:
     Attributes:
         own: the communicator of the ranks with this rank's sequences: of all ranks, or in mode dp of itself alone.
         pipeline: runs the HOP-B chunks of all layers' attention.
-        turns: runs the two halves of long prefill steps.
-        layers_run: layers computed, or launched, since the start: a long step on a CPU shows its progress here.
+        overlap: runs the two halves of long prefill steps.
     """
 
     def __init__(
@@ -166,32 +89,33 @@ class Decoder:
         formats: Formats = unpacked,
     ) -> None:
         self.spec, self.comm = spec, comm
-        self.full = {*spec.full}
-        self.layers_run = 0
         self.own = SoloCommunicator(comm.device) if layout.dp > 1 else comm
         self.weights = weights = Weights(dtype, device, formats, spec.gain_offset)
+        self.pipeline, self.overlap = Pipeline(device if comm.capturable else None), DualBatchOverlap(self.own)
+        shard = ModelShard(weights, comm, layout, self.pipeline)
+        own = replace(shard, comm=self.own)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         scale = spec.embedding_scale
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if spec.rounds_scale else scale
-        self.pipeline = Pipeline(device if comm.capturable else None)
-        self.turns = turns.Turns(self.own)
-        parts = weights, comm, self.own, layout, spec
         self.layers: list[DecoderLayer] = []
         added = None  # the norm of what the layer before adds
         for index in range(len(spec.layers)):
-            self.layers.append(DecoderLayer(*parts, index, self.pipeline, added))
+            self.layers.append(DecoderLayer(shard, own, spec, index, added))
             added = self.layers[-1].added
-        norm = AllReduceNorm(weights, self.own, "model.norm", spec.hidden, spec.norm_eps)
-        self.norm = JoinNorm(self.own, added, norm)
+        for layer, following in pairwise(self.layers):
+            layer.following = following
+        self.norm = JoinNorm(self.own, added, AllReduceNorm(own, "model.norm", spec.hidden, spec.norm_eps))
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = [Rotary(rope, dtype, device) for rope in spec.ropes]
-        self._adds_squares = any(
-            isinstance(layer.mixer, Attention) and layer.mixer.adds_squares for layer in self.layers
-        )
         self.next_token: NextTokenLayer | None = None
         if spec.draft is not None and spec.draft is spec.brought:
-            self.next_token = NextTokenLayer(weights, comm, layout, spec, self)
+            self.next_token = NextTokenLayer(shard, spec, self)
+
+    @property
+    def layers_run(self) -> int:
+        """Layers computed, or launched, since the start: a long step on a CPU shows its progress here."""
+        return sum(layer.runs for layer in self.layers)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """Runs a step as `states` does; returns the normalised hidden states [N, H]."""
@@ -210,8 +134,12 @@ class Decoder:
         mixer = self.spec.attention
         if isinstance(mixer, MLASpec) and deals_rows(mixer, step):
             step = dealt(step)
-        found = [found for (found,) in self._run(cache, step, policy)]
-        whole = found[0] if len(found) == 1 else torch.cat(found)
+        if halves.are_faster(self.own, self.layers, cache, step):
+            begin = partial(self._begin, cache, policy=policy)
+            found = halves.run(self.overlap, self.layers, step, begin, self._end)
+            whole = torch.cat([of_half for of_half, _ in found])
+        else:
+            whole, _ = self._end(*self._through(self.layers, cache, step, policy))
         if not self.spec.taps:
             return whole, whole
         return whole[:, : self.spec.hidden].contiguous(), whole[:, self.spec.hidden :].contiguous()
@@ -228,94 +156,49 @@ class Decoder:
         if self.own is not layer.comm or step.staged is not None or not mixer.attends or chooses:
             return self.hidden(cache, step, policy)[step.cu_q[1:] - 1]
         rows, lasts = step.lasts()
-        q, x = _selected(self._run(cache, step, policy, until_attention=True), rows)
+        if halves.are_faster(self.own, self.layers, cache, step):
+            begin = partial(self._begin, cache, policy=policy)
+            found = halves.run(self.overlap, self.layers, step, begin, None)
+        else:
+            parts, x, fwd = self._through(self.layers[:-1], cache, step, policy)
+            normed, x = layer.join_mixer(parts, x, fwd)
+            found = [(layer.project(normed, x, fwd), x)]
+        q, x = halves.select_rows(found, rows)
         policy.prepare(lasts, {mixer.window})
-        normed, x = layer.ffn_norm(layer.mixer.finish(q, cache, lasts, policy), x)
-        return self.norm(layer.feed(normed, lasts), x)[0][: len(step.slots)]
-
-    def _run(
-        self, cache: KVCache, step: Step, policy: AttentionPolicy, until_attention: bool = False
-    ) -> list[tuple[Any, ...]]:
-        """Runs a step, or halves of a long prefill step side by side; returns what `_through` yields last of each."""
-        # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
-        # which depend on all earlier tokens, nor with small sums between ranks, whose boxes are one stream's. Two ranks
-        # that send sums alone, in one kernel with the norm, take less than halves lose.
-        few = self.own.sums_at_once and self.own.world_size <= turns.WHOLE and len(self.own.kvp_group) == 1
-        whole = few or self.own.world_size == 1 or step.cu_q is None or step.staged is not None or cache.has_states
-        if whole or step.dealt is not None or self._adds_squares or len(step.tokens) < 2 * turns.LEAST:
-            *_, found = self._through(cache, step, policy, until_attention)
-            assert found is not None
-            return [found]
-        return [*self.turns.run(*(self._through(cache, half, policy, until_attention) for half in step.halves()))]
+        parts, x = layer.finish(q, x, ForwardPass(cache, lasts, policy, self.overlap))
+        return self.norm(parts, x)[0][: len(step.slots)]
 
     def _through(
-        self, cache: KVCache, step: Step, policy: AttentionPolicy, until_attention: bool
-    ) -> Iterator[tuple[Any, ...] | None]:
-        """Yields between the turns of `states` (`comm.turns.Turns`): KV is appended a turn before it is attended.
+        self, layers: Sequence[DecoderLayer], cache: KVCache, step: Step, policy: AttentionPolicy
+    ) -> tuple[Parts, Tensor | None, ForwardPass]:
+        """Runs a step through the first layers."""
+        parts, fwd = self._begin(cache, step, policy)
+        x = None
+        for layer in layers:
+            parts, x = layer(parts, x, fwd)
+        return parts, x, fwd
 
-        Turns end where messages do, or where products that hide the other half's do. What is yielded last are the
-        states, with those of `DecoderSpec.taps` beside; or `until_attention` of the last layer, its queries and input.
-        """
-        x: Tensor | None = None
-        rows, tapped = step.dealt, dict[int, Tensor]()
-        parts: Tensor | PendingSum = self._embedded(step.tokens)
-        angles_of = [rotary.angles(step.positions) for rotary in self.rotary]
+    def _begin(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Parts, ForwardPass]:
+        """Computes this rank's parts [N, H] of the embedded tokens, and prepares what the layers read."""
+        parts = self.embedding(step.tokens)
+        if self._embedding_scale != 1:
+            parts.mul_(self._embedding_scale)
+        angles = [rotary.angles(step.positions) for rotary in self.rotary]
+        fwd = ForwardPass(cache, step, policy, self.overlap, angles, policy.guesses and step.cu_q is None)
         policy.prepare(step, set(self.spec.windows))
-        if rows is not None and isinstance(first := self.layers[0].mixer, MLA):
-            first.gather_ahead(cache, rows)
-        guesses = policy.guesses and step.cu_q is None
-        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
-            normed, x = layer.input_norm(parts, x, rows)
-            self.layers_run += 1
-            yield None
-            angles = angles_of[layer.rope]
-            if layer.index in self.spec.taps:
-                tapped[layer.index] = x
-            if guesses and following is not None and following.index in self.full:
-                queries = partial(following.queries, x, angles_of[following.rope], cache, step)
-                policy.guess(queries, cache.layer(following.index), step)
-            q = layer.mixer.project(normed, angles, cache, step)
-            if until_attention and following is None:
-                yield q, x
-                return
-            if rows is not None and following is not None and isinstance(following.mixer, MLA):
-                with self.turns.beside():
-                    following.mixer.gather_ahead(cache, rows)
-            yield None
-            parts = layer.mixer.finish(q, cache, step, policy)
-            yield None
-            normed, x = layer.ffn_norm(parts, x, rows)
-            yield None
-            parts = layer.feed(normed if rows is None else all_rows(rows, self.own, normed), step)
-            yield None
-        normed, tapped[len(self.layers)] = self.norm(parts, x, rows)
-        found = torch.cat([normed, *(tapped[i] for i in self.spec.taps)], 1) if self.spec.taps else normed
-        yield (found if rows is None else all_rows(rows, self.own, found),)
+        self.layers[0].gather_ahead(fwd)
+        return parts, fwd
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        """Computes this rank's parts [N, H] of the embedded tokens [N]."""
-        parts = self.embedding(tokens)
-        return parts if self._embedding_scale == 1 else parts.mul_(self._embedding_scale)
+    def _end(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
+        """Computes the normalised states [N, H], with those of `DecoderSpec.taps` beside, and the residual stream."""
+        rows = fwd.step.dealt
+        found, x = self.norm(parts, x, rows)
+        if self.spec.taps:
+            fwd.taps[len(self.layers)] = x
+            found = torch.cat([found, *(fwd.taps[i] for i in self.spec.taps)], 1)
+        return found if rows is None else all_rows(rows, self.own, found), x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""
         logits = self.head(hidden)
         return logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)
-
-
-def _selected(halves: Sequence[tuple[Any, ...]], rows: Tensor) -> tuple[Any, ...]:
-    """Selects rows [n] of tensors, nested alike, whose rows come in one part or in two halves."""
-
-    def select(parts: tuple[Any, ...]) -> Any:
-        if parts[0] is None:
-            return None
-        if not isinstance(parts[0], Tensor):
-            return type(parts[0])(*map(select, zip(*parts, strict=True)))
-        if len(parts) == 1:
-            return parts[0].index_select(0, rows)
-        middle = len(parts[0])
-        first = parts[0].index_select(0, rows.clamp(max=middle - 1))
-        second = parts[1].index_select(0, (rows - middle).clamp(min=0))
-        return torch.where((rows < middle).view(-1, *[1] * (first.dim() - 1)), first, second)
-
-    return tuple(map(select, zip(*halves, strict=True)))

@@ -8,19 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
-from comm.hopb import Pipeline
 from helix.attention.base import AttentionPolicy
 from helix.layers.attention import Attention
-from helix.layers.embedding import Embedding
-from helix.layers.linear import RowParallel
-from helix.layers.mixer import LayerPlace
+from helix.layers.ffn import make_ffn
+from helix.layers.linear import Embedding, RowParallel
 from helix.layers.norm import AllReduceNorm
 from helix.layers.rotary import Rotary
 from helix.layers.specs import AttentionSpec
-from helix.layers.weights import Weights
-from helix.layout import HelixLayout
-from helix.models.decoder import Decoder, make_ffn
+from helix.layers.weights import ModelShard
+from helix.models.decoder import Decoder
 from helix.models.eagle3 import Eagle3Spec
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import Step
@@ -83,33 +79,23 @@ class Eagle3Layer:
         EAGLE-3 (https://arxiv.org/abs/2503.01840).
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        comm: Communicator,
-        layout: HelixLayout,
-        spec: Eagle3Spec,
-        target: Decoder,
-        ids: Tensor | None,
-        window: int,
-    ) -> None:
-        hidden, name, eps = spec.hidden, spec.name, spec.norm_eps
+    def __init__(self, shard: ModelShard, spec: Eagle3Spec, target: Decoder, ids: Tensor | None, window: int) -> None:
+        weights, hidden, name, eps = shard.weights, spec.hidden, spec.name, spec.norm_eps
         self.spec, self.window = spec, window
         self.read, self.width, self.vocab_rows = len(spec.taps) * target.spec.hidden, hidden, target.embedding.rows
         self.choice = 0
-        self._columns = layout.ffn_columns(comm.rank, self.read)
-        self.join = RowParallel(weights, comm, "fc", self._columns, self.read, hidden, False)
+        self._columns = shard.layout.ffn_columns(shard.comm.rank, self.read)
+        self.join = RowParallel(shard, "fc", self._columns, self.read, hidden)
         self.embedding = target.embedding
         if spec.own_embedding:
             self.embedding = Embedding(weights, "embed_tokens", self.vocab_rows, target.spec.vocab, hidden)
-        self.input_norm = AllReduceNorm(weights, comm, f"{name}.input_layernorm", hidden, eps)
-        self.state_norm = AllReduceNorm(weights, comm, f"{name}.hidden_norm", hidden, eps)
-        place = LayerPlace(name, len(target.spec.layers), Pipeline(None))
+        self.input_norm = AllReduceNorm(shard, f"{name}.input_layernorm", hidden, eps)
+        self.state_norm = AllReduceNorm(shard, f"{name}.hidden_norm", hidden, eps)
         assert isinstance(spec.layer.mixer, AttentionSpec)
-        self.mixer = Attention(weights, comm, layout, replace(spec.layer.mixer, window=window), place)
-        self.ffn_norm = AllReduceNorm(weights, comm, f"{name}.post_attention_layernorm", hidden, eps)
-        self.ffn = make_ffn(spec.layer.ffn, weights, comm, layout, hidden, name)
-        self.norm = AllReduceNorm(weights, comm, "norm", hidden, eps)
+        self.mixer = Attention(shard, replace(spec.layer.mixer, window=window), len(target.spec.layers), name)
+        self.ffn_norm = AllReduceNorm(shard, f"{name}.post_attention_layernorm", hidden, eps)
+        self.ffn = make_ffn(shard, hidden, spec.layer.ffn, name)
+        self.norm = AllReduceNorm(shard, "norm", hidden, eps)
         self._rotary = Rotary(spec.rope, weights.dtype, weights.device)
         self._head: Tensor = target.head.weight
         self._ids: Tensor | None = None

@@ -12,7 +12,7 @@ from comm.loopback import LoopbackWorld
 from helix.config import Config, ModelConfig, SpeculationConfig
 from helix.files import read_json, read_text
 from helix.layers.specs import AttentionSpec
-from helix.layers.weights import Weights
+from helix.layers.weights import ModelShard, Weights
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
@@ -168,7 +168,7 @@ def load_eagle3(
         d2t = checkpoint.whole("d2t") if "d2t" in checkpoint.files else None
         ids = None if d2t is None else d2t + torch.arange(len(d2t))
         weights = Weights(target.weights.dtype, target.weights.device)
-        layer = Eagle3Layer(weights, comm, layout, spec, target, ids, window)
+        layer = Eagle3Layer(ModelShard(weights, comm, layout), spec, target, ids, window)
         if check:
             checkpoint.check(weights.slices, UNUSED)
         else:

@@ -15,7 +15,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.engine.core import Engine
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.models import decoder
+from helix.models import layer
 from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
@@ -125,12 +125,12 @@ def test_sequences_are_spread_and_a_prefix_decides_where() -> None:
 def test_rows_that_go_to_another_rank_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted error: rank 1's prompts get the sums of rank 0's."""
     wanted = oracle("mixtral", MOE_LENGTHS, MOE_TOKENS)
-    right = decoder.over_all_ranks
+    right = layer.over_all_ranks
 
     def wrong(ffn: Any, x: torch.Tensor, counts: Any, comm: Communicator) -> torch.Tensor:
         return right(ffn, x, counts[::-1], comm)
 
-    monkeypatch.setattr(decoder, "over_all_ranks", wrong)
+    monkeypatch.setattr(layer, "over_all_ranks", wrong)
     results = loopback(checkpoint("mixtral"), layout_of(2, 2), 16, wanted)
     with pytest.raises(AssertionError, match="prompt"):
         check(results, wanted)

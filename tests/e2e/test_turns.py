@@ -120,7 +120,7 @@ def test_halves_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         several: Any = SimpleNamespace(
             world_size=2, device=torch.device("cuda"), capturable=True, half=0, sums_at_once=False
         )
-        model.own, model.turns = several, turns.Turns(several)
+        model.own, model.overlap = several, turns.DualBatchOverlap(several)
         cut = Step.halves
         counts: list[int] = []
         monkeypatch.setattr(Step, "halves", lambda step: counts.append(len(step.tokens)) or cut(step))

@@ -12,9 +12,9 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from comm.loopback import LoopbackWorld
-from helix.layers.moe import MoE
+from helix.layers.ffn import MoE
 from helix.layers.specs import MoESpec
-from helix.layers.weights import Weights
+from helix.layers.weights import ModelShard, Weights
 from helix.layout import HelixLayout
 from helix.models.loading import randomize
 from kernels.moe.router import route
@@ -47,7 +47,7 @@ def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
 def layer(spec: MoESpec, layout: HelixLayout, rank: int) -> tuple[MoE, Weights]:
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
     weights = Weights(torch.float64, torch.device("cpu"))
-    built = MoE(weights, comm, layout, HIDDEN, spec, "mlp")
+    built = MoE(ModelShard(weights, comm, layout), HIDDEN, spec, "mlp")
     for parameter in weights.parameters:
         parameter.fill_(torch.nan)
     for s in weights.slices:
@@ -136,7 +136,7 @@ def test_planted_errors_of_shared_experts_are_caught(planted: str, monkeypatch: 
     wanted = expected(spec, x, range(spec.experts)) + dense(x, "mlp.shared_experts", spec.shared_width)
     assert close(built(x).compute(), wanted)
     if planted == "ids of routed experts not moved up":
-        monkeypatch.setattr("helix.layers.moe.route", lambda *a, shared_count, **o: route(*a, **o))
+        monkeypatch.setattr("helix.layers.ffn.route", lambda *a, shared_count, **o: route(*a, **o))
     else:
         built.down[1] = built.down[0]
     assert not close(built(x).compute(), wanted)
@@ -202,7 +202,8 @@ def test_random_routers_agree_and_spread_tokens() -> None:
     layout = HelixLayout("helix", 4, 1, 2, 2)
     comms = [LoopbackWorld(4).communicator(rank, layout.kvp_group(rank)) for rank in range(4)]
     weights = [Weights(torch.float32, torch.device("cpu")) for _ in range(4)]
-    layers = [MoE(w, comm, layout, 2048, spec, "mlp") for w, comm in zip(weights, comms, strict=True)]
+    shards = [ModelShard(w, comm, layout) for w, comm in zip(weights, comms, strict=True)]
+    layers = [MoE(shard, 2048, spec, "mlp") for shard in shards]
     for w in weights:
         randomize(w, seed=5)
     x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(1))  # as after a norm
@@ -229,7 +230,7 @@ def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact
     router.e_score_correction_bias = torch.randn(64, generator=generator) * 0.1
     comm = LoopbackWorld(1).communicator(0, (0,))
     weights = Weights(torch.bfloat16, torch.device("cpu"))
-    built = MoE(weights, comm, HelixLayout.create(), HIDDEN, spec, "mlp")
+    built = MoE(ModelShard(weights, comm, HelixLayout.create()), HIDDEN, spec, "mlp")
     for parameter in weights.parameters:
         parameter.zero_()
     built.router.weight.copy_(router.weight.data)

@@ -32,7 +32,7 @@ FAULTS = [
         (PARITY + "test_prefill_has_its_own_path",),
     ),
     Fault(
-        "all last tokens are sought in the first half", "helix/models/decoder.py",
+        "all last tokens are sought in the first half", "helix/models/halves.py",
         "torch.where((rows < middle)", "torch.where((rows >= 0)", (TURNS,),
     ),
     # ---- attention
@@ -182,15 +182,15 @@ FAULTS = [
         "weights = scores.gather(1, ids)", "weights = choice.gather(1, ids)", ROUTE,
     ),
     Fault(
-        "shared experts counted twice", "helix/layers/moe.py",
+        "shared experts counted twice", "helix/layers/ffn.py",
         "if spec.shared_width and not self.shared_count:", "if spec.shared_width:", EXPERT_LAYERS,
     ),
     Fault(
-        "experts' bias on every rank", "helix/layers/moe.py",
+        "experts' bias on every rank", "helix/layers/ffn.py",
         "if columns.start == 0:", "if columns.start >= 0:", EXPERT_LAYERS,
     ),
     Fault(
-        "gate and up exchanged", "helix/layers/moe.py", "for odd in (0, 1))", "for odd in (1, 0))", EXPERT_LAYERS,
+        "gate and up exchanged", "helix/layers/ffn.py", "for odd in (0, 1))", "for odd in (1, 0))", EXPERT_LAYERS,
     ),
     Fault(
         "gpt-oss's gate without its one", "kernels/reference/experts.py", "* (up + 1))", "* up)",
@@ -198,7 +198,7 @@ FAULTS = [
     ),
     # ---- layers
     Fault(
-        "output bias on every rank", "helix/layers/linear.py", "if bias and comm.rank == 0:", "if bias:",
+        "output bias on every rank", "helix/layers/linear.py", "if bias and shard.comm.rank == 0:", "if bias:",
         (PARITY + "test_experts_on_every_grid[gpt-oss-kvp3-tpa2-ep3-block1]",),
     ),
     Fault(

@@ -1,11 +1,13 @@
-"""Mixture of experts (MoE) on the TPF x EP grid that the ranks form after attention.
+"""The FFN phase of a layer, on all ranks (arXiv:2507.07120, figure 4, bottom): dense, or a mixture of experts (MoE).
 
-The paper (Helix Parallelism, section 2.2 and figure 4, bottom) routes tokens to the ranks that hold their experts,
-sums within an expert group (all-reduce over TPF), gathers the groups' results (all-gather over EP) and adds them up
-locally. Here every rank has every token already: the output projection's all-reduce leaves the whole [N, H] on each,
-and the router is replicated with bitwise equal input, so all ranks agree on the routing without communication. Dispatch
-is then a local gather. Both sums of the combine are sums of the same N x H numbers: with part[e, t] the summand of rank
-(ep = e, tpf = t),
+A dense FFN is tensor parallel (TP) over all ranks, whatever the attention grid is. Routed experts are on the TPF x EP
+grid that the ranks form after attention.
+
+The paper (section 2.2) routes tokens to the ranks that hold their experts, sums within an expert group (all-reduce over
+TPF), gathers the groups' results (all-gather over EP) and adds them up locally. Here every rank has every token
+already: the output projection's all-reduce leaves the whole [N, H] on each, and the router is replicated with bitwise
+equal input, so all ranks agree on the routing without communication. Dispatch is then a local gather. Both sums of the
+combine are sums of the same N x H numbers: with part[e, t] the summand of rank (ep = e, tpf = t),
 
     all-gather over e of (all-reduce over t of part[e, t]), summed over e locally  =  sum over e, t of part[e, t]
 
@@ -16,18 +18,44 @@ experts are TP over all ranks too, so shared experts become routed ones that eve
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.layers.linear import ColumnParallel, Rows
-from helix.layers.mlp import GatedMLP
+from comm.pending import PendingProjection, PendingSum
+from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.specs import MLPSpec, MoESpec
-from helix.layers.weights import Weights
-from helix.layout import HelixLayout
+from helix.layers.weights import ModelShard, Weights
+from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import route
 from kernels.scaled import matrix_rows
+
+
+class GatedMLP:
+    """FFN W_down (f(W_gate x) * W_up x) with activation f, each rank with its inner columns: a part of the sum."""
+
+    def __init__(self, shard: ModelShard, hidden: int, spec: MLPSpec, name: str) -> None:
+        width, bias, self.activation = spec.width, spec.bias, spec.activation
+        columns = shard.layout.ffn_columns(shard.comm.rank, width)
+        rows = [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
+        if spec.fused:
+            ups = range(width + columns.start, width + columns.stop)
+            rows = [Rows(f"{name}.gate_up_proj", 2 * width, part, bias) for part in (columns, ups)]
+        self.gate_up = ColumnParallel(shard.weights, hidden, rows)
+        self.down = RowParallel(shard, f"{name}.down_proj", columns, width, hidden, bias)
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> PendingProjection:
+        """Computes this rank's part [N, H] from x [N, H], the same on all, times the sigmoid of weight [N, 1]."""
+        if self.activation == "silu":
+            inner = self.gate_up(x, gated=True)
+        else:
+            gate, up = self.gate_up(x).chunk(2, 1)
+            inner = F.gelu(gate, approximate="tanh").mul_(up)
+        return self.down(inner if weight is None else sigmoid_mul(inner, weight))
 
 
 class MoE:
@@ -36,12 +64,11 @@ class MoE:
     Each rank holds its columns (TPF) of its experts (EP); a rank may have none, and gives zeros.
     """
 
-    def __init__(
-        self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, spec: MoESpec, name: str
-    ) -> None:
+    def __init__(self, shard: ModelShard, hidden: int, spec: MoESpec, name: str) -> None:
+        weights, layout, rank = shard.weights, shard.layout, shard.comm.rank
         self.spec = spec
-        self.experts = layout.experts(comm.rank, spec.experts)
-        self.columns = layout.expert_columns(comm.rank, spec.width)
+        self.experts = layout.experts(rank, spec.experts)
+        self.columns = layout.expert_columns(rank, spec.width)
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
         gate = [Rows(f"{name}.{spec.shared_gate}", 1, range(1))] if spec.shared_gate is not None else []
         self.router = ColumnParallel(weights, hidden, [router, *gate])
@@ -65,7 +92,7 @@ class MoE:
             self._read_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
         if spec.shared_width and not self.shared_count:
-            self.shared = GatedMLP(weights, comm, layout, hidden, MLPSpec(spec.shared_width), f"{name}.{spec.shared}")
+            self.shared = GatedMLP(shard, hidden, MLPSpec(spec.shared_width), f"{name}.{spec.shared}")
 
     def _names(self, weights: Weights, hidden: int, name: str) -> tuple[list[str], list[str]]:
         """Lists the tensors of gate and up, and of down; none if these are not both kept in few bits."""
@@ -117,26 +144,18 @@ class MoE:
             gate, up = columns, range(spec.width + columns.start, spec.width + columns.stop)
         # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors as well.
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
-        for part, target, shape, ranges in (
-            ("gate_up_proj", matrix_rows(self.gate_up, 0, width), (2 * spec.width, hidden), (gate, range(hidden))),
-            (
-                "gate_up_proj",
-                matrix_rows(self.gate_up, width, 2 * width),
-                (2 * spec.width, hidden),
-                (up, range(hidden)),
-            ),
+        both = (matrix_rows(self.gate_up, 0, width), gate), (matrix_rows(self.gate_up, width, 2 * width), up)
+        parts = [("gate_up_proj", rows, (2 * spec.width, hidden), (part, range(hidden))) for rows, part in both]
+        for part, target, shape, ranges in [
+            *parts,
             ("down_proj", self.down, (hidden, spec.width), (range(hidden), columns)),
-        ):
+        ]:
+            if spec.storage == "stacked":
+                assert isinstance(target, Tensor), "such tensors are not kept in few bits"
+                target, shape, ranges = target.mT, shape[::-1], ranges[::-1]
             for i, expert in enumerate(each):
-                here = target[i : i + len(expert)]
-                if spec.storage == "mxfp4":
-                    weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=True)
-                else:
-                    assert isinstance(here, Tensor), "such tensors are not kept in few bits"
-                    if spec.storage == "joined":
-                        weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges)
-                    else:
-                        weights.bind(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
+                here, whole = target[i : i + len(expert)], (spec.experts, *shape)
+                weights.bind(here, f"{name}.{part}", whole, expert, *ranges, mxfp4=spec.storage == "mxfp4")
         if spec.expert_bias:
             self.gate_up_bias = weights.parameter(len(self.experts), 2 * width)
             shape = spec.experts, 2 * spec.width
@@ -178,3 +197,35 @@ class MoE:
             total_experts=spec.experts + self.shared_count,
             shared_count=self.shared_count,
         )
+
+
+def make_ffn(shard: ModelShard, hidden: int, spec: MLPSpec | MoESpec, layer: str) -> GatedMLP | MoE:
+    """Builds this rank's part of an FFN; `layer` is the name of its layer in the checkpoint."""
+    if isinstance(spec, MoESpec):
+        return MoE(shard, hidden, spec, f"{layer}.{spec.block}")
+    return GatedMLP(shard, hidden, spec, f"{layer}.mlp")
+
+
+def over_all_ranks(ffn: Callable[[Tensor], PendingSum], x: Tensor, counts: Sequence[int], comm: Communicator) -> Tensor:
+    """Computes an FFN, whose summands are spread over all ranks, of this rank's rows: in mode dp.
+
+    Attention has a rank's own sequences, and the FFN those of all ranks: every rank gathers the normalised rows of all,
+    and receives the sums of its own. Both messages of a rank have one size, that of the most rows on any rank.
+
+    Args:
+        x: [n, H], own rows.
+        counts: rows of each rank; empty: n on all of them. A rank with 0 has one row, which is padding.
+
+    Returns:
+        [n, H], summed over ranks.
+    """
+    most = max(counts, default=len(x))
+    rows = comm.all_gather(F.pad(x, (0, 0, 0, most - len(x))) if len(x) < most else x)  # [W, most, H]
+    if len({*counts}) < 2:
+        parts = ffn(rows.flatten(0, 1)).compute().view(rows.shape)
+    else:
+        computed = ffn(torch.cat([of_rank[:n] for of_rank, n in zip(rows, counts, strict=True)])).compute()
+        parts = torch.zeros_like(rows)
+        for of_rank, part in zip(parts, computed.split(list(counts)), strict=True):
+            of_rank[: len(part)] = part
+    return comm.reduce_scatter(parts)[: len(x)]

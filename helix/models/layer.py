@@ -1,0 +1,186 @@
+"""A layer of a decoder: its mixer and its FFN, with the norms around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from comm.pending import PendingSum
+from comm.turns import DualBatchOverlap
+from helix.attention.base import AttentionPolicy
+from helix.layers.attention import Attention
+from helix.layers.ffn import make_ffn, over_all_ranks
+from helix.layers.gated_delta import GatedDeltaNet
+from helix.layers.mla import MLA
+from helix.layers.norm import AllReduceNorm, JoinNorm
+from helix.layers.rotary import Angles
+from helix.layers.specs import AttentionSpec, GatedDeltaSpec, MLASpec
+from helix.layers.weights import ModelShard
+from helix.models.spec import DecoderSpec
+from helix.worker.dealt import all_rows
+from helix.worker.kv_cache import KVCache
+from helix.worker.step import Step
+
+
+class Mixer(Protocol):
+    """Part of a layer's mixer on a rank: in it tokens of a sequence see each other.
+
+    It is made of a `ModelShard`, the mixer's spec, and the layer's index and name. The spec (`helix.layers.specs`)
+    describes the checkpoint's shape, the data that a layer keeps of sequences, and its cost.
+    """
+
+    def project(self, x: Tensor, angles: Angles, cache: KVCache, step: Step) -> Any:
+        """Computes what `finish` takes from x [N, H], the same on every rank; appends the tokens' data to the cache."""
+
+    def finish(self, q: Any, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingSum:
+        """Computes this rank's part [N, H] of the output from the queries of `project`.
+
+        The later half of a prefill step may run concurrently, since this reads only tokens appended before.
+        """
+
+
+Parts = Tensor | PendingSum  # a rank's part [N, H] of a sum over ranks
+MIXERS: dict[type[Any], Callable[[ModelShard, Any, int, str], Mixer]] = {
+    AttentionSpec: Attention,
+    MLASpec: MLA,
+    GatedDeltaSpec: GatedDeltaNet,
+}
+
+
+@dataclass
+class ForwardPass:
+    """A step on its way through the layers, and what all of them read.
+
+    Attributes:
+        overlap: runs messages beside kernels.
+        angles: angles of the step's positions, for each of the model's RoPEs.
+        guesses: whether the policy fetches early what a layer's queries, guessed from an earlier input, would read.
+        taps: inputs [N, H] of the layers in `DecoderSpec.taps`, filled as they fwd.
+    """
+
+    cache: KVCache
+    step: Step
+    policy: AttentionPolicy
+    overlap: DualBatchOverlap
+    angles: list[Angles] = field(default_factory=list)
+    guesses: bool = False
+    taps: dict[int, Tensor] = field(default_factory=dict)
+
+
+class DecoderLayer:
+    """Residual block: attention over KVP x TPA, then the FFN over the same ranks, with norms around both.
+
+    Each sum over ranks is done by the norm that follows it, which reads the whole residual stream anyway. In mode dp
+    attention and norms have this rank's sequences alone, and the FFN gathers rows and scatters sums.
+
+    Args:
+        shard: its communicator is that of all ranks.
+        own: the same with that of the ranks which attend the same sequences.
+        before: norm of what the layer before adds to the stream; None: it has none.
+        name: prefix of its tensors, if it is not one of the model's own layers.
+
+    Attributes:
+        following: the next layer of the model.
+        full: whether its queries read whole sequences.
+        runs: times that it was computed, or launched.
+    """
+
+    following: DecoderLayer | None = None
+    runs = 0
+
+    def __init__(
+        self,
+        shard: ModelShard,
+        own: ModelShard,
+        spec: DecoderSpec,
+        index: int,
+        before: AllReduceNorm | None,
+        name: str = "",
+    ) -> None:
+        self.index, self.comm, self.own = index, shard.comm, own.comm
+        name, layer = name or f"model.layers.{index}", spec.stack[index]
+
+        def norm(part: str) -> AllReduceNorm:
+            return AllReduceNorm(own, f"{name}.{part}_layernorm", spec.hidden, spec.norm_eps)
+
+        first = None if spec.norms == "after" else norm("input")
+        self.input_norm = JoinNorm(own.comm, before, first)
+        self.mixer = MIXERS[type(layer.mixer)](own, layer.mixer, index, name)
+        middle = norm("post_attention")
+        if spec.norms == "before":
+            self.ffn_norm = JoinNorm(own.comm, None, middle)
+        else:
+            self.ffn_norm = JoinNorm(own.comm, middle, norm("pre_feedforward") if spec.norms == "around" else None)
+        self.ffn = make_ffn(shard, spec.hidden, layer.ffn, name)
+        self.added = None if spec.norms == "before" else norm("post_feedforward")
+        self.rope = 0 if layer.rope is None else spec.ropes.index(layer.rope)
+        self._tapped = index in spec.taps
+        self.full = layer.mixer.attends and layer.mixer.window is None
+
+    def __call__(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Parts, Tensor]:
+        """Runs a step through the layer.
+
+        Args:
+            parts: this rank's part [N, H] of the sum over ranks that is to be added to x.
+            x: [N, H], the residual stream; None: 0.
+
+        Returns:
+            The same behind the layer.
+        """
+        normed, x = self.join_mixer(parts, x, fwd)
+        q = self.project(normed, x, fwd)
+        return self.finish(q, x, fwd)
+
+    def finish(self, q: Any, x: Tensor, fwd: ForwardPass) -> tuple[Parts, Tensor]:
+        """Computes what follows the queries; returns what a call returns."""
+        parts = self.attend(q, fwd)
+        normed, x = self.join_ffn(parts, x, fwd)
+        return self.feed(normed, fwd), x
+
+    def join_mixer(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
+        """Adds the parts to the stream; returns the mixer's input and the sum."""
+        self.runs += 1
+        normed, x = self.input_norm(parts, x, fwd.step.dealt)
+        if self._tapped:
+            fwd.taps[self.index] = x
+        return normed, x
+
+    def project(self, normed: Tensor, x: Tensor, fwd: ForwardPass) -> Any:
+        """Computes the mixer's queries and appends the tokens' data; fetches ahead for the next layer."""
+        following = self.following
+        if fwd.guesses and following is not None and following.full:
+            guessed = partial(following.guessed, x, fwd)
+            fwd.policy.guess(guessed, fwd.cache.layer(following.index), fwd.step)
+        q = self.mixer.project(normed, fwd.angles[self.rope], fwd.cache, fwd.step)
+        if fwd.step.dealt is not None and following is not None:
+            with fwd.overlap.beside():
+                following.gather_ahead(fwd)
+        return q
+
+    def attend(self, q: Any, fwd: ForwardPass) -> PendingSum:
+        """Computes the mixer's output from its queries."""
+        return self.mixer.finish(q, fwd.cache, fwd.step, fwd.policy)
+
+    def join_ffn(self, parts: Parts, x: Tensor, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
+        """Adds the mixer's parts to the stream; returns the FFN's input and the sum."""
+        return self.ffn_norm(parts, x, fwd.step.dealt)
+
+    def feed(self, x: Tensor, fwd: ForwardPass) -> Parts:
+        """Computes the FFN of x [N, H]: a part of a sum over ranks, or in mode dp the whole sum."""
+        if fwd.step.dealt is not None:
+            x = all_rows(fwd.step.dealt, self.own, x)
+        return self.ffn(x) if self.own is self.comm else over_all_ranks(self.ffn, x, fwd.step.counts, self.comm)
+
+    def guessed(self, x: Tensor, fwd: ForwardPass) -> Tensor:
+        """Computes queries [N, Hq, D] of this TPA slice for a guessed input x [N, H]; appends no keys."""
+        assert isinstance(self.mixer, Attention), "latents have no block selection"
+        return self.mixer.queries(self.input_norm.of(x), fwd.angles[self.rope], fwd.cache, fwd.step)
+
+    def gather_ahead(self, fwd: ForwardPass) -> None:
+        """Gathers what this layer reads of sequences, if rows are dealt; see `MLA.gather_ahead`."""
+        if fwd.step.dealt is not None and isinstance(self.mixer, MLA):
+            self.mixer.gather_ahead(fwd.cache, fwd.step.dealt)
