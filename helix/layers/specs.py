@@ -145,12 +145,12 @@ class AttentionSpec:
     q_heads: int
     kv_heads: int
     head_dim: int
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
     norm_eps: float
-    window: int | None
-    sinks: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    sinks: bool = False
     rotated: int | None = None
     norm_over: Literal["head", "all"] = "head"
     fused: bool = False
@@ -491,6 +491,9 @@ class MoESpec:
         """
         routed = self.top_k * (len(layout.expert_columns(rank, self.width)) + hidden)
         return routed + self.experts + 3 * len(layout.ffn_columns(rank, self.shared_width))
+
+
+FFNSpec = MLPSpec | MoESpec
 
 
 @dataclass(frozen=True)

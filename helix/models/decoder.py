@@ -180,14 +180,16 @@ class Decoder:
 
     def _begin(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Parts, ForwardPass]:
         """Computes this rank's parts [N, H] of the embedded tokens, and prepares what the layers read."""
-        parts = self.embedding(step.tokens)
-        if self._embedding_scale != 1:
-            parts.mul_(self._embedding_scale)
+        parts = self._embedded(step.tokens)
         angles = [rotary.angles(step.positions) for rotary in self.rotary]
         fwd = ForwardPass(cache, step, policy, self.overlap, angles, policy.guesses and step.cu_q is None)
         policy.prepare(step, set(self.spec.windows))
         self.layers[0].gather_ahead(fwd)
         return parts, fwd
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        parts = self.embedding(tokens)
+        return parts if self._embedding_scale == 1 else parts.mul_(self._embedding_scale)
 
     def _end(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
         """Computes the normalised states [N, H], with those of `DecoderSpec.taps` beside, and the residual stream."""

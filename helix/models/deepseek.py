@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from helix.layers.specs import IndexerSpec, MLASpec, MoESpec
+from helix.layers.specs import IndexerSpec, MLASpec, MoESpec, RopeSpec
 from helix.models.checkpoint import FP8
-from helix.models.hf import check_only, check_sizes, decoder_spec
+from helix.models.hf import check_common, check_head_dim, check_only, check_sizes, decoder_spec, mixed, with_nextn
 from helix.models.spec import DecoderSpec, LayerSpec
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is, as in the released models
@@ -105,20 +105,13 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
     kinds = [*kinds, *["sparse"] * (layers - len(kinds))][:layers]
     if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
         raise ValueError(f"config.json: mlp_layer_types={kinds!r:.200} must be dense or sparse for each layer")
-    spec = decoder_spec(
-        config,
-        kv_heads=1,  # one latent, whose rope part is rotated
-        head_dim=rope,
-        moe=moe if "sparse" in kinds else None,
-        moe_layers=tuple(kind == "sparse" for kind in kinds),
-        formats=formats,
-    )
-    scale = (nope + rope) ** -0.5
-    temperature = spec.rope.scaling.get("mscale_all_dim")
-    if temperature and spec.rope.kind != "default":
-        scale *= spec.rope.mscale(temperature) ** 2
+    check_common(config)
+    check_head_dim(rope)
+    rotary, scale = RopeSpec.from_config(config, rope), (nope + rope) ** -0.5
+    if rotary.kind != "default" and (temperature := rotary.scaling.get("mscale_all_dim")):
+        scale *= rotary.mscale(temperature) ** 2
     mla = MLASpec(
-        hidden=spec.hidden,
+        hidden=config.hidden_size,
         q_heads=config.num_attention_heads,
         q_rank=config.q_lora_rank,
         latent=latent,
@@ -129,12 +122,8 @@ def latent_spec(config: Any, moe: MoESpec, interleaved: bool, formats: Iterable[
         scale=scale,
         interleaved=interleaved,
     )
-    return replace(
-        spec,
-        layers=tuple(replace(layer, mixer=mla) for layer in spec.layers),
-        unused=(f"model.layers.{layers}.",),
-        brought=LayerSpec(mla, moe) if getattr(config, "num_mtp_layers", 0) else None,
-    )
+    ffns = mixed(config, moe, (kind == "sparse" for kind in kinds))
+    return with_nextn(decoder_spec(config, mla, ffns, formats=formats), moe, bool(getattr(config, "num_mtp_layers", 0)))
 
 
 def experts_of(config: Any, grouped: bool) -> MoESpec:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import check_only, decoder_spec, experts_of, layer_windows, quantisation
+from helix.models.hf import attention_of, check_only, decoder_spec, experts_of, layer_windows, quantisation
 from helix.models.spec import DecoderSpec
 
 LIMIT = 7.0  # of the clamped SwiGLU, in every release
@@ -24,12 +25,6 @@ def spec(config: Any) -> DecoderSpec:
         router="router",
         storage="mxfp4" if packed else "stacked",
     )
-    return decoder_spec(
-        config,
-        windows=layer_windows(config),
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_bias,
-        sinks=True,
-        moe=moe,
-        formats=("mxfp4",),
-    )
+    bias = config.attention_bias
+    attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, sinks=True)
+    return decoder_spec(config, attention, moe, windows=layer_windows(config), formats=("mxfp4",))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from helix.models.hf import check_positive, decoder_spec
+from helix.layers.specs import MLPSpec
+from helix.models.hf import attention_of, check_positive, decoder_spec
 from helix.models.spec import DecoderSpec
 
 
@@ -13,9 +14,9 @@ def spec(config: Any) -> DecoderSpec:
     multipliers = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
     check_positive(config, *multipliers)
     bias, residual = config.attention_bias, config.residual_multiplier
-    found = decoder_spec(
-        config, qkv_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias, scale=float(config.attention_multiplier)
-    )
+    scale = float(config.attention_multiplier)
+    attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, multiplier=scale)
+    found = decoder_spec(config, attention, MLPSpec(config.intermediate_size, config.mlp_bias))
     # The stream over `residual_multiplier`: halves of layers are added as they are, and norms see the same directions.
     return replace(
         found,

@@ -11,11 +11,11 @@ import importlib.util
 import logging
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from helix.layers.specs import AttentionSpec, MLPSpec, MoESpec, RopeSpec
+from helix.layers.specs import AttentionSpec, FFNSpec, MLASpec, MLPSpec, MoESpec, RopeSpec
 from helix.library import import_transformers
 from helix.models.checkpoint import FP8, WeightFormat, refused
 from helix.models.spec import DecoderSpec, LayerSpec
@@ -105,39 +105,37 @@ def experts_of(config: Any) -> tuple[int, int]:
     return experts, top_k
 
 
+def attention_of(config: Any) -> AttentionSpec:
+    """Reads the attention of a Llama-like config without biases; a family states its differences by `replace`.
+
+    Raises:
+        ValueError: a feature is not supported, or a size is not positive.
+    """
+    check_common(config)
+    hidden, q_heads, of_head = config.hidden_size, config.num_attention_heads, ""
+    if (head_dim := getattr(config, "head_dim", None)) is None:
+        head_dim, of_head = hidden // q_heads, f" (hidden_size={hidden} over num_attention_heads={q_heads})"
+    check_sizes(config, "num_key_value_heads")
+    check_head_dim(head_dim, of_head)
+    return AttentionSpec(hidden, q_heads, config.num_key_value_heads, head_dim, norm_eps=float(config.rms_norm_eps))
+
+
 def decoder_spec(
     config: Any,
+    attention: AttentionSpec | MLASpec,
+    ffn: FFNSpec | Sequence[FFNSpec] | None = None,
     *,
-    windows: tuple[int | None, ...] | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    norm_over: Literal["head", "all"] = "head",
-    scale: float | None = None,
-    activation: Literal["silu", "gelu_tanh"] = "silu",
-    sinks: bool = False,
+    windows: Sequence[int | None] | None = None,
     partial_rotary: bool = False,
-    fused: bool = False,
-    gated: bool = False,
-    moe: MoESpec | None = None,
-    moe_layers: tuple[bool, ...] | None = None,
     formats: Iterable[str] = FP8,
 ) -> DecoderSpec:
-    """Creates the spec of a Llama-like config; keyword arguments state the differences of a family.
+    """Creates the spec of a config whose layers are alike, but for their windows and FFNs.
 
     Args:
         config: result of `read_as`.
+        ffn: FFN of all layers, or of each; None: a dense one without biases.
         windows: each layer's sliding window; None: full attention in all.
-        kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
-        norm_over: what norms of queries and keys are over.
-        scale: factor on q.k; None: head_dim^-0.5.
         partial_rotary: whether the family may rotate a part of a head alone.
-        fused: whether one matrix has queries, keys and values, and one gate and up.
-        gated: whether outputs of query heads are gated.
-        moe_layers: whether each layer has experts; None: all, if there are experts.
         formats: methods of quantisation that the family supports.
 
     Raises:
@@ -145,23 +143,11 @@ def decoder_spec(
     """
     if (method := quantisation(config)) not in (None, *formats):
         raise refused(f"{method} in {config.model_type} models")
-    if config.is_heterogeneous:
-        raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
-    check_only(config, is_causal=(True,), is_encoder_decoder=(False,))
-    if activation == "silu":
+    layers = config.num_hidden_layers
+    ffn = MLPSpec(config.intermediate_size) if ffn is None else ffn
+    ffns = [ffn] * layers if isinstance(ffn, FFNSpec) else ffn
+    if all(isinstance(each, MoESpec) or each.activation == "silu" for each in ffns):
         check_only(config, hidden_act=("silu", "swish"))
-    sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
-    check_sizes(config, *sizes, "max_position_embeddings")
-    hidden, q_heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
-    of_head = ""
-    if head_dim is None and (head_dim := getattr(config, "head_dim", None)) is None:
-        head_dim, of_head = hidden // q_heads, f" (hidden_size={hidden} over num_attention_heads={q_heads})"
-    if kv_heads is None:
-        check_sizes(config, "num_key_value_heads")
-        kv_heads = config.num_key_value_heads
-    if not _is_size(head_dim) or head_dim % 2 or head_dim > MOST_HEAD_DIM:
-        known = f"must be a positive even integer of at most {MOST_HEAD_DIM}"
-        raise ValueError(f"config.json: head_dim={head_dim!r}{of_head} {known}")
     _check_kinds(config, windows)
     if bad := [w for w in windows or () if w is not None and not _is_size(w)]:
         raise ValueError(f"config.json: sliding_window={bad[0]!r} must be a positive integer or null")
@@ -170,39 +156,60 @@ def decoder_spec(
     dtype = dtype_name(config.dtype or "float32")
     if dtype not in DTYPES:
         raise ValueError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    eos = config.eos_token_id
     positions, limited_by = _context(config)
-    eps = float(config.rms_norm_eps)
     full, local = ("full_attention", "sliding_attention") if config.model_type in TWO_ROPES else (None, None)
-    rope = RopeSpec.from_config(config, head_dim, partial_rotary, full)
-    windowed_rope = RopeSpec.from_config(config, head_dim, partial_rotary, local) if local is not None else None
-    attention = AttentionSpec(
-        hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks,
-        rotated=rope.head_dim, norm_over=norm_over,
-        fused=fused,
-        multiplier=scale,
-        gated=gated,
-    )  # fmt: skip
-    dense = MLPSpec(config.intermediate_size, mlp_bias, fused, activation)
+    width = attention.rope if isinstance(attention, MLASpec) else attention.head_dim
+    rope = RopeSpec.from_config(config, width, partial_rotary, full)
+    windowed_rope = RopeSpec.from_config(config, width, partial_rotary, local) if local is not None else None
+
+    def mixer(window: int | None) -> AttentionSpec | MLASpec:
+        if isinstance(attention, MLASpec):
+            return attention
+        return replace(attention, window=window, rotated=rope.head_dim)
+
+    windows, eos = windows or [None] * layers, config.eos_token_id
     return DecoderSpec(
         vocab=config.vocab_size,
-        hidden=hidden,
+        hidden=config.hidden_size,
         layers=tuple(
-            LayerSpec(
-                replace(attention, window=window),
-                moe if moe is not None and has_experts else dense,
-                None if window is None else windowed_rope,
-            )
-            for window, has_experts in zip(windows or (None,) * layers, moe_layers or (True,) * layers, strict=True)
+            LayerSpec(mixer(window), each, None if window is None else windowed_rope)
+            for window, each, _ in zip(windows, ffns, range(layers), strict=True)
         ),
         rope=rope,
-        norm_eps=eps,
+        norm_eps=float(config.rms_norm_eps),
         tied=bool(config.tie_word_embeddings),
         max_positions=positions,
         limited_by=limited_by,
         dtype=dtype,
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     )
+
+
+def with_nextn(spec: DecoderSpec, ffn: FFNSpec, present: bool) -> DecoderSpec:
+    """Adds the layer for multi-token prediction that a checkpoint may have behind the last one, if it is `present`."""
+    brought = LayerSpec(spec.layers[-1].mixer, ffn) if present else None
+    return replace(spec, unused=(f"model.layers.{len(spec.layers)}.",), brought=brought)
+
+
+def mixed(config: Any, moe: MoESpec, sparse: Iterable[bool]) -> list[FFNSpec]:
+    """Lists the FFN of each layer: experts in those that are sparse, and dense ones."""
+    return [moe if has_experts else MLPSpec(config.intermediate_size) for has_experts in sparse]
+
+
+def check_common(config: Any) -> None:
+    """Raises ValueError, with their names, for features and sizes that no family supports."""
+    if config.is_heterogeneous:
+        raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
+    check_only(config, is_causal=(True,), is_encoder_decoder=(False,))
+    sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
+    check_sizes(config, *sizes, "max_position_embeddings")
+
+
+def check_head_dim(head_dim: Any, of_head: str = "") -> None:
+    """Raises ValueError unless heads of this width can be rotated; `of_head` says where it comes from."""
+    if not _is_size(head_dim) or head_dim % 2 or head_dim > MOST_HEAD_DIM:
+        known = f"must be a positive even integer of at most {MOST_HEAD_DIM}"
+        raise ValueError(f"config.json: head_dim={head_dim!r}{of_head} {known}")
 
 
 def check_positive(config: Any, *keys: str) -> None:
@@ -257,7 +264,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
-def _check_kinds(config: Any, windows: tuple[int | None, ...] | None) -> None:
+def _check_kinds(config: Any, windows: Sequence[int | None] | None) -> None:
     """Raises ValueError if `layer_types` names sliding, chunked or full attention where the family has another."""
     layers = config.num_hidden_layers
     slides = {"sliding_attention": True, "full_attention": False, "chunked_attention": None}

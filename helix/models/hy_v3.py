@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import check_only, check_sizes, decoder_spec, experts_of
-from helix.models.spec import DecoderSpec, LayerSpec, NextTokenNames
+from helix.models.hf import attention_of, check_only, check_sizes, decoder_spec, experts_of, mixed, with_nextn
+from helix.models.spec import DecoderSpec, NextTokenNames
 
 
 def spec(config: Any) -> DecoderSpec:
     check_only(config, mlp_bias=(False,))
     check_sizes(config, "moe_intermediate_size", "num_shared_experts")
     check_kinds(config)
-    width, layers = config.moe_intermediate_size, config.num_hidden_layers
+    width, bias = config.moe_intermediate_size, config.attention_bias
     moe = MoESpec(
         *experts_of(config),
         width,
@@ -27,21 +27,11 @@ def spec(config: Any) -> DecoderSpec:
         router="router.gate",
         shared="shared_mlp",
     )
-    found = decoder_spec(
-        config,
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_bias,
-        qk_norm=True,
-        moe=moe,
-        moe_layers=tuple(kind == "sparse" for kind in config.mlp_layer_types),
-    )
-    has_layer = getattr(config, "num_nextn_predict_layers", 0)
-    return replace(
-        found,
-        unused=(f"model.layers.{layers}.",),
-        brought=LayerSpec(found.layers[-1].mixer, moe) if has_layer else None,
-        brought_names=NextTokenNames(norm="model.layers.{}.final_layernorm"),
-    )
+    attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    ffns = mixed(config, moe, (kind == "sparse" for kind in config.mlp_layer_types))
+    present = bool(getattr(config, "num_nextn_predict_layers", 0))
+    found = with_nextn(decoder_spec(config, attention, ffns), moe, present)
+    return replace(found, brought_names=NextTokenNames(norm="model.layers.{}.final_layernorm"))
 
 
 def check_kinds(config: Any) -> None:

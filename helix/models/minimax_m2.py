@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import check_sizes, decoder_spec, experts_of
+from helix.models.hf import attention_of, check_sizes, decoder_spec, experts_of
 from helix.models.spec import DecoderSpec
 
 
@@ -22,4 +23,5 @@ def spec(config: Any) -> DecoderSpec:
     if (rotated := getattr(config, "rotary_dim", None)) is not None:  # published configs say it so
         check_sizes(config, "rotary_dim", "head_dim")
         config.rope_parameters["partial_rotary_factor"] = rotated / config.head_dim
-    return decoder_spec(config, qk_norm=True, norm_over="all", partial_rotary=True, moe=moe)
+    attention = replace(attention_of(config), qk_norm=True, norm_over="all")
+    return decoder_spec(config, attention, moe, partial_rotary=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from helix.models.hf import decoder_spec, layer_windows
+from helix.models.hf import attention_of, decoder_spec, layer_windows
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
     alike = getattr(config, "layer_types", None) is None  # else transformers runs it as Ministral
     windows = (config.sliding_window,) * config.num_hidden_layers if alike else layer_windows(config)
-    return decoder_spec(config, windows=windows)
+    return decoder_spec(config, attention_of(config), windows=windows)

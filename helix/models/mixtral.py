@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import decoder_spec, experts_of
+from helix.models.hf import attention_of, decoder_spec, experts_of
 from helix.models.spec import DecoderSpec
 
 
@@ -17,4 +17,4 @@ def spec(config: Any) -> DecoderSpec:
         block="block_sparse_moe",
         matrices=("w1", "w3", "w2"),
     )
-    return decoder_spec(config, windows=(config.sliding_window,) * config.num_hidden_layers, moe=moe)
+    return decoder_spec(config, attention_of(config), moe, windows=(config.sliding_window,) * config.num_hidden_layers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from helix.models.hf import decoder_spec
+from helix.layers.specs import MLPSpec
+from helix.models.hf import attention_of, decoder_spec
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
     windows = (config.sliding_window,) * config.num_hidden_layers
-    return decoder_spec(config, windows=windows, partial_rotary=True, fused=True)
+    attention, ffn = replace(attention_of(config), fused=True), MLPSpec(config.intermediate_size, fused=True)
+    return decoder_spec(config, attention, ffn, windows=windows, partial_rotary=True)

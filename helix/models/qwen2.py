@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from helix.models.hf import decoder_spec, layer_windows
+from helix.models.hf import attention_of, decoder_spec, layer_windows
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
-    return decoder_spec(config, windows=layer_windows(config), qkv_bias=True)
+    return decoder_spec(config, replace(attention_of(config), qkv_bias=True), windows=layer_windows(config))

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from helix.layers.specs import MoESpec
-from helix.models.hf import check_sizes, decoder_spec, experts_of, layer_windows
-from helix.models.qwen3_moe import sparse_layers
+from helix.models.hf import attention_of, decoder_spec, layer_windows, mixed
+from helix.models.qwen3_moe import shared_gated, sparse_layers
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
-    check_sizes(config, "moe_intermediate_size", "shared_expert_intermediate_size")
-    moe = MoESpec(
-        *experts_of(config),
-        config.moe_intermediate_size,
-        shared_width=config.shared_expert_intermediate_size,
-        normalise=config.norm_topk_prob,
-        shared="shared_expert",
-        shared_gate="shared_expert_gate",
-    )
-    return decoder_spec(
-        config,
-        windows=layer_windows(config),
-        qkv_bias=config.qkv_bias,
-        moe=moe,
-        moe_layers=sparse_layers(config),
-    )
+    ffns = mixed(config, shared_gated(config), sparse_layers(config))
+    attention = replace(attention_of(config), qkv_bias=config.qkv_bias)
+    return decoder_spec(config, attention, ffns, windows=layer_windows(config))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from helix.models.hf import decoder_spec, layer_windows
+from helix.models.hf import attention_of, decoder_spec, layer_windows
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
     bias = config.attention_bias
-    return decoder_spec(config, windows=layer_windows(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return decoder_spec(config, attention, windows=layer_windows(config))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from helix.models.qwen3_next import hybrid, shared_gated
+from helix.models.qwen3_moe import shared_gated
+from helix.models.qwen3_next import hybrid
 from helix.models.spec import DecoderSpec
 
 
@@ -16,4 +17,5 @@ def spec_dense(config: Any) -> DecoderSpec:
 def spec_moe(config: Any) -> DecoderSpec:
     """Reads a config of a model with experts in every layer."""
     config.intermediate_size = config.moe_intermediate_size  # of dense layers, of which there are none
-    return hybrid(config, "apart", moe=shared_gated(config))
+    moe = shared_gated(config)
+    return hybrid(config, "apart", moe, moe)

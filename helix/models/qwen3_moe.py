@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from helix.layers.specs import MoESpec
-from helix.models.hf import check_sizes, decoder_spec, experts_of
+from helix.models.hf import attention_of, check_sizes, decoder_spec, experts_of, mixed
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
     check_sizes(config, "moe_intermediate_size")
     moe = MoESpec(*experts_of(config), config.moe_intermediate_size, normalise=config.norm_topk_prob)
-    return decoder_spec(
-        config,
-        windows=(config.sliding_window,) * config.num_hidden_layers,  # unlike in the dense models, in all layers
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_bias,
-        qk_norm=True,
-        moe=moe,
-        moe_layers=sparse_layers(config),
-    )
+    bias, layers = config.attention_bias, config.num_hidden_layers
+    attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    windows = (config.sliding_window,) * layers  # unlike in the dense models, in all layers
+    return decoder_spec(config, attention, mixed(config, moe, sparse_layers(config)), windows=windows)
 
 
 def sparse_layers(config: Any) -> tuple[bool, ...]:
@@ -28,3 +24,16 @@ def sparse_layers(config: Any) -> tuple[bool, ...]:
     check_sizes(config, "decoder_sparse_step")
     every, dense = config.decoder_sparse_step, config.mlp_only_layers
     return tuple(i not in dense and (i + 1) % every == 0 for i in range(config.num_hidden_layers))
+
+
+def shared_gated(config: Any) -> MoESpec:
+    """Reads experts of which one is shared, behind a sigmoid gate."""
+    check_sizes(config, "moe_intermediate_size", "shared_expert_intermediate_size")
+    return MoESpec(
+        *experts_of(config),
+        config.moe_intermediate_size,
+        shared_width=config.shared_expert_intermediate_size,
+        normalise=getattr(config, "norm_topk_prob", True),
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from helix.layers.specs import GatedDeltaSpec, MoESpec
-from helix.models.hf import check_sizes, decoder_spec, experts_of
+from helix.layers.specs import FFNSpec, GatedDeltaSpec, MoESpec
+from helix.models.hf import attention_of, check_sizes, decoder_spec, mixed
+from helix.models.qwen3_moe import shared_gated, sparse_layers
 from helix.models.spec import DecoderSpec, NextTokenNames
 
 MTP = NextTokenNames(
@@ -16,28 +18,21 @@ KINDS = ("linear_attention", "full_attention")
 
 
 def spec(config: Any) -> DecoderSpec:
-    check_sizes(config, "decoder_sparse_step")
-    layers, every = config.num_hidden_layers, config.decoder_sparse_step
     moe = shared_gated(config)
-    with_experts = tuple(i not in config.mlp_only_layers and (i + 1) % every == 0 for i in range(layers))
-    return hybrid(config, "fused", moe=moe, moe_layers=with_experts)
+    return hybrid(config, "fused", mixed(config, moe, sparse_layers(config)), moe)
 
 
-def shared_gated(config: Any) -> MoESpec:
-    """Reads experts of which one is shared, behind a sigmoid gate."""
-    check_sizes(config, "moe_intermediate_size", "shared_expert_intermediate_size")
-    return MoESpec(
-        *experts_of(config),
-        config.moe_intermediate_size,
-        shared_width=config.shared_expert_intermediate_size,
-        normalise=getattr(config, "norm_topk_prob", True),
-        shared="shared_expert",
-        shared_gate="shared_expert_gate",
-    )
-
-
-def hybrid(config: Any, storage: str, **more: Any) -> DecoderSpec:
+def hybrid(
+    config: Any,
+    storage: Literal["fused", "apart"],
+    ffn: FFNSpec | Sequence[FFNSpec] | None = None,
+    moe: MoESpec | None = None,
+) -> DecoderSpec:
     """Creates the spec of a config whose layers have Gated DeltaNet, stored as `storage`, or gated attention.
+
+    Args:
+        ffn: see `decoder_spec`.
+        moe: experts of the layer for multi-token prediction; None: it has the FFN of the other layers.
 
     Raises:
         ValueError: `layer_types` has another kind or no attention, or heads do not divide.
@@ -56,19 +51,14 @@ def hybrid(config: Any, storage: str, **more: Any) -> DecoderSpec:
             f"config.json: linear_num_value_heads={values} must be a multiple of linear_num_key_heads={keys}"
         )
     bias = config.attention_bias
-    spec = decoder_spec(
-        config, qkv_bias=bias, output_bias=bias, qk_norm=True, gated=True, partial_rotary=True,
-        **more,
-    )  # fmt: skip
-    delta = GatedDeltaSpec(
-        spec.hidden, keys, values, key_dim, value_dim, conv, spec.norm_eps,
-        storage="fused" if storage == "fused" else "apart",
-    )  # fmt: skip
+    attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True, gated=True)
+    spec = decoder_spec(config, attention, ffn, partial_rotary=True)
+    delta = GatedDeltaSpec(spec.hidden, keys, values, key_dim, value_dim, conv, spec.norm_eps, storage)
     attending = spec.layers[config.layer_types.index("full_attention")]
     return replace(
         spec,
         gain_offset=1.0,
-        brought=replace(attending, ffn=more.get("moe", attending.ffn)) if _has_mtp(config) else None,
+        brought=replace(attending, ffn=moe or attending.ffn) if _has_mtp(config) else None,
         brought_names=MTP,
         unused=("mtp.", "model.visual."),  # layers for multi-token prediction, and what reads images
         layers=tuple(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from helix.models.hf import decoder_spec
+from helix.layers.specs import MLPSpec
+from helix.models.hf import attention_of, decoder_spec
 from helix.models.spec import DecoderSpec
 
 
 def spec(config: Any) -> DecoderSpec:
     bias, output = config.attention_bias, config.attention_out_bias
-    return decoder_spec(config, qkv_bias=bias, output_bias=output, mlp_bias=config.mlp_bias)
+    attention = replace(attention_of(config), qkv_bias=bias, output_bias=output)
+    return decoder_spec(config, attention, MLPSpec(config.intermediate_size, config.mlp_bias))
