@@ -190,11 +190,10 @@ class Attention(ShardedAttention):
         elif spec.qk_norm:
             q_gain, k_gain = (weights.gain(f"{name}.{part}_norm.weight", dim, order) for part in "qk")
             self.norms = q_gain, k_gain, spec.norm_eps
-        if spec.sinks and layout.kvp_rank(comm.rank) == 0:
-            self.sinks = weights.parameter(len(q), dtype=torch.float32)
+        if spec.sinks:
+            if layout.kvp_rank(comm.rank) == 0:
+                self.sinks = weights.parameter(len(q), dtype=torch.float32)
             weights.bind(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
-        elif spec.sinks:
-            weights.bind_elsewhere(f"{name}.sinks", (spec.q_heads,))
         columns, width = layout.hidden_columns(*heads, spec.head_dim), spec.q_heads * spec.head_dim
         self.output = RowParallel(shard, f"{name}.o_proj", columns, width, spec.hidden, spec.output_bias)
 

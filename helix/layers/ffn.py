@@ -126,9 +126,8 @@ class MoE:
         """Binds an expert's columns from `begin` of `total` as local expert `held`; None: other ranks hold it."""
         gate, up, down = (f"{name}.{matrix}.weight" for matrix in self.spec.matrices)
         if held is None:
-            weights.bind_elsewhere(gate, (total, hidden))
-            weights.bind_elsewhere(up, (total, hidden))
-            weights.bind_elsewhere(down, (hidden, total))
+            for matrix, shape in ((gate, (total, hidden)), (up, (total, hidden)), (down, (hidden, total))):
+                weights.bind(None, matrix, shape)
             return
         width = len(self.columns)
         columns = range(begin + self.columns.start, begin + self.columns.stop)
@@ -146,10 +145,8 @@ class MoE:
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
         both = (matrix_rows(self.gate_up, 0, width), gate), (matrix_rows(self.gate_up, width, 2 * width), up)
         parts = [("gate_up_proj", rows, (2 * spec.width, hidden), (part, range(hidden))) for rows, part in both]
-        for part, target, shape, ranges in [
-            *parts,
-            ("down_proj", self.down, (hidden, spec.width), (range(hidden), columns)),
-        ]:
+        parts.append(("down_proj", self.down, (hidden, spec.width), (range(hidden), columns)))
+        for part, target, shape, ranges in parts:
             if spec.storage == "stacked":
                 assert isinstance(target, Tensor), "such tensors are not kept in few bits"
                 target, shape, ranges = target.mT, shape[::-1], ranges[::-1]
@@ -163,9 +160,7 @@ class MoE:
             weights.bind(self.gate_up_bias[:, width:], f"{name}.gate_up_proj_bias", shape, self.experts, up)
             if columns.start == 0:  # once among the ranks that share an expert, since their parts are summed
                 self.down_bias = weights.parameter(len(self.experts), hidden)
-                weights.bind(self.down_bias, f"{name}.down_proj_bias", (spec.experts, hidden), self.experts)
-            else:
-                weights.bind_elsewhere(f"{name}.down_proj_bias", (spec.experts, hidden))
+            weights.bind(self.down_bias, f"{name}.down_proj_bias", (spec.experts, hidden), self.experts)
 
     def __call__(self, x: Tensor) -> RoutedExperts:
         """Routes x [N, H], the same on every rank; returns this rank's part [N, H], not computed yet."""

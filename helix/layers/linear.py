@@ -57,12 +57,9 @@ class RowParallel:
         weights, names = shard.weights, [f"{name}.weight"]
         self.weight = weights.matrix(out_features, len(columns), names=names, columns=columns, total=in_features)
         weights.bind(self.weight, f"{name}.weight", (out_features, in_features), range(out_features), columns)
-        self.bias = None
-        if bias and shard.comm.rank == 0:
-            self.bias = weights.parameter(out_features)
+        self.bias = weights.parameter(out_features) if bias and shard.comm.rank == 0 else None
+        if bias:
             weights.bind(self.bias, f"{name}.bias", (out_features,))
-        elif bias:
-            weights.bind_elsewhere(f"{name}.bias", (out_features,))
 
     def __call__(self, x: Tensor) -> PendingProjection:
         return PendingProjection(x, self.weight, self.bias)

@@ -147,11 +147,9 @@ class MLA(ShardedAttention):
         self.down = ColumnParallel(weights, spec.hidden, [*first, *(Rows(kv_a, spec.entry, part) for part in latent)])
         self.q_up: ColumnParallel | None = None
         if spec.q_rank:
-            self.q_gain = weights.parameter(spec.q_rank)
-            weights.bind(self.q_gain, f"{name}.q_a_layernorm.weight", (spec.q_rank,))
+            self.q_gain = weights.gain(f"{name}.q_a_layernorm.weight", spec.q_rank)
             self.q_up = ColumnParallel(weights, spec.q_rank, queries)
-        self.kv_gain = weights.parameter(spec.latent)
-        weights.bind(self.kv_gain, f"{name}.kv_a_layernorm.weight", (spec.latent,))
+        self.kv_gain = weights.gain(f"{name}.kv_a_layernorm.weight", spec.latent)
 
         width = spec.nope + spec.value
         kv_b = weights.parameter(len(attends) * width, spec.latent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from helix.layout import HelixLayout
 from helix.worker.keeps import Keeps, keys_and_values, latents
@@ -157,6 +157,8 @@ class AttentionSpec:
     multiplier: float | None = None
     gated: bool = False
     inputs: int | None = None
+    attends: ClassVar[bool] = True
+    latent: ClassVar[None] = None  # keys and values are stored separately
 
     @property
     def scale(self) -> float:
@@ -164,18 +166,7 @@ class AttentionSpec:
         return self.head_dim**-0.5 if self.multiplier is None else self.multiplier
 
     @property
-    def attends(self) -> bool:
-        """Whether queries read keys of the sequence."""
-        return True
-
-    @property
-    def latent(self) -> None:
-        """Width of values that are a part of the keys; None: keys and values are stored separately."""
-        return None
-
-    @property
     def weights(self) -> int:
-        """Number of weights in all projections, over all ranks."""
         return self.hidden * self.head_dim * ((2 + self.gated) * self.q_heads + 2 * self.kv_heads)
 
     @property
@@ -184,7 +175,6 @@ class AttentionSpec:
         return self.q_heads * 2 * self.head_dim
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
-        """Lists the data that the layer keeps on a rank."""
         heads = len(layout.kv_heads(rank, self.kv_heads))
         return keys_and_values(heads, self.head_dim, dtype, kv, self.window)
 
@@ -279,6 +269,9 @@ class MLASpec:
     interleaved: bool
     topk: int | None = None
     indexer: IndexerSpec | None = None
+    kv_heads: ClassVar[int] = 1  # the one latent
+    attends: ClassVar[bool] = True
+    window: ClassVar[None] = None
 
     @property
     def query(self) -> int:
@@ -292,27 +285,11 @@ class MLASpec:
 
     @property
     def weights(self) -> int:
-        """Number of weights in all projections, over all ranks."""
         of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
         index = 0 if self.indexer is None else self.indexer.weights(self.hidden, self.q_rank or 0)
         return (
             index + self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
         )
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of KV heads: the one latent."""
-        return 1
-
-    @property
-    def attends(self) -> bool:
-        """Whether queries read keys of the sequence."""
-        return True
-
-    @property
-    def window(self) -> None:
-        """Sliding window in tokens: always None."""
-        return None
 
     @property
     def multiplications(self) -> int:
@@ -322,7 +299,6 @@ class MLASpec:
         return self.q_heads * (self.query + self.value)
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: str, kv: str = "auto") -> tuple[Keeps, ...]:
-        """Lists the data that the layer keeps on a rank."""
         index = () if self.indexer is None else self.indexer.keeps(dtype, kv)
         return (*latents(self.latent, self.rope, dtype, kv), *index)
 
@@ -362,8 +338,9 @@ class GatedDeltaSpec:
     conv: int
     norm_eps: float
     storage: Literal["fused", "apart"]
-    attends: bool = False
-    window: None = None
+    attends: ClassVar[bool] = False
+    window: ClassVar[None] = None
+    multiplications: ClassVar[int] = 0
 
     @property
     def group(self) -> int:
@@ -372,14 +349,8 @@ class GatedDeltaSpec:
 
     @property
     def weights(self) -> int:
-        """Number of weights in all projections, over all ranks."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         return self.hidden * (2 * keys + 3 * values + 2 * self.value_heads)
-
-    @property
-    def multiplications(self) -> int:
-        """Number of multiplications of a token's queries with one key and value: there are none."""
-        return 0
 
     def channels(self, keys: int, values: int) -> int:
         """Returns the width of q, k and v of so many heads."""

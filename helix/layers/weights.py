@@ -110,16 +110,23 @@ class Weights:
         return gain
 
     def bind(
-        self, target: Matrix, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False, plus: float = 0.0
+        self,
+        target: Matrix | None,
+        name: str,
+        shape: Sequence[int],
+        *ranges: range,
+        mxfp4: bool = False,
+        plus: float = 0.0,
     ) -> None:
-        """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole."""
+        """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole.
+
+        A target of None: this rank holds nothing of it. Every rank checks that all tensors exist.
+        """
+        if target is None:
+            target, ranges = torch.empty(0, *shape[1:], device=self.device), (range(0),)
         whole = tuple(range(size) for size in shape[len(ranges) :])
         self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4, plus))
         assert tuple(target.shape) == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
-
-    def bind_elsewhere(self, name: str, shape: Sequence[int]) -> None:
-        """Declares a checkpoint tensor of which this rank holds nothing: every rank checks that all tensors exist."""
-        self.bind(torch.empty(0, *shape[1:], device=self.device), name, shape, range(0))
 
     @property
     def bytes_by_dtype(self) -> dict[torch.dtype, int]:

@@ -35,16 +35,7 @@ def spec_v3(config: Any) -> DecoderSpec:
 def sigmoid_experts(config: Any) -> MoESpec:
     """Reads experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
     check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
-    moe = replace(
-        experts_of(config, grouped=True),
-        scoring="sigmoid",
-        group_score=2,
-        choice_bias="gate.e_score_correction_bias",
-        normalise=bool(config.norm_topk_prob),
-    )
-    if moe.experts < 2 * moe.groups:
-        raise ValueError(f"n_group={moe.groups} leaves a group fewer than two of n_routed_experts={moe.experts}")
-    return moe
+    return replace(pairs_of(config), scoring="sigmoid", choice_bias="gate.e_score_correction_bias")
 
 
 def spec_v32(config: Any) -> DecoderSpec:
@@ -146,3 +137,11 @@ def experts_of(config: Any, grouped: bool) -> MoESpec:
         top_groups=top_groups,
         exact_router=True,
     )
+
+
+def pairs_of(config: Any) -> MoESpec:
+    """Reads experts from the groups with the highest sum of two scores."""
+    moe = replace(experts_of(config, grouped=True), group_score=2, normalise=bool(config.norm_topk_prob))
+    if moe.experts < 2 * moe.groups:
+        raise ValueError(f"n_group={moe.groups} leaves a group fewer than two of n_routed_experts={moe.experts}")
+    return moe

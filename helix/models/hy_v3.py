@@ -13,7 +13,11 @@ from helix.models.spec import DecoderSpec, NextTokenNames
 def spec(config: Any) -> DecoderSpec:
     check_only(config, mlp_bias=(False,))
     check_sizes(config, "moe_intermediate_size", "num_shared_experts")
-    check_kinds(config)
+    kinds, layers = config.mlp_layer_types, config.num_hidden_layers
+    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types={kinds!r:.80} must be dense or sparse for each of num_hidden_layers={layers}"
+        )
     width, bias = config.moe_intermediate_size, config.attention_bias
     moe = MoESpec(
         *experts_of(config),
@@ -28,16 +32,7 @@ def spec(config: Any) -> DecoderSpec:
         shared="shared_mlp",
     )
     attention = replace(attention_of(config), qkv_bias=bias, output_bias=bias, qk_norm=True)
-    ffns = mixed(config, moe, (kind == "sparse" for kind in config.mlp_layer_types))
+    ffns = mixed(config, moe, (kind == "sparse" for kind in kinds))
     present = bool(getattr(config, "num_nextn_predict_layers", 0))
     found = with_nextn(decoder_spec(config, attention, ffns), moe, present)
     return replace(found, brought_names=NextTokenNames(norm="model.layers.{}.final_layernorm"))
-
-
-def check_kinds(config: Any) -> None:
-    """Raises ValueError unless `mlp_layer_types` has one of both kinds for each layer."""
-    kinds, layers = config.mlp_layer_types, config.num_hidden_layers
-    if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
-        raise ValueError(
-            f"config.json: mlp_layer_types={kinds!r:.80} must be dense or sparse for each of num_hidden_layers={layers}"
-        )

@@ -100,21 +100,13 @@ class Checkpoint(CheckpointFiles):
     def _fill(self, s: Slice, stored: Callable[[str], Any]) -> None:
         """Fills a slice's target, given a way to open a tensor of a file."""
         if s.mxfp4:
-            blocks, scales = map(stored, s.stored)
-            if isinstance(s.target, ScaledMatrix):
-                keep_mxfp4(blocks, scales, s)
-            else:
-                s.target.copy_(mxfp4_part(blocks, scales, s))
+            _fill_mxfp4(s, *map(stored, s.stored))
         elif s.name in self.scales:
             block = self.block(s.name)
             assert block is not None, f"check refuses {s.name}"
-            given = stored(s.name), stored(self.scales[s.name]), s, block
-            if isinstance(s.target, ScaledMatrix):
-                keep_fp8(*given)
-            else:
-                s.target.copy_(fp8_part(*given))
+            _fill_fp8(s, stored(s.name), stored(self.scales[s.name]), block)
         elif isinstance(s.target, ScaledMatrix):
-            keep_rounded(stored(s.name), s)
+            _fill_rounded(s, s.target, stored(s.name))
         else:
             s.target.copy_(read_part(stored(s.name), s.ranges))
             if s.plus:
@@ -127,51 +119,45 @@ def read_part(stored: Any, ranges: Sequence[range]) -> Tensor:
     return between[tuple(slice(None, None, r.step) for r in ranges)]
 
 
-def fp8_part(stored: Any, scales: Any, s: Slice, block: tuple[int, int]) -> Tensor:
-    """Reads a slice of an e4m3 matrix as fp32, on the target's device; it may begin and end inside blocks.
-
-    Raises:
-        ValueError: a scale is not finite.
-    """
-    grid, columns = _scales(scales, s, block), s.ranges[1]
-    places = torch.arange(columns.start, columns.stop, columns.step, device=grid.device) // block[1]
-    grid = grid.index_select(1, places - columns.start // block[1])
-    return grid.mul_(read_part(stored, s.ranges).to(grid.device).float())
-
-
-def keep_fp8(stored: Any, scales: Any, s: Slice, block: tuple[int, int]) -> None:
-    """Fills a slice's target from an e4m3 matrix, as it is stored.
-
-    Raises:
-        ValueError: a scale is not finite.
-    """
-    assert isinstance(s.target, ScaledMatrix)
-    s.target.data.copy_(read_part(stored, s.ranges))
-    s.target.scales.copy_(_scales(scales, s, block).mT)
+def _fill_fp8(s: Slice, stored: Any, scales: Any, block: tuple[int, int]) -> None:
+    """Fills a slice's target from an e4m3 matrix, of which the slice may begin and end inside blocks."""
+    numbers, grid, columns = read_part(stored, s.ranges), _scales(scales, s, block), s.ranges[1]
+    if isinstance(s.target, ScaledMatrix):  # as it is stored
+        s.target.data.copy_(numbers)
+        s.target.scales.copy_(grid.mT)
+    else:
+        places = torch.arange(columns.start, columns.stop, columns.step, device=grid.device) // block[1]
+        grid = grid.index_select(1, places - columns.start // block[1])
+        s.target.copy_(grid.mul_(numbers.to(grid.device).float()))
 
 
-def keep_rounded(stored: Any, s: Slice) -> None:
+def _fill_rounded(s: Slice, target: ScaledMatrix, stored: Any) -> None:
     """Fills a slice's target from an unquantised matrix, rounded to e4m3 in the whole matrix's blocks of `BLOCK`."""
-    assert isinstance(s.target, ScaledMatrix)
     whole = [
         range(r.start // size * size, min(-(-(r[-1] + 1) // size) * size, total))
         for r, size, total in zip(s.ranges, BLOCK, s.shape, strict=True)
     ]
-    made, begins = quantised(read_part(stored, whole).to(s.target.device), BLOCK), [r.start for r in whole]
+    made, begins = quantised(read_part(stored, whole).to(target.device), BLOCK), [r.start for r in whole]
     rows, columns = (slice(r.start - n, r[-1] + 1 - n, r.step) for r, n in zip(s.ranges, begins, strict=True))
-    s.target.data.copy_(made.data[rows, columns])
-    s.target.scales.copy_(made.scales[:, rows])
+    target.data.copy_(made.data[rows, columns])
+    target.scales.copy_(made.scales[:, rows])
 
 
-def keep_mxfp4(blocks: Any, scales: Any, s: Slice) -> None:
-    """Fills a slice's target from an MXFP4 tensor, as it is stored; its columns begin and end between bytes."""
-    assert isinstance(s.target, ScaledMatrix)
+def _fill_mxfp4(s: Slice, blocks: Any, scales: Any) -> None:
+    """Fills a slice's target from an MXFP4 tensor, of which the slice's columns may begin inside a block."""
     *rows, columns = s.ranges
     covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
-    packed = read_part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))).flatten(-2)
-    begin = (columns.start - covering.start * MXFP4_BLOCK) // 2
-    s.target.data.copy_(packed[..., begin : begin + len(columns) // 2])
-    s.target.scales.copy_(read_part(scales, (*rows, covering)).mT)
+    begin = columns.start - covering.start * MXFP4_BLOCK
+    packed, of_blocks = (
+        read_part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))),
+        read_part(scales, (*rows, covering)),
+    )
+    if isinstance(s.target, ScaledMatrix):  # as it is stored: columns begin and end between bytes
+        s.target.data.copy_(packed.flatten(-2)[..., begin // 2 : (begin + len(columns)) // 2])
+        s.target.scales.copy_(of_blocks.mT)
+    else:
+        values = from_mxfp4(packed.to(s.target.device), of_blocks.to(s.target.device))
+        s.target.copy_(values[..., begin : begin + len(columns)])
 
 
 def _scales(scales: Any, s: Slice, block: tuple[int, int]) -> Tensor:
