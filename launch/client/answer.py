@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from helix.answers.dialects import AnswerPart
 from helix.engine.request import Logprobs
+from launch.answers.dialects import AnswerPart
 from launch.client.choice import Choice, News
 from launch.client.errors import ApiError
 from launch.client.prompts import Reading

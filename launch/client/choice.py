@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from helix.answers.dialects import AnswerPart, Parser
+from launch.answers.dialects import AnswerPart, Parser
 from launch.client.core import Flight
 from launch.client.detokenize import TextStream
 from launch.client.schemas import Chat, Completion

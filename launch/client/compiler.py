@@ -19,8 +19,8 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from helix.answers.grammars import MOST_BYTES, Parts
-from helix.answers.matcher import Grammars
+from launch.answers.grammars import MOST_BYTES, Parts
+from launch.answers.matcher import Grammars
 from launch.client.workers import Answerer, Workers, answer
 
 COMPILE_S = 2.0

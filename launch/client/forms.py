@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from helix.answers.grammars import Shape, Tag
+from launch.answers.grammars import Shape, Tag
 from launch.client.checked import SAID, Off, Schema, Some, or_null
 
 MOST_EXPRESSION = 1 << 16  # characters of an expression or a grammar, of all choices, or of a template's variables

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from helix.answers.dialects import Dialect, calling, turn_of
-from helix.answers.grammars import Parts, of_calls, of_shape
+from launch.answers.dialects import Dialect, calling, turn_of
+from launch.answers.grammars import Parts, of_calls, of_shape
 from launch.client.compiler import Compiler
 from launch.client.errors import ApiError
 from launch.client.frames import Ready

@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from helix.answers.grammars import Shape
 from helix.sampling_params import BIAS, LOGPROBS, MAX_LISTED, TOKEN_ID, Parameter
+from launch.answers.grammars import Shape
 from launch.client.checked import SAID, Off, On, Schema, Some, or_null
 from launch.client.errors import ApiError
 from launch.client.fields import CHATS, REFUSED, SAMPLING, field_of

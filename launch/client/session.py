@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from helix.answers.dialects import THOUGHTS, Dialect, Parser, PlainParser, dialect_of
-from helix.answers.grammars import begins_with_mark
 from helix.config import ServeConfig
+from launch.answers.dialects import THOUGHTS, Dialect, Parser, PlainParser, dialect_of
+from launch.answers.grammars import begins_with_mark
 from launch.client.answer import Answer
 from launch.client.choice import Choice
 from launch.client.compiler import Compiler

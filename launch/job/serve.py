@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from helix.answers.matcher import BegunGrammar, Grammars
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.config import Config
 from helix.engine.core import Engine
@@ -34,6 +33,7 @@ from helix.setup.tiering import of_short_chunks
 from helix.worker.graph_keys import StepKind
 from helix.worker.keeps import dtype_name
 from kernels.ahead import on_compilation
+from launch.answers.matcher import BegunGrammar, Grammars
 from launch.client.errors import REFUSED, ApiError
 from launch.client.frames import (
     Cancel,

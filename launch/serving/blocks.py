@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from helix.answers.dialects import AnswerPart
+from launch.answers.dialects import AnswerPart
 from launch.client.answer import Answer
 from launch.client.errors import ApiError
 from launch.serving.streams import COMMENT

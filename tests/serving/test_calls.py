@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from helix.answers.dialects import DIALECTS, AnswerPart, Dialect, Parser, PlainParser, calling, turn_of
-from helix.answers.grammars import Shape, of_calls, of_shape
-from helix.answers.matcher import BegunGrammar, Grammars
+from launch.answers.dialects import DIALECTS, AnswerPart, Dialect, Parser, PlainParser, calling, turn_of
+from launch.answers.grammars import Shape, of_calls, of_shape
+from launch.answers.matcher import BegunGrammar, Grammars
 from launch.client.schemas import Tool
 from tests.e2e.checkpoints import DEMO
 from tests.serving.test_dialects import RECORDED, TOOLS

@@ -16,8 +16,8 @@ from openai import AsyncOpenAI, OpenAI
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from helix.answers.dialects import dialect_of
 from helix.engine.request import Request
+from launch.answers.dialects import dialect_of
 from launch.client.errors import ApiError
 from launch.client.schemas import Chat, parsed
 from launch.client.tokens import Tokens

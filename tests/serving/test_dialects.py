@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helix.answers.dialects import DIALECTS, AnswerPart, Parser, PlainParser, dialect_of, turn_of
+from launch.answers.dialects import DIALECTS, AnswerPart, Parser, PlainParser, dialect_of, turn_of
 from launch.client.schemas import Tool
 
 TOOLS = [

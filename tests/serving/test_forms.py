@@ -19,12 +19,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from comm.loopback import LoopbackWorld
-from helix.answers.matcher import Grammars
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import SuffixDrafter
+from launch.answers.matcher import Grammars
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.serving.engine import EngineJob

@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from helix.answers.grammars import Shape, Tag, of_shape
-from helix.answers.matcher import BegunGrammar, Grammars
+from launch.answers.grammars import Shape, Tag, of_shape
+from launch.answers.matcher import BegunGrammar, Grammars
 from tests.e2e.checkpoints import DEMO
 
 VOCAB, EOS = 4096, 0

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import process_field
 
-from helix.answers.dialects import DIALECTS, Parser, PlainParser, turn_of
-from helix.answers.reader import CALLS, FURTHER, Event, is_mistaken, json_values
+from launch.answers.dialects import DIALECTS, Parser, PlainParser, turn_of
+from launch.answers.reader import CALLS, FURTHER, Event, is_mistaken, json_values
 from tests.serving.test_dialects import BEGIN, END, ENDS, KEPT, RECORDED, SEP, TOOLS, P, U
 from tests.serving.test_dialects import CALLS as BEGINS
 
@@ -169,7 +169,7 @@ def outcome(name: str, turn: str, pieces: list[str], cut: bool = False, tools: b
 
 
 def compare(*args: Any, **more: Any) -> None:
-    with mock.patch("helix.answers.dialects.AnswerReader", TheirReader):
+    with mock.patch("launch.answers.dialects.AnswerReader", TheirReader):
         theirs = outcome(*args, **more)
     assert outcome(*args, **more) == theirs
 

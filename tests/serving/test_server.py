@@ -288,7 +288,7 @@ def test_the_front_end_has_no_torch() -> None:
     program = (
         "import sys; from launch.serving import server; from launch.client.tokens import Tokens; "
         f"t = Tokens({str(DEMO)!r}); assert t.encode_segments('a').size; "
-        "from helix.answers.dialects import DIALECTS, Parser; Parser(DIALECTS[0].template, '', []); "
+        "from launch.answers.dialects import DIALECTS, Parser; Parser(DIALECTS[0].template, '', []); "
         "assert not {'torch', 'transformers'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

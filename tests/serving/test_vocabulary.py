@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helix.answers.matcher import Grammars
+from launch.answers.matcher import Grammars
 from tests.serving.front import DEMO, READY, FakeJob, Front, run
 
 MORE = "<|more|>"  # token 4096, the first one beyond the logits

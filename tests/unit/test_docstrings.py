@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # folders and files in which every summary has its form, but in EXCEPT
     "comm",
-    "helix/answers",
     "helix/attention",
     "helix/setup",
     "helix/engine",

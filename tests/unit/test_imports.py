@@ -47,7 +47,7 @@ LEVELS = {
     "helix": [
         {"errors", "files", "layout", "library", "packages", "sampling_params"},
         {"config"},
-        {"answers", "hub", "place", "placement", "tokenizer"},
+        {"hub", "place", "placement", "tokenizer"},
         {"devices"},
         {"engine.request", "worker.graph_keys"},
         {"engine.decision"},
@@ -63,7 +63,7 @@ LEVELS = {
         {"planner"},
         {"__main__"},
     ],
-    "launch": [{"client"}, {"serving"}, {"inputs"}, {"job"}],
+    "launch": [{"answers"}, {"client"}, {"serving"}, {"inputs"}, {"job"}],
     "benchmarks": [
         {"constants", "jobs", "runner", "schema", "timer"},
         {"ranks"},

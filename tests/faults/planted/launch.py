@@ -70,7 +70,7 @@ FAULTS = [
         "        listener.close()", "        pass", ("tests/unit/test_spawn.py",),
     ),
     Fault(
-        "a resumed answer begins its grammar anew", "helix/answers/matcher.py",
+        "a resumed answer begins its grammar anew", "launch/answers/matcher.py",
         "        for token in drawn:\n", "        for token in ():\n",
         ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
     ),
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     # ---- serving
     Fault(
-        "what is certain is looked for ahead", "helix/answers/grammars.py",
+        "what is certain is looked for ahead", "launch/answers/grammars.py",
         '"no_forcing": true', '"no_forcing": false',
         ("tests/serving/test_grammar.py::test_what_is_certain_is_not_looked_for_ahead",),
     ),
@@ -107,12 +107,12 @@ FAULTS = [
         ("tests/serving/test_chat.py::test_prompts_are_those_of_transformers",),
     ),
     Fault(
-        "spaces where a message goes on are lost", "helix/answers/dialects.py",
+        "spaces where a message goes on are lost", "launch/answers/dialects.py",
         "self._parts(self._reader.begun)", "pass",
         ("tests/serving/test_chat.py::test_an_answer_goes_on_where_a_message_ends",),
     ),
     Fault(
-        "a form begins within a thought", "helix/answers/grammars.py",
+        "a form begins within a thought", "launch/answers/grammars.py",
         "start = _behind_thought(rules, dialect, turn, eos, f", "start = (lambda *a: a[-1])(f",
         ("tests/serving/test_calls.py::test_a_form_begins_behind_a_thought",),
     ),
@@ -156,15 +156,15 @@ FAULTS = [
         (MALFORMED + "test_malformed_bodies_are_refused_and_reach_no_rank",),
     ),
     Fault(
-        "a call is followed by others where one is wanted", "helix/answers/grammars.py",
+        "a call is followed by others where one is wanted", "launch/answers/grammars.py",
         "if many and calls.between is not None", "if calls.between is not None", (CALLS,),
     ),
     Fault(
-        "a thought may hold the answer's end", "helix/answers/grammars.py",
+        "a thought may hold the answer's end", "launch/answers/grammars.py",
         "{close, *eos}", "{close}", (CALLS,),
     ),
     Fault(
-        "marks of calls are spelled out", "helix/answers/grammars.py",
+        "marks of calls are spelled out", "launch/answers/grammars.py",
         "for found in self._pattern.finditer(text):", "for found in ():",
         ("tests/serving/test_calls.py::test_recorded_calls_are_among_what_may_come",),
     ),
@@ -174,12 +174,12 @@ FAULTS = [
         ("tests/serving/test_chat.py::test_a_call_that_has_to_come",),
     ),
     Fault(
-        "what follows the only call is told", "helix/answers/dialects.py",
+        "what follows the only call is told", "launch/answers/dialects.py",
         "return self.calls > 0 and not self._many", "return False",
         ("tests/serving/test_chat.py::test_calls_that_may_not_be_parallel_end_with_the_first",),
     ),
     Fault(
-        "spaces in JSON have no bound", "helix/answers/grammars.py",
+        "spaces in JSON have no bound", "launch/answers/grammars.py",
         '{"whitespace_pattern": r"( |\\n[ \\t]{0,64})?"}', '{"whitespace_flexible": True}',
         ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
     ),

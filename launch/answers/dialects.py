@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from helix.answers.arguments import read_arguments
-from helix.answers.reader import CALLS, AnswerReader, Event, json_values
+from launch.answers.arguments import read_arguments
+from launch.answers.reader import CALLS, AnswerReader, Event, json_values
 
 THINKING = {"open": "<think>", "close": "</think>"}
 AT_ONCE = r"(?=[\s\S])"  # closes the region of a mark that is no text

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from helix.answers.arguments import is_text, texts_of
-from helix.answers.dialects import Calls, Dialect
+from launch.answers.arguments import is_text, texts_of
+from launch.answers.dialects import Calls, Dialect
 
 MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
 # Spaces between JSON tokens: one space, or a line break with indentation. Unbounded, some models write spaces for ever.
