@@ -175,16 +175,6 @@ def _scales(scales: Any, s: Slice, block: tuple[int, int]) -> Tensor:
     return grid.reshape([len(r) for r in covering]).index_select(0, places)
 
 
-def mxfp4_part(blocks: Any, scales: Any, s: Slice) -> Tensor:
-    """Reads a slice of an MXFP4 tensor as fp32, on the target's device; its columns may begin inside a block."""
-    *rows, columns = s.ranges
-    covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
-    packed = read_part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))).to(s.target.device)
-    values = from_mxfp4(packed, read_part(scales, (*rows, covering)).to(s.target.device))
-    begin = columns.start - covering.start * MXFP4_BLOCK
-    return values[..., begin : begin + len(columns)]
-
-
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Decodes blocks [..., n, 16] uint8, low nibble first, with scales [..., n] uint8 -> [..., 32 n] fp32.
 

@@ -208,7 +208,7 @@ FAULTS = [
     ),
     Fault(
         "DeepSeek's temperature once", "helix/models/deepseek.py",
-        "scale *= spec.rope.mscale(temperature) ** 2", "scale *= spec.rope.mscale(temperature)",
+        "scale *= rotary.mscale(temperature) ** 2", "scale *= rotary.mscale(temperature)",
         ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
     ),
     Fault(
