@@ -349,12 +349,9 @@ class Config:
 def check(config: Config) -> None:
     """Raises ValueError for a value out of its range, naming the key, the value and the range."""
     choices = {
-        "model.dtype": ("auto", "float32", "bfloat16", "float16"),
-        "model.load": ("checkpoint", "random"),
-        "model.weights": ("auto", "bf16", "fp8"),
-        "speculation.model.dtype": ("auto", "float32", "bfloat16", "float16"),
-        "speculation.model.load": ("checkpoint", "random"),
-        "speculation.model.weights": ("auto", "bf16", "fp8"),
+        **dict.fromkeys(("model.dtype", "speculation.model.dtype"), ("auto", "float32", "bfloat16", "float16")),
+        **dict.fromkeys(("model.load", "speculation.model.load"), ("checkpoint", "random")),
+        **dict.fromkeys(("model.weights", "speculation.model.weights"), ("auto", "bf16", "fp8")),
         "layout.mode": ("helix", "tp", "medha", "dp", "auto"),
         "kv.dtype": ("auto", "fp8", "fp8_all", "k16v8"),
         "kv.tier": ("gpu", "host"),

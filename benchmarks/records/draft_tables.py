@@ -13,7 +13,6 @@ from benchmarks.records.rows import Row, check_commit, grouped, kv, results, sha
 KEY = ("model", "layout", "drafter", "batch", "length", "gamma", "commit")
 DRAFTERS = ("any", "c2q", "window", "quest", "ngram")
 PHASES = ("draft", "verify", "choose", "accept")
-MOST_LOST = 0.02  # of plain decoding's speed, where drafts do not hold
 GROUPS = (1, 2, 3, 5, 7, 9, 12, 20, 28, 40)  # rows of a verified group: sequences x (drafts + 1)
 
 

@@ -136,11 +136,14 @@ class PlannedLayout:
     provenance: str
 
     @property
+    def points(self) -> Points:
+        """The layout and batch as a point to predict."""
+        return Points.of(**vars(self.layout), batch=self.batch)
+
+    @property
     def name(self) -> str:
         """The layout in words, without widths of 1 and derived ones."""
-        row = self.layout
-        words = [row.mode, *(f"{key}={value}" for key in ("dp", "kvp", "tpa") if (value := getattr(row, key)) > 1)]
-        return " ".join([*words, *([f"tpf={row.tpf}", f"ep={row.ep}"] if row.ep > 1 else [])])
+        return self.points.describe(0)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from helix.hub import local_directory
 from helix.models import DecoderSpec
 from helix.planner.hardware import Hardware
 from helix.planner.plan import MODES, PlannedLayout, Question, Ranking, plan
-from helix.planner.points import Points, Sparse, Tier
+from helix.planner.points import Sparse, Tier
 from helix.planner.step import predict
 from helix.setup.parts import check_cache, make_spec
 from launch.inputs import front
@@ -220,11 +220,9 @@ def crossover(gain: Callable[[int], float], most: int) -> int | None:
 
 def ttl_s(q: Question, choice: PlannedLayout, length: int, sparse: Sparse | None = None) -> float:
     """Predicts the seconds of a token with a choice's layout and settings, at any length and with any attention."""
-    row = choice.layout
-    points = Points.of(row.mode, choice.batch, kvp=row.kvp, tpa=row.tpa, tpf=row.tpf, ep=row.ep)
     options = q.settings(q.options, choice.chunks, choice.gamma, choice.append_block)
     options = replace(options, sparse=sparse, tier=None if sparse is None else options.tier)
-    return float(predict(q.spec, q.hardware, points, length, options).ttl_s[0])
+    return float(predict(q.spec, q.hardware, choice.points, length, options).ttl_s[0])
 
 
 def sparse_pays_from(q: Question, choice: PlannedLayout) -> int | None:
