@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from helix.models.checkpoint import INDEX, SINGLE
-from helix.models.gguf import GGUFModel, generation_config, read_gguf
-from helix.models.gguf_tokenizer import make_tokenizer
+from launch.inputs.gguf import GGUFModel, generation_config, read_gguf
+from launch.inputs.gguf_tokenizer import make_tokenizer
 
 SHARD_BYTES = 4 << 30
 REST_BYTES = 64 << 20  # of the files beside the weights, at most

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from safetensors.torch import load_file
 
-from helix.models.gguf_tokenizer import bytes_of_characters
 from launch.client.tokens import Tokens
+from launch.inputs.gguf_tokenizer import bytes_of_characters
 from tests.real.smollm2 import CHATS, GGUF, MODEL, ids_of, licence, theirs, tokenizer
 
 pytestmark = pytest.mark.real

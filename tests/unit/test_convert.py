@@ -27,11 +27,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from helix.models.gguf_tokenizer import SPLITTINGS, bytes_of_characters, make_tokenizer
 from launch import convert
 from launch.client.tokens import read_defaults
 from launch.inputs import conversion
 from launch.inputs.compose import composed
+from launch.inputs.gguf_tokenizer import SPLITTINGS, bytes_of_characters, make_tokenizer
 from launch.inputs.preflight import prepared
 from tests.e2e.checkpoints import DEMO
 

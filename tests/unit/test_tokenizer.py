@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from helix.models.gguf_tokenizer import LLAMA3_WORDS
 from helix.tokenizer import load_tokenizer
+from launch.inputs.gguf_tokenizer import LLAMA3_WORDS
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 TEXT = "hello world 1234567 foo(bar) don't stop"

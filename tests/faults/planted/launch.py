@@ -31,22 +31,22 @@ FAULTS = [
     ),
     # ---- GGUF files
     Fault(
-        "rotated pairs stay side by side", "helix/models/gguf.py",
+        "rotated pairs stay side by side", "launch/inputs/gguf.py",
         '== "llama" and re.search', '== "none" and re.search',
         (CONVERT + "test_the_model_is_the_one_that_was_written[llama]",),
     ),
     Fault(
-        "tensors are left out", "helix/models/gguf.py",
+        "tensors are left out", "launch/inputs/gguf.py",
         "sorted(name for name in wanted.keys() | shapes.keys()", "sorted(name for name in wanted.keys()",
         (CONVERT + "test_what_would_be_left_out_is_refused",),
     ),
     Fault(
-        "numbers are words", "helix/models/gguf_tokenizer.py",
+        "numbers are words", "launch/inputs/gguf_tokenizer.py",
         '"smollm": Splitting(digits=True)', '"smollm": Splitting()',
         (CONVERT + "test_texts_become_the_tokens_of_the_reference[smollm]",),
     ),
     Fault(
-        "special tokens are text", "helix/models/gguf_tokenizer.py",
+        "special tokens are text", "launch/inputs/gguf_tokenizer.py",
         "special=type_ != USER_DEFINED", "special=False",
         (CONVERT + "test_special_tokens_are_tokens_and_others_are_text",),
     ),

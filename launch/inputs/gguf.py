@@ -18,8 +18,8 @@ from helix.layers.rotary import frequencies
 from helix.layers.specs import RopeSpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, DecoderSpec, spec_from_config
-from helix.models.gguf_tokenizer import KEYS as TOKENIZER_KEYS
 from helix.models.loading import weights_of
+from launch.inputs.gguf_tokenizer import KEYS as TOKENIZER_KEYS
 
 # Architectures, as llama.cpp names them, that both this converter and the runtime know.
 ARCHITECTURES = {
