@@ -163,6 +163,7 @@ class Decoder:
             parts, x, fwd = self._through(self.layers[:-1], cache, step, policy)
             normed, x = layer.join_mixer(parts, x, fwd)
             found = [(layer.project(normed, x, fwd), x)]
+            del parts, normed
         q, x = halves.select_rows(found, rows)
         policy.prepare(lasts, {mixer.window})
         parts, x = layer.finish(q, x, ForwardPass(cache, lasts, policy, self.overlap))
@@ -175,7 +176,11 @@ class Decoder:
         parts, fwd = self._begin(cache, step, policy)
         x = None
         for layer in layers:
-            parts, x = layer(parts, x, fwd)
+            normed, x = layer.join_mixer(parts, x, fwd)
+            q = layer.project(normed, x, fwd)
+            parts = layer.attend(q, fwd)  # takes the place of the FFN's inputs, a chunk's largest tensor
+            normed, x = layer.join_ffn(parts, x, fwd)
+            parts = layer.feed(normed, fwd)
         return parts, x, fwd
 
     def _begin(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> tuple[Parts, ForwardPass]:

@@ -40,7 +40,7 @@ def are_faster(comm: Communicator, layers: Sequence[DecoderLayer], cache: KVCach
 def run(
     overlap: DualBatchOverlap, layers: Sequence[DecoderLayer], step: Step, begin: Begin, end: End | None
 ) -> list[tuple[Any, Tensor]]:
-    """Runs both halves of a step through the layers: what `DecoderLayer` does, a turn at a time.
+    """Runs both halves of a step through the layers: what `Decoder` does, a turn at a time.
 
     Args:
         begin: computes the parts [n, H] of a half that the first layer reads.
@@ -63,9 +63,11 @@ def run(
                 return [*zip(q, x, strict=True)]
             parts = both(layer.attend, q, fwds)
             normed, x = zip(*both(layer.join_ffn, parts, x, fwds), strict=True)
+            del parts  # the inputs of an FFN are a chunk's largest tensors
             parts = both(layer.feed, normed, fwds)
             join = end if layer.following is None else layer.following.join_mixer
             normed, x = zip(*both(join, parts, x, fwds), strict=True)
+            del parts
         return [*zip(normed, x, strict=True)]
 
 

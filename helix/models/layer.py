@@ -121,28 +121,14 @@ class DecoderLayer:
         self._tapped = index in spec.taps
         self.full = layer.mixer.attends and layer.mixer.window is None
 
-    def __call__(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Parts, Tensor]:
-        """Runs a step through the layer.
-
-        Args:
-            parts: this rank's part [N, H] of the sum over ranks that is to be added to x.
-            x: [N, H], the residual stream; None: 0.
-
-        Returns:
-            The same behind the layer.
-        """
-        normed, x = self.join_mixer(parts, x, fwd)
-        q = self.project(normed, x, fwd)
-        return self.finish(q, x, fwd)
-
     def finish(self, q: Any, x: Tensor, fwd: ForwardPass) -> tuple[Parts, Tensor]:
-        """Computes what follows the queries; returns what a call returns."""
+        """Computes what follows the queries; returns this rank's parts [N, H] of the next sum, and the stream."""
         parts = self.attend(q, fwd)
         normed, x = self.join_ffn(parts, x, fwd)
         return self.feed(normed, fwd), x
 
     def join_mixer(self, parts: Parts, x: Tensor | None, fwd: ForwardPass) -> tuple[Tensor, Tensor]:
-        """Adds the parts to the stream; returns the mixer's input and the sum."""
+        """Adds parts [N, H] of a sum over ranks to the stream [N, H], None: 0; returns the mixer's input and both."""
         self.runs += 1
         normed, x = self.input_norm(parts, x, fwd.step.dealt)
         if self._tapped:

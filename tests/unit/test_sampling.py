@@ -570,8 +570,7 @@ def test_one_graph_serves_new_requests() -> None:
         tokens = step()
     for shift in range(3):
         params = MIXED[shift:] + MIXED[:shift]
-        for row, p in enumerate(params):
-            state.set(row, p)
+        state.set(torch.arange(B, device="cuda"), params)
         fresh = word_logits(B, V, seed=shift)
         logits.copy_(fresh)
         positions.copy_(torch.arange(B) + shift)
