@@ -24,6 +24,7 @@ for line in sys.stdin:
     if child == 0:
         os.chdir(folder)
         sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = folder  # of the fork server that pools of ranks come from
         said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(said, 1)
         os.dup2(said, 2)
