@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import sys
+from argparse import ArgumentParser
 from collections import deque
 from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
@@ -275,7 +276,12 @@ def schedule(seed: int) -> tuple[list[Any], float, int]:
 
 def main() -> None:
     """Records or compares."""
-    file, lines, seconds, steps = Path(sys.argv[1]), list[str](), 0.0, 0
+    parser = ArgumentParser(
+        "python -m tests.schedules", description="Compares an engine's decisions with recorded ones."
+    )
+    parser.add_argument("file", type=Path, help="record of decisions and updates, made where it is not there")
+    file: Path = parser.parse_args().file
+    lines, seconds, steps = list[str](), 0.0, 0
     gc.disable()
     for seed in range(SCHEDULES):
         log, spent, done = schedule(seed)
