@@ -94,7 +94,7 @@ class DualBatchOverlap:
         """Runs a turn of each half, which launches kernels on the current stream, each in its own memory.
 
         Args:
-            arguments: each of the first half's, and the second's.
+            arguments: pairs, of the first half's value and the second's.
         """
         first, second = zip(*arguments, strict=True)
         side = self._side

@@ -34,8 +34,8 @@ from kernels.tier.resolve import resolve
 class TieredAttention(BlockSparseAttention):
     """Policy of all steps over a cache in host memory, including short sequences and layers with windows.
 
-    Arguments and attributes as in `BlockSparseAttention`. Whoever makes it sets `guesses`: then blocks of a layer are
-    fetched while the layer before it computes, by guessed queries.
+    Arguments and attributes as in `BlockSparseAttention`. With `guesses` set, a layer's blocks are fetched while the
+    layer before it computes, by guessed queries.
     """
 
     def __init__(

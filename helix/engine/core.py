@@ -111,7 +111,7 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
-        """Drops all requests and all that pages hold."""
+        """Drops all requests and the prefix cache; makes allocators, draft policy and scheduler anew."""
         self.tables = [self._empty_tables() for _ in range(self.runner.layout.dp)]
         self._policy = DraftPolicy(self.draft_sizes, self.runner.step_seconds)
         self._scheduler = Scheduler(self.tables, self._times, self.runner, self.schedule, self._policy.pace)
@@ -234,7 +234,7 @@ class Engine:
     # ---- the loop of rank 0
 
     def _admit(self, inbox: Inbox) -> list[RequestUpdate]:
-        """Submits what came to the scheduler; returns the ends of requests that are aborted or refused."""
+        """Submits new requests and aborts to the scheduler; returns an update for each that is aborted or refused."""
         updates = []
         for item in inbox.take():
             if isinstance(item, Abort):
@@ -335,7 +335,7 @@ class Engine:
         return updates
 
     def _after_chunk(self, run: Run, step: StepTokens) -> list[RequestUpdate]:
-        """Returns what a prompt chunk tells: log-probabilities of prompts, and how far these are."""
+        """Returns the updates after a prompt chunk: log-probabilities of prompts, and prefill progress."""
         updates, prefill = [], run.decision.prefill
         for slot, found in step.scored(prefill):
             sequence = run.rows[slot]
@@ -396,7 +396,7 @@ class Engine:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Starts a call of `serve` and ends it, on rank 0 by telling the others."""
+        """Opens a call of `serve`; at its end rank 0 tells the other ranks to stop."""
         if self._broken is not None:
             self.comm.abort(self._broken)  # others may be waiting for this rank
             raise RuntimeError(
@@ -434,7 +434,7 @@ class Engine:
             self.comm.broadcast_object(None)
 
     def _send(self, decision: Decision) -> list[StepTokens]:
-        """Sends a decision to all ranks, and launches this rank's share of it."""
+        """Sends a decision to all ranks, and launches rank 0's share of it."""
         with self._together():
             self._held = (self._held - {*decision.retire}) | {admission.slot for admission in decision.admit}
             self.comm.broadcast_object(decision)

@@ -79,7 +79,7 @@ class Scheduled:
         return self.prefilled == len(self.tokens) and not self.ended and self.left > 0
 
     def admitted(self, admission: Admission, eos: Collection[int]) -> None:
-        """Records an admission, and the model's end tokens."""
+        """Records the first admission's prefix hit, and which tokens end the request."""
         self.ends = self.request.sampling.ends(eos)
         if not admission.drawn:
             self.cached_tokens = self.computed = admission.resumes
@@ -87,7 +87,7 @@ class Scheduled:
     def update(
         self, new_ids: tuple[int, ...] = (), finish_reason: str | None = None, logprobs: tuple[Logprobs, ...] = ()
     ) -> RequestUpdate:
-        """Returns the news of its request."""
+        """Returns an update for the client."""
         done = self.prompt_tokens, self.cached_tokens, self.computed
         return RequestUpdate(self.request.id, *done, new_ids, finish_reason, None, logprobs)
 

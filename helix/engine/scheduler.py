@@ -95,7 +95,7 @@ class Scheduler:
         tables: allocates pages: one allocator, or one for each rank that owns sequences (mode dp). Slot s then belongs
             to rank `s % len(tables)`.
         times: predicts the time of prompt chunks; its work orders preemptions.
-        runner: what executes the decisions, of which they depend on sizes and needs alone.
+        runner: executes the decisions; the scheduler reads its sizes and limits alone.
         schedule: how requests share the ranks.
         pace: chooses drafts and steps for rows, tokens in their cache and slots without drafts; called before each run.
 
@@ -116,7 +116,7 @@ class Scheduler:
         self._stripes = tables[0].tree.stripes
         self._goal = Goal(schedule)
         self._schedule = schedule
-        # A chunk that fetches the keys before it from host memory waits for the link if it is shorter.
+        # Chunks over host memory fetch the keys before them: shorter ones would wait for the link.
         self._longest_s = math.inf if runner.cache.fetches else LONGEST_S
         # A heap for each home: low slots first, so that steps have few rows.
         slots = runner.sizes.slots * len(tables)
@@ -141,7 +141,7 @@ class Scheduler:
 
     @property
     def _lease(self) -> int:
-        """Tokens for which a sequence takes pages: at least those of a decision that ends its prompt."""
+        """Tokens that a sequence reserves pages for at a time: at least those of the decision that ends its prompt."""
         return max(self._schedule.lease, 1 + self._run_tokens)
 
     # ---- requests

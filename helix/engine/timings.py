@@ -25,7 +25,7 @@ class Timings:
         sequence_steps: decode steps, counted once per sequence in each.
         kv_tokens: tokens in the cache of each kvp rank (mode dp: of each rank), when the total was highest.
         held: (slot, tokens in the cache, kvp rank of the first block) of each sequence at that time.
-        most_held: the total.
+        most_held: total tokens in `held`.
         decisions: number of decisions.
         preemptions: number of preemptions.
         decide_s: seconds of rank 0's host in making decisions.
@@ -62,13 +62,13 @@ class Timings:
             self.acceptance.add(outcome)
 
     def note_kv(self, running: Mapping[int, Scheduled]) -> None:
-        """Records the sequences by slot, if they hold more tokens than ever."""
+        """Records what each running sequence has in the cache, if the total is a new maximum."""
         if (total := sum(s.cached for s in running.values() if s.held is not None)) > self.most_held:
             self.most_held = total
             self.held = [(slot, s.cached, s.held.start) for slot, s in running.items() if s.held is not None]
 
     def count_kv(self, placement: Placement) -> None:
-        """Computes `kv_tokens`."""
+        """Computes `kv_tokens` from `held`."""
         layout, block = placement.layout, placement.append_block
         self.kv_tokens = [
             sum(layout.local_length(n, k, block, start) for slot, n, start in self.held if slot % layout.dp == home)

@@ -178,7 +178,7 @@ class Decoder:
         for layer in layers:
             normed, x = layer.join_mixer(parts, x, fwd)
             q = layer.project(normed, x, fwd)
-            parts = layer.attend(q, fwd)  # takes the place of the FFN's inputs, a chunk's largest tensor
+            parts = layer.attend(q, fwd)  # frees the activations of the FFN before, a chunk's largest tensor
             normed, x = layer.join_ffn(parts, x, fwd)
             parts = layer.feed(normed, fwd)
         return parts, x, fwd

@@ -47,7 +47,7 @@ def run(
         end: takes what the last layer returns; None: nothing follows the queries of the last layer.
 
     Returns:
-        Of each half, what `end` returns, or the last queries; and the residual stream [n, H].
+        For each half: the result of `end`, or the last layer's queries; and the residual stream [n, H].
     """
 
     def enter(half: Step) -> tuple[ForwardPass, Tensor, Tensor]:
@@ -63,7 +63,7 @@ def run(
                 return [*zip(q, x, strict=True)]
             parts = both(layer.attend, q, fwds)
             normed, x = zip(*both(layer.join_ffn, parts, x, fwds), strict=True)
-            del parts  # the inputs of an FFN are a chunk's largest tensors
+            del parts  # the activations of an FFN are a chunk's largest tensors
             parts = both(layer.feed, normed, fwds)
             join = end if layer.following is None else layer.following.join_mixer
             normed, x = zip(*both(join, parts, x, fwds), strict=True)

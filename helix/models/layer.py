@@ -59,7 +59,7 @@ class ForwardPass:
         overlap: runs messages beside kernels.
         angles: angles of the step's positions, for each of the model's RoPEs.
         guesses: whether the policy fetches early what a layer's queries, guessed from an earlier input, would read.
-        taps: inputs [N, H] of the layers in `DecoderSpec.taps`, filled as they fwd.
+        taps: inputs [N, H] of the layers in `DecoderSpec.taps`, filled as the layers run.
     """
 
     cache: KVCache
@@ -79,7 +79,7 @@ class DecoderLayer:
 
     Args:
         shard: its communicator is that of all ranks.
-        own: the same with that of the ranks which attend the same sequences.
+        own: the same, but its communicator joins the ranks that attend the same sequences.
         before: norm of what the layer before adds to the stream; None: it has none.
         name: prefix of its tensors, if it is not one of the model's own layers.
 

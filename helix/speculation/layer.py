@@ -34,7 +34,7 @@ class LayerDrafter(Drafter):
     Args:
         layer: its part on this rank.
         model, cache: the target's.
-        sizes: those of the engine.
+        sizes: the engine's sizes.
         noise: shared: a draft is drawn with the target's noise of its position; own: see `DraftDrawing`.
     """
 

@@ -69,7 +69,7 @@ class ModelDrafter(Drafter):
     Args:
         vocab: size of the target's vocabulary.
         target: placement of the target's cache.
-        sizes: those of the engine.
+        sizes: the engine's sizes.
 
     Raises:
         ValueError: vocabularies or ranks differ, or pages do not divide; on every rank.

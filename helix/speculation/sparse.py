@@ -125,8 +125,8 @@ class SparseDrafter(Drafter):
     """Drafter that decodes with the target itself, over chosen keys.
 
     Args:
-        model, cache: those of the target on this rank.
-        sizes: those of the engine.
+        model, cache: the target's, this rank's part.
+        sizes: the engine's sizes.
         budget: selection of the keys that drafts read.
         noise: shared: a draft is drawn with the target's noise of its position, so that tokens are the same as without
             drafts; own: with independent noise, and accepted by rejection sampling.

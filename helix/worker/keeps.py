@@ -29,7 +29,7 @@ class EngineSizes:
         drafts: most drafts that a decode step verifies for each sequence.
         pages: pages of the cache.
         snapshots: copies of states on the GPU, beside those of the slots.
-        run_steps: most decode steps of a decision: pages are taken for them, however short schedule.run_ms makes runs.
+        run_steps: most decode steps of a decision; pages are allocated for so many, also if schedule.run_ms means less.
     """
 
     slots: int

@@ -111,7 +111,7 @@ class KVCache(Follower):
 
     Args:
         keeps: data that each layer keeps.
-        sizes: those of the engine.
+        sizes: the engine's sizes.
         score: kind of the per-page key bounds, see `kernels.sparse.block_bounds`; None without block selection.
         host_states: host memory of further snapshots, [n, `snapshot_bytes`] uint8.
 

@@ -89,7 +89,7 @@ class ModelRunner:
     Args:
         model: this rank's part of the model.
         cache: this rank's pages.
-        sizes: those of the engine.
+        sizes: the engine's sizes.
         policy: chooses the keys that a query reads in `sparse` steps; None: all steps are dense.
         drafter: proposes tokens that decode steps verify.
         hopb: batch chunks whose exchange overlaps the next chunk's attention: none, a number, or auto: as
@@ -239,7 +239,7 @@ class ModelRunner:
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Sizes, ascending, to which chunks that time bounds are cut, as they are launched at once."""
+        """Sizes of captured chunks, ascending: the scheduler cuts a chunk that time bounds down to one of them."""
         return tuple(size for size in SIZES if size <= min(self.longest, LONG)) if self.pads else ()
 
     @property

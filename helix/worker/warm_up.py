@@ -59,14 +59,14 @@ def warm_up(
     mark("first_request")
     if runner.graphs is None:
         return []
-    seconds: dict[int, float] = {}
+    seconds: list[tuple[int, float]] = []
     if chunks and runner.pads:
         captured = runner.first_sizes(_room(runner) // runner.layout.kvp)
         for size in captured:
             runner.capture_chunk(size)
         for count, size in {size.tokens: size for size in captured if size.sequences == SEQUENCES[0]}.items():
             if count.bit_count() == 1:
-                seconds[count] = runner.chunk_seconds(size)
+                seconds.append((count, runner.chunk_seconds(size)))
         mark("chunks")
     tokens = runner.sizes.pages * runner.placement.stripes.page_tokens
     for rows in sizes:
@@ -84,7 +84,7 @@ def warm_up(
                     runner.decode(replace(kind, rows=rows), row_tokens)
     torch.cuda.synchronize()
     mark("capture")
-    return list(seconds.items())
+    return seconds
 
 
 def run_request(runner: ModelRunner) -> None:
@@ -114,7 +114,7 @@ def chunk_shapes(runner: ModelRunner) -> Iterator[tuple[int, int, int]]:
 
 
 def _room(runner: ModelRunner) -> int:
-    """Returns the most tokens before a drawn one: of a sequence that has all pages."""
+    """Returns the most tokens that can precede a drawn one, if one sequence has all pages."""
     return min(runner.sizes.pages * runner.placement.stripes.page_tokens, runner.sizes.length) - 1
 
 

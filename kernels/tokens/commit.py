@@ -33,7 +33,7 @@ def _commit_kernel(
     draft, candidates, drawn_at, outcome, last, lengths, limits, active, history, taken, before,
     draft_b, outcome_b, history_b, G, N, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Takes the accepted drafts of a sequence and the token behind them, up to its limit."""
+    """Commits a sequence's accepted drafts and the token after them, up to its limit."""
     wait_for_predecessor(PDL)
     start_successor(PDL)
     b, B = tl.program_id(1), tl.num_programs(1)

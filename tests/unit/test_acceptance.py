@@ -220,7 +220,8 @@ def test_turns_are_what_plain_prompts_say(tokenizer: Any) -> None:
 
 def test_the_meter(tokenizer: Any) -> None:
     """Chosen keys beside those that drafts would choose: of the oracle the same; of a single rank one choice."""
-    given_texts = [Continuation("code", prompt(tokenizer, n), (torch.empty(0).long(),)) for n in (300, 380)]
+    texts = [c.prompt for n in (300, 380) for c in TASKS["code"](tokenizer, n, 4)]  # of two, luck decides the overlap
+    given_texts = [Continuation("code", text, (torch.empty(0).long(),)) for text in texts]
     chosen = [
         Drafting(p, 3, DraftBudget(kind, 0.1, reach=0))
         for p, kind in (("oracle", "any"), ("all", "any"), ("window", "window"))
@@ -230,7 +231,7 @@ def test_the_meter(tokenizer: Any) -> None:
     assert oracle["recall"] == 1 and oracle["mass"] == oracle["best"] and set(oracle["recall_by_place"]) == {1.0}
     assert 0 < window["recall"] < scored["recall"] < 1 and len(scored["recall_by_place"]) == 3
     assert 0 < window["mass"] < scored["mass"] < scored["best"] < 1
-    assert len(scored["overlap"]) == 2 and all(0 < share < 1 for share in scored["overlap"])
+    assert 1 > scored["overlap"][0] > scored["overlap"][1] > 0
     one, two = scored["ranks"]["1"], scored["ranks"]["2"]
     assert one == {"same": 1, "most": 1, "local_recall": scored["recall"], "local_mass": scored["mass"]}
     assert 0 < two["same"] < 1 < two["most"] < 2 and window["ranks"] == {}
