@@ -43,7 +43,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -55,24 +55,15 @@ from benchmarks.quality.prefilled import Subject
 from benchmarks.records.acceptance_tables import terminal_tables
 from benchmarks.records.rows import append
 from helix.config import MAX_QUERIES, SpeculationConfig
-from launch.inputs.arguments import (
-    boolean,
-    helped,
-    need_checkout,
-    numbers,
-    one_of,
-    parse,
-    several,
-    unknown,
-    whole_numbers,
-)
+from helix.schema import unknown
+from launch.inputs.arguments import helped, need_checkout, parse
 from launch.job.report import provenance
 
-KEYS: dict[str, Callable[[str], Any]] = {
-    "task": several, "model": str, "length": whole_numbers, "prompts": int, "new_tokens": int, "policies": several,
-    "gamma": whole_numbers, "sparsity": numbers, "recent": numbers, "reach": whole_numbers,
-    "noise": several, "temperature": numbers, "kvp": whole_numbers, "meter": boolean,
-    "dtype": one_of("float32", "bfloat16", "float16"), "layer": Path, "output": Path,
+KEYS: dict[str, Any] = {
+    "task": list[str], "model": str, "length": list[int], "prompts": int, "new_tokens": int, "policies": list[str],
+    "gamma": list[int], "sparsity": list[float], "recent": list[float], "reach": list[int],
+    "noise": list[str], "temperature": list[float], "kvp": list[int], "meter": bool,
+    "dtype": Literal["float32", "bfloat16", "float16"], "layer": Path, "output": Path,
 }  # fmt: skip
 OPTIONS: dict[str, list[Any]] = {
     **{name: [getattr(DEFAULTS, name)] for name in ("sparsity", "recent", "reach")},
@@ -111,7 +102,9 @@ def _layer(policies: list[str], path: Path | None) -> SpeculationConfig | None:
         raise ValueError(f"policies: beside {layered[0]} only {' and '.join(LOOKUPS)} can be: leave the others out")
     if layered == ["eagle3"] and path is None:
         raise ValueError("policies=eagle3 needs layer=DIR, the directory of its layer")
-    return SpeculationConfig(drafter=layered[0], path=None if path is None else str(path))
+    return SpeculationConfig(
+        drafter="eagle3" if layered == ["eagle3"] else "mtp", path=None if path is None else str(path)
+    )
 
 
 def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:

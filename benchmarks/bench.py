@@ -2,12 +2,13 @@
 
 helix bench WHAT                      one of the subjects below; `WHAT --help` says what it measures
 helix bench step models=qwen2.5-7b
+helix bench DIR bench=decode KEY=VALUE ...   a job of one's own, with the keys of `helix run`; with -m several
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ from benchmarks.models import (
 from benchmarks.papers import verification as verify
 from benchmarks.runner import Benchmark, Given, record, run
 from comm.emulated import is_emulated
-from launch.inputs.arguments import helped, need_checkout, parse, several, unknown
+from helix.schema import unknown
+from launch.inputs.arguments import helped, need_checkout, parse
 from launch.inputs.compose import ROOT
 from launch.job import spawn
 
@@ -101,10 +103,10 @@ BENCHMARKS = {
     "hopb": hopb.BENCHMARK,
     "hosts": hosts.BENCHMARK,
 }
-KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
+KEYS: dict[str, tuple[Any, str]] = {
     "output": (Path, "a file to append JSON lines to (default: benchmarks/results/WHAT.jsonl, or .emulated-N.jsonl)"),
     "ranks": (int, "N ranks, more than there are GPUs: one or two GPUs emulate them (docs/results/emulated.md)"),
-    "models": (several, "some of its models, A,B"),
+    "models": (list[str], "some of its models, A,B"),
 }
 
 

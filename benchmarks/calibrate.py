@@ -52,7 +52,7 @@ from benchmarks.timer import ROTATED, K, seconds
 from helix.planner.hardware import MEASURED, PROVENANCE, Collective, Constant, Hardware
 from kernels.dense.linear import linear
 from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
-from launch.inputs.arguments import helped, parse, several
+from launch.inputs.arguments import helped, parse
 from launch.inputs.files import write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware, read_hardware
 from launch.job.report import provenance
@@ -412,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if "RANK" in os.environ:
             raise ValueError("calibration starts its own ranks: run it without torchrun, once on a host")
-        given = parse(arguments, {"output": Path, "fit": several, "hardware": str})
+        given = parse(arguments, {"output": Path, "fit": list[str], "hardware": str})
         output, name = given.get("output"), given.get("hardware")
         if output is not None and output.suffix != ".yaml":
             raise ValueError(f"output={output} must end in .yaml")

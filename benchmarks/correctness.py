@@ -27,10 +27,11 @@ from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint
+from helix.schema import unknown
 from helix.setup.engine import build_engine
 from helix.setup.parts import make_spec
 from helix.tokenizer import load_tokenizer
-from launch.inputs.arguments import helped, parse, several, unknown
+from launch.inputs.arguments import helped, parse
 from launch.inputs.compose import ROOT
 
 DEMO = ROOT / "assets" / "demo-model"
@@ -123,7 +124,7 @@ def main() -> None:
     if helped(sys.argv[1:], __doc__):
         return
     try:
-        given = parse(sys.argv[1:], {"out": Path, "parts": several}, needed=("out",))
+        given = parse(sys.argv[1:], {"out": Path, "parts": list[str]}, needed=("out",))
         for part in (chosen := given.get("parts", PARTS)):
             if part not in PARTS:
                 raise ValueError(f"parts: {unknown(part, PARTS)}")

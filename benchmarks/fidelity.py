@@ -41,11 +41,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -58,13 +58,14 @@ from benchmarks.quality.prefilled import Subject
 from benchmarks.records.columns import cells, terminal
 from benchmarks.records.fidelity_tables import COLUMNS
 from benchmarks.records.rows import append
-from launch.inputs.arguments import helped, need_checkout, one_of, parse, several, unknown, whole_numbers
+from helix.schema import unknown
+from launch.inputs.arguments import helped, need_checkout, parse
 from launch.job.report import provenance
 
-KEYS: dict[str, Callable[[str], Any]] = {
-    "task": one_of(*TASKS), "model": str, "length": whole_numbers, "steps": int, "count": int, "haystack": several,
-    "kvp": int, "choice": one_of("local", "global"), "policies": several,
-    "dtype": one_of("float32", "bfloat16", "float16"), "output": Path,
+KEYS: dict[str, Any] = {
+    "task": Literal[TASKS], "model": str, "length": list[int], "steps": int, "count": int, "haystack": list[str],
+    "kvp": int, "choice": Literal["local", "global"], "policies": list[str],
+    "dtype": Literal["float32", "bfloat16", "float16"], "output": Path,
 }  # fmt: skip
 STEPS = {"free": 128, "generated": 1024}
 COUNTS = {"needles": 200, "facts": 50, "hops": 50}

@@ -18,7 +18,8 @@ from benchmarks.records import sparse_bill
 from benchmarks.records.columns import terminal
 from benchmarks.records.planner_check import check_table, drafted_errors, regrets, summary
 from benchmarks.records.recorded_steps import DRAFTED, read_cells
-from launch.inputs.arguments import helped, need_checkout, unknown
+from helix.schema import unknown
+from launch.inputs.arguments import helped, need_checkout
 
 
 def check(files: Sequence[str]) -> None:

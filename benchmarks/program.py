@@ -13,7 +13,8 @@ from benchmarks.ranks.tuning_file import check_tuning
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig, bench_points, lab
 from helix.config import Config
-from launch.inputs.front import MODEL_FLAGS, Command
+from launch.inputs.flags import MODEL_FLAGS
+from launch.inputs.front import Command
 from launch.inputs.prompts import PromptLine
 from launch.inputs.work import Program, Work, work_of
 
@@ -55,14 +56,15 @@ def _check(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
 
 
 TYPED = Command(
-    "python -m benchmarks.entry",
+    "helix bench",
     "Times a job of a benchmark over N ranks, or decodes in it.",
     (
-        "python -m benchmarks.entry llama-3.1-8b model.load=random bench=decode bench.points=[1x128K,8x32K]",
+        "helix bench llama-3.1-8b model.load=random bench=decode bench.points=[1x128K,8x32K]",
         "torchrun --nproc-per-node=8 -m benchmarks.entry llama-3.1-8b model.load=random bench=hopb layout.kvp=8",
-        "python -m benchmarks.sweep llama-3.1-8b model.load=random bench=decode layout.kvp=1,2,4",
+        "helix bench llama-3.1-8b model.load=random bench=decode -m layout.kvp=1,2,4",
     ),
     flags=MODEL_FLAGS,
+    settings=schema.SETTINGS,
     keys=(
         ("bench=KIND", "decode: steps over a cache of random data; comm: collectives; hopb: with HOP-B and not;"),
         ("", "prefill: prompts; serve: requests by the clock; tune: self-speculation; none: as a run"),
@@ -70,4 +72,4 @@ TYPED = Command(
         ("bench.gammas=[0,4]", "drafts of a step"),
     ),
 )
-PROGRAM = Program(COMMAND, TYPED, schema.SETTINGS, work)
+PROGRAM = Program(COMMAND, TYPED, work)

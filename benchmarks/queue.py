@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 
 from launch.inputs.arguments import helped, parse
 
-KEYS: dict[str, Callable[[str], Any]] = {"to": Path, "seconds": float}
+KEYS: dict[str, Any] = {"to": Path, "seconds": float}
 LOOK_S, ENDING_S = 0.1, 3.0
 WAITS = ("benchmarks.layout_steps", "benchmarks.entry")  # commands that wait for START_AFTER
 

@@ -18,16 +18,30 @@ HEAD = """\
 Set any key on the command line, as in `layout.kvp=4 decode.max_new_tokens=128`. `GROUP=OPTION` takes a file of
 `conf/GROUP/`. Unknown keys and values out of range are refused before anything starts.
 
-| key | default | meaning |
-|---|---|---|
+Hydra's habits ([overrides](https://hydra.cc/docs/advanced/override_grammar/basic/)), on `helix run`, `helix bench` and
+`python torchrun_entry.py`:
+
+| | |
+|---|---|
+| `-m KEY=A,B`, `range(1,5)`, `choice(A,B)`, `glob(*)` | a sweep, point after point in this process; `helix sweep` is `helix run -m` |
+| `hydra.sweep.dir=DIR`, `hydra.sweep.subdir=`, `hydra.job.name=NAME` | where a sweep writes; `${hydra.job.name}` and `${hydra.job.num}` may be parts of it |
+| `hydra.sweeper.params` in a file | what an experiment sweeps over |
+| `+experiment=NAME`, `+model.config.KEY=`, `++KEY=`, `~KEY` | a file of `experiment/`; keys that are added, set or taken out (`~`: the default) |
+| `--cfg job`, `--package`, `--resolve`, `--info` | the config in effect, and all keys |
+| `--config-dir DIR`, `--config-name NAME` | groups and a primary config of your own |
+
+Hydra's logging and working directories are not used, and neither are launchers that run points in other processes.
+
+| key | default | meaning | values |
+|---|---|---|---|
 """
 LABORATORY = """
 ## Benchmarks
 
 `python -m benchmarks.entry` takes these beside all others.
 
-| key | default | meaning |
-|---|---|---|
+| key | default | meaning | values |
+|---|---|---|---|
 """
 GROUPS = """
 ## Groups
@@ -41,8 +55,8 @@ def page() -> str:
     ours, theirs = [*keys(Config)], [*keys(BenchConfig, "bench.")]
     tables = (
         "".join(
-            f"| `{key}` | {default if default == 'unset' else f'`{default}`'} | {meaning} |\n"
-            for key, default, meaning in part
+            f"| `{key}` | {default if default == 'unset' else f'`{default}`'} | {meaning} | {values} |\n"
+            for key, default, meaning, values in part
         )
         for part in (ours, theirs)
     )

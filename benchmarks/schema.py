@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 from helix.config import MOST_SEQUENCES, Config
+from helix.schema import FilePath, Range, value_of
 from launch.inputs import compose
-from launch.inputs.arguments import tokens
-from launch.inputs.compose import PATHS, RUN, Settings
+from launch.inputs.front import RUN, Settings
 
 CONF = Path(__file__).resolve().parent / "conf"
-KINDS = ("none", "decode", "comm", "hopb", "hosts", "prefill", "serve", "tune")
 POINTED = ("decode", "hopb", "hosts", "prefill")  # what times bench.points
 LIMITED = ("decode", "prefill")  # where a rank may be kept to a part of its GPU
 DRAFTED = ("none", "decode", "tune")  # where a model may draft
@@ -44,16 +44,16 @@ class BenchConfig:
     traces: what serve serves, some of those in benchmarks/ranks/serving.py; none given: all.
     """
 
-    kind: str = "none"
+    kind: Literal["none", "decode", "comm", "hopb", "hosts", "prefill", "serve", "tune"] = "none"
     points: list[str] = field(default_factory=lambda: ["1x131072"])
     gammas: list[int] = field(default_factory=list)
     variants: list[str] = field(default_factory=list)
-    steps: int = 32
-    acceptance: float | None = None
-    repeat: float | None = None
+    steps: Annotated[int, Range(1, 1 << 20)] = 32
+    acceptance: Annotated[float, Range(0, 1)] | None = None
+    repeat: Annotated[float, Range(0, 1)] | None = None
     sparsities: list[float] = field(default_factory=list)
     grid: bool = False
-    output: str | None = None
+    output: FilePath | None = None
     gpu_bytes: float | None = None
     traces: list[str] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ class LabConfig(Config):
     bench: BenchConfig = field(default_factory=BenchConfig)
 
 
-SETTINGS = Settings(LabConfig, (CONF, *RUN.directories), "lab", (*PATHS, "bench.output"))
+SETTINGS = Settings(LabConfig, (CONF, *RUN.directories), "lab")
 
 
 def composed(overrides: Sequence[str]) -> LabConfig:
@@ -94,22 +94,16 @@ def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
             raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072 or 8x128K")
         if int(match[1][:9]) > MOST_SEQUENCES:
             raise ValueError(f"bench.points has {text!r}: a point has from 1 to {MOST_SEQUENCES} sequences")
-        points.append((int(match[1]), tokens(match[2])))
+        points.append((int(match[1]), value_of("bench.points", match[2], int)))
     return points
 
 
 def check(config: LabConfig) -> None:
     """Raises ValueError for a value of `bench` out of its range, or one that does not go with the rest."""
     bench, speculation = config.bench, config.speculation
-    if bench.kind not in KINDS:
-        raise ValueError(f"bench.kind={bench.kind!r} is unknown; choose one of {', '.join(KINDS)}")
-    if not 1 <= bench.steps <= 1 << 20:
-        raise ValueError(f"bench.steps={bench.steps} must be from 1 to {1 << 20}")
     if bench.gpu_bytes is not None and not (bench.gpu_bytes > 0 and bench.kind in LIMITED):
         raise ValueError(f"bench.gpu_bytes={bench.gpu_bytes} must be positive, and goes with {' and '.join(LIMITED)}")
     for key, share in (("acceptance", bench.acceptance), ("repeat", bench.repeat)):
-        if share is not None and not 0 <= share <= 1:
-            raise ValueError(f"bench.{key}={share!r} must be from 0 to 1")
         if share is not None and bench.kind == "none":
             raise ValueError(
                 f"bench.{key}={share} holds whatever the model says, so that its output is not the model's: time it "

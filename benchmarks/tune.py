@@ -49,8 +49,8 @@ from benchmarks.schema import LabConfig, composed
 from launch import run
 from launch.inputs import front
 from launch.inputs.arguments import helped
-from launch.inputs.compose import CONF
 from launch.inputs.files import check_writable, write_atomically
+from launch.inputs.front import CONF
 from launch.inputs.prompts import PromptFile
 
 DEFAULTS = {"bench": "tune", "speculation": "sparse", "speculation.gamma": "11"}

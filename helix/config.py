@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from helix.sampling_params import SamplingParams
+from helix.schema import FilePath, Range
 
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
 MOST_SEQUENCES = 1 << 16  # in a batch
 MOST_CHOSEN = 128  # blocks that a query chooses on a rank, for which the selecting kernel is made
 LEAST_KEYS = 256  # that drafts of a model for itself choose of a sequence at least, over all ranks
+
+STORED = "a checkpoint says itself how its weights are stored; fp8 rounds unquantised ones"
+TOKENS = "tokens, such as 128K or 1M, and not bytes; kv.memory_fraction=0.5 takes half of the free memory"
+Width = Annotated[int, Range(1)]
+Count = Annotated[int, Range(1, 1 << 40)]
+DrafterName = Literal["none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"]
+HopBChunks = Literal["none", "auto", "2", "4", "8"]
+Share = Annotated[float, Range(above=0, most=1)]
 
 
 @dataclass
@@ -29,11 +36,11 @@ class ModelConfig:
         stored on a GPU, unpacked on a CPU.
     """
 
-    path: str | None = None
+    path: FilePath | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    dtype: str = "auto"
-    load: str = "checkpoint"
-    weights: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load: Literal["checkpoint", "random"] = "checkpoint"
+    weights: Annotated[Literal["auto", "bf16", "fp8"], STORED] = "auto"
 
 
 @dataclass
@@ -47,12 +54,12 @@ class LayoutConfig:
     dp: with mode=dp, ranks that attend whole sequences of their own.
     """
 
-    mode: str = "helix"
-    kvp: int = 1
-    tpa: int = 1
-    tpf: int | None = None
-    ep: int = 1
-    dp: int = 1
+    mode: Literal["helix", "tp", "medha", "dp", "auto"] = "helix"
+    kvp: Width = 1
+    tpa: Width = 1
+    tpf: Width | None = None
+    ep: Width = 1
+    dp: Width = 1
 
 
 @dataclass
@@ -79,17 +86,17 @@ class KVConfig:
         choose; what the guess did not name is fetched when it is chosen.
     """
 
-    dtype: str = "auto"
-    append_block: int | None = None
-    page_size: int | None = None
-    tokens: int | None = None
-    memory_fraction: float = 0.9
+    dtype: Literal["auto", "fp8", "fp8_all", "k16v8"] = "auto"
+    append_block: Annotated[int, Range(1, 1 << 24)] | None = None
+    page_size: Annotated[int, Range(1, 1 << 14)] | None = None  # offsets in a page are int32 to kernels
+    tokens: Annotated[int, Range(1, 1 << 50), TOKENS] | None = None
+    memory_fraction: Share = 0.9
     prefix_cache: bool = True
-    snapshots: int = 8
-    host_snapshots: int = 0
-    tier: str = "gpu"
-    host_bytes: float | None = None
-    gpu_bytes: float | None = None
+    snapshots: Annotated[int, Range(0)] = 8
+    host_snapshots: Annotated[int, Range(0)] = 0
+    tier: Literal["gpu", "host"] = "gpu"
+    host_bytes: Annotated[float, Range(above=0)] | None = None
+    gpu_bytes: Annotated[float, Range(above=0)] | None = None
     ahead: bool = False
 
 
@@ -112,16 +119,16 @@ class AttentionConfig:
     from_tokens: shorter sequences read all.
     """
 
-    policy: str = "dense"
-    block: int = 128
-    part: int | None = None
-    candidates: int = 256
-    topk: int = 32
-    sink_blocks: int = 1
-    local_blocks: int = 4
-    score: str = "bounds"
-    choice: str = "local"
-    from_tokens: int = 32768
+    policy: Literal["dense", "block_sparse"] = "dense"
+    block: Annotated[int, Range(1, 1 << 14)] = 128
+    part: Annotated[int, Range(1, 1 << 13)] | None = None
+    candidates: Annotated[int, Range(1, 1024)] = 256
+    topk: Annotated[int, Range(0, MOST_CHOSEN)] = 32
+    sink_blocks: Annotated[int, Range(0, 1 << 20)] = 1
+    local_blocks: Annotated[int, Range(1, 1 << 20)] = 4
+    score: Literal["bounds", "mean"] = "bounds"
+    choice: Literal["local", "global"] = "local"
+    from_tokens: Annotated[int, Range(0, 1 << 40)] = 32768
 
     @property
     def parts(self) -> int:
@@ -144,8 +151,8 @@ class CommConfig:
     timeout_s: deadline of each collective, seconds.
     """
 
-    backend: str = "auto"
-    timeout_s: float = 300.0
+    backend: Literal["auto", "gloo", "nccl", "symm_mem", "emulated"] = "auto"
+    timeout_s: Annotated[float, Range(0.1, 600)] = 300.0  # kernels that wait for GPUs count no further
 
 
 @dataclass
@@ -156,7 +163,7 @@ class HopBConfig:
         which it pays.
     """
 
-    chunks: str = "auto"
+    chunks: HopBChunks = "auto"
 
 
 @dataclass
@@ -168,11 +175,11 @@ class DraftLayoutConfig:
         kvp, tpa: as there; unset: the widest tpa that divides the draft model's KV heads, and what it leaves.
     """
 
-    mode: str = "helix"
-    kvp: int | None = None
-    tpa: int | None = None
-    tpf: int | None = None
-    ep: int = 1
+    mode: Literal["helix", "tp", "medha"] = "helix"
+    kvp: Width | None = None
+    tpa: Width | None = None
+    tpf: Width | None = None
+    ep: Width = 1
 
 
 @dataclass
@@ -201,16 +208,16 @@ class SpeculationConfig:
     layout: how the ranks share it.
     """
 
-    drafter: str = "none"
-    gamma: int = 4
+    drafter: DrafterName = "none"
+    gamma: Annotated[int, Range(1, MAX_QUERIES - 1)] = 4
     adaptive: bool = True
-    longest: int = 3
-    remembered: int = 1 << 18
-    policy: str = "any"
-    sparsity: float = 0.07
-    noise: str = "shared"
-    path: str | None = None
-    window: int | None = None
+    longest: Annotated[int, Range(1, 8)] = 3
+    remembered: Annotated[int, Range(16, 1 << 24)] = 1 << 18
+    policy: Literal["any", "c2q", "window", "quest", "full"] = "any"
+    sparsity: Share = 0.07
+    noise: Literal["shared", "own"] = "shared"
+    path: FilePath | None = None
+    window: Count | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: DraftLayoutConfig = field(default_factory=DraftLayoutConfig)
 
@@ -229,14 +236,14 @@ class DecodeConfig:
     max_new_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
     """
 
-    prompts: str | None = None
-    output: str | None = None
+    prompts: FilePath | None = None
+    output: FilePath | None = None
     resume: bool = False
-    max_batch: str = "auto"
-    max_length: int | None = None
-    prefill_chunk: str = "auto"
+    max_batch: Literal["auto"] | Annotated[int, Range(1, MOST_SEQUENCES)] = "auto"
+    max_length: Count | None = None
+    prefill_chunk: Literal["auto"] | Annotated[int, Range(1, 999_999_999)] = "auto"
     stream: bool = True
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     temperature: float = SamplingParams.temperature
     top_k: int = SamplingParams.top_k
     top_p: float = SamplingParams.top_p
@@ -259,12 +266,12 @@ class ScheduleConfig:
         lease: new tokens for which a sequence takes pages at a time.
     """
 
-    goal: str = "balance"
-    stall_ms: float | None = None
-    decode_share: float | None = None
-    run_ms: float = 20.0
-    patience_s: float = 30.0
-    lease: int = 1024
+    goal: Literal["latency", "balance", "throughput"] = "balance"
+    stall_ms: Annotated[float, Range(1, 60_000)] | None = None
+    decode_share: Annotated[float, Range(0.0, 0.99)] | None = None
+    run_ms: Annotated[float, Range(0.1, 10_000)] = 20.0
+    patience_s: Annotated[float, Range(0, 86_400)] = 30.0
+    lease: Annotated[int, Range(1, 1 << 24)] = 1024
 
 
 @dataclass
@@ -291,21 +298,21 @@ class ServeConfig:
         drain_s: for running requests to end once the server is told to, seconds.
     """
 
-    socket: str | None = None
-    attach: str | None = None
+    socket: FilePath | None = None
+    attach: FilePath | None = None
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Range(0, 65535)] = 8000
     name: str | None = None
-    chat_template: str | None = None
-    api_keys: str | None = None
+    chat_template: FilePath | None = None
+    api_keys: FilePath | None = None
     open: bool = False
     cors: list[str] = field(default_factory=list)
-    body_mib: int | None = None
-    waiting: int = 256
-    slow_s: float = 60.0
-    restarts: int = 3
-    hang_s: float = 60.0
-    drain_s: float = 30.0
+    body_mib: Annotated[int, Range(1, 1 << 16)] | None = None
+    waiting: Annotated[int, Range(1, 1 << 20)] = 256
+    slow_s: Annotated[float, Range(0.1, 86_400)] = 60.0
+    restarts: Annotated[int, Range(0, 1 << 20)] = 3
+    hang_s: Annotated[float, Range(1, 86_400)] = 60.0
+    drain_s: Annotated[float, Range(0, 86_400)] = 30.0
 
 
 class Blocks(NamedTuple):
@@ -332,7 +339,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
-    record: str | None = None
+    record: FilePath | None = None
     seed: int = 0
 
     @property
@@ -344,162 +351,3 @@ class Config:
         elif self.speculation.drafter == "sparse":
             append = 64  # a key's neighbours on a rank are mostly its neighbours in the text, which drafts look at
         return Blocks(self.kv.append_block or append, self.kv.page_size or page)
-
-
-def check(config: Config) -> None:
-    """Raises ValueError for a value out of its range, naming the key, the value and the range."""
-    choices = {
-        **dict.fromkeys(("model.dtype", "speculation.model.dtype"), ("auto", "float32", "bfloat16", "float16")),
-        **dict.fromkeys(("model.load", "speculation.model.load"), ("checkpoint", "random")),
-        **dict.fromkeys(("model.weights", "speculation.model.weights"), ("auto", "bf16", "fp8")),
-        "layout.mode": ("helix", "tp", "medha", "dp", "auto"),
-        "kv.dtype": ("auto", "fp8", "fp8_all", "k16v8"),
-        "kv.tier": ("gpu", "host"),
-        "attention.policy": ("dense", "block_sparse"),
-        "attention.score": ("bounds", "mean"),
-        "attention.choice": ("local", "global"),
-        "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
-        "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "schedule.goal": ("latency", "balance", "throughput"),
-        "speculation.drafter": ("none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"),
-        "speculation.policy": ("any", "c2q", "window", "quest", "full"),
-        "speculation.noise": ("shared", "own"),
-    }
-    for key, allowed in choices.items():
-        if (value := _get(config, key)) not in allowed:
-            raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-    for key, top in {"decode.prefill_chunk": 999_999_999, "decode.max_batch": MOST_SEQUENCES}.items():
-        text = _get(config, key)
-        if text != "auto" and not (re.fullmatch(r"[1-9]\d{0,8}", text) and int(text) <= top):
-            raise ValueError(f"{key}={text} must be auto or a number from 1 to {top}")
-    ranges = {
-        "kv.append_block": (1, 1 << 24),
-        "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
-        "kv.tokens": (1, 1 << 50),
-        "decode.max_new_tokens": (1, 1 << 40),
-        "decode.max_length": (1, 1 << 40),
-        "attention.block": (1, 1 << 14),
-        "attention.part": (1, 1 << 13),
-        "attention.candidates": (1, 1024),
-        "attention.topk": (0, MOST_CHOSEN),
-        "attention.sink_blocks": (0, 1 << 20),
-        "attention.local_blocks": (1, 1 << 20),
-        "attention.from_tokens": (0, 1 << 40),
-        "speculation.gamma": (1, MAX_QUERIES - 1),
-        "speculation.longest": (1, 8),
-        "speculation.window": (1, 1 << 40),
-        "speculation.remembered": (16, 1 << 24),
-        "schedule.stall_ms": (1, 60_000),
-        "schedule.decode_share": (0.0, 0.99),
-        "schedule.run_ms": (0.1, 10_000),
-        "schedule.patience_s": (0, 86_400),
-        "schedule.lease": (1, 1 << 24),
-        "serve.port": (0, 65535),
-        "serve.body_mib": (1, 1 << 16),
-        "serve.waiting": (1, 1 << 20),
-        "serve.slow_s": (0.1, 86400),
-        "serve.restarts": (0, 1 << 20),
-        "serve.hang_s": (1, 86400),
-        "serve.drain_s": (0, 86400),
-        "comm.timeout_s": (0.1, 600),  # kernels that wait for other GPUs count no further (comm/symm_mem.py)
-    }
-    for key, (least, most) in ranges.items():
-        if (value := _get(config, key)) is not None and not least <= value <= most:
-            raise ValueError(f"{key}={value!r} must be from {least} to {most}")
-    for origin in config.serve.cors:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
-            raise ValueError(
-                f"serve.cors has {origin!r}, which is no origin: write scheme and host, as https://chat.example, or *"
-            )
-    speculation = config.speculation
-    if not 0 < speculation.sparsity <= 1:
-        raise ValueError(f"speculation.sparsity={speculation.sparsity!r} must be above 0 and at most 1")
-    if config.attention.policy != "dense" and config.blocks.page != config.attention.block:
-        raise ValueError(
-            f"kv.page_size={config.kv.page_size} and attention.block={config.attention.block} differ, but a block is a "
-            f"page: leave out kv.page_size, or set attention.block={config.kv.page_size}"
-        )
-    check_parts(config)
-    check_tier(config)
-    if not 0 < config.kv.memory_fraction <= 1:
-        raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
-    for key in ("snapshots", "host_snapshots"):
-        if (count := getattr(config.kv, key)) < 0:
-            raise ValueError(f"kv.{key}={count} must be at least 0")
-    if config.kv.host_snapshots and not (config.kv.snapshots and config.kv.prefix_cache):
-        raise ValueError(
-            f"kv.host_snapshots={config.kv.host_snapshots} takes what kv.snapshots={config.kv.snapshots} has no room "
-            f"for, and kv.prefix_cache is {str(config.kv.prefix_cache).lower()}: set kv.snapshots to 1 or more and "
-            "kv.prefix_cache=true, or leave out kv.host_snapshots"
-        )
-    if config.decode.resume and config.decode.output is None:
-        raise ValueError("decode.resume=true continues decode.output, which is not set")
-
-
-def check_parts(config: Config) -> None:
-    """Raises ValueError where parts of blocks cannot be chosen."""
-    attention = config.attention
-    if attention.part is None:
-        return
-    if attention.part & (attention.part - 1) or attention.block % attention.part or attention.block == attention.part:
-        raise ValueError(
-            f"attention.part={attention.part} must be a power of two that cuts attention.block={attention.block} into "
-            "equal parts: set another, or leave it out"
-        )
-    if attention.score != "bounds":
-        raise ValueError(
-            f"attention.part={attention.part} needs bounds, and attention.score is {attention.score}: set "
-            "attention.score=bounds, or leave out attention.part"
-        )
-    if attention.choice == "global":
-        raise ValueError(
-            f"attention.part={attention.part} is chosen by each rank from its own blocks: set "
-            "attention.choice=local, or leave out attention.part"
-        )
-    if config.kv.tier == "host" and config.kv.dtype != "auto":
-        raise ValueError(
-            f"attention.part={attention.part} with kv.tier=host needs keys and values of equal size, and kv.dtype is "
-            f"{config.kv.dtype}: leave out one of the two"
-        )
-
-
-def check_tier(config: Config) -> None:
-    """Raises ValueError where keys and values cannot lie in host memory."""
-    kv = config.kv
-    for key, given in (("host_bytes", kv.host_bytes), ("gpu_bytes", kv.gpu_bytes)):
-        if given is not None and kv.tier == "gpu":
-            raise ValueError(f"kv.{key}={given:.0f} is for kv.tier=host, and kv.tier is gpu: set kv.tier=host")
-        if given is not None and not given > 0:
-            raise ValueError(f"kv.{key}={given!r} must be positive")
-    if kv.tier == "gpu":
-        if kv.ahead:
-            raise ValueError("kv.ahead=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
-        return
-    if config.attention.policy == "dense":
-        raise ValueError(
-            "kv.tier=host with attention.policy=dense would read the whole cache over the link in each step: set "
-            "attention=block_sparse, or kv.tier=gpu"
-        )
-    if config.speculation.drafter in ("mtp", "eagle3"):
-        raise ValueError(
-            f"kv.tier=host moves the model's own layers, and speculation.drafter={config.speculation.drafter} has one "
-            "more in their pages: set speculation=ngram or another drafter, or kv.tier=gpu"
-        )
-    if config.speculation.drafter == "sparse":
-        raise ValueError(
-            "kv.tier=host with speculation.drafter=sparse would verify over the whole cache in each step: set "
-            "speculation=ngram or another drafter, or kv.tier=gpu"
-        )
-    if kv.ahead and config.attention.topk == 0:
-        raise ValueError(
-            "kv.ahead=true guesses what attention.topk=0 never chooses: set it to 1 or more, or leave out kv.ahead"
-        )
-    if kv.host_bytes is None:
-        raise ValueError(
-            "kv.tier=host needs kv.host_bytes, the bytes of host memory that each rank pins: a machine's memory may "
-            "grow on demand, so that what is free says nothing"
-        )
-
-
-def _get(config: Config, key: str) -> Any:
-    return attrgetter(key)(config)

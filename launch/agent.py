@@ -145,11 +145,10 @@ def main(arguments: Sequence[str], environment: Mapping[str, str], program: Prog
     """Runs the agent of a program; returns the exit code of its ranks, or 1 where the agents do not meet."""
     try:
         line = front.read(arguments, program.typed)
-        settings = program.settings.of(line)
-        if (text := compose.told(line, program.typed, settings)) is not None:
+        if (text := compose.told(line, program.typed)) is not None:
             print(text, end="")
             return 0
-        compose.composed(line.overrides, settings)
+        compose.composed(line.overrides, line.settings)
         config = read(environment)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helix.config import Config, check
+from helix.checks import check
+from helix.config import Config
 from helix.errors import RankError
 from launch.client.answer import Answer, RequestOutput, output_of
 from launch.client.choice import News

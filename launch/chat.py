@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from importlib import import_module
@@ -18,19 +18,18 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from helix.schema import value_of
 from launch.inputs import front
-from launch.inputs.arguments import parse, tokens
-from launch.inputs.front import API_KEY, Line
+from launch.inputs.commands import CHAT
+from launch.inputs.flags import API_KEY
+from launch.inputs.front import Line
 from launch.inputs.terminal import harmless
 from launch.job.lifeline import LAUNCHER
 
 START_S = 1800.0  # for a model to be loaded
 PATIENCE_S = 600.0  # for the next piece of an answer
 STOP_S = 30.0  # for the server to end
-NUMBERS: dict[str, tuple[str, Callable[[str], Any]]] = {  # fields of a request
-    "--max-tokens": ("max_tokens", tokens),
-    "--temperature": ("temperature", float),
-}
+NUMBERS = {"--max-tokens": ("max_tokens", int), "--temperature": ("temperature", float)}  # fields of a request
 COMMANDS = """\
 /new        forget the conversation      /system TEXT  tell the model something first
 /retry      answer once more             /quit         end (also control-D)
@@ -206,12 +205,12 @@ def _answer(chat: Talk, question: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Runs a chat; returns the exit code: 0, or 1 where something is wrong that was said in one line."""
     try:
-        line = front.read(arguments, front.CHAT)
-        if line.options and (text := import_module("launch.inputs.compose").told(line, front.CHAT)) is not None:
+        line = front.read(arguments, CHAT)
+        if line.options and (text := import_module("launch.inputs.compose").told(line, CHAT)) is not None:
             print(text, end="")  # the import takes longer than all others: it is the server that composes
             return 0
-        given = [f"{NUMBERS[flag][0]}={value}" for flag, value in line.own.items() if flag in NUMBERS]
-        options = parse(given, dict(NUMBERS.values()))
+        given = {flag: value for flag, value in line.own.items() if flag in NUMBERS}
+        options = {NUMBERS[flag][0]: value_of(flag, value, NUMBERS[flag][1]) for flag, value in given.items()}
         key, system = os.environ.get(API_KEY), line.own.get("--system")
         if (url := line.own.get("--url")) is not None:
             if line.overrides:

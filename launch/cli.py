@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 
 from helix.packages import ROOT, rank_environment
-from launch.inputs.arguments import unknown
+from helix.schema import unknown
 
 COMMANDS = {
     "run": "decode the prompts of a file",
@@ -64,6 +64,8 @@ def main() -> None:
         sys.exit(f"error: helix {name} is in the package benchmarks, which {ROOT} does not have: take Helix's checkout")
     room = "benchmarks" if name in LABORATORY else "launch"
     program = [str(ROOT / "torchrun_entry.py")] if name == "run" else ["-m", f"{room}.{name}"]
+    if name == "bench" and any(text.startswith("bench=") or text in ("-m", "--multirun") for text in rest):
+        program = ["-m", "benchmarks.entry"]  # a job of one's own, or several
     os.execv(sys.executable, [sys.executable, *program, *rest])
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from helix.config import Config
+from helix.schema import choices, leaves
 from launch.cli import COMMANDS, LABORATORY
 from launch.inputs import front
-from launch.inputs.keys import keys
+from launch.inputs.commands import COMMANDS as COMPOSING
+from launch.inputs.flags import HYDRA
 
 BASH = """\
 _helix() {
@@ -32,18 +33,18 @@ def candidates(line: str) -> list[str]:
     begun, before = words[-1], [word for word in words[1:-1] if word]
     if not before:
         return _beginning(begun, [*COMMANDS, *LABORATORY, "--help", "--version", "--shell-completion"])
-    command = front.COMMANDS.get(before[0])
+    command = COMPOSING.get(before[0])
     if command is None:
         return []
     if begun.startswith("-"):
-        return _beginning(begun, [*(name for flag in command.flags for name in flag.names), *front.HYDRA])
-    groups = {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in front.CONF.iterdir() if d.is_dir()}
+        return _beginning(begun, [name for flag in (*command.flags, *HYDRA) for name in flag.names])
+    groups, schema = command.settings.groups, command.settings.schema
+    values = groups | {name: choices(kind) for name, kind, _ in leaves(schema)}
     key, equals, _ = begun.partition("=")
     if equals:
-        return _beginning(begun, [f"{key}={option}" for option in groups.get(key, [])])
+        return _beginning(begun, [f"{key}={value}" for value in values.get(key, [])])
     shapes = front.shapes() if not any("=" not in word and word[0] != "-" for word in before[1:]) else []
-    names = [*shapes, *(f"{group}=" for group in groups), *(f"{name}=" for name, _, _ in keys(Config))]
-    return _beginning(begun, names) if begun else []
+    return _beginning(begun, [*shapes, *(f"{name}=" for name in values)]) if begun else []
 
 
 def _beginning(begun: str, names: Sequence[str]) -> list[str]:

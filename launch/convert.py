@@ -24,8 +24,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
-from launch.inputs.arguments import helped, one_of, parse
+from launch.inputs.arguments import helped, parse
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file, directory, *rest = [*arguments[:2], *[""] * (2 - len(arguments)), *arguments[2:]]
         if not file or not directory or directory.startswith("dtype="):
             raise ValueError(f"{' '.join(arguments)}: there have to be a FILE.gguf and a DIR (see --help)")
-        dtype = parse(rest, {"dtype": one_of("auto", *DTYPES)}).get("dtype", "auto")
+        dtype = parse(rest, {"dtype": Literal["auto", "float32", "bfloat16", "float16"]}).get("dtype", "auto")
         import_module("launch.inputs.conversion").convert(Path(file), Path(directory), dtype)
     except ValueError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")

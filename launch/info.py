@@ -10,8 +10,9 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Literal
 
-from launch.inputs.arguments import helped, one_of, parse
+from launch.inputs.arguments import helped, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if helped(arguments, __doc__):
         return
     try:
-        given = parse(arguments, {"json": one_of("-")})
+        given = parse(arguments, {"json": Literal["-"]})
     except ValueError as error:
         sys.exit(f"error: {error}")
     machine = import_module("launch.inputs.machine")

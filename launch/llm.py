@@ -28,9 +28,10 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
-from helix.config import check
+from helix.checks import check
 from helix.hub import find_models
 from helix.place import Place
+from helix.schema import unknown
 from launch.client.answer import Answer, Heard, RequestOutput, output_of
 from launch.client.choice import News
 from launch.client.core import Core
@@ -39,8 +40,7 @@ from launch.client.options import CALL_OPTIONS, takes_options, with_defaults
 from launch.client.schemas import Body, Chat, Completion, parsed
 from launch.client.session import Session
 from launch.client.supervisor import ENDING_S, Supervisor, cause
-from launch.inputs.arguments import unknown
-from launch.inputs.front import CPU_TOKENS
+from launch.inputs.flags import CPU_TOKENS
 from launch.inputs.prompts import MOST_IDS
 
 LOG = logging.getLogger("helix")
@@ -97,7 +97,7 @@ class LLM:
             device = import_module("helix.devices").gpu_name(place) if self._config.comm.backend != "gloo" else None
             preflight = import_module("launch.inputs.preflight").preflight
             work = import_module("launch.inputs.work").SERVE
-            preflight(self._config, place.rank, place.world_size, device, work)
+            preflight(self._config, place.world_size, device, work, writes=False)
         self.layout = ""
         self._closed = False
         self._pid = os.getpid()

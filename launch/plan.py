@@ -48,21 +48,21 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from launch.inputs import front
-from launch.inputs.arguments import helped, one_of, parse, several, tokens
+from launch.inputs.arguments import helped, parse
 from launch.inputs.files import check_writable, write_atomically
 
-KEYS: dict[str, Callable[[str], Any]] = {
-    "model": str, "gpus": int, "context": tokens, "batch": int, "ttl_ms": float, "hardware": str,
-    "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int,
-    "drafter": one_of("ngram", "sparse", "mtp", "eagle3"), "path": str, "sparsity": float, "sparse": int,
-    "attention": str, "tier": one_of("host"), "hits": float, "ahead": float, "host_bytes": float, "gpu_bytes": float,
-    "weights": one_of("bf16", "fp8"), "kv": one_of("fp8", "fp8_all", "k16v8"), "modes": several, "json": str,
+KEYS: dict[str, Any] = {
+    "model": str, "gpus": int, "context": int, "batch": int, "ttl_ms": float, "hardware": str,
+    "backend": Literal["auto", "nccl"], "acceptance": float, "gamma": int,
+    "drafter": Literal["ngram", "sparse", "mtp", "eagle3"], "path": str, "sparsity": float, "sparse": int,
+    "attention": str, "tier": Literal["host"], "hits": float, "ahead": float, "host_bytes": float, "gpu_bytes": float,
+    "weights": Literal["bf16", "fp8"], "kv": Literal["fp8", "fp8_all", "k16v8"], "modes": list[str], "json": str,
 }  # fmt: skip
 NEEDED = ("model", "gpus", "context")
 

@@ -6,6 +6,7 @@ What is wrong with the line is said before anything is imported that takes secon
 from __future__ import annotations
 
 import gc
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from importlib import import_module
 from helix.hub import find_models
 from helix.library import import_transformers
 from helix.place import Place
-from launch import sweep
 from launch.client.errors import WRONG_SETTINGS
 from launch.inputs import compose, front
 from launch.inputs.work import RUNTIME, Program
@@ -38,16 +38,16 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
     try:
         place = Place.from_environment()
         line = front.read(arguments, program.typed)
-        settings = program.settings.of(line)
-        if (text := compose.told(line, program.typed, settings)) is not None:
+        if (text := compose.told(line, program.typed)) is not None:
             print(text, end="")
             return 0
         if "--multirun" in line.options:
             if place is not None:
-                raise ValueError("-m under torchrun would run the whole sweep on every rank: leave out torchrun")
+                typed = f"{program.typed.name} {shlex.join(line.arguments)} -m"
+                raise ValueError(f"-m under torchrun would run the whole sweep on every rank: type `{typed}`")
             gc.enable()
-            return sweep.main(arguments, program)
-        config = compose.composed(line.overrides, settings)
+            return import_module("launch.job.sweep").sweep(line, program)  # takes seconds
+        config = compose.composed(line.overrides, line.settings)
         find_models(config)
         if config.serve.attach is not None:
             return int(import_module("launch.batch").attached(config))

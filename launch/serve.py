@@ -13,10 +13,12 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from helix.config import check
+from helix.checks import check
 from helix.files import read_text
 from helix.hub import find_models, is_hub_id
 from launch.inputs import compose, front
+from launch.inputs.commands import SERVE
+from launch.inputs.flags import API_KEY, CPU_TOKENS
 from launch.job import lifeline
 from launch.serving.security import Keys, check_exposure
 
@@ -24,20 +26,19 @@ from launch.serving.security import Keys, check_exposure
 def main(arguments: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code: 0, or 1 after an error, which was printed in one line."""
     try:
-        line = front.read(arguments, front.SERVE)
-        settings = compose.RUN.of(line)
-        if (text := compose.told(line, front.SERVE, settings)) is not None:
+        line = front.read(arguments, SERVE)
+        if (text := compose.told(line, SERVE)) is not None:
             print(text, end="")
             return 0
         if "--multirun" in line.options:
             raise ValueError("-m: a server has one config; `helix sweep` runs several over prompts")
         line = replace(line, overrides=[*_defaults(line.overrides), *line.overrides])
-        config = compose.composed(line.overrides, settings)
+        config = compose.composed(line.overrides, line.settings)
         if config.serve.name is None and is_hub_id(str(config.model.path)):
             config.serve.name = str(config.model.path)
         find_models(config)
         check(config)
-        key = os.environ.pop(front.API_KEY, None)  # the ranks have no use for it
+        key = os.environ.pop(API_KEY, None)  # the ranks have no use for it
         check_exposure(config.serve, key)
         keys = Keys(config.serve.api_keys, key)
         if config.serve.chat_template is not None:  # not after the weights, which take minutes
@@ -56,7 +57,7 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
     if Path("/dev/nvidia0").exists():
         return [] if any(key.startswith("layout") for key in keys) else ["layout=auto"]
     layout = [] if any(key.startswith("layout") for key in keys) else ["layout.kvp=2"]
-    return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={front.CPU_TOKENS}"])
+    return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={CPU_TOKENS}"])
 
 
 if __name__ == "__main__":

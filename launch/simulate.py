@@ -25,18 +25,19 @@ Exit code 1: a value is wrong, or there is no memory for the batch. `helix plan`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from launch.inputs.arguments import boolean, helped, one_of, parse, positive, tokens, unknown
+from helix.schema import Range, unknown
+from launch.inputs.arguments import helped, parse
 
 WIDTHS = {"pp": 1, "dp": 1, "kvp": 1, "tpa": 1, "tpf": None, "ep": 1}
 DEFAULTS: dict[str, Any] = {"mode": "helix", **WIDTHS, "batch": 1, "context": 1 << 20, "dtype": "bf16", "hopb": True}
-KEYS: dict[str, Callable[[str], Any]] = {
-    "hardware": str, "model": str, "mode": one_of("tp", "dp", "medha", "helix"),
-    **dict.fromkeys((*WIDTHS, "batch"), positive),
-    "context": tokens, "dtype": one_of("fp4", "fp8", "bf16"), "hopb": boolean,
+KEYS: dict[str, Any] = {
+    "hardware": str, "model": str, "mode": Literal["tp", "dp", "medha", "helix"],
+    **dict.fromkeys((*WIDTHS, "batch"), Annotated[int, Range(1)]),
+    "context": int, "dtype": Literal["fp4", "fp8", "bf16"], "hopb": bool,
 }  # fmt: skip
 
 

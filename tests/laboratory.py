@@ -14,5 +14,5 @@ def composed(*overrides: str) -> LabConfig:
     return schema.composed(overrides)
 
 
-def preflight(config: Config, rank: int, world_size: int, device: str | None = None) -> CheckedRun:
-    return checks.preflight(config, rank, world_size, device, PROGRAM.work(config))
+def preflight(config: Config, world_size: int, device: str | None = None, writes: bool = True) -> CheckedRun:
+    return checks.preflight(config, world_size, device, PROGRAM.work(config), writes)

@@ -55,7 +55,7 @@ def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Co
         model=ModelConfig(path=str(DEMO)),
         kv=KVConfig(append_block=PAGE, page_size=PAGE, tokens=BATCH * length, memory_fraction=0.5),
         attention=AttentionConfig("block_sparse", topk=32 if length > 8192 else 4, from_tokens=0),
-        decode=DecodeConfig(prefill_chunk=str(CHUNK)),
+        decode=DecodeConfig(prefill_chunk=CHUNK),
     )
     if share is None:
         return found

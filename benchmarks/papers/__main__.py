@@ -23,7 +23,8 @@ from benchmarks.papers.verification_figures import draw as draw_verification
 from benchmarks.records import figures as recorded
 from benchmarks.records.columns import filled
 from benchmarks.records.tables import TABLES
-from launch.inputs.arguments import helped, need_checkout, parse, unknown
+from helix.schema import unknown
+from launch.inputs.arguments import helped, need_checkout, parse
 from launch.inputs.compose import ROOT
 
 PAGE = ROOT / "docs" / "papers.md"

@@ -31,7 +31,7 @@ from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement, PromptChunk
 from helix.sampling_params import SamplingParams
-from helix.setup.checks import load_eagle3
+from helix.setup.drafts import load_eagle3
 from helix.speculation import (
     Draft,
     DraftBudget,

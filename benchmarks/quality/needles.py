@@ -20,17 +20,17 @@ import json
 import random
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.arguments import helped, need_checkout, parse, several
+from launch.inputs.arguments import helped, need_checkout, parse
 from launch.inputs.compose import ROOT
 
 SOURCES = [ROOT / "helix", Path(sysconfig.get_path("stdlib"))]
 WORDS = ["falcon", "river", "copper", "lantern", "meadow", "harbor", "violet", "glacier", "tunnel", "saddle", "orchard"]
-KEYS: dict[str, Callable[[str], Any]] = {
-    "output": Path, "length": int, "count": int, "tokenizer": Path, "source": several
+KEYS: dict[str, Any] = {
+    "output": Path, "length": int, "count": int, "tokenizer": Path, "source": list[str]
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "length": 32768, "count": 50, "tokenizer": ROOT / "assets/demo-model/tokenizer.json", "source": SOURCES

@@ -34,10 +34,10 @@ import random
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,12 @@ from torch import Tensor, nn
 from benchmarks.quality import own_texts
 from benchmarks.quality.drafted_layers import FORMS, DraftedLayer
 from benchmarks.quality.haystacks import texts
-from launch.inputs.arguments import helped, one_of, parse
+from launch.inputs.arguments import helped, parse
 from launch.inputs.compose import ROOT
 from launch.job.report import provenance
 
-KEYS: dict[str, Callable[[str], Any]] = {
-    "to": Path, "form": one_of(*FORMS), "model": str, "texts": one_of("sources", "own"), "answers": int,
+KEYS: dict[str, Any] = {
+    "to": Path, "form": Literal[FORMS], "model": str, "texts": Literal["sources", "own"], "answers": int,
     "minutes": float, "steps": int, "places": int, "batch": int, "length": int, "megabytes": float, "rate": float,
     "output": Path,
 }  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
-from helix.config import Config
+from helix.config import Config, HopBChunks
 from helix.engine.core import Engine
 from helix.errors import ConfigError
 from helix.models.decoder import Decoder
@@ -81,7 +81,7 @@ def engine_at(
     length: int,
     steps: int,
     draft: DraftModel | DraftLayer | None = None,
-    hopb: str | None = None,
+    hopb: HopBChunks | None = None,
 ) -> tuple[Engine, int]:
     """An engine with room for `batch` sequences of `length` tokens and `steps` more steps; also the tokens of each.
 

@@ -76,7 +76,7 @@ def run(task: Task) -> Done:
     if problem is not None:
         raise ConfigError(problem)
     known = {found.way: found for found in map(Measured.of, rows)}
-    sample = PromptSample(task) if plan.prompts else RandomSample(task)
+    sample = PromptSample(task) if plan.config.decode.prompts is not None else RandomSample(task)
 
     def measure(way: DraftSource) -> Measured:
         if way not in known:

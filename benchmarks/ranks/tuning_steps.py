@@ -12,6 +12,8 @@ from itertools import product
 from statistics import fmean, stdev
 from typing import Any
 
+from helix.config import DrafterName
+
 LEVEL = 0.02  # more accepted tokens that count, of those accepted; and more speed over plain decoding
 DEVIATIONS = 1.96  # of a mean: 95 of 100 lie within
 PATIENCE = 2  # values in a row that are no better, and a series ends
@@ -27,7 +29,7 @@ class DraftSource:
         sparsity: of sparse.
     """
 
-    drafter: str
+    drafter: DrafterName
     gamma: int = 0
     sparsity: float | None = None
 

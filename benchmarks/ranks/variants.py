@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from dataclasses import asdict
 
 from benchmarks import schema
 from benchmarks.schema import LabConfig
-from helix.config import check
+from helix.checks import check
+from helix.schema import build
 
 # That do not change what the cache holds.
 KEYS = ("attention.topk", "bench.repeat", "kv.ahead")
@@ -27,13 +24,13 @@ def variants(config: LabConfig) -> dict[str, LabConfig]:
         if unknown := [part for part in text.split() if part.partition("=")[0] not in KEYS]:
             raise ValueError(f"bench.variants has {unknown[0]!r}: a variant sets {', '.join(KEYS)}, as in KEY=VALUE")
         try:
-            changed = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(text.split()))
-            whole = cast(LabConfig, OmegaConf.to_object(changed))
-            kv, bench = replace(config.kv, ahead=whole.kv.ahead), replace(config.bench, repeat=whole.bench.repeat)
-            found[text] = replace(config, attention=whole.attention, kv=kv, bench=bench)
+            content = asdict(config)
+            for group, key, value in (part.replace("=", ".", 1).split(".", 2) for part in text.split()):
+                content[group][key] = value
+            found[text] = build(LabConfig, content)
             check(found[text])
             schema.check(found[text])
-        except (OmegaConfBaseException, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error
         if found[text].attention.topk > config.attention.topk:
             raise ValueError(

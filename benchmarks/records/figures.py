@@ -51,7 +51,8 @@ from benchmarks.records.style import (
     short,
     square,
 )
-from launch.inputs.arguments import helped, need_checkout, parse, unknown
+from helix.schema import unknown
+from launch.inputs.arguments import helped, need_checkout, parse
 from launch.inputs.compose import ROOT
 
 PEERS: dict[str, Style] = {

@@ -48,8 +48,9 @@ from benchmarks.records.planner_check import check_table, errors_table, regrets,
 from benchmarks.records.recorded_steps import Cell, halves, read_cells
 from benchmarks.records.rows import kv, results, shape
 from benchmarks.records.sparse_bill import Account
+from helix.schema import unknown
 from launch.client import fields, options
-from launch.inputs.arguments import helped, need_checkout, unknown
+from launch.inputs.arguments import helped, need_checkout
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 

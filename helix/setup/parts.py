@@ -55,16 +55,6 @@ def make_eagle3(config: SpeculationConfig, target: DecoderSpec) -> Eagle3Spec:
         raise ValueError(f"the draft layer (speculation.path={path}): {error}") from error
 
 
-def check_weights(config: ModelConfig, key: str) -> None:
-    """Raises ValueError, naming what to set under `key`, if a model has neither a checkpoint nor random weights."""
-    if config.path is None and config.load == "checkpoint":
-        place = " in place of model=NAME" if key == "model" else ""
-        raise ValueError(
-            f"a shape has no weights: set {key}.path=DIR{place}, a checkpoint's directory, or {key}.load=random for "
-            "random weights"
-        )
-
-
 def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu: bool) -> Formats:
     """Returns the storage of a model's matrices, as model.weights names it."""
     if config.weights == "bf16" or (config.weights == "auto" and not on_gpu):
@@ -73,24 +63,6 @@ def make_formats(config: ModelConfig, checkpoint: CheckpointFiles | None, on_gpu
     if stored is None:
         return rounded if config.weights == "fp8" else unpacked
     return stored.kept if checkpoint is None else checkpoint.kept
-
-
-def check_cache(config: Config, spec: DecoderSpec) -> None:
-    """Raises ValueError if keys and values cannot be kept as kv.dtype has it."""
-    what = f"kv.dtype={config.kv.dtype}"
-    if config.kv.dtype == "auto":
-        return
-    check_latents(config, spec)
-    if not spec.full:
-        raise ValueError(f"{what}: all layers of the model have windows, which stay as they are: set auto")
-
-
-def check_latents(config: Config, spec: DecoderSpec) -> None:
-    """Raises ValueError if kv.dtype is for keys and values, or index keys, that the model does not have."""
-    if spec.attention.latent is not None and config.kv.dtype == "k16v8":
-        raise ValueError("kv.dtype=k16v8: the model's latents (MLA) are keys and values at once: set fp8 or auto")
-    if config.kv.dtype == "fp8_all" and not spec.indexers:
-        raise ValueError("kv.dtype=fp8_all: the model has no index keys (DSA): set fp8 or auto")
 
 
 def stored_format(config: ModelConfig) -> WeightFormat | None:

@@ -2,88 +2,29 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
+
+from helix.schema import unknown, value_of
 
 HOME = Path(__file__).resolve().parents[2]  # the checkout, or where a wheel is installed
-KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
-MOST = 1 << 40  # of whole numbers: arrays hold 64 bits, of products, too
-
-
-def boolean(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError("true or false")
-    return text == "true"
-
-
-def positive(text: str) -> int:
-    if not text.lstrip("+").isdecimal() or int(text) < 1:
-        raise ValueError("a whole number of at least 1")
-    return int(text)
-
-
-def one_of(*known: str) -> Callable[[str], str]:
-    """Returns the kind of a value that is one of these words."""
-
-    def kind(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"one of {', '.join(known)}")
-        return text
-
-    return kind
-
-
-def several(text: str) -> list[str]:
-    """Splits a value at commas: `A,B`."""
-    return text.split(",")
-
-
-def whole_numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError("whole numbers, separated by commas") from None
-
-
-def numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError("numbers, separated by commas") from None
-
-
-def unknown(text: str, known: Collection[str]) -> str:
-    """Returns the message for an unknown word, with the nearest known one."""
-    near = get_close_matches(text, known, n=1)
-    return f"{text} is unknown; known: {', '.join(known)}" + (f" (did you mean {near[0]}?)" if near else "")
-
-
-def tokens(text: str) -> int:
-    """Reads a number of tokens, such as 131072, 128K or 1M."""
-    if (found := re.fullmatch(r"(\d+)([KM]?)", text)) is None:
-        raise ValueError("a number of tokens, such as 131072, 128K or 1M")
-    return int(found[1]) << {"": 0, "K": 10, "M": 20}[found[2]]
 
 
 def parse(
-    arguments: Sequence[str],
-    kinds: Mapping[str, Callable[[str], Any]],
-    needed: Collection[str] = (),
-    words: Sequence[str] = (),
+    arguments: Sequence[str], kinds: Mapping[str, Any], needed: Collection[str] = (), words: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Parses `KEY=VALUE` arguments to values by key.
 
     Args:
-        kinds: by key, converts a value's text, or raises ValueError with what the value should be.
+        kinds: annotations by key, as `helix.schema` reads them; a list is several values with commas.
         needed: keys that must be given.
         words: keys of what stands without one, in order.
 
     Raises:
-        ValueError: a key is unknown, given twice or missing, or a value is of the wrong kind.
+        ValueError: a key is unknown, given twice or missing, or a value is not of its type.
     """
     values: dict[str, Any] = {}
     unnamed = [*words]
@@ -101,12 +42,7 @@ def parse(
             raise ValueError(f"{key} is given twice")
         if not text:
             raise ValueError(f"{key}= has no value")
-        try:
-            values[key] = kinds[key](text)
-        except ValueError as error:
-            raise ValueError(f"{argument} must be {KINDS.get(kinds[key]) or error}") from None
-        if isinstance(values[key], int) and abs(values[key]) > MOST:
-            raise ValueError(f"{argument} must be at most {MOST}")
+        values[key] = value_of(key, text.split(",") if get_origin(kinds[key]) is list else text, kinds[key])
     if missing := [key for key in needed if key not in values]:
         raise ValueError(f"{' and '.join(missing)} missing: add {' '.join(f'{key}=VALUE' for key in missing)}")
     return values

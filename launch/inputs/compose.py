@@ -1,100 +1,49 @@
-"""Command line: settings as Hydra's overrides, with a sentence for each mistake before anything is composed."""
+"""Configs of command lines: composed by Hydra, with a sentence for each mistake."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import dataclass, is_dataclass, replace
-from functools import cache, cached_property, lru_cache
-from itertools import product
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
-from types import NoneType
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
-from hydra.errors import HydraException
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from helix.config import Config
-from launch.inputs import front
-from launch.inputs.arguments import tokens
-from launch.inputs.front import Command, Line
+from helix.schema import build, expected, is_literal_text, leaves, said, types, unknown_key
+from launch.inputs.front import CONF, RUN, Command, Line, Settings, nearest_shapes, parser
 from launch.inputs.keys import keys
 
-ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf"
-PATHS = (
-    *("model.path", "speculation.model.path", "decode.prompts", "decode.output", "record"),
-    *("serve.socket", "serve.attach", "serve.chat_template", "serve.api_keys"),
+ROOT = CONF.parent
+UNATTENDED = (  # Hydra's settings of --multirun: a user's own come behind them
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+    "hydra.output_subdir=null",
+    "hydra.sweep.dir='sweeps/${now:%Y-%m-%d_%H-%M-%S}'",
 )
-SWEEP_DIRS = ("hydra.sweep.dir", "hydra.run.dir")
-SWEEP = "for several use `helix sweep ...`, or -m"
-EXPECTED = {
-    int: "an integer of at most 64 bits",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    list[str]: "a list of texts, such as [a,b]",
-    list[int]: "a list of integers, such as [0,4]",
-    list[float]: "a list of numbers, such as [0.05,0.1]",
-    dict[str, Any]: "keys and values, such as {num_hidden_layers:4}",
-}
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # whose points do not depend on what others measured
 
 OmegaConf.register_new_resolver("root", lambda: str(ROOT))
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings that a command line can have.
+class PointLine:
+    """A point of `--multirun`: its overrides, config, and directory of its own."""
 
-    Attributes:
-        schema: dataclass with all keys.
-        directories: directories of groups; the first also has the primary config.
-        begin: name of the primary config, without suffix.
-        paths: keys whose values are paths.
-    """
-
-    schema: type[Config] = Config
-    directories: tuple[Path, ...] = (CONF,)
-    begin: str = "config"
-    paths: tuple[str, ...] = PATHS
-
-    @cached_property
-    def groups(self) -> dict[str, list[str]]:
-        """Options of each group of a run, without `hardware`, which the simulator reads."""
-        names = sorted({*get_type_hints(self.schema), "experiment"})
-        options = {n: sorted({f.stem for d in self.directories for f in (d / n).glob("*.yaml")}) for n in names}
-        return {name: found for name, found in options.items() if found}
-
-    def of(self, line: Line) -> Settings:
-        """Adds the groups of `--config-dir`, and begins with the file that `--config-name` names.
-
-        Raises:
-            ValueError: there is no such directory or file.
-        """
-        directories, begin = self.directories, self.begin
-        if (given := line.options.get("--config-dir")) is not None:
-            if not (directory := Path(given).absolute()).is_dir():
-                raise ValueError(f"--config-dir {given} is not a directory")
-            directories = (*directories, directory)
-        if (name := line.options.get("--config-name")) is not None:
-            begin = name.removesuffix(".yaml")
-            having = [d for d in directories if (d / f"{begin}.yaml").exists()]
-            if not having:
-                raise ValueError(f"--config-name {name}: no {begin}.yaml in {', '.join(map(str, directories))}")
-            directories = (having[-1], *(d for d in directories if d != having[-1]))
-        return replace(self, directories=directories, begin=begin)
-
-
-RUN = Settings()
+    overrides: list[str]
+    config: Config
+    directory: Path
 
 
 def composed(overrides: Sequence[str], settings: Settings = RUN) -> Config:
@@ -103,36 +52,57 @@ def composed(overrides: Sequence[str], settings: Settings = RUN) -> Config:
     Raises:
         ValueError: a mistake in the overrides, in one line.
     """
-    return as_config(_compose([_checked(text, settings, sweeps=False) for text in overrides], settings), settings)
+    return _as_config(_composed(overrides, settings), settings)
 
 
-def told(line: Line, command: Command, settings: Settings = RUN) -> str | None:
-    """Writes what `--help`, `--info`, `--hydra-help` or `--cfg job` print; None where none of them is there.
+def points(line: Line) -> list[PointLine]:
+    """Composes each point of `--multirun`, as Hydra's sweeper lists them.
+
+    Raises:
+        ValueError: a mistake in the overrides, in one line.
+    """
+    found: list[tuple[list[str], DictConfig, Path]] = []
+    sweepers: set[str] = set()
+
+    def collect(config: DictConfig) -> None:
+        job = HydraConfig.get()
+        sweepers.add(str(job.sweeper._target_))
+        found.append((list(job.overrides.task), config, Path(job.runtime.output_dir)))
+
+    with _hydra(line.settings) as search:
+        overrides = [_checked(text, line.settings, sweeps=True) for text in line.overrides]
+        GlobalHydra.instance().hydra.multirun(line.settings.begin, collect, [*UNATTENDED, search, *overrides], False)
+    if sweepers - {BASIC}:
+        raise ValueError(f"hydra/sweeper: {sweepers.pop()} chooses points by what others measured: leave it out")
+    if not found:
+        raise ValueError("there is no point: a sweep has no values, or hydra/launcher runs them in other processes")
+    return [PointLine(texts, _as_config(config, line.settings), directory) for texts, config, directory in found]
+
+
+def told(line: Line, command: Command) -> str | None:
+    """Writes what `--help`, `--info` or `--cfg job` print; None where none of them is there.
 
     Raises:
         ValueError: a mistake in the overrides, or an option that goes with none of them.
     """
-    options = line.options
+    options, settings = line.options, line.settings
     if "--help" in options:
-        return front.help_text(command)
-    if "--hydra-help" in options:
-        return front.HYDRA_HELP
+        return parser(command).format_help()
     if "--cfg" not in options and (extra := next((o for o in ("--resolve", "--package") if o in options), None)):
         raise ValueError(f"{extra} is of --cfg job, which shows the config in effect: add it")
-    if "--cfg" not in options and "--info" not in options:
-        return None
     if options.get("--cfg", "job") != "job":
         raise ValueError(f"--cfg {options['--cfg']}: take --cfg job, the config in effect; Hydra's own is not used")
     if "--info" in options:
         return _info(settings) + _shown(line.overrides, {}, settings)
-    if "--multirun" in options or command is front.SWEEP:
-        points, _ = sweep_points(line.overrides, settings)
-        return "".join(f"# point {i}: {' '.join(p)}\n{_shown(p, options, settings)}" for i, p in enumerate(points))
-    return _shown(line.overrides, options, settings)
+    if "--cfg" in options and "--multirun" in options:
+        several = enumerate(point.overrides for point in points(line))
+        return "".join(f"# point {i}: {' '.join(p)}\n{_shown(p, options, settings)}" for i, p in several)
+    return _shown(line.overrides, options, settings) if "--cfg" in options else None
 
 
 def _shown(overrides: Sequence[str], options: dict[str, str], settings: Settings) -> str:
-    config = _compose([_checked(text, settings, sweeps=False) for text in overrides], settings)
+    config = _composed(overrides, settings)
+    _as_config(config, settings)
     part = OmegaConf.select(config, name) if (name := options.get("--package")) else config
     if part is None or (name and not OmegaConf.is_config(part)):
         raise ValueError(f"--package {name}: there is no such part; parts are {', '.join(map(str, config))}")
@@ -142,8 +112,8 @@ def _shown(overrides: Sequence[str], options: dict[str, str], settings: Settings
 def _info(settings: Settings) -> str:
     groups = "\n".join(f"  {name}: {', '.join(found)}" for name, found in settings.groups.items())
     listed = "\n".join(
-        f"  {key} ({default})\n{fill(meaning, 112, initial_indent='      ', subsequent_indent='      ')}"
-        for key, default, meaning in keys(settings.schema)
+        f"  {key} ({default})\n{fill(f'{meaning} [{values}]', 112, initial_indent=' ' * 6, subsequent_indent=' ' * 6)}"
+        for key, default, meaning, values in keys(settings.schema)
     )
     return (
         f"Groups: GROUP=OPTION takes GROUP/OPTION.yaml of {', '.join(map(str, settings.directories))}\n\n{groups}\n\n"
@@ -151,62 +121,39 @@ def _info(settings: Settings) -> str:
     )
 
 
-def sweep_points(arguments: Sequence[str], settings: Settings = RUN) -> tuple[list[list[str]], Path | None]:
-    """Splits a sweep into the overrides of its points; returns them with the directory in `hydra.sweep.dir`, or None.
-
-    Raises:
-        ValueError: a mistake in the overrides.
-    """
-    axes: dict[str, list[str]] = {}
-    directory = None
-    for text in arguments:
-        if text.partition("=")[0] in SWEEP_DIRS:
-            directory = Path(text.partition("=")[2])
-            continue
-        text = _checked(text, settings, sweeps=True)
-        override = _parsed(text)
-        axes[override.get_key_element()] = (
-            [f"{override.get_key_element()}={value}" for value in _swept(override, settings)]
-            if override.is_sweep_override()
-            else [text]
-        )
-    return [list(point) for point in product(*axes.values())], directory
-
-
-def as_config(config: DictConfig, settings: Settings = RUN) -> Config:
-    """Converts a composed config to its dataclasses.
-
-    Raises:
-        ValueError: an unknown key was added (`+key=value`), or a value cannot be resolved.
-    """
-    _refuse_unknown(config, settings.schema, "")
+@contextmanager
+def _hydra(settings: Settings) -> Iterator[str]:
+    """Opens Hydra over the directory of the primary config; yields the override that adds the others."""
+    ConfigStore.instance().store(name="schema", node=asdict(settings.schema()))
+    first = [d for d in settings.directories if (d / f"{settings.begin}.yaml").exists()][-1]
+    others = (f"file://{place}" for place in settings.directories if place != first)
+    places = ",".join(QuotedString(place, Quote.single).with_quotes() for place in others)
     try:
-        return cast(Config, OmegaConf.to_object(config))
-    except OmegaConfBaseException as error:
-        raise ValueError(f"{error.full_key or 'the config'}: {_line(error)}") from error
-
-
-def _compose(overrides: Sequence[str], settings: Settings) -> DictConfig:
-    of_groups = tuple(text for text in overrides if text.partition("=")[0] in settings.groups)
-    try:
-        config = deepcopy(_composed_groups(of_groups, settings))
-        ConfigLoaderImpl._apply_overrides_to_config([_parsed(t) for t in overrides if t not in of_groups], config)
-        return config
+        with initialize_config_dir(str(first), version_base="1.3", job_name="helix"):
+            yield f"hydra.searchpath=[{places}]"
+    except MissingConfigException as error:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        raise ValueError(f"{group}={option}: {_no_option(group, option, error.options or [])}") from error
     except (HydraException, OmegaConfBaseException) as error:
+        override = _line(error).partition("Error merging override ")[2]
+        kinds = {name: kind for name, kind, _ in leaves(settings.schema)}
+        if (kind := kinds.get(override.partition("=")[0].lstrip("+~"))) is not None:
+            raise ValueError(f"{override} must be {expected(kind)}") from error
         raise ValueError(f"the settings do not go together: {_line(error)}") from error
 
 
-@lru_cache(maxsize=256)
-def _composed_groups(of_groups: tuple[str, ...], settings: Settings) -> DictConfig:
-    """Composes the chosen options of groups, whose files a process reads once.
+def _composed(overrides: Sequence[str], settings: Settings) -> DictConfig:
+    with _hydra(settings) as search:
+        return compose(settings.begin, [*(_checked(text, settings, sweeps=False) for text in overrides), search])
 
-    It takes 0.1 s, of which a plan or a sweep with many points needs few.
-    """
-    ConfigStore.instance().store(name="schema", node=settings.schema)
-    first, *others = map(str, settings.directories)
-    with initialize_config_dir(first, version_base="1.3"):
-        places = ",".join(QuotedString(f"file://{place}", Quote.single).with_quotes() for place in others)
-        return compose(settings.begin, [*of_groups, f"hydra.searchpath=[{places}]"])
+
+def _as_config(config: DictConfig, settings: Settings) -> Config:
+    try:
+        content = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'the config'}: {_line(error)}") from error
+    assert isinstance(content, dict)
+    return build(settings.schema, {str(key): value for key, value in content.items()})
 
 
 def _line(error: Exception) -> str:
@@ -214,10 +161,10 @@ def _line(error: Exception) -> str:
 
 
 def _checked(text: str, settings: Settings, sweeps: bool) -> str:
-    """Checks one override and returns it for Hydra: paths are literal, everything else follows Hydra's grammar.
+    """Checks an override and returns it for Hydra: paths are literal, all else follows Hydra's grammar.
 
     Raises:
-        ValueError: the key is unknown, or the value is not valid for it.
+        ValueError: it is none, or its key is unknown.
     """
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         raise ValueError(f"{text!r} is not UTF-8")
@@ -226,51 +173,54 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
     sign, key, equals, value = match.groups()
     if not key or (not equals and sign != "~"):
         raise ValueError(f"{text!r}: a setting is KEY=VALUE")
-    groups = settings.groups
-    kind = None if key in groups else _kind_of(key, text, settings.schema)
-    beneath_dict = key not in groups and kind is None
-    if sign == "~" and not beneath_dict:
-        raise ValueError(f"{text}: only keys of model.config can be taken out; {key} is set as {key}=VALUE")
-    if sign == "+" and not beneath_dict:
+    kinds = {name: kind for name, kind, _ in leaves(settings.schema)}
+    if re.match(r"hydra[./]", key):
+        if not sweeps:
+            raise ValueError(f"{text}: Hydra's own settings are of --multirun: add -m, or leave it out")
+    elif key == "experiment":
+        sign = ""  # the primary config names it
+    elif key not in settings.groups and key not in kinds:
+        parent = next((name for name, kind in kinds.items() if key.startswith(f"{name}.")), None)
+        if parent is None:
+            _refuse(key, text, settings)
+        elif kinds[parent] != dict[str, Any]:
+            raise ValueError(f"{key} is unknown: {parent} has no keys of its own")
+        sign = sign or "++"  # Hydra adds what the primary config does not name
+    elif sign == "+":
         raise ValueError(f"{text}: {key} is there already: leave out the +")
-    if kind is not None and (int in (kind, *get_args(kind)) or key in ("decode.prefill_chunk", "decode.max_batch")):
-        value = re.sub(r"\b\d+[KM]\b", lambda found: str(tokens(found[0])), value)
-        text = f"{sign}{key}={value}"
-    if key in settings.paths:
-        text = f"{sign}{key}={_literal_paths(key, value, sweeps)}"
-    elif beneath_dict and not sign:
-        text = f"++{text}"
+    if key in kinds and is_literal_text(kinds[key]) and equals:
+        value = _literal_paths(key, value, sweeps)
+    text = f"{sign}{key}{equals}{value}"
     override = _parsed(text)
     if override.is_sweep_override():
         if not sweeps:
-            raise ValueError(f"{text}: one run has one config; {SWEEP}")
-        if not override.is_discrete_sweep():
-            raise ValueError(f"{text}: an interval has no points; use a,b or range(a,b)")
-        for one in _swept(override, settings):
-            _checked(f"{sign}{key}={one}", settings, sweeps=False)
-    elif key in groups:
-        if override.value() not in (*groups[key], *([None] if key == "experiment" else [])):
-            raise ValueError(f"{text}: {key} has no option {value}; known: {', '.join(groups[key])}")
-    elif not beneath_dict:
-        _check_value(key, kind, value, override.value(), settings)
+            raise ValueError(f"{text}: one run has one config; for several use `helix sweep ...`, or -m")
+    elif key in settings.groups and sign != "~":
+        options = override.value() if isinstance(override.value(), list) else [override.value()]
+        for option in options:
+            if option not in settings.groups[key] and not (key == "experiment" and option is None):
+                raise ValueError(f"{text}: {_no_option(key, said(option), settings.groups[key])}")
     return text
 
 
-def _swept(override: Override, settings: Settings) -> list[str]:
-    """Lists the values of a sweep, of `glob` those of a group's options."""
-    if isinstance(pattern := override.value(), Glob):
-        key = override.get_key_element()
-        if not (names := pattern.filter(settings.groups.get(key, []))):
-            known = ", ".join(settings.groups.get(key, [])) or "none, as it is not a group"
-            raise ValueError(f"{override.input_line}: glob takes options of {key}; known: {known}")
-        return names
-    try:
-        values = [*override.sweep_string_iterator()]
-    except (HydraException, ValueError) as error:  # a step of 0
-        raise ValueError(f"{override.input_line}: {_line(error)}") from error
-    if not values:
-        raise ValueError(f"{override.input_line}: there is no value in it")
-    return values
+def _no_option(group: str, option: str, known: Sequence[str]) -> str:
+    some = f"the nearest are {nearest_shapes(option)}" if group == "model" else f"known: {', '.join(known)}"
+    return f"{group} has no option {option}; {some}"
+
+
+def _refuse(key: str, text: str, settings: Settings) -> None:
+    """Raises ValueError for a key that the schema does not have."""
+    if key.partition(".")[0] == "bench" and "bench" not in types(settings.schema):
+        raise ValueError(f"{text}: benchmarks have a command of their own: helix bench {text} ...")
+    names = [name for name, _, _ in leaves(settings.schema)]
+    if own := [name for name in names if name.startswith(f"{key}.")]:
+        raise ValueError(f"{text}: {key} is set by its keys: {', '.join(own)}")
+    parent, _, _ = key.rpartition(".")
+    while parent and not any(name.startswith(f"{parent}.") for name in names):
+        parent, _, _ = parent.rpartition(".")
+    depth = len(parent.split(".")) if parent else 0
+    siblings = dict.fromkeys(".".join(name.split(".")[: depth + 1]) for name in names if name.startswith(parent))
+    raise ValueError(unknown_key(settings.schema, key, list(siblings)))
 
 
 def _literal_paths(key: str, text: str, sweeps: bool) -> str:
@@ -288,75 +238,9 @@ def _literal_paths(key: str, text: str, sweeps: bool) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
 
-def _kind_of(key: str, text: str, schema: type[Config]) -> Any:
-    """Returns the type of a key; None if the key lies in a dict, whose values may be any.
-
-    Raises:
-        ValueError: the schema does not have it.
-    """
-    kind: Any = schema
-    if key.partition(".")[0] == "bench" and "bench" not in get_type_hints(schema):
-        raise ValueError(f"{text}: benchmarks have a command of their own: python -m benchmarks.entry {text} ...")
-    for depth, name in enumerate(parts := key.split(".")):
-        if not is_dataclass(kind):
-            if kind == dict[str, Any]:
-                return None
-            raise ValueError(f"{key} is unknown: {'.'.join(parts[:depth])} has no keys of its own")
-        kinds = get_type_hints(kind)
-        if name not in kinds:
-            raise ValueError(_unknown("".join(f"{part}." for part in parts[:depth]), name, cast(type, kind)))
-        kind = kinds[name]
-    return kind
-
-
-def _unknown(prefix: str, name: str, schema: type) -> str:
-    return f"{prefix}{name} is unknown; known: {', '.join(prefix + known for known in get_type_hints(schema))}"
-
-
-def _check_value(key: str, kind: Any, text: str, value: Any, settings: Settings) -> None:
-    if is_dataclass(kind):
-        keys = ", ".join(f"{key}.{name}" for name in get_type_hints(kind))
-        raise ValueError(f"{key}={text}: {key} is set by its keys: {keys}")
-    optional = NoneType in get_args(kind)
-    kind = next(k for k in get_args(kind) if k is not NoneType) if optional else kind
-    try:
-        OmegaConf.update(_schema(settings), key, value)
-        fits = not (isinstance(value, list) and any(isinstance(one, list | dict) for one in value))
-        fits &= not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
-        fits &= not (key in settings.paths and value == "")
-    except OmegaConfBaseException:
-        fits = False
-    if not fits:
-        expected = "a path" if key in settings.paths else EXPECTED[kind]
-        raise ValueError(f"{key}={text} must be {expected}{', or null' if optional else ''}")
-
-
 def _parsed(text: str) -> Override:
     try:
-        return _parser().parse_override(text)
+        return OverridesParser.create().parse_override(text)
     except HydraException as error:
         key = text.partition("=")[0]
         raise ValueError(f"{text}: the value cannot be read; put it in quotes, as in \"{key}='VALUE'\"") from error
-
-
-@cache
-def _schema(settings: Settings) -> DictConfig:
-    """Returns the schema as a config; it is made once, since that takes longer than all checks together."""
-    return OmegaConf.structured(settings.schema)
-
-
-@cache
-def _parser() -> OverridesParser:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return OverridesParser.create(GlobalHydra.instance().config_loader())
-
-
-def _refuse_unknown(config: DictConfig, schema: type, prefix: str) -> None:
-    """Raises ValueError for a key that is not a field of the dataclass `schema` or of one in it."""
-    kinds = get_type_hints(schema)
-    for key, value in config.items_ex(resolve=False):
-        name = str(key)
-        if name not in kinds:
-            raise ValueError(_unknown(prefix, name, schema))
-        if is_dataclass(kinds[name]) and isinstance(value, DictConfig):
-            _refuse_unknown(value, cast(type, kinds[name]), f"{prefix}{name}.")

@@ -1,12 +1,12 @@
-"""Every key of a schema, its default and what it means, as the schema's docstrings say it."""
+"""Every key of a schema, its default, what it means as the schema's docstrings say it, and what it may be."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, get_type_hints
+
+from helix.schema import expected, leaves, said, types
 
 
 def meanings(schema: type) -> dict[str, str]:
@@ -23,20 +23,12 @@ def meanings(schema: type) -> dict[str, str]:
     return texts
 
 
-def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Lists key, default and meaning of everything that can be set."""
-    texts, kinds = meanings(schema), get_type_hints(schema)
-    for field in fields(schema):
-        if is_dataclass(kinds[field.name]):
-            yield from keys(kinds[field.name], f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, _default(field), texts[field.name]
-
-
-def _default(field: Field[Any]) -> str:
-    value = field.default if field.default_factory is MISSING else field.default_factory()
-    if value is None:
-        return "unset"
-    if isinstance(value, list):
-        return f"[{', '.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def keys(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Lists key, default, meaning and possible values of everything that can be set."""
+    for key, kind, default in leaves(schema):
+        holder = schema
+        *path, name = key.split(".")
+        for part in path:
+            holder = types(holder)[part]
+        unset = "unset" if default is None else "[]" if default == [] else said(default)
+        yield prefix + key, unset, meanings(holder)[name], expected(kind).removesuffix(", or null")

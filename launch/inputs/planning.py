@@ -12,15 +12,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from helix.checks import check as check_config
+from helix.checks import check_cache
 from helix.config import Config, SpeculationConfig
-from helix.config import check as check_config
 from helix.hub import local_directory
+from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.planner.hardware import Hardware
 from helix.planner.plan import MODES, PlannedLayout, Question, Ranking, plan
 from helix.planner.points import Sparse, Tier
 from helix.planner.step import predict
-from helix.setup.parts import check_cache, make_spec
+from helix.setup.parts import make_spec
 from launch.inputs import front
 from launch.inputs.auto_layout import layer_drafts, planned
 from launch.inputs.compose import ROOT, composed
@@ -153,7 +155,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], li
     if tier is not None:  # it is checked with the rest
         config.kv.tier, config.kv.host_bytes, config.kv.ahead = "host", tier.host_bytes, tier.ahead is not None
     check_config(config)
-    check_cache(config, spec)
+    check_cache(config, HelixLayout.create(), spec)
     config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
     if given["context"] > spec.max_positions:
         raise ValueError(

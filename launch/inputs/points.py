@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from helix.config import Config
 from helix.hub import find_models
-from launch.inputs.compose import SWEEP_DIRS, composed, sweep_points
+from launch.inputs.compose import points
 from launch.inputs.front import Line
 from launch.inputs.work import Program, Work
 
@@ -62,24 +60,16 @@ def read(line: Line, program: Program) -> list[Point]:
     Raises:
         ValueError: a mistake in the arguments.
     """
-    combinations, directory = sweep_points(line.overrides, program.settings)
-    if directory is None:
-        directory = Path("sweeps") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    points = []
-    for number, overrides in enumerate(combinations):
-        config = composed(overrides, program.settings)
+    found = []
+    for number, point in enumerate(points(line)):
+        config = point.config
         for key, value in (("record", config.record), ("decode.output", config.decode.output)):
             if value is not None:
-                raise ValueError(f"{key}={value}: a sweep names its files itself, in a directory ({SWEEP_DIRS[0]}=DIR)")
+                raise ValueError(f"{key}={value}: a sweep names its files itself, in a directory (hydra.sweep.dir=DIR)")
         find_models(config)
-        name = directory / str(number)
-        config.record = f"{name}.json"
+        config.record = str(point.directory / "record.json")
         work = program.work(config)
         if work.prompts == "needed":
-            config.decode.output = f"{name}.jsonl"
-        points.append(Point(number, overrides, config, work))
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{SWEEP_DIRS[0]}={directory} cannot be made: {error.strerror}") from error
-    return points
+            config.decode.output = str(point.directory / "results.jsonl")
+        found.append(Point(number, point.overrides, config, work))
+    return found

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from comm import emulated
-from helix.config import Config, check
+from helix.checks import check, check_cache, check_model, check_weights
+from helix.config import Config
 from helix.devices import choose_backend, ranks
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.loading import Checkpoint
 from helix.place import Place
-from helix.setup.checks import (
+from helix.setup.drafts import (
     CheckedDraft,
-    check_attention,
+    check_draft_files,
     check_eagle3,
-    check_layout,
-    check_own_sequences,
-    check_self_drafts,
-    check_states,
-    make_checkpoint,
+    check_tensors,
     make_draft,
+    open_checkpoint,
 )
-from helix.setup.parts import check_cache, check_weights, make_layout, make_spec, models_of, resolved_config
+from helix.setup.parts import make_layout, make_spec, models_of, resolved_config
 from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable
+from launch.inputs.hardware import device_here
 from launch.inputs.prompts import PromptFile, PromptLine, check_defaults, kept_results
 from launch.inputs.work import DECODE, Work, work_of
 
-TIMED = "python -m benchmarks.entry bench=decode"  # a benchmark's command, which says only what takes how long
+TIMED = "helix bench bench=decode"  # a benchmark's command, which says only what takes how long
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,10 @@ class CheckedRun:
     Attributes:
         checkpoint: weights to load; None: random ones.
         draft: the model of speculation.drafter=model.
-        prompts: content of decode.prompts; empty in a benchmark.
-        finished: decode.output has results of all prompts, as found by rank 0; False on other ranks.
-        reason: reason of layout=auto for this layout; None: it was given.
         resolved: the config of each model as it is run, overrides included, by the key under which the model is set.
+        prompts: content of decode.prompts; empty in a benchmark, and on ranks that did not check.
+        finished: decode.output has results of all prompts.
+        reason: reason of layout=auto for this layout; None: it was given.
     """
 
     config: Config
@@ -56,26 +55,26 @@ class CheckedRun:
     spec: DecoderSpec
     checkpoint: Checkpoint | None
     draft: CheckedDraft | None
-    prompts: Sequence[PromptLine]
-    finished: bool
-    reason: str | None
     resolved: dict[str, dict[str, Any]]
+    prompts: Sequence[PromptLine] = ()
+    finished: bool = False
+    reason: str | None = None
 
 
 def preflight(
     config: Config,
-    rank: int,
     world_size: int,
     device: str | None = None,
     work: Work | None = None,
     writes: bool = True,
 ) -> CheckedRun:
-    """Checks a config and returns the run; errors are the same on every rank, except those of a rank's own slices.
+    """Checks all that can be wrong with a run, the machine aside; once, for all ranks of a host.
 
     Args:
-        device: name of this rank's GPU, for layout=auto; None on a CPU.
-        work: its work; None: that of a run.
-        writes: whether rank 0 checks that files can be written; else the client has begun to write them.
+        world_size: number of processes that were started, or will be.
+        device: name of the ranks' GPU, for layout=auto; None on CPUs.
+        work: work of the ranks; None: that of a run.
+        writes: whether this process begins the files of rank 0.
 
     Raises:
         ValueError: the config is wrong; the message names the key, its value and the remedy.
@@ -87,8 +86,7 @@ def preflight(
     layout = HelixLayout.create(kvp=world_size) if auto else make_layout(config.layout)
     if config.comm.backend == "emulated":
         _check_emulated(config, work, layout, world_size)
-        rank, world_size = emulated.rank_of(rank, world_size, layout.world_size), layout.world_size
-    if layout.world_size != world_size:
+    elif layout.world_size != world_size:
         raise ValueError(
             f"{layout.ranks}, but {world_size} were started: use torchrun --nproc-per-node={layout.world_size} or "
             f"change {'layout.dp' if layout.mode == 'dp' else 'layout.kvp or layout.tpa'}"
@@ -96,52 +94,58 @@ def preflight(
     spec = make_spec(config)
     check_weights(config.model, "model")
     prompts = _prompts(config, work)
-    check_cache(config, spec)
     reason = None
     if auto:
+        check_cache(config, layout, spec)
         layout, reason = choose(config, spec, prompts, world_size, device, work.load)
-    check_layout(layout, spec)
-    check_attention(config, layout, spec)
-    check_self_drafts(config, spec)
-    check_own_sequences(config, layout)
-    check_states(config, layout, spec)
+    check_model(config, layout, spec)
     work.check(prompts)
-    checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
-    draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None
+    run = assemble(config, layout)
+    check_tensors(run.checkpoint, run.spec)
+    if run.draft is not None:
+        check_draft_files(config, run.draft)
     if config.speculation.drafter == "eagle3":
-        check_eagle3(config, layout, spec, rank)
-    files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
-    files |= work.files
-    given = {key: path for key, path in files.items() if path is not None}
-    if len({os.path.realpath(path) for path in given.values()}) < len(given):
-        *all_but_last, last = (f"{key}={path}" for key, path in given.items())
-        raise ValueError(f"{', '.join(all_but_last)} and {last} must be different files")
-    finished = False
-    if rank == 0 and writes:
-        for key, value in files.items():
-            if value is not None and key != "decode.prompts":
-                check_writable(key, Path(value))
-        if config.record is not None:
-            check_record(Path(config.record))
-        finished = len(prompts) > 0 and bool((kept_results(config, prompts) >= 0).all())
+        check_eagle3(config, layout, run.spec)
+    finished = _check_files(config, work, prompts) if writes else False
+    return replace(run, prompts=prompts, finished=finished, reason=reason)
+
+
+def assemble(config: Config, layout: HelixLayout) -> CheckedRun:
+    """Makes a run of a config that was checked, on whichever rank; reads no prompts."""
+    checkpoint, spec = open_checkpoint(config.model, make_spec(config))
+    draft = make_draft(config, layout, spec) if config.speculation.drafter == "model" else None
     resolved = {key: resolved_config(model) for key, model in models_of(config).items()}
-    return CheckedRun(config, layout, spec, checkpoint, draft, prompts, finished, reason, resolved)
+    return CheckedRun(config, layout, spec, checkpoint, draft, resolved)
 
 
 def prepared(config: Config, work: Work | None = None) -> CheckedRun:
-    """Checks all that can be checked without ranks; returns the run, as rank 0 of those that this host starts.
+    """Checks all that can be checked without ranks; returns the run, for the ranks that this host starts.
 
     Raises:
         ValueError: as in `preflight`; or there are fewer GPUs than comm.backend needs.
     """
-    check(config)
-    world_size = ranks(config)
-    plan = preflight(config, 0, world_size, work=work)
+    world_size, gpus = ranks(config), torch.cuda.device_count()
+    device = device_here() if gpus >= world_size and config.comm.backend != "gloo" else None
+    run = preflight(config, world_size, device, work)
     check_tokenizer_files(config.model.path)
     # Whether GPUs reach each other they say themselves.
-    here = {"gpus": torch.cuda.device_count(), "peers": True}
-    choose_backend(config.comm.backend, Place(0, world_size, 0, world_size), [here])
-    return plan
+    choose_backend(config.comm.backend, Place(0, world_size, 0, world_size), [{"gpus": gpus, "peers": True}])
+    return run
+
+
+def _check_files(config: Config, work: Work, prompts: Sequence[PromptLine]) -> bool:
+    """Checks the files that a run writes; returns whether decode.output has the results of all prompts already."""
+    files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
+    given = {key: path for key, path in (files | work.files).items() if path is not None}
+    if len({os.path.realpath(path) for path in given.values()}) < len(given):
+        *all_but_last, last = (f"{key}={path}" for key, path in given.items())
+        raise ValueError(f"{', '.join(all_but_last)} and {last} must be different files")
+    for key, path in given.items():
+        if key != "decode.prompts":
+            check_writable(key, Path(path))
+    if config.record is not None:
+        check_record(Path(config.record))
+    return len(prompts) > 0 and bool((kept_results(config, prompts) >= 0).all())
 
 
 def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: int) -> None:

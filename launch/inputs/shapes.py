@@ -6,7 +6,8 @@ from functools import cache
 
 from helix.models import DecoderSpec
 from helix.setup.parts import make_spec
-from launch.inputs.compose import CONF, composed
+from launch.inputs.compose import composed
+from launch.inputs.front import CONF, nearest_shapes
 
 
 def spec_of(model: str, *overrides: str) -> DecoderSpec:
@@ -22,5 +23,7 @@ def load_spec(model: str) -> DecoderSpec:
     """
     known = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
     if model not in known:
-        raise ValueError(f"unknown model {model!r}; known: {', '.join(known)} (or add conf/model/{model}.yaml)")
+        raise ValueError(
+            f"no shape is called {model!r}; the nearest are {nearest_shapes(model)} (or add conf/model/{model}.yaml)"
+        )
     return spec_of(model)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from helix.config import Config
-from launch.inputs import front
-from launch.inputs.compose import ROOT, RUN, Settings
-from launch.inputs.front import Command
+from launch.inputs.commands import RUN
+from launch.inputs.front import CONF, Command
 
 if TYPE_CHECKING:  # they bring torch with them
     from launch.inputs.prompts import PromptLine
@@ -55,15 +54,13 @@ class Program:
 
     Attributes:
         command: arguments of Python, before the settings.
-        typed: the command as people type it.
-        settings: settings that its command line can have.
+        typed: the command as people type it, and all that can be set.
         work: returns a rank's work for a config, or raises ValueError if the config names none.
     """
 
     command: tuple[str, ...]
     typed: Command
-    settings: Settings
     work: Callable[[Config], Work]
 
 
-RUNTIME = Program((str(ROOT / "torchrun_entry.py"),), front.RUN, RUN, work_of)
+RUNTIME = Program((str(CONF.parent / "torchrun_entry.py"),), RUN, work_of)

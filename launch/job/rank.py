@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,16 +19,17 @@ from helix.config import Config, ModelConfig
 from helix.devices import KINDS, gpu_facts, gpu_name
 from helix.errors import ConfigError, RankError
 from helix.layers.specs import Formats
+from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.models.loading import is_untrained, randomize, weights_of
 from helix.place import Place
-from helix.setup.checks import CheckedDraft, load_eagle3
+from helix.setup.drafts import CheckedDraft, load_eagle3
 from helix.setup.parts import make_formats
 from helix.speculation import DraftModel
 from helix.worker.kv_cache import free_bytes
 from launch.client.errors import REFUSED
-from launch.inputs.preflight import CheckedRun, preflight, prepared
+from launch.inputs.preflight import CheckedRun, assemble, preflight, prepared
 from launch.inputs.prompts import ResultFile
 from launch.inputs.work import Work
 from launch.job import spawn
@@ -47,13 +49,13 @@ def prepare(config: Config, work: Work, place: Place | None, command: Sequence[s
     Raises:
         ValueError: the config is wrong.
     """
+    run = import_module(work.module).run  # imported here: forks import nothing
     if place is not None:
-        return partial(_rank, config, work, import_module(work.module).run)
+        return partial(_rank, config, work, run)
     plan = prepared(config, work)
     if plan.finished:
         return partial(_finished, config, plan)
-    rank = partial(_rank, config, work, import_module(work.module).run)  # imported here: forks import nothing
-    return partial(_launch, plan, work, rank, command)
+    return partial(_launch, plan, work, partial(_rank, config, work, run, plan), command)
 
 
 def _launch(plan: CheckedRun, work: Work, rank: Callable[[], int], command: Sequence[str]) -> int:
@@ -76,7 +78,8 @@ def _finished(config: Config, plan: CheckedRun) -> int:
     return 0
 
 
-def _rank(config: Config, work: Work, run: Callable[[Task], Done]) -> int:
+def _rank(config: Config, work: Work, run: Callable[[Task], Done], plan: CheckedRun | None = None) -> int:
+    """Runs a rank; `plan` is the run that the launcher has checked, if it has."""
     place = Place.from_environment()
     assert place is not None, "whoever started this rank has said which one it is"
     try:
@@ -85,7 +88,7 @@ def _rank(config: Config, work: Work, run: Callable[[Task], Done]) -> int:
         print(f"error on rank {place.rank}: {error}", file=sys.stderr)
         return 1
     try:
-        return _joined(job, config, work, run)
+        return _joined(job, config, work, run, plan)
     except ConfigError as error:
         job.end(f"error: {error}")
     except SystemExit:  # of rich, which makes it of a broken pipe
@@ -94,21 +97,25 @@ def _rank(config: Config, work: Work, run: Callable[[Task], Done]) -> int:
         job.fail(error)
 
 
-def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -> int:
+def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done], plan: CheckedRun | None) -> int:
     phases = Phases()
-    plan, problem = None, None
-    try:
-        device = gpu_name(job.place) if config.comm.backend != "gloo" else None
-        plan = preflight(config, job.place.rank, job.place.world_size, device, work, SOCKET not in os.environ)
-    except (ValueError, OSError) as error:
-        problem = str(error)
-    own = {"layout": str(plan and plan.layout), "finished": plan is not None and plan.finished}
-    facts = job.agree(problem, gpu_facts(job.place) | own)
-    assert plan is not None  # or nobody would have agreed
-    if len(chosen := {fact["layout"] for fact in facts}) > 1:  # hosts with other prompts or other GPUs
+    problem = None
+    if plan is None and job.place.local_rank == 0:  # for all ranks of its host
+        try:
+            device = gpu_name(job.place) if config.comm.backend != "gloo" else None
+            writes = job.leads and SOCKET not in os.environ  # or the client has begun the files
+            plan = preflight(config, job.place.world_size, device, work, writes)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    checked = {} if plan is None else {"layout": asdict(plan.layout), "finished": plan.finished}
+    facts = job.agree(problem, gpu_facts(job.place) | checked)
+    layouts = [HelixLayout(**fact["layout"]) for fact in facts if "layout" in fact]
+    if len(chosen := set(map(str, layouts))) > 1:  # hosts with other prompts or other GPUs
         raise ConfigError(
-            f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout"
+            f"layout=auto came out differently on the hosts ({'; '.join(sorted(chosen))}): set the layout"
         )
+    if plan is None:
+        plan = assemble(config, layouts[0])
     if facts[0]["finished"]:
         if job.leads:
             _finished(config, plan)
@@ -156,7 +163,7 @@ def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -
 def _load(
     plan: CheckedRun | CheckedDraft, config: ModelConfig, seed: int, comm: Communicator, console: Console
 ) -> Decoder:
-    dtype = config.dtype
+    dtype: str = config.dtype
     if dtype == "auto":
         dtype = plan.spec.dtype if comm.device.type == "cuda" else "float32"
     formats = make_formats(config, plan.checkpoint, comm.device.type == "cuda")

@@ -71,7 +71,6 @@ COMPILING = 2  # grammars at a time
 def run(task: Task) -> Done:
     """Serves the prompts of a file or a server's requests, until the client ends the job."""
     plan, comm, config = task.plan, task.comm, task.plan.config
-    file = plan.prompts if isinstance(plan.prompts, PromptFile) else None
     inbox = Inbox()
     with ExitStack() as stack:
         link, client = None, None
@@ -83,30 +82,33 @@ def run(task: Task) -> Done:
             link = Link(Path(path), inbox)
             if client is not None:
                 Thread(target=_end_with, args=(client, link), daemon=True).start()
-        engine = _engine(task, file)
+        engine = _engine(task)
         path = config.model.path
         serve(engine, inbox, link, None if path is None else Path(path).resolve(), random=plan.checkpoint is None)
-        measured = {} if file is None else _measured(task, engine)
+        measured = _measured(task, engine) if config.serve.socket is None else {}
         code = 0 if client is None else client.wait(CLIENT_S)
     if code not in (0, REFUSED):
         raise RankError(f"the client of these ranks ended with exit code {code}")
     return measured, int(code == REFUSED)
 
 
-def _engine(task: Task, file: PromptFile | None) -> Engine:
+def _engine(task: Task) -> Engine:
     """Loads the model and builds the engine, for the prompts of a file or for whatever comes."""
     plan, comm, config, console = task.plan, task.comm, task.plan.config, task.console
     model, draft = task.load()
+    serves = config.serve.socket is not None
     slots, context = most_slots(config, comm.device.type), model.spec.max_positions
     max_batch, tokens, kinds = slots, slots * context, PLAIN  # if memory allows
-    if file is not None:
-        max_batch = min(file.sequences, slots)
-        tokens = file.most_tokens(config.decode.max_new_tokens, context, slots)
-        kinds = comm.broadcast_object(_kinds(file, config, model.spec.vocab) if comm.rank == 0 else None)
+    if not serves:
+        needs = None
+        if isinstance(file := plan.prompts, PromptFile):  # on rank 0
+            tokens = file.most_tokens(config.decode.max_new_tokens, context, slots)
+            needs = min(file.sequences, slots), tokens, _kinds(file, config, model.spec.vocab)
+        max_batch, tokens, kinds = comm.broadcast_object(needs)
     auto = config.decode.max_batch == "auto"
     engine = build_engine(plan.layout, model, config, max_batch, tokens, draft=draft, fewer=auto)
     sizes = engine.runner.sizes
-    if file is not None:
+    if not serves:
         if auto and (most := sizes.slots * plan.layout.dp) < max_batch:
             console.note(f"decode.max_batch=auto takes {most:,} sequences at a time")
         if config.decode.prefill_chunk == "auto":
@@ -117,8 +119,8 @@ def _engine(task: Task, file: PromptFile | None) -> Engine:
         console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(kinds, SHAPED if file is None else (), task.phases.mark, chunks=file is None)
-    if file is None:
+        engine.warm_up(kinds, SHAPED if serves else (), task.phases.mark, chunks=serves)
+    if serves:
         console.note(f"ready after {task.phases}")
         on_compilation(lambda kernel: console.note(f"compiled while serving: {kernel}"))
     return engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from helix.checks import check_layout
 from helix.config import Config
 from helix.devices import ranks
-from helix.setup.checks import check_layout
 from helix.setup.parts import make_layout, make_spec
 from launch.client.errors import REFUSED
 from launch.client.supervisor import cause
-from launch.inputs.points import Point
+from launch.inputs.front import Line
+from launch.inputs.points import Point, read
 from launch.inputs.preflight import prepared
 from launch.inputs.work import RUNTIME, Program
 from launch.job import spawn
@@ -28,6 +30,17 @@ from launch.job.spawn import heard
 
 mpl.use("Agg")  # before pyplot: there may be no display
 import matplotlib.pyplot as plt
+
+
+def sweep(line: Line, program: Program) -> int:
+    """Runs the points of a command line; returns 0 if one ran and none failed, 130 after control-C, otherwise 1.
+
+    Raises:
+        ValueError: a mistake in the line, or all points have the same.
+    """
+    points = read(line, program)
+    check(points)
+    return run_all(points, replace(program, command=(*program.command, *Line([], line.options).arguments)))
 
 
 def check(points: Sequence[Point]) -> None:
@@ -154,7 +167,7 @@ def run_all(points: list[Point], program: Program) -> int:
             interrupted = True
             break
     ran = any(point.status in ("ok", "refused") for point in points)
-    directory = Path(str(points[0].config.record)).parent
+    directory = Path(str(points[0].config.record)).parents[1]
     write_csv(directory / "sweep.csv", points)
     plot(directory / "sweep.png", points)
     show(points)

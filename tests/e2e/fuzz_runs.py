@@ -35,7 +35,7 @@ from helix.models.decoder import Decoder
 from helix.models.draft_layer import DraftLayer
 from helix.models.loading import Checkpoint
 from helix.sampling_params import SamplingParams
-from helix.setup.checks import load_eagle3
+from helix.setup.drafts import load_eagle3
 from helix.setup.engine import build_engine
 from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.worker.tiered_cache import TieredCache
@@ -132,7 +132,7 @@ def plan_of(case: Case, directory: Path, rank: int) -> CheckedRun:
     if config.speculation.drafter == "eagle3":
         config.speculation.path = str(directory / "draft")
     try:
-        return preflight(config, rank, case.world_size)
+        return preflight(config, case.world_size)
     except ValueError as error:
         raise Refused(str(error)) from error
 

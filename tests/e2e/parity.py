@@ -28,7 +28,7 @@ from helix.models.draft_layer import DraftLayer
 from helix.models.eagle3 import drafted_by
 from helix.models.loading import Checkpoint
 from helix.placement import BlockBudget, Placement
-from helix.setup.checks import load_eagle3
+from helix.setup.drafts import load_eagle3
 from helix.setup.parts import make_eagle3
 from helix.speculation import DraftBudget, Drafter, DraftModel, LayerDrafter, ModelDrafter, SparseDrafter
 from helix.worker.blocks import BlockShape

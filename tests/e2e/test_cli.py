@@ -375,22 +375,22 @@ def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     directory = tmp_path / "sweep"
     ended = run(
         tmp_path, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2", "layout.tpa=1,4",
-        "kv.tokens=16,0,1000000000000", f"hydra.sweep.dir={directory}", command=[sys.executable, "-m", "launch.sweep"],
+        "kv.tokens=16,1000000000000", "kv.dtype=auto,fp8_all", f"hydra.sweep.dir={directory}",
+        command=[sys.executable, "-m", "launch.sweep"],
     )  # fmt: skip
     with (directory / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == ["ok", "failed", "failed", "skipped", "skipped", "skipped"]
+    assert [row["status"] for row in rows] == ["ok", *["failed"] * 3, *["skipped"] * 4]
     assert ended.code == 1, "some points failed"
     assert rows[0]["kvp"] == "2" and float(rows[0]["ttl_p50_us"]) > 0
     assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
     early, late = rows[1]["reason"], rows[2]["reason"]  # found before any point ran, and by a job
-    assert early == "kv.tokens=0 must be from 1 to 1125899906842624" and late.startswith(
-        "kv.tokens=1000000000000 needs"
-    )
+    assert early.startswith("kv.dtype=fp8_all: the model has no index keys") and rows[3]["reason"] == early
+    assert late.startswith("kv.tokens=1000000000000 needs")
     assert ended.output.count("error: kv.tokens=") == 1 and "rank 0 failed" not in ended.output, ended.output
-    assert f"point 1 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
+    assert f"point 1, 3 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
     assert (directory / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert len(jsonl(directory / "0.jsonl")[0]["output_ids"]) == 4
+    assert len(jsonl(directory / "0" / "results.jsonl")[0]["output_ids"]) == 4
 
 
 def test_benchmarks_run_without_a_gpu(

@@ -70,7 +70,7 @@ class Silent:
 
 
 def task(config: Config, world: LoopbackWorld, rank: int) -> Task:
-    plan = preflight(config, rank, 2)
+    plan = preflight(config, 2)
     comm: Any = world.communicator(rank, plan.layout.kvp_group(rank))
 
     def load() -> tuple[Decoder, None]:
@@ -82,7 +82,7 @@ def task(config: Config, world: LoopbackWorld, rank: int) -> Task:
 
 def model(layout: HelixLayout, comm: Any) -> Decoder:
     weights = Checkpoint(checkpoint("qwen2"))
-    from_config = preflight(composed(f"model.path={weights.path}", "bench=decode"), 0, 1).spec
+    from_config = preflight(composed(f"model.path={weights.path}", "bench=decode"), 1).spec
     made = Decoder(from_config, layout, comm, torch.float32, comm.device)
     weights.load(made.weights)
     return made

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helix.config import check
+from helix.checks import check
 from helix.engine.request import Request, RequestUpdate
 from launch.client.frames import Stats
 from launch.client.schemas import Chat, Completion

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from helix.config import Config, ServeConfig, check
+from helix.checks import check
+from helix.config import Config, ServeConfig
 from launch.cli import COMMANDS
 from launch.inputs.compose import composed
 from launch.serving.routes import Api

@@ -25,6 +25,7 @@ from tests.e2e.cli import ROOT
         ),
         ("helix serve demo layout=", ["layout=auto", "layout=dp", "layout=helix", "layout=medha", "layout=tp"]),
         ("helix serve demo --po", ["--port"]),
+        ("helix serve demo kv.dtype=", ["kv.dtype=auto", "kv.dtype=fp8", "kv.dtype=fp8_all", "kv.dtype=k16v8"]),
         ("helix run demo --config-", ["--config-dir", "--config-name"]),
         ("helix run demo llam", []),  # the model is there
         ("helix run demo ", []),  # files are as good

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from helix.config import Config, check
-from launch.inputs import compose, front
-from launch.inputs.compose import ROOT, RUN, sweep_points
+from helix.checks import check
+from helix.config import Config
+from launch.inputs import commands, compose, flags, front
+from launch.inputs.compose import ROOT, points
+from launch.inputs.front import RUN
 from launch.inputs.keys import keys
 
 CONF = Path(ROOT) / "conf"
@@ -56,15 +58,14 @@ def test_unknown_keys_are_refused() -> None:
 
 
 def told(*arguments: str) -> str | None:
-    line = front.read(arguments, front.RUN)
-    return compose.told(line, front.RUN, RUN.of(line))
+    return compose.told(front.read(arguments, commands.RUN), commands.RUN)
 
 
 def test_info_names_every_group_and_key() -> None:
     text = told("--info", "layout=tp")
     assert text is not None and "  layout: auto, dp, helix, medha, tp\n" in text and "mode: tp\n" in text
     assert all(f"\n  {group}: " in text for group in RUN.groups)
-    assert all(f"\n  {key} ({default})\n" in text for key, default, _ in keys(Config))
+    assert all(f"\n  {key} ({default})\n" in text for key, default, _, _ in keys(Config))
     assert "hardware" not in text.partition("Keys,")[0], "the simulator's alone"
 
 
@@ -90,8 +91,8 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
     given = "--config-dir", str(tmp_path)
     shown = told("--cfg", "job", "-p", "layout", *given, "layout=mine")
     assert shown is not None and "mode: medha" in shown and "kvp: 3" in shown
-    line = front.read([*given, "--config-name", "night", "layout.tpa=2"], front.RUN)
-    config = compose.composed(line.overrides, RUN.of(line))
+    line = front.read([*given, "--config-name", "night", "layout.tpa=2"], commands.RUN)
+    config = compose.composed(line.overrides, line.settings)
     assert (config.layout.mode, config.layout.kvp, config.layout.tpa, config.seed) == ("medha", 3, 2, 7)
     assert line.arguments == [*given, "--config-name", "night", "layout.tpa=2"]
     info = told("--info", *given)
@@ -99,7 +100,7 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
     for wrong, said in (
         (["--config-dir", str(tmp_path / "none")], "none is not a directory"),
         (["--config-name", "day"], "no day.yaml in"),
-        (["--config-path", "x"], "--config-path is refused: another folder of groups is --config-dir DIR"),
+        (["--config-path", "x"], "--config-path is not taken: another folder of groups is --config-dir DIR"),
     ):
         with pytest.raises(ValueError, match=said):
             told("--info", *wrong)
@@ -121,23 +122,27 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
     ],
 )
 def test_what_stands_for_keys(typed: str, meant: str) -> None:
-    line = front.read(typed.split(), front.RUN)
+    line = front.read(typed.split(), commands.RUN)
     assert composed(*line.overrides) == composed(*meant.split())
 
 
 @pytest.mark.parametrize(
     "typed, said",
     [
-        ("--trust-remote-code", "--trust-remote-code is refused: no code of a checkpoint is ever run"),
-        ("--kv-cache-dtype fp8_e5m2", "keys and values are kept as auto, fp8, fp8_all or k16v8"),
-        ("--quantization awq", "--quantization awq: a checkpoint says how"),
+        ("--trust-remote-code", "--trust-remote-code is not taken: no code of a checkpoint is ever run"),
+        ("--kv-cache-dtype fp8_e5m2", "kv.dtype=fp8_e5m2 must be one of auto, fp8, fp8_all, k16v8"),
+        (
+            "--quantization awq",
+            "model.weights=awq must be one of auto, bf16, fp8: a checkpoint says itself how its weights",
+        ),
         ("--max-model-length 5", "not an option of helix run; did you mean --max-model-len?"),
-        ("--output", "--output has no value behind it"),
+        ("--output", "--output/-o: expected one argument"),
         ("-o a -o b", "--output is given twice"),
-        ("--info=x", "--info takes no value"),
-        ("llama-3.1-8", "nor one of conf/model/: deepseek-r1, "),
-        ("llama-3.1-8", "(did you mean llama-3.1-8b?); a setting is KEY=VALUE"),
-        ("demo a.jsonl b.jsonl", "'b.jsonl': a setting is KEY=VALUE, and helix run takes MODEL and PROMPTS.jsonl"),
+        ("--info=x", "--info/-i: ignored explicit argument 'x'"),
+        ("llama-3.1-8", "the nearest are llama-3.1-8b, llama-3.1-70b, llama-3.1-405b, "),
+        ("llama-3.1-8", "; a setting is KEY=VALUE"),
+        ("--max-num-batched-tokens 4", "--max-num-batched-tokens is not taken: decode.prefill_chunk=N"),
+        ("demo a.jsonl b.jsonl", "'b.jsonl': a setting is KEY=VALUE; helix run takes MODEL and PROMPTS.jsonl"),
         ("--resolve", "--resolve is of --cfg job"),
         ("--cfg hydra", "take --cfg job"),
         ("--cfg job --package nowhere", "--package nowhere: there is no such part; parts are model, layout"),
@@ -147,24 +152,38 @@ def test_what_stands_for_keys(typed: str, meant: str) -> None:
 def test_wrong_flags_and_words_are_named(typed: str, said: str) -> None:
     arguments = typed.replace("--port 80", "--port=80").split()
     with pytest.raises(ValueError, match=re.escape(said.replace("--port 80", "--port=80"))) as caught:
-        told(*arguments)
+        told(*arguments) or composed(*front.read(arguments, commands.RUN).overrides)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("command", front.COMMANDS.values(), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", commands.COMMANDS.values(), ids=lambda command: command.name)
 def test_the_help_of_a_command_is_its_own(command: front.Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(front.API_KEY, "")  # examples set it, and servers of later tests would want a key
+    monkeypatch.setenv(flags.API_KEY, "")  # examples set it, and servers of later tests would want a key
     line = front.read(["--help"], command)
     text = compose.told(line, command)
-    assert text is not None and text.startswith(command.about) and all(example in text for example in command.examples)
-    known = {key for key, _, _ in keys(Config)} | {*RUN.groups, *compose.SWEEP_DIRS, front.API_KEY}
+    assert text is not None and command.about in text and all(example in text for example in command.examples)
+    known = {key for key, _, _, _ in keys(Config)} | {*RUN.groups, "hydra.sweep.dir", flags.API_KEY}
     for flag in command.flags:
         assert f"{flag.names[0]}" in text and {key.partition("=")[0] for key in flag.key.split()} <= known, flag
     for named, _ in command.keys:
         assert {part.partition("=")[0] for part in named.split() if "=" in part} <= known | {"KEY"}, named
     for example in command.examples:
-        front.read(shlex.split(example.replace("./smollm2-135m-instruct", "demo").replace("./", ""))[2:], command)
+        typed = example.replace("./smollm2-135m-instruct", "demo").replace("./", "")
+        read = front.read(shlex.split(typed)[2:], command)
+        assert (" -m " in typed) == ("--multirun" in read.options)
+        if command in (commands.SWEEP, commands.RUN) and not any("/" in text for text in read.overrides):
+            assert len(points(read)) > 1 if "," in typed else composed(*read.overrides)
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_flags_of_others_are_none_of_ours() -> None:
+    ours = {name for command in commands.COMMANDS.values() for flag in command.flags for name in flag.names}
+    hydra = {name for flag in flags.HYDRA for name in flag.names}
+    assert not (ours | hydra) & flags.FLAGS_OF_OTHERS.keys()
+    known = {key for key, _, _, _ in keys(Config)} | {*RUN.groups, "model.config.KEY", "model.config.rope_scaling.KEY"}
+    for flag, answer in flags.FLAGS_OF_OTHERS.items():
+        named = re.findall(r"([a-zA-Z_.]+)=", answer)
+        assert set(named) <= known and set(re.findall(r"(?<!\w)-[-\w]+", answer)) <= ours | hydra, flag
 
 
 @pytest.mark.parametrize(
@@ -172,9 +191,9 @@ def test_the_help_of_a_command_is_its_own(command: front.Command, monkeypatch: p
     [
         ("model.dtype=int8", ["model.dtype", "int8", "bfloat16"]),
         ("model.load=magic", ["model.load", "magic", "checkpoint"]),
-        ("attention.policy=sparse", ["attention.policy", "sparse", "dense"]),
+        ("attention.policy=sparse", ["attention.policy", "sparse", "dense, block_sparse"]),
         ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
-        ("hopb.chunks=3", ["hopb.chunks", "'3'", "none, auto, 2, 4, 8"]),
+        ("hopb.chunks=3", ["hopb.chunks=3", "none, auto, 2, 4, 8"]),
         (
             "speculation.drafter=oracle",
             ["speculation.drafter", "oracle", "none, ngram, suffix, model, mtp, eagle3, sparse"],
@@ -195,8 +214,8 @@ def test_the_help_of_a_command_is_its_own(command: front.Command, monkeypatch: p
         ("decode.prefill_chunk=0", ["decode.prefill_chunk"]),
         ("kv.page_size=16385", ["kv.page_size", "16385", "from 1 to 16384"]),
         ("comm.timeout_s=0", ["comm.timeout_s"]),
-        ("schedule.stall_ms=0", ["schedule.stall_ms=0.0", "from 1 to 60000"]),
-        ("schedule.decode_share=1", ["schedule.decode_share=1.0", "from 0.0 to 0.99"]),
+        ("schedule.stall_ms=0", ["schedule.stall_ms=0", "from 1 to 60000"]),
+        ("schedule.decode_share=1", ["schedule.decode_share=1", "from 0.0 to 0.99"]),
         ("schedule.run_ms=0", ["schedule.run_ms"]),
         ("schedule.patience_s=-1", ["schedule.patience_s"]),
         ("schedule.lease=0", ["schedule.lease=0", "from 1 to"]),
@@ -214,18 +233,21 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("layout.kpv=2", "layout.kpv is unknown; known: layout.mode, layout.kvp, "),
-        ("kvp=2", "kvp is unknown; known: model, layout, "),
+        (
+            "layout.kpv=2",
+            "layout.kpv is unknown; known: layout.mode, layout.kvp, layout.tpa, layout.tpf, ",
+        ),
+        ("kvp=2", "(did you mean layout.kvp?)"),
         ("speculation.model.pth=x", "known: speculation.model.path, "),
         ("layout.kvp.x=2", "layout.kvp.x is unknown: layout.kvp has no keys"),
         ("hardware=h100", "hardware is unknown; known: model, "),
         ("layout=nonsense", "layout has no option nonsense; known: auto, dp, helix, medha, tp"),
         ("layout.kvp=1,2", "for several use `helix sweep ...`, or -m"),
         ("layout=tp,helix", "for several use `helix sweep ...`, or -m"),
-        ("layout.kvp=abc", "layout.kvp=abc must be an integer of at most 64 bits"),
-        ("layout.kvp=null", "layout.kvp=null must be an integer of at most 64 bits"),
-        ("kv.tokens=1.5", "kv.tokens=1.5 must be an integer of at most 64 bits, or null"),
-        ("kv.tokens=9223372036854775808", "must be an integer of at most 64 bits"),
+        ("layout.kvp=abc", "layout.kvp=abc must be an integer of at least 1"),
+        ("layout.kvp=null", "layout.kvp=null must be an integer of at least 1"),
+        ("kv.tokens=1.5", "kv.tokens=1.5 must be an integer from 1 to 1125899906842624, or null"),
+        ("seed=9223372036854775808", "must be an integer of at most 64 bits"),
         ("decode.temperature=hot", "decode.temperature=hot must be a number"),
         ("decode.resume=maybe", "decode.resume=maybe must be true or false"),
         ("decode.stop=3", "decode.stop=3 must be a list of texts, such as [a,b]"),
@@ -234,13 +256,13 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
         ("decode.stop=['a", "the value cannot be read; put it in quotes"),
         ("speculation.model=x", "speculation.model is set by its keys: speculation.model.path, "),
         ("record=${nothing}", "Interpolation key 'nothing' not found"),
-        ("record=${", "record=${ must be a path, or null"),
+        ("record=${", "record='${' must be a path, or null"),
         ("", "'': a setting is KEY=VALUE"),
         ("=3", "'=3': a setting is KEY=VALUE"),
         ("+layout.kvp=2", "layout.kvp is there already: leave out the +"),
-        ("~layout.kvp", "only keys of model.config can be taken out"),
+        ("~layout.kvpp", "layout.kvpp is unknown"),
         ("layout.kvp", "'layout.kvp': a setting is KEY=VALUE"),
-        ("hydra.run.dir=x", "hydra is unknown"),
+        ("hydra.run.dir=x", "Hydra's own settings are of --multirun: add -m"),
     ],
 )
 def test_mistakes_of_a_command_line_are_named(text: str, words: str) -> None:
@@ -264,35 +286,67 @@ def test_paths_are_taken_as_they_are(path: str) -> None:
     wanted = {"x=${root:}y": f"x={ROOT}y", "'a b'": "a b"}.get(path, path)
     assert composed(f"decode.prompts={path}").decode.prompts == wanted
     if "," not in path:
-        assert sweep_points([f"decode.prompts={path}"])[0] in (
-            [[f"decode.prompts={path}"]],
-            [[f"decode.prompts={compose.QuotedString(path, compose.Quote.single).with_quotes()}"]],
-        )
+        (point,) = points(front.Line([f"decode.prompts={path}"]))
+        assert point.config.decode.prompts == wanted
 
 
-def test_a_sweep_is_the_product_of_its_values() -> None:
-    arguments = ["layout.kvp=1,2", "layout=helix,tp", "decode.prompts=a b.jsonl,c=d.jsonl", "hydra.sweep.dir=x y"]
-    points, directory = sweep_points(arguments)
-    assert directory == Path("x y") and len(points) == 8
-    found = [composed(*point) for point in points]
-    assert {c.decode.prompts for c in found} == {"a b.jsonl", "c=d.jsonl"}
-    assert [(c.layout.kvp, c.layout.mode) for c in found[::2]] == [(1, "helix"), (1, "tp"), (2, "helix"), (2, "tp")]
-    assert len(sweep_points(["layout.kvp=range(1,4)", "decode.stop=[a,b]"])[0]) == 3
-    assert sweep_points(["layout=glob([h*,t*])", "kv.tokens=choice(128K,1M)", "hydra.run.dir=d"]) == (
-        [
-            [layout, tokens]
-            for layout in ("layout=helix", "layout=tp")
-            for tokens in ("kv.tokens=131072", "kv.tokens=1048576")
-        ],
-        Path("d"),
-    )
-    for text, words in (
-        ("layout=tp,no", "layout has no option no"),
+def swept(*typed: str) -> list[tuple[list[str], Config, str]]:
+    line = front.read([*typed, "hydra.sweep.dir=d"] if "hydra" not in str(typed) else typed, commands.SWEEP)
+    return [(point.overrides, point.config, str(point.directory)) for point in points(line)]
+
+
+def test_a_sweep_is_the_product_of_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["layout.kvp=1,2", "layout=helix,tp", "decode.prompts=a b.jsonl,c=d.jsonl", "hydra.sweep.dir='x y'"]
+    found = swept(*arguments)
+    assert len(found) == 8 and [name for _, _, name in found] == [str(tmp_path / "x y" / str(i)) for i in range(8)]
+    configs = [config for _, config, _ in found]
+    assert {c.decode.prompts for c in configs} == {"a b.jsonl", "c=d.jsonl"}
+    assert [(c.layout.kvp, c.layout.mode) for c in configs[::2]] == [(1, "helix"), (1, "tp"), (2, "helix"), (2, "tp")]
+    assert len(swept("layout.kvp=range(1,4)", "decode.stop=[a,b]")) == 3
+    assert [overrides for overrides, _, _ in swept("layout=glob([h*,t*])", "kv.tokens=choice(128K,1M)")] == [
+        [layout, tokens] for layout in ("layout=helix", "layout=tp") for tokens in ("kv.tokens=128K", "kv.tokens=1M")
+    ]
+    assert [config.kv.tokens for _, config, _ in swept("kv.tokens=128K,1M")] == [1 << 17, 1 << 20]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("layout=tp,no", "layout=no: layout has no option no; known: auto, dp, helix"),
         ("layout.kvp=1,x", "layout.kvp=x must be an integer"),
-        ("layout=glob(x*)", "glob takes options of layout; known: auto, dp, helix"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            sweep_points([text])
+        ("layout=glob(x*)", "there is no point: a sweep has no values"),
+        ("layout.kvp=interval(1,2)", "BasicSweeper"),
+        ("hydra/launcher=joblib", "hydra/launcher has no option joblib; known: basic"),
+        ("hydra/sweeper=optuna", "hydra/sweeper has no option optuna; known: basic"),
+        ("hydra.swep.dir=x", "Could not override 'hydra.swep.dir'"),
+    ],
+)
+def test_mistakes_of_a_sweep_are_named(text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        swept(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_hydra_s_habits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "night.yaml").write_text(
+        "# @package _global_\nlayout:\n  kvp: 2\nhydra:\n  sweeper:\n    params:\n      seed: 1,2\n"
+    )
+    mine = "--config-dir", str(tmp_path)
+    for typed in ("+experiment=night", "experiment=night"):
+        found = swept(*mine, typed, "hydra.job.name=night", "'hydra.sweep.dir=out/${hydra.job.name}'".strip("'"))
+        assert [(c.seed, c.layout.kvp) for _, c, _ in found] == [(1, 2), (2, 2)]
+        assert [name for _, _, name in found] == [str(tmp_path / "out" / "night" / str(i)) for i in range(2)]
+    assert swept("hydra.sweep.subdir=${hydra.job.override_dirname}", "seed=1,2", "hydra.sweep.dir=s")[1][2].endswith(
+        "/s/seed=2"
+    )
+    assert swept("hydra/launcher=basic", "hydra/sweeper=basic", "seed=1,2")[1][1].seed == 2
+    assert composed("++layout.kvp=3", "~layout.tpa", "+model.config.x=1", "++model.config.y=2").layout.kvp == 3
+    assert composed("~speculation").speculation == Config().speculation, "a group that is taken out has its defaults"
+    assert composed("model.config.x=1", "~model.config.x").model.config == {}
 
 
 def test_the_schema_has_these_groups() -> None:

@@ -24,7 +24,8 @@ from benchmarks.records.tables import PAGES, with_tables
 from helix.layout import HelixLayout
 from launch import cli
 from launch.inputs import front
-from launch.inputs.compose import RUN, Settings, composed, sweep_points
+from launch.inputs.commands import COMMANDS, SWEEP
+from launch.inputs.compose import composed, points
 from launch.inputs.front import Command
 from launch.inputs.shapes import load_spec
 from launch.inputs.work import RUNTIME
@@ -220,11 +221,11 @@ def test_commands_are_understood(
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word)]
         if program := next((program for name, program in RUNS.items() if name in words), None):
             at = max(i for i, word in enumerate(words) if word in RUNS)
-            _composes(words[at + 1 :], program.typed, program.settings)
-        elif words[:3] == ["python", "-m", "benchmarks.sweep"]:
-            _composes([*words[3:], "-m"], PROGRAM.typed, PROGRAM.settings)
-        elif words[0] == "helix" and words[1] in front.COMMANDS:
-            _composes(words[2:], front.COMMANDS[words[1]], RUN)
+            _composes(words[at + 1 :], program.typed)
+        elif words[:2] == ["helix", "bench"] and any(word.startswith("bench=") for word in words):
+            _composes(words[2:], PROGRAM.typed)
+        elif words[0] == "helix" and words[1] in COMMANDS:
+            _composes(words[2:], COMMANDS[words[1]])
         elif words[0] == "helix" and words[1] in cli.COMMANDS | cli.LABORATORY:
             module = f"{'launch' if words[1] in cli.COMMANDS else 'benchmarks'}.{words[1]}"
             _has_options(module, words[2:], monkeypatch, capsys)
@@ -244,13 +245,13 @@ def test_commands_are_understood(
             assert words[0] in (".", "pip", "git", "cd", "eval") or words[1:] in (["--help"], ["--version"]), command
 
 
-def _composes(words: list[str], command: Command, settings: Settings) -> None:
+def _composes(words: list[str], command: Command) -> None:
     line = front.read([str(DEMO) if word in ("DIR", "./model") else word for word in words], command)
     if {"--help", "--info", "--url"} & {*line.options, *line.own}:
         return
-    sweeps = "--multirun" in line.options or command is front.SWEEP
-    for point in sweep_points(line.overrides, settings)[0] if sweeps else [line.overrides]:
-        config = composed(point, settings)
+    sweeps = "--multirun" in line.options or command is SWEEP
+    found = [point.config for point in points(line)] if sweeps else [composed(line.overrides, line.settings)]
+    for config in found:
         assert config.model.path is not None or config.model.load == "random", "a shape has no weights"
 
 

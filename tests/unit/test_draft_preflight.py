@@ -21,7 +21,7 @@ from helix.models.decoder import Decoder
 from helix.placement import Placement
 from helix.setup import engine as build
 from helix.setup.buffers import longest_chunk, token_buffers
-from helix.setup.checks import CheckedDraft
+from helix.setup.drafts import CheckedDraft
 from helix.speculation import DraftModel, ModelDrafter
 from helix.worker.keeps import EngineSizes, token_bytes
 from helix.worker.kv_cache import KVCache
@@ -30,27 +30,24 @@ from tests.laboratory import composed, preflight
 
 
 def config(draft: Path | str, *overrides: str, target: Path | None = None) -> Config:
-    return composed(
-        f"model.path={target or checkpoint('qwen3')}", "bench=decode", "speculation=model",
-        f"speculation.model.path={draft}", *overrides,
-    )  # fmt: skip
+    return composed(*typed(draft, *overrides, target=target))
+
+
+def typed(draft: Path | str, *overrides: str, target: Path | None = None) -> list[str]:
+    model = f"model.path={target or checkpoint('qwen3')}"
+    return [model, "bench=decode", "speculation=model", f"speculation.model.path={draft}", *overrides]
 
 
 def draft_of(config: Config, world: int) -> CheckedDraft:
-    plans = [preflight(config, rank, world).draft for rank in range(world)]
-    assert plans[0] is not None and all(p is not None and p.layout == plans[0].layout for p in plans)
-    return plans[0]
+    draft = preflight(config, world).draft
+    assert draft is not None
+    return draft
 
 
-def problem(config: Config, world: int) -> str:
-    """The message of every rank, which is one and the same."""
-    messages = set()
-    for rank in range(world):
-        with pytest.raises(ValueError) as caught:
-            preflight(config, rank, world)
-        messages.add(str(caught.value))
-    assert len(messages) == 1, messages
-    return messages.pop()
+def problem(overrides: list[str], world: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        preflight(composed(*overrides), world)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +69,9 @@ def test_a_layout_of_its_own(family: str, overrides: list[str], kvp: int, tpa: i
 
 def test_unset_under_an_automatic_layout() -> None:
     """The target's is chosen by its 6 KV heads, the draft model's by its own 4."""
-    plans = [preflight(config(checkpoint("llama-llama3"), "layout=auto"), rank, 4) for rank in range(4)]
-    assert {(p.layout.kvp, p.layout.tpa) for p in plans} == {(2, 2)}
-    assert {p.draft and (p.draft.layout.kvp, p.draft.layout.tpa) for p in plans} == {(1, 4)}
+    plan = preflight(config(checkpoint("llama-llama3"), "layout=auto"), 4)
+    assert (plan.layout.kvp, plan.layout.tpa) == (2, 2)
+    assert plan.draft is not None and (plan.draft.layout.kvp, plan.draft.layout.tpa) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -102,19 +99,19 @@ def test_unset_under_an_automatic_layout() -> None:
             ["draft model", "num_hidden_layers", "(3)", "(2)"],
         ),
         (["speculation.gamma=32"], ["speculation.gamma=32", "from 1 to 31"]),
-        (["speculation.model.dtype=int8"], ["speculation.model.dtype='int8'"]),
+        (["speculation.model.dtype=int8"], ["speculation.model.dtype=int8"]),
         (["bench=hopb"], ["bench.kind=hopb", "speculation.drafter=model"]),
     ],
 )
 def test_what_is_refused(overrides: list[str], words: list[str]) -> None:
-    message = problem(config(checkpoint("qwen3"), "layout.kvp=4", *overrides), 4)
+    message = problem(typed(checkpoint("qwen3"), "layout.kvp=4", *overrides), 4)
     assert all(word in message for word in words), message
 
 
 def test_a_draft_of_latents_keeps_no_values_alone() -> None:
     latents = checkpoint("deepseek-v3-yarn")
     assert draft_of(config(latents, "kv.dtype=fp8"), 1)
-    message = problem(config(latents, "kv.dtype=k16v8"), 1)
+    message = problem(typed(latents, "kv.dtype=k16v8"), 1)
     assert "draft model" in message and "kv.dtype=k16v8" in message and "latents (MLA)" in message
 
 
@@ -127,7 +124,7 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
     first, second = sorted(vocab, key=vocab.__getitem__)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (other / "tokenizer.json").write_text(json.dumps(content))
-    message = problem(config(other, target=DEMO), 1)
+    message = problem(typed(other, target=DEMO), 1)
     assert "differ in 2 tokens" in message and f"{min(first, second)!r}" in message and str(other) in message
     assert "300" in message and "301" in message
 

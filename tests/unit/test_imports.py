@@ -13,7 +13,9 @@ from types import ModuleType
 import pytest
 
 from benchmarks import program, schema
+from benchmarks.schema import BenchConfig
 from helix.packages import import_package
+from helix.schema import choices, types
 from launch.inputs.work import DECODE, SERVE
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +47,7 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {"errors", "files", "layout", "library", "packages", "sampling_params"},
+        {"errors", "files", "layout", "library", "packages", "sampling_params", "schema"},
         {"config"},
         {"hub", "place", "placement", "tokenizer"},
         {"devices"},
@@ -59,6 +61,7 @@ LEVELS = {
         {"worker.model_runner", "worker.prompt_scores"},
         {"worker.warm_up"},
         {"engine"},
+        {"checks"},
         {"setup"},
         {"planner"},
         {"__main__"},
@@ -219,7 +222,8 @@ def test_clients_reach_neither_torch_nor_kernels(client: str) -> None:
 
 def test_each_kind_of_work_is_a_module_that_is_imported_where_it_is_done() -> None:
     work = [DECODE.module, SERVE.module, *program.MODULES.values()]
-    assert {"none", *program.MODULES} == {*schema.KINDS} == {f.stem for f in (schema.CONF / "bench").glob("*.yaml")}
+    kinds = {*choices(types(BenchConfig)["kind"])}
+    assert {"none", *program.MODULES} == kinds == {f.stem for f in (schema.CONF / "bench").glob("*.yaml")}
     assert all(module in MODULES and "run" in definitions(module) for module in work), work
 
 

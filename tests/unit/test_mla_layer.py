@@ -15,6 +15,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld
 from comm.torch_dist import HOST_RATE
+from helix.checks import check_layout
 from helix.layers import mla
 from helix.layers.rotary import frequencies
 from helix.layers.specs import MLPSpec
@@ -23,7 +24,6 @@ from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint, randomize
-from helix.setup.checks import check_layout
 from helix.worker.keeps import Keeps, token_bytes
 from launch.inputs.shapes import spec_of
 from tests.e2e.checkpoints import checkpoint

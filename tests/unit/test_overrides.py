@@ -17,7 +17,8 @@ from helix.config import Config
 from helix.models import FAMILIES, spec_from_config
 from helix.models.overrides import BESIDES, check_overrides, ignored_overrides, overridden
 from helix.setup.parts import ignored, make_spec, models_of, resolved_config
-from launch.inputs.compose import RUN, composed
+from launch.inputs.compose import composed
+from launch.inputs.front import RUN
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,

@@ -365,11 +365,10 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
     assert ranking.choices
     for choice in ranking.choices[:6]:
         config = composed(*overrides(choice))
-        for rank in (0, given["gpus"] - 1):
-            run = preflight(config, rank, given["gpus"])
-            planned = ranking.question.spec
-            assert run.layout == choice.layout and replace(run.spec, max_positions=planned.max_positions) == planned
-            assert run.spec.max_positions >= given["context"] + 17 * 45  # steps of 16 drafts that are timed behind it
+        run = preflight(config, given["gpus"])
+        planned = ranking.question.spec
+        assert run.layout == choice.layout and replace(run.spec, max_positions=planned.max_positions) == planned
+        assert run.spec.max_positions >= given["context"] + 17 * 45  # steps of 16 drafts that are timed behind it
         assert config.blocks.append == choice.append_block
         assert config.speculation.drafter == ("ngram" if choice.gamma else "none")
         assert PROGRAM.work(config).load == (choice.batch, given["context"])
@@ -381,7 +380,7 @@ def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
     ranking, overrides = answer({"model": str(checkpoint("mixtral")), "gpus": 4, "context": 512, "batch": 2})
     for choice in ranking.choices:
         config = composed(*overrides(choice), f"decode.prompts={prompts}")
-        assert preflight(config, 3, 4).layout == choice.layout and config.decode.max_batch == "2"
+        assert preflight(config, 4).layout == choice.layout and config.decode.max_batch == "2"
     assert "model.dtype=bfloat16" in overrides(ranking.choices[0])  # the checkpoint is fp32, which is not predicted
     with pytest.raises(ValueError, match=r"context=513 exceeds .*context of 512"):
         answer({"model": str(checkpoint("mixtral")), "gpus": 4, "context": 513})

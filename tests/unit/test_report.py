@@ -119,7 +119,7 @@ def test_what_became_of_drafts() -> None:
 def test_a_record_is_known_for_one_and_a_full_disk_is_a_line(tmp_path: Path) -> None:
     path, output = tmp_path / "record.json", tmp_path / "out.jsonl"
     config = composed("decode.prompts=assets/prompts.jsonl", f"decode.output={output}", f"record={path}")
-    plan = preflight(config, 0, 1)
+    plan = preflight(config, 1)
     job = cast(Job, SimpleNamespace(backend="gloo", device=torch.device("cpu")))
     for _ in range(2):  # over nothing, and over a record
         check_record(path)

@@ -17,11 +17,11 @@ from benchmarks.models.search import best_at, frontier, search, taken
 from benchmarks.papers import rows as paper_rows
 from benchmarks.papers.figures import PAGE, recorded, with_tables, write_figures
 from benchmarks.records import style
+from helix.checks import check_layout
 from helix.layout import HelixLayout
 from helix.planner.hardware import COLLECTIVES, PROVENANCE, Hardware
 from helix.planner.points import MODES, Options, Points, Sparse, layouts
 from helix.planner.step import predict
-from helix.setup.checks import check_layout
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.shapes import load_spec, spec_of

@@ -13,7 +13,8 @@ import torch
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.config import AttentionConfig, Config, KVConfig, check
+from helix.checks import check
+from helix.config import AttentionConfig, Config, KVConfig
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.models import spec_from_config

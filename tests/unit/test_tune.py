@@ -61,7 +61,7 @@ def config_of(tmp_path: Path, *more: str) -> Config:
 )
 def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], said: str) -> None:
     with pytest.raises(ValueError) as refused:
-        preflight(config_of(tmp_path, *more), 0, 1)
+        preflight(config_of(tmp_path, *more), 1)
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -71,7 +71,7 @@ def test_the_run_that_is_started_is_the_users(tmp_path: Path) -> None:
     assert (config.layout.kvp, config.speculation.policy) == (2, "c2q")
     assert config.bench.output == str(tmp_path / "tuned" / "mine.jsonl")
     assert tune.overrides(["name=mine"])[1][:3] == ["bench=tune", "speculation=sparse", "speculation.gamma=11"]
-    plan = preflight(config, 0, 2)
+    plan = preflight(config, 2)
     assert len(plan.prompts) == 2 and not plan.finished
 
 
@@ -116,10 +116,10 @@ def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
     # What the search tries may change; what figures depend on may not.
     read_measured(config_of(tmp_path, "bench.gammas=[1]", "speculation.gamma=9", "bench.grid=true"), prompts)
     with pytest.raises(ValueError, match=r"mine.jsonl was measured with speculation.policy=any, not c2q: take another"):
-        preflight(config_of(tmp_path, "speculation.policy=c2q"), 0, 1)
+        preflight(config_of(tmp_path, "speculation.policy=c2q"), 1)
     (tmp_path / "p.jsonl").write_text('{"prompt_ids": [1, 2, 9]}\n')
     with pytest.raises(ValueError, match="was measured with prompts="):
-        preflight(config, 0, 1)
+        preflight(config, 1)
 
 
 def test_another_file_is_not_touched(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_another_file_is_not_touched(tmp_path: Path) -> None:
     for text, line in (('{"id": 0}\n{}\n', 1), ("hello\n\n", 1)):
         path.write_text(text)
         with pytest.raises(ValueError, match=f"line {line}, is none of tuning: move the file away"):
-            preflight(config, 0, 1)
+            preflight(config, 1)
         assert path.read_text() == text
 
 

@@ -1,0 +1,210 @@
+"""Settings as dataclasses whose annotations say which values are possible, and one sentence for a value that is not.
+
+An annotation is `Literal[...]`, `Annotated[int, Range(1, 31)]` (or float), `FilePath`, a plain type, a list of one, or
+several of these, as in `Literal["auto"] | Annotated[int, Range(1)] | None`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+S = TypeVar("S")
+UNITS = {"": 0, "K": 10, "M": 20}  # of integers, as powers of two: 128K
+WORDS = {"True": "true", "False": "false", "None": "null"}
+PLAIN: dict[Any, str] = {
+    int: "an integer of at most 64 bits",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    list[str]: "a list of texts, such as [a,b]",
+    list[int]: "a list of integers, such as [0,4]",
+    list[float]: "a list of numbers, such as [0.05,0.1]",
+    dict[str, Any]: "keys and values, such as {num_hidden_layers:4}",
+}
+
+
+class Range(NamedTuple):
+    """Bounds of a number, which may be `least` and `most`, and has to be more than `above`; None: no bound."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+
+    def __str__(self) -> str:
+        if self.above is not None:
+            return f"above {self.above}" + ("" if self.most is None else f" and at most {self.most}")
+        return f"of at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
+
+    def has(self, value: float) -> bool:
+        above = self.above is None or value > self.above
+        return above and (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+class Literally(NamedTuple):
+    """Mark of texts that command lines take as they are, whatever characters they have."""
+
+
+FilePath = Annotated[str, Literally()]
+
+
+def build(schema: type[S], content: Mapping[str, Any], prefix: str = "") -> S:
+    """Makes a dataclass of nested mappings; keys that are left out have their defaults.
+
+    Raises:
+        ValueError: a key is unknown, or a value is not of its type; the message names key, value and what it has to be.
+    """
+    kinds = types(schema)
+    for name in content:
+        if name not in kinds:
+            raise ValueError(unknown_key(schema, f"{prefix}{name}", [prefix + known for known in kinds]))
+    return schema(
+        **{
+            name: build(kinds[name], value, f"{prefix}{name}.")
+            if is_dataclass(kinds[name]) and isinstance(value, Mapping)
+            else value_of(f"{prefix}{name}", value, kinds[name])
+            for name, value in content.items()
+        }
+    )
+
+
+def types(schema: Any) -> dict[str, Any]:
+    """Returns the annotations of a dataclass's fields."""
+    kinds = get_type_hints(schema, include_extras=True)
+    return {field.name: kinds[field.name] for field in fields(schema)}
+
+
+def leaves(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields key, annotation and default of everything that can be set."""
+    kinds = types(schema)
+    for field in fields(schema):
+        if is_dataclass(kinds[field.name]):
+            yield from leaves(kinds[field.name], f"{prefix}{field.name}.")
+        else:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            yield prefix + field.name, kinds[field.name], default
+
+
+def value_of(key: str, value: Any, kind: Any) -> Any:
+    """Converts a value to its type: texts to numbers, and 128K and 1M to integers.
+
+    Raises:
+        ValueError: it is not of that type; the message names key, value and what it has to be.
+    """
+    if is_dataclass(kind):
+        keys = ", ".join(f"{key}.{name}" for name in types(kind))
+        raise ValueError(f"{key}={said(value)}: {key} is set by its keys: {keys}")
+    try:
+        return _converted(value, kind)
+    except (ValueError, OverflowError):
+        near = get_close_matches(said(value), choices(kind), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else "".join(map(_hint, alternatives(kind)))
+        raise ValueError(f"{key}={said(value)} must be {expected(kind)}{hint}") from None
+
+
+def _hint(kind: Any) -> str:
+    """Returns what a kind says of itself behind its range."""
+    return "".join(f": {one}" for one in get_args(kind) if get_origin(kind) is Annotated and isinstance(one, str))
+
+
+def said(value: Any) -> str:
+    """Writes a value as one types it on a command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(said, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{said(one)}' for name, one in value.items())}}}"
+    return value if isinstance(value, str) else WORDS.get(str(value), str(value))
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """Returns the annotations of which a value may have any."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def choices(kind: Any) -> list[str]:
+    """Lists the words that a value may be."""
+    bare = (get_args(one)[0] if get_origin(one) is Annotated else one for one in alternatives(kind))
+    return [word for one in bare if get_origin(one) is Literal for word in get_args(one)]
+
+
+def is_literal_text(kind: Any) -> bool:
+    """Returns whether command lines take a value as it is: a path."""
+    return any(Literally() in get_args(one) for one in alternatives(kind))
+
+
+def expected(kind: Any) -> str:
+    """Says what a value has to be."""
+    origin, args = get_origin(kind), get_args(kind)
+    if len(several := alternatives(kind)) > 1:
+        return ", or ".join("null" if one is NoneType else expected(one) for one in several)
+    if origin is Literal:
+        return f"one of {', '.join(args)}" if len(args) > 1 else str(args[0])
+    if origin is Annotated:
+        if not isinstance(args[1], Range):
+            return "a path" if args[0] is str else expected(args[0])
+        return f"{'an integer' if args[0] is int else 'a number'} {args[1]}"
+    return PLAIN[kind]
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if len(several := alternatives(kind)) > 1:
+        for one in several:
+            try:
+                return _converted(value, one)
+            except ValueError:
+                continue
+    elif origin is Literal:
+        if (word := said(value)) in args:
+            return word
+    elif origin is Annotated:
+        converted = _converted(value, args[0])
+        if args[1].has(converted) if isinstance(args[1], Range) else converted:
+            return converted
+    elif origin is list:
+        if isinstance(value, list):
+            return [_converted(one, args[0]) for one in value]
+    elif kind in (NoneType, bool) or origin is dict:
+        value = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+        if isinstance(value, origin or kind):
+            return value
+    elif kind is Path:
+        return Path(value)
+    elif isinstance(value, str | int | float):
+        if kind is str:
+            return said(value)
+        return _integer(value) if kind is int else float("" if isinstance(value, bool) else value)
+    raise ValueError
+
+
+def _integer(value: str | float) -> int:
+    found = re.fullmatch(r"([+-]?\d+)([KM]?)", str(value).upper())
+    if found is None or not -(1 << 63) <= (number := int(found[1]) << UNITS[found[2]]) < 1 << 63:
+        raise ValueError
+    return number
+
+
+def unknown(text: str, known: Collection[str], near: Collection[str] = ()) -> str:
+    """Writes the message for an unknown word: the known ones, and the nearest of them or of `near`."""
+    found = get_close_matches(text, [*known, *near], n=1)
+    return f"{text} is unknown; known: {', '.join(known)}" + (f" (did you mean {found[0]}?)" if found else "")
+
+
+def unknown_key(schema: Any, key: str, siblings: Collection[str]) -> str:
+    """Writes the message for a key that a schema does not have: its new name, or those around it and the nearest.
+
+    Attributes of the schema may name what has moved: `RENAMED`, new names by old ones.
+    """
+    if (new := getattr(schema, "RENAMED", {}).get(key)) is not None:
+        return f"{key} is called {new} now"
+    name = key.rpartition(".")[2]
+    same = [one for one, _, _ in leaves(schema) if one.rpartition(".")[2] == name]
+    if same:  # `kvp` for `layout.kvp`
+        return f"{key} is unknown; known: {', '.join(siblings)} (did you mean {min(same, key=len)}?)"
+    return unknown(key, siblings, [one for one, _, _ in leaves(schema)])
