@@ -151,12 +151,21 @@ class CommConfig:
 @dataclass
 class HopBConfig:
     """Attributes:
-    chunks: of the batch, of which one is exchanged while the next is in attention: none (one exchange of all), 2, 4, 8,
-        or auto: none or whichever of them is fastest, timed at the start for each batch size, from the length on at
-        which it pays.
+    chunks: of the batch, one of which is exchanged while the next is in attention. none (hopb=off): one exchange of the
+        whole batch. 2, 4, 8: that many, at most one per sequence. best (hopb=on): the fastest of 2, 4 and 8, timed at
+        the start for each batch size. auto: the same, or none where that is faster, from the length on at which chunks
+        pay.
     """
 
     chunks: str = "auto"
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether steps are cut into chunks even if that does not pay."""
+        return self.chunks not in ("none", "auto")
+
+    def __str__(self) -> str:
+        return "hopb=on" if self.chunks == "best" else f"hopb.chunks={self.chunks}"
 
 
 @dataclass
@@ -359,7 +368,7 @@ def check(config: Config) -> None:
         "attention.score": ("bounds", "mean"),
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
-        "hopb.chunks": ("none", "auto", "2", "4", "8"),
+        "hopb.chunks": ("none", "auto", "best", "2", "4", "8"),
         "schedule.goal": ("latency", "balance", "throughput"),
         "speculation.drafter": ("none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),

@@ -23,8 +23,8 @@ from helix.worker.model_runner import ModelRunner
 from kernels.ahead import compiled_ahead
 
 LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
-CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` tries
-GAIN = 0.01  # least share of a step's time that HOP-B must save
+CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` and `best` try
+GAIN = 0.01  # least share of a step's time that HOP-B must save under `auto`
 SHORTER = 4  # ratio of the lengths at which chunks are timed
 
 Mark = Callable[[str], None]
@@ -166,28 +166,33 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
 
 
 def tried_chunks(runner: ModelRunner, rows: int) -> list[int]:
-    """Returns the numbers of HOP-B chunks to try for steps of `rows` rows: one number unless it is `auto`."""
-    if runner.hopb != "auto" or runner.layout.kvp == 1 or not runner.comm.capturable:
+    """Returns the numbers of HOP-B chunks to try for steps of `rows` rows: one unless it is `auto` or `best`."""
+    fitting = [n for n in CHUNKS if n <= rows]
+    if runner.hopb not in ("auto", "best") or not fitting or runner.layout.kvp == 1 or not runner.comm.capturable:
         return [runner.chunks(rows)]
-    return [1, *(n for n in CHUNKS if n <= rows)]
+    return [1, *fitting] if runner.hopb == "auto" else fitting
 
 
 def choose_chunks(runner: ModelRunner, rows: int, longest: int | None = None) -> None:
-    """Chooses the HOP-B chunks of steps of `rows` rows if that is `auto`, by timing; alike on all ranks.
+    """Chooses the HOP-B chunks of steps of `rows` rows by timing, if it is `auto` or `best`; alike on all ranks.
 
-    On a CPU nothing overlaps, so there is nothing to choose.
+    On a CPU nothing overlaps, so there is nothing to choose. `best` takes the fastest number at the longest sequences.
 
     Args:
-        longest: tokens of the longest sequences. The slots are filled with such, and where chunks pay, with shorter
-            ones, until they do not: shorter steps are not cut. None: the choice is for the slots' current lengths.
+        longest: tokens of the longest sequences. The slots are filled with such; under `auto`, where chunks pay, also
+            with shorter ones, until they do not: shorter steps are not cut. None: the slots' current lengths.
     """
-    _, *more = tried_chunks(runner, rows)
+    first, *more = tried = tried_chunks(runner, rows)
     if not more:
         return
     if longest is not None:
         fill(runner, rows, longest)
     kind = StepKind(rows, runner.sizes.drafts)
-    best, least = 1, (1 - GAIN) * step_seconds(runner, kind)
+    if runner.hopb == "best":
+        times = [step_seconds(runner, replace(kind, chunks=chunks)) for chunks in tried]
+        runner.hopb_chunks[rows] = runner.comm.broadcast_object(tried[times.index(min(times))]), 0
+        return
+    best, least = first, (1 - GAIN) * step_seconds(runner, kind)
     for chunks in more:
         seconds = step_seconds(runner, replace(kind, chunks=chunks))
         if runner.comm.broadcast_object(seconds >= least):

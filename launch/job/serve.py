@@ -52,7 +52,7 @@ from launch.client.sampling import sampling_of
 from launch.client.tokens import read_defaults
 from launch.inputs.prompts import PromptFile, body_of
 from launch.job.lifeline import LAUNCHER
-from launch.job.report import summary
+from launch.job.report import summary, what_hopb_does
 from launch.job.spawn import CLIENT_S, SOCKET
 from launch.job.task import Done, Task
 
@@ -118,6 +118,8 @@ def _engine(task: Task, file: PromptFile | None) -> Engine:
     task.phases.mark("build")
     if comm.device.type == "cuda":
         engine.warm_up(kinds, SHAPED if file is None else (), task.phases.mark, chunks=file is None)
+    if engine.runner.hopb == "best":
+        console.note(what_hopb_does(engine.runner))
     if file is None:
         console.note(f"ready after {task.phases}")
         on_compilation(lambda kernel: console.note(f"compiled while serving: {kernel}"))

@@ -174,7 +174,7 @@ def test_the_help_of_a_command_is_its_own(command: front.Command, monkeypatch: p
         ("model.load=magic", ["model.load", "magic", "checkpoint"]),
         ("attention.policy=sparse", ["attention.policy", "sparse", "dense"]),
         ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
-        ("hopb.chunks=3", ["hopb.chunks", "'3'", "none, auto, 2, 4, 8"]),
+        ("hopb.chunks=3", ["hopb.chunks", "'3'", "none, auto, best, 2, 4, 8"]),
         (
             "speculation.drafter=oracle",
             ["speculation.drafter", "oracle", "none, ngram, suffix, model, mtp, eagle3, sparse"],
