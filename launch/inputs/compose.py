@@ -36,6 +36,7 @@ PATHS = (
     *("serve.socket", "serve.attach", "serve.chat_template", "serve.api_keys"),
 )
 SWEEP_DIRS = ("hydra.sweep.dir", "hydra.run.dir")
+RENAMED = {"hopb=none": "hopb=off"}  # for one release
 SWEEP = "for several use `helix sweep ...`, or -m"
 EXPECTED = {
     int: "an integer of at most 64 bits",
@@ -249,6 +250,8 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
         for one in _swept(override, settings):
             _checked(f"{sign}{key}={one}", settings, sweeps=False)
     elif key in groups:
+        if (renamed := RENAMED.get(f"{key}={override.value()}")) is not None:
+            raise ValueError(f"{text} is now {renamed}")
         if override.value() not in (*groups[key], *([None] if key == "experiment" else [])):
             raise ValueError(f"{text}: {key} has no option {value}; known: {', '.join(groups[key])}")
     elif not beneath_dict:

@@ -167,7 +167,7 @@ RUN = Command(
     (
         *LAYOUT_KEYS, LOSSLESS, LOSSY,
         ("decode.resume=true", "keep the results that decode.output holds and run the rest"),
-        ("hopb=none | auto", "overlap of the exchange with attention of other sequences"),
+        ("hopb=on | off | auto", "overlap of the exchange with attention of other sequences"),
         ("record=FILE", "layout, versions, times and throughput of the run, JSON"),
     ),
 )  # fmt: skip
@@ -210,8 +210,8 @@ SWEEP = Command(
     "Runs a job for each combination of several values, and tabulates and draws what they took.",
     (
         "helix sweep ./llama-3.1-8b prompts.jsonl layout.kvp=1,2,4 layout.tpa=1,2",
-        "helix sweep ./llama-3.1-8b prompts.jsonl 'layout=glob(*)' 'hopb.chunks=choice(none,auto)'",
-        "helix sweep ./llama-3.1-8b prompts.jsonl layout.kvp=1,2 hydra.sweep.dir=sweeps/mine",
+        "helix sweep ./llama-3.1-8b prompts.jsonl layout.kvp=2,4 hopb=off,on",
+        "helix sweep ./llama-3.1-8b prompts.jsonl 'layout=glob(*)' hydra.sweep.dir=sweeps/mine",
     ),
     ("model", "decode.prompts"),
     (*RUN_FLAGS[1:], *MODEL_FLAGS),

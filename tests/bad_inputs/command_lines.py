@@ -421,6 +421,7 @@ BAD_COMMAND_LINES = [
     (["hopb.chunks=3"], 1, "hopb.chunks='3' is unknown; choose one of none, auto, best, 2, 4, 8"),
     (["hopb.chunks=off"], 1, "hopb.chunks='off' is unknown; choose one of none, auto, best, 2, 4, 8"),
     (["hopb=3"], 1, "hopb=3: hopb has no option 3; known: auto, off, on"),
+    (["hopb=none"], 1, "hopb=none is now hopb=off"),
     (["attention.policy=sparse"], 1, "attention.policy='sparse' is unknown; choose one of dense, block_sparse"),
     (["attention.topk=129"], 1, "attention.topk=129 must be from 0 to 128"),
     (["attention.local_blocks=0"], 1, "attention.local_blocks=0 must be from 1 to 1048576"),
