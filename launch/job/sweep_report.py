@@ -122,10 +122,7 @@ def _columns(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
     if any(row["exchange_us"] is not None for row in rows):
         columns["exchange"] = cells("exchange_us", _ms)
     if sum(row["gain_percent"] is not None for row in rows) > 1:
-        gains = cells("gain_percent", lambda gain: f"{gain:+.1f}%")
-        columns["gain"] = [
-            "baseline" if row["baseline"] == row["point"] else gain for row, gain in zip(rows, gains, strict=True)
-        ]
+        columns["gain"] = cells("gain_percent", lambda gain: f"{gain:+.1f}%" if gain else "baseline")
     columns["tok/s/user"] = cells("tokens_per_s_user", lambda x: f"{x:.1f}")
     columns["tok/s/rank"] = cells("tokens_per_s_gpu", lambda x: f"{x:.1f}")
     return columns
