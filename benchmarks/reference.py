@@ -23,10 +23,12 @@ Hydra's habits ([overrides](https://hydra.cc/docs/advanced/override_grammar/basi
 
 | | |
 |---|---|
-| `-m KEY=A,B`, `range(1,5)`, `choice(A,B)`, `glob(*)` | a sweep, point after point in this process; `helix sweep` is `helix run -m` |
-| `hydra.sweep.dir=DIR`, `hydra.sweep.subdir=`, `hydra.job.name=NAME` | where a sweep writes; `${hydra.job.name}` and `${hydra.job.num}` may be parts of it |
+| `-m KEY=A,B`, `range(1,5)`, `choice(A,B)`, `glob(*)` | a sweep, point after point; `helix sweep` is `helix run -m` |
+| `hydra.sweep.dir=DIR`, `hydra.sweep.subdir=` | where a sweep writes; `${hydra.job.num}` may be a part |
+| `hydra.job.name=NAME` | `${hydra.job.name}` in these |
 | `hydra.sweeper.params` in a file | what an experiment sweeps over |
-| `+experiment=NAME`, `+model.config.KEY=`, `++KEY=`, `~KEY` | a file of `experiment/`; keys that are added, set or taken out (`~`: the default) |
+| `+experiment=NAME` | a file of `experiment/` |
+| `+model.config.KEY=`, `++KEY=`, `~KEY` | keys that are added, set, or taken out, which leaves the default |
 | `--cfg job`, `--package`, `--resolve`, `--info` | the config in effect, and all keys |
 | `--config-dir DIR`, `--config-name NAME` | groups and a primary config of your own |
 

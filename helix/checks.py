@@ -187,10 +187,10 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
             f"attention.choice=global compares blocks of all ranks: attention.block={attention.block} must be "
             f"kv.append_block={config.blocks.append} (or set attention.choice=local)"
         )
-    if config.hopb.chunks not in ("none", "auto"):
+    if config.hopb.may_cut:
         raise ValueError(
-            f"attention.choice=global exchanges in the middle of attention, which hopb.chunks={config.hopb.chunks} "
-            "would cut: set hopb=none or attention.choice=local"
+            f"attention.choice=global exchanges in the middle of attention, which {config.hopb} would cut: set "
+            "hopb=off or attention.choice=local"
         )
     if layout.tpa > spec.attention.kv_heads:
         raise ValueError(
@@ -233,10 +233,8 @@ def check_own_sequences(config: Config, layout: HelixLayout, spec: DecoderSpec) 
             f"{what} reads all keys, and attention.policy={config.attention.policy} a part of them: set "
             "attention=dense or layout.mode=helix"
         )
-    if config.hopb.chunks not in ("none", "auto"):
-        raise ValueError(
-            f"{what} exchanges nothing in attention that hopb.chunks={config.hopb.chunks} could overlap: set hopb=none"
-        )
+    if config.hopb.may_cut:
+        raise ValueError(f"{what} exchanges nothing in attention that {config.hopb} could overlap: set hopb=off")
 
 
 def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from helix.sampling_params import SamplingParams
 from helix.schema import FilePath, Range
@@ -18,7 +18,7 @@ TOKENS = "tokens, such as 128K or 1M, and not bytes; kv.memory_fraction=0.5 take
 Width = Annotated[int, Range(1)]
 Count = Annotated[int, Range(1, 1 << 40)]
 DrafterName = Literal["none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"]
-HopBChunks = Literal["none", "auto", "2", "4", "8"]
+HopBChunks = Literal["none", "auto", "best", "2", "4", "8"]
 Share = Annotated[float, Range(above=0, most=1)]
 
 
@@ -158,12 +158,21 @@ class CommConfig:
 @dataclass
 class HopBConfig:
     """Attributes:
-    chunks: of the batch, of which one is exchanged while the next is in attention: none (one exchange of all), 2, 4, 8,
-        or auto: none or whichever of them is fastest, timed at the start for each batch size, from the length on at
-        which it pays.
+    chunks: of the batch, one of which is exchanged while the next is in attention. none (hopb=off): one exchange of the
+        whole batch. 2, 4, 8: that many, at most one per sequence. best (hopb=on): the fastest of 2, 4 and 8, timed at
+        the start for each batch size. auto: the same, or none where that is faster, from the length on at which chunks
+        pay.
     """
 
     chunks: HopBChunks = "auto"
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether steps are cut into chunks even if that does not pay."""
+        return self.chunks not in ("none", "auto")
+
+    def __str__(self) -> str:
+        return "hopb=on" if self.chunks == "best" else f"hopb.chunks={self.chunks}"
 
 
 @dataclass
@@ -341,6 +350,8 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     record: FilePath | None = None
     seed: int = 0
+
+    RENAMED: ClassVar[dict[str, str]] = {"hopb=none": "hopb=off"}  # for one release
 
     @property
     def blocks(self) -> Blocks:

@@ -60,6 +60,7 @@ class LLM:
         path: Hugging Face checkpoint directory, or ORG/NAME[@REVISION] of the Hub.
         layout: auto, helix, tp, medha or dp.
         kvp, tpa, ep, dp: widths of the layout.
+        hopb: on, off or auto: whether attention of a part of the batch overlaps the exchange of another.
         overrides: other settings of a run, `KEY=VALUE` each.
 
     Attributes:
@@ -81,9 +82,11 @@ class LLM:
         tpa: int | None = None,
         ep: int | None = None,
         dp: int | None = None,
+        hopb: str | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        given = {"layout": layout, "layout.kvp": kvp, "layout.tpa": tpa, "layout.ep": ep, "layout.dp": dp}
+        widths = {"layout.kvp": kvp, "layout.tpa": tpa, "layout.ep": ep, "layout.dp": dp}
+        given = {"layout": layout, **widths, "hopb": hopb}
         settings = [f"{key}={value}" for key, value in given.items() if value is not None]
         settings = [f"model.path={path}", "serve.restarts=0", *settings, *overrides]
         self._config = import_module("launch.inputs.compose").composed(settings)  # Hydra: not with `import helix`

@@ -16,7 +16,7 @@ from helix.hub import find_models
 from helix.library import import_transformers
 from helix.place import Place
 from launch.client.errors import WRONG_SETTINGS
-from launch.inputs import compose, front
+from launch.inputs import compose, front, points
 from launch.inputs.work import RUNTIME, Program
 
 
@@ -45,8 +45,9 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
             if place is not None:
                 typed = f"{program.typed.name} {shlex.join(line.arguments)} -m"
                 raise ValueError(f"-m under torchrun would run the whole sweep on every rank: type `{typed}`")
+            found = points.read(line, program)
             gc.enable()
-            return import_module("launch.job.sweep").sweep(line, program)  # takes seconds
+            return int(import_module("launch.job.sweep").sweep(found, line, program))  # takes seconds
         config = compose.composed(line.overrides, line.settings)
         find_models(config)
         if config.serve.attach is not None:

@@ -83,7 +83,7 @@ def _of_job(
     about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": layers, "layout": str(layout)}
     about |= {"drafter": policy}
     job = [
-        *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64", "hopb=none",
+        *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64", "hopb=off",
         "bench=decode", "decode.stream=false", f"bench.gammas={gammas}", f"bench.steps={steps}",
         f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.acceptance={KEPT}",
         *drafting(policy, max(gammas)), *overrides,

@@ -110,7 +110,7 @@ def measure(given: Given, model: str) -> Iterator[Row]:
                 given.ranks,
                 [
                     *named(model), *cut, *OPTIONS.get(model, []), f"layout.kvp={layout.kvp}", f"layout.ep={layout.ep}",
-                    "hopb=none", "decode.stream=false", "bench=decode",
+                    "hopb=off", "decode.stream=false", "bench=decode",
                     f"bench.gammas={gammas}", f"bench.steps={steps}",
                     f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
                     f"bench.acceptance={KEPT}", f"speculation={drafter}", f"speculation.gamma={max(gammas)}",

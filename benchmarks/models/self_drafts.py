@@ -54,7 +54,7 @@ def measure(given: Given, model: str, sparsity: float) -> list[Row]:
             ranks,
             [
                 *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
-                "kv.append_block=64", "hopb=none", "bench=decode", "decode.stream=false",
+                "kv.append_block=64", "hopb=off", "bench=decode", "decode.stream=false",
                 f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.gammas={gammas}",
                 f"bench.steps={steps}", "speculation=sparse", f"speculation.gamma={max(gammas)}",
                 f"speculation.sparsity={sparsity}", f"bench.acceptance={KEPT}", *overrides,

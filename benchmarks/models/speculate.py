@@ -104,7 +104,7 @@ def synthetic(given: Given, model: str) -> list[Row]:
             ranks,
             [
                 *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
-                "hopb=none", "bench=decode", f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
+                "hopb=off", "bench=decode", f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
                 f"bench.gammas={gammas}", f"bench.steps={steps}", "speculation=ngram",
                 f"speculation.gamma={max(gammas)}", f"bench.acceptance={ACCEPTANCE}", *overrides,
             ],

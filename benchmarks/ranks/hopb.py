@@ -29,14 +29,13 @@ from benchmarks.timer import slowest
 from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.torch_dist import are_apart
-from helix.layers.attention import ShardedAttention
 from helix.layout import share
 from helix.models.decoder import Decoder
 from helix.worker.clock import Moment, seconds_of_each
 from helix.worker.cuda_graphs import StepGraphs
 from helix.worker.graph_keys import StepKind
 from helix.worker.model_runner import ModelRunner
-from helix.worker.warm_up import CHUNKS, choose_chunks, step_seconds
+from helix.worker.warm_up import CHUNKS, choose_chunks, exchange_seconds, step_seconds
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task
@@ -91,7 +90,7 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     on = {chunks: microseconds(chunks) for chunks in alike}
     off = microseconds(1)
     without = without_exchange(engine.runner, comm, lambda: microseconds(1))
-    exchange = exchange_us(engine.runner, comm, batch)
+    exchange = 1e6 * exchange_seconds(engine.runner, batch, STEPS)
     choose_chunks(engine.runner, batch)
     auto = engine.runner.chunks(batch)
     auto_us = microseconds(auto)
@@ -126,22 +125,6 @@ def drawn(runner: ModelRunner, rows: int, chunks: int, times: int = REPEATS) -> 
 def link() -> str:
     """Names the link that the GPUs' messages cross."""
     return "host memory" if are_apart() else PEER_MEMORY
-
-
-def exchange_us(runner: ModelRunner, comm: Communicator, rows: int) -> float:
-    """Microseconds of a step's exchanges alone, one a layer, back to back."""
-    mixer = runner.model.layers[0].mixer
-    assert isinstance(mixer, ShardedAttention)
-    heads, width, dtype = sum(mixer.shares), mixer.sent_width(rows), runner.model.weights.dtype
-    sent = PartialAttention(
-        torch.randn(rows, heads, width, device=comm.device).to(dtype), torch.randn(rows, heads, device=comm.device)
-    )
-
-    def run() -> None:
-        for _ in runner.model.layers:
-            comm.merge_exchange(sent, mixer.shares)
-
-    return 1e6 * median(slowest(comm, _captured(run, comm.device, comm.barrier)))
 
 
 def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:

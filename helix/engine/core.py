@@ -330,7 +330,9 @@ class Engine:
             updates.append(self._record(sequence, slot, drawn, logprobs))
         if not in_chunk:
             run.seconds.append(step.busy_seconds)  # without a grammar's time, which would delay later decisions
-            self.timings.step(step.seconds, run.decision.kind.drafts, outcomes)
+            kind = run.decision.kind
+            self.timings.step(step.seconds, kind.drafts, outcomes)
+            self.timings.queries[kind.rows * (1 + kind.drafts)] += 1
             run.outcomes += outcomes
         return updates
 

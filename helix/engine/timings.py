@@ -31,6 +31,7 @@ class Timings:
         decide_s: seconds of rank 0's host in making decisions.
         chunk_s: predicted seconds of the longest prompt chunk that is launched and not read; 0 if there is none.
         drafts: decode steps by the number of drafts per sequence.
+        queries: decode steps by the number of their queries: rows, times 1 + drafts.
         kept: sequence steps by the number of accepted drafts.
         acceptance: acceptance by the index of a draft.
     """
@@ -48,6 +49,7 @@ class Timings:
     decide_s: float = 0.0
     chunk_s: float = 0.0
     drafts: Counter[int] = field(default_factory=Counter)
+    queries: Counter[int] = field(default_factory=Counter)
     kept: Counter[int] = field(default_factory=Counter)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
 

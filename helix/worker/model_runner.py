@@ -92,8 +92,8 @@ class ModelRunner:
         sizes: the engine's sizes.
         policy: chooses the keys that a query reads in `sparse` steps; None: all steps are dense.
         drafter: proposes tokens that decode steps verify.
-        hopb: batch chunks whose exchange overlaps the next chunk's attention: none, a number, or auto: as
-            `hopb_chunks` says, else none.
+        hopb: batch chunks whose exchange overlaps the next chunk's attention: none, a number, or as `hopb_chunks` says,
+            else none (auto) or two (best).
 
     Attributes:
         observer: called on every rank before each draw with (slots [n], positions [n] of the tokens to draw, logits
@@ -167,9 +167,9 @@ class ModelRunner:
         """Returns the number of HOP-B chunks of a step of `rows` rows with so many tokens each, on average."""
         if self.layout.kvp == 1 or self.hopb == "none":  # a kvp group of one has nothing to exchange
             return 1
-        if self.hopb != "auto":
+        if self.hopb not in ("auto", "best"):
             return min(int(self.hopb), rows)
-        chunks, least = self.hopb_chunks.get(rows, (1, 0))
+        chunks, least = self.hopb_chunks.get(rows, (1 if self.hopb == "auto" else min(2, rows), 0))
         return chunks if row_tokens >= least else 1
 
     def execute(self, decision: Decision) -> list[StepTokens]:

@@ -1,5 +1,7 @@
 """Warm-up of a runner before its first request: kernels are compiled, steps timed, chosen and captured.
 
+Also the time of the exchange alone, for whoever compares HOP-B on and off.
+
 All functions are collectives, to be called while no request is served. The content of pages and slots is lost.
 """
 
@@ -10,21 +12,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 
 from helix.engine.decision import Admission, Decision, Segment
+from helix.layers.attention import ShardedAttention
 from helix.sampling_params import SamplingParams
 from helix.worker.clock import seconds_of_each
 from helix.worker.cuda_graphs import StepGraphs
 from helix.worker.graph_keys import DEEP, SEQUENCES, StepKind
 from helix.worker.model_runner import ModelRunner
 from kernels.ahead import compiled_ahead
+from kernels.attention.split_kv import PartialAttention
 
 LARGE = 2048  # tokens from twice which on chunks use the same kernels, at any depth
-CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` tries
-GAIN = 0.01  # least share of a step's time that HOP-B must save
+CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` and `best` try
+GAIN = 0.01  # least share of a step's time that HOP-B must save under `auto`
 SHORTER = 4  # ratio of the lengths at which chunks are timed
 
 Mark = Callable[[str], None]
@@ -166,28 +171,33 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
 
 
 def tried_chunks(runner: ModelRunner, rows: int) -> list[int]:
-    """Returns the numbers of HOP-B chunks to try for steps of `rows` rows: one number unless it is `auto`."""
-    if runner.hopb != "auto" or runner.layout.kvp == 1 or not runner.comm.capturable:
+    """Returns the numbers of HOP-B chunks to try for steps of `rows` rows: one unless it is `auto` or `best`."""
+    fitting = [n for n in CHUNKS if n <= rows]
+    if runner.hopb not in ("auto", "best") or not fitting or runner.layout.kvp == 1 or not runner.comm.capturable:
         return [runner.chunks(rows)]
-    return [1, *(n for n in CHUNKS if n <= rows)]
+    return [1, *fitting] if runner.hopb == "auto" else fitting
 
 
 def choose_chunks(runner: ModelRunner, rows: int, longest: int | None = None) -> None:
-    """Chooses the HOP-B chunks of steps of `rows` rows if that is `auto`, by timing; alike on all ranks.
+    """Chooses the HOP-B chunks of steps of `rows` rows by timing, if it is `auto` or `best`; alike on all ranks.
 
-    On a CPU nothing overlaps, so there is nothing to choose.
+    On a CPU nothing overlaps, so there is nothing to choose. `best` takes the fastest number at the longest sequences.
 
     Args:
-        longest: tokens of the longest sequences. The slots are filled with such, and where chunks pay, with shorter
-            ones, until they do not: shorter steps are not cut. None: the choice is for the slots' current lengths.
+        longest: tokens of the longest sequences. The slots are filled with such; under `auto`, where chunks pay, also
+            with shorter ones, until they do not: shorter steps are not cut. None: the slots' current lengths.
     """
-    _, *more = tried_chunks(runner, rows)
+    first, *more = tried = tried_chunks(runner, rows)
     if not more:
         return
     if longest is not None:
         fill(runner, rows, longest)
     kind = StepKind(rows, runner.sizes.drafts)
-    best, least = 1, (1 - GAIN) * step_seconds(runner, kind)
+    if runner.hopb == "best":
+        times = [step_seconds(runner, replace(kind, chunks=chunks)) for chunks in tried]
+        runner.hopb_chunks[rows] = runner.comm.broadcast_object(tried[times.index(min(times))]), 0
+        return
+    best, least = first, (1 - GAIN) * step_seconds(runner, kind)
     for chunks in more:
         seconds = step_seconds(runner, replace(kind, chunks=chunks))
         if runner.comm.broadcast_object(seconds >= least):
@@ -222,14 +232,55 @@ def step_seconds(runner: ModelRunner, kind: StepKind, steps: int = 8, kept: bool
     run = partial(graphs.run, runner.step) if graphs is not None else runner.step
     kind = replace(kind, sparse=runner.sparse_at(int(before[1].max())))
 
-    def step() -> None:
-        run(kind)
-
-    seconds_of_each(step, 3, runner.device, restore)  # eagerly, captured, replayed
-    runner.comm.barrier()
-    seconds = seconds_of_each(step, steps, runner.device, restore)
-    runner.comm.check()
+    seconds = slowest_seconds(runner, lambda: run(kind), steps, restore)
     if graphs is not None and not kept:
         graphs.close()
+    return seconds
+
+
+@torch.inference_mode()
+def exchange_seconds(runner: ModelRunner, queries: int, times: int = 8) -> float:
+    """Times the attention exchanges of a decode step alone: one a layer for all queries, back to back.
+
+    The messages are as large as the step's; neither attention nor HOP-B runs next to them.
+
+    Args:
+        queries: queries of the step: sequences, times 1 + drafts.
+
+    Returns:
+        Median seconds of the slowest rank; 0 where kvp is 1.
+    """
+    if runner.layout.kvp == 1:
+        return 0.0
+    comm, sent = runner.comm, dict[tuple[int, int], PartialAttention]()
+    mixers = [layer.mixer for layer in runner.model.layers if isinstance(layer.mixer, ShardedAttention)]
+    shapes = [(sum(mixer.shares), mixer.sent_width(queries)) for mixer in mixers]
+    for shape in shapes:
+        out = torch.zeros(queries, *shape, dtype=runner.model.weights.dtype, device=runner.device)
+        sent[shape] = PartialAttention(out, torch.zeros(out.shape[:2], device=runner.device))
+
+    def exchange() -> None:
+        for mixer, shape in zip(mixers, shapes, strict=True):
+            comm.merge_exchange(sent[shape], mixer.shares)
+
+    graphs = StepGraphs() if comm.capturable else None
+    seconds = slowest_seconds(runner, exchange if graphs is None else partial(graphs.run, exchange), times)
+    if graphs is not None:
+        graphs.close()
+    return seconds
+
+
+def slowest_seconds(
+    runner: ModelRunner, call: Callable[[], Any], times: int, between: Callable[[], Any] = lambda: None
+) -> float:
+    """Times a collective call, which runs eagerly, captured and replayed before; `between` runs after each call.
+
+    Returns:
+        The median over the calls of the slowest rank's seconds.
+    """
+    seconds_of_each(call, 3, runner.device, between)
+    runner.comm.barrier()
+    seconds = seconds_of_each(call, times, runner.device, between)
+    runner.comm.check()
     ranks = runner.comm.all_gather_object(seconds)
     return statistics.median(max(of_ranks) for of_ranks in zip(*ranks, strict=True))

@@ -26,7 +26,7 @@ RUN = Command(
     (
         "helix run ./llama-3.1-8b prompts.jsonl -o results.jsonl layout=auto",
         "helix run Qwen/Qwen3-8B prompts.jsonl layout.kvp=4 layout.tpa=2 decode.max_new_tokens=1K",
-        "helix run ./llama-3.1-8b prompts.jsonl -m layout.kvp=2,4 hopb=auto,none",
+        "helix run ./llama-3.1-8b prompts.jsonl -m layout.kvp=2,4 hopb=off,on",
     ),
     (*RUN_FLAGS, *MODEL_FLAGS),
     (
@@ -68,7 +68,7 @@ SWEEP = Command(
     "Runs a job for each combination of several values (as `helix run -m`), and tabulates and draws what they took.",
     (
         "helix sweep ./llama-3.1-8b prompts.jsonl layout.kvp=1,2,4 layout.tpa=1,2",
-        "helix sweep ./llama-3.1-8b prompts.jsonl 'layout=glob(*)' 'hopb=choice(none,auto)'",
+        "helix sweep ./llama-3.1-8b prompts.jsonl 'layout=glob(*)' 'hopb=choice(off,on)'",
         "helix sweep ./llama-3.1-8b prompts.jsonl layout.kvp=1,2 hydra.sweep.dir=sweeps/mine",
     ),
     RUN.flags,

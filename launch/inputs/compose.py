@@ -133,7 +133,7 @@ def _hydra(settings: Settings) -> Iterator[str]:
             yield f"hydra.searchpath=[{places}]"
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        raise ValueError(f"{group}={option}: {_no_option(group, option, error.options or [])}") from error
+        raise ValueError(f"{group}={option}: {_no_option(settings, group, option, error.options or [])}") from error
     except (HydraException, OmegaConfBaseException) as error:
         override = _line(error).partition("Error merging override ")[2]
         kinds = {name: kind for name, kind, _ in leaves(settings.schema)}
@@ -199,11 +199,13 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
         options = override.value() if isinstance(override.value(), list) else [override.value()]
         for option in options:
             if option not in settings.groups[key] and not (key == "experiment" and option is None):
-                raise ValueError(f"{text}: {_no_option(key, said(option), settings.groups[key])}")
+                raise ValueError(f"{text}: {_no_option(settings, key, said(option), settings.groups[key])}")
     return text
 
 
-def _no_option(group: str, option: str, known: Sequence[str]) -> str:
+def _no_option(settings: Settings, group: str, option: str, known: Sequence[str]) -> str:
+    if (new := settings.schema.RENAMED.get(f"{group}={option}")) is not None:
+        return f"it is called {new} now"
     some = f"the nearest are {nearest_shapes(option)}" if group == "model" else f"known: {', '.join(known)}"
     return f"{group} has no option {option}; {some}"
 

@@ -11,7 +11,10 @@ from launch.inputs.compose import points
 from launch.inputs.front import Line
 from launch.inputs.work import Program, Work
 
-MEASURED = ("ttl_p50_us", "ttl_p90_us", "tokens_per_s_user", "tokens_per_s_gpu", "prefill_s", "decode_tokens")
+MEASURED = (
+    *("ttl_p50_us", "ttl_p90_us", "exchange_us", "tokens_per_s_user", "tokens_per_s_gpu"),
+    *("prefill_s", "decode_tokens"),
+)
 TIMED = ("batch", "length", "gamma")  # of a point of bench.points
 LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "dp", "world_size")
 
@@ -36,6 +39,12 @@ class Point:
     status: str = "waiting"
     reason: str = ""
     record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Values that its overrides set, by key."""
+        texts = (text.partition("=") for text in self.overrides)
+        return {key.lstrip("+~"): value for key, _, value in texts}
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the run's measurements: a row, or one for each of `bench.points`."""

@@ -26,6 +26,7 @@ from helix.layout import HelixLayout
 from helix.models.checkpoint import rounded
 from helix.models.decoder import Decoder
 from helix.setup.parts import ignored
+from helix.worker.model_runner import ModelRunner
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.terminal import FILE_WIDTH, new_bar
@@ -138,6 +139,20 @@ def _speculation_table(measured: dict[str, Any]) -> Table:
     places = " ".join("-" if share is None else f"{share:.2f}" for share in measured["acceptance_by_place"])
     table.add_row(_number(measured["mean_drafts"]), _number(measured["mean_kept"]), places)
     return table
+
+
+def what_hopb_does(runner: ModelRunner) -> str:
+    """Describes what hopb=on does to the steps of a runner that is warm."""
+    if runner.layout.kvp == 1:
+        return "hopb=on changes nothing: with layout.kvp=1 attention exchanges nothing"
+    slots = runner.sizes.slots
+    if slots == 1:
+        return "hopb=on changes nothing: steps have one sequence, and so one exchange"
+    chunks = {rows: runner.chunks(rows) for rows in (min(1 << i, slots) for i in range(1, slots.bit_length() + 1))}
+    several = f"several sequences into {chunks[slots]} chunks"
+    each = ", ".join(f"{rows} sequences into {count}" for rows, count in chunks.items())
+    cut = several if len({*chunks.values()}) == 1 else f"{each} chunks"
+    return f"hopb=on cuts steps of {cut}; steps of one sequence have one exchange"
 
 
 def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -> dict[str, Any]:

@@ -26,12 +26,15 @@ from helix.config import Config
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request, RequestUpdate
+from helix.engine.timings import Timings
 from helix.errors import RankError
 from helix.setup.buffers import most_slots
 from helix.setup.engine import build_engine
 from helix.setup.tiering import of_short_chunks
 from helix.worker.graph_keys import StepKind
 from helix.worker.keeps import dtype_name
+from helix.worker.model_runner import ModelRunner
+from helix.worker.warm_up import exchange_seconds
 from kernels.ahead import on_compilation
 from launch.answers.matcher import BegunGrammar, Grammars
 from launch.client.errors import REFUSED, ApiError
@@ -52,8 +55,8 @@ from launch.client.sampling import sampling_of
 from launch.client.tokens import read_defaults
 from launch.inputs.prompts import PromptFile, body_of
 from launch.job.lifeline import LAUNCHER
-from launch.job.report import summary
-from launch.job.spawn import CLIENT_S, SOCKET
+from launch.job.report import summary, what_hopb_does
+from launch.job.spawn import CLIENT_S, SOCKET, TIME_EXCHANGE
 from launch.job.task import Done, Task
 
 LOOKED_AT = 1024  # prompts of a file, for the kinds of steps that they need
@@ -120,6 +123,8 @@ def _engine(task: Task) -> Engine:
     task.phases.mark("build")
     if comm.device.type == "cuda":
         engine.warm_up(kinds, SHAPED if serves else (), task.phases.mark, chunks=serves)
+    if engine.runner.hopb == "best":
+        console.note(what_hopb_does(engine.runner))
     if serves:
         console.note(f"ready after {task.phases}")
         on_compilation(lambda kernel: console.note(f"compiled while serving: {kernel}"))
@@ -143,15 +148,23 @@ def _measured(task: Task, engine: Engine) -> dict[str, Any]:
     bytes_per_token = comm.all_gather_object(runner.cache.bytes_per_token)
     policy = runner.policy
     blocks = comm.all_gather_object(policy.blocks_read()) if isinstance(policy, BlockSparseAttention) else None
+    exchange = _exchange(runner, engine.timings) if TIME_EXCHANGE in os.environ else {}
     if comm.rank:
         return {}
-    measured = summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": runner.hopb_chunks}
+    measured = exchange | summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": runner.hopb_chunks}
     measured |= {} if blocks is None else {"blocks_read_per_rank": blocks}
     chosen = ", ".join(f"{rows} rows in {chunks}" for rows, (chunks, _) in runner.hopb_chunks.items() if chunks > 1)
     title = [] if blocks is None else [f"{plan.config.attention.policy} attention (lossy)"]
     title += [f"HOP-B: {chosen} chunks"] if chosen else []
     task.console.finish("; ".join(title), measured)
     return measured
+
+
+def _exchange(runner: ModelRunner, timings: Timings) -> dict[str, Any]:
+    """Times the exchange of the run's most frequent size of decode steps alone; a collective call."""
+    most = timings.queries.most_common(1) if runner.comm.rank == 0 else []
+    queries = runner.comm.broadcast_object(most[0][0] if most else 0)
+    return {"exchange_queries": queries, "exchange_us": 1e6 * exchange_seconds(runner, queries)} if queries else {}
 
 
 @contextmanager

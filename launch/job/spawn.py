@@ -31,6 +31,7 @@ LOOK_S = 0.1  # between two polls of the ranks
 GONE_S = 15.0  # for a process that was killed to be gone
 CLIENT_S = 600.0  # for a client to end behind its ranks
 SOCKET = "HELIX_SOCKET"  # environment variable of ranks: where rank 0 listens to their client
+TIME_EXCHANGE = "HELIX_TIME_EXCHANGE"  # environment variable of a launcher: its ranks time the exchange alone
 
 
 Client = Callable[[Path], Coroutine[Any, Any, int]]
@@ -226,13 +227,14 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def run(command: Sequence[str]) -> int:
+def run(command: Sequence[str], **variables: str) -> int:
     """Runs `launch` in a new process, as this one may have threads or have used CUDA; returns its exit code.
 
     Args:
         command: arguments of Python.
+        variables: variables of its environment.
     """
-    with _signals() as came, started(command) as job:
+    with _signals() as came, started(command, None, **variables) as job:
         while job.poll() is None and not came:
             time.sleep(LOOK_S)
     return INTERRUPTED if came else job.returncode

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from helix.checks import check_layout
 from helix.config import Config
@@ -22,23 +16,20 @@ from helix.setup.parts import make_layout, make_spec
 from launch.client.errors import REFUSED
 from launch.client.supervisor import cause
 from launch.inputs.front import Line
-from launch.inputs.points import Point, read
+from launch.inputs.points import Point
 from launch.inputs.preflight import prepared
 from launch.inputs.work import RUNTIME, Program
 from launch.job import spawn
-from launch.job.spawn import heard
-
-mpl.use("Agg")  # before pyplot: there may be no display
-import matplotlib.pyplot as plt
+from launch.job.spawn import TIME_EXCHANGE, heard
+from launch.job.sweep_report import compared, plot, show, swept_keys, write_csv
 
 
-def sweep(line: Line, program: Program) -> int:
+def sweep(points: Sequence[Point], line: Line, program: Program) -> int:
     """Runs the points of a command line; returns 0 if one ran and none failed, 130 after control-C, otherwise 1.
 
     Raises:
-        ValueError: a mistake in the line, or all points have the same.
+        ValueError: all points have the same mistake.
     """
-    points = read(line, program)
     check(points)
     return run_all(points, replace(program, command=(*program.command, *Line([], line.options).arguments)))
 
@@ -67,9 +58,10 @@ def run(point: Point, program: Program = RUNTIME) -> int:
     config = point.config
     files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
     with heard() as lines:
-        code = spawn.run([*program.command, *point.overrides, *files])
+        code = spawn.run([*program.command, *point.overrides, *files], **{TIME_EXCHANGE: "1"})
     point.status = {0: "ok", REFUSED: "refused", spawn.INTERRUPTED: "interrupted"}.get(code, "failed")
-    point.reason = cause(lines) or f"exit code {code}" if point.status == "failed" else ""
+    reasons = {"failed": cause(lines) or f"exit code {code}", "refused": f"{config.decode.output} says which requests"}
+    point.reason = reasons.get(point.status, "")
     record = Path(str(config.record))
     if point.status in ("ok", "refused") and record.exists():  # or it is of an earlier sweep
         point.record = json.loads(record.read_text())
@@ -99,64 +91,7 @@ def skip_reason(config: Config) -> str | None:
     return None
 
 
-def write_csv(path: Path, points: list[Point]) -> None:
-    rows = [row for point in points for row in point.rows()]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def plot(path: Path, points: list[Point]) -> None:
-    """Plots throughput per rank over that of one user, a mark for each point that ran."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for row in (row for point in points for row in point.rows()):
-        x, y, number = row["tokens_per_s_user"], row["tokens_per_s_gpu"], row["point"]
-        if x is not None and y is not None:
-            widths = ("dp", "ep") if row["mode"] == "dp" else ("kvp", "tpa", "ep")
-            label = " ".join([f"{number}: {row['mode']}", *(f"{key}={row[key]}" for key in widths)]) + _timed(row)
-            axes.scatter(x, y, color=f"C{number % 10}", label=label)
-            axes.annotate(str(number), (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
-    if axes.collections:
-        figure.legend(loc="outside right upper", fontsize=8)
-        axes.set(xscale="log", yscale="log")
-    axes.set(xlabel="tokens/s/user", ylabel="tokens/s/rank", title="Layouts: interactivity and throughput")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _timed(row: dict[str, Any]) -> str:
-    """Returns the name of a row's point in `bench.points`; empty in a run over prompts."""
-    if row["batch"] is None:
-        return ""
-    return f" {row['batch']} x {row['length']}" + (f", {row['gamma']} drafts" if row["gamma"] else "")
-
-
-def show(points: list[Point]) -> None:
-    """Prints a table of all points, by the keys that vary, with the reasons of those without figures."""
-    varying = {o for p in points for o in p.overrides if any(o not in other.overrides for other in points)}
-    table = Table("point", "overrides", "status", "TTL p50", "tok/s/user", "tok/s/rank")
-    for point in points:
-        differs = " ".join(o for o in point.overrides if o in varying)
-        for row in point.rows():
-            ttl, user, rank = (row[key] for key in ("ttl_p50_us", "tokens_per_s_user", "tokens_per_s_gpu"))
-            cells = [
-                "-" if ttl is None else f"{ttl / 1e3:.2f} ms",
-                *("-" if v is None else f"{v:.1f}" for v in (user, rank)),
-            ]
-            table.add_row(str(point.number), escape(differs + _timed(row)), point.status, *cells)
-    terminal = Console()
-    terminal.print(table)
-    why: dict[tuple[str, str], list[str]] = {}
-    for point in points:
-        why.setdefault((point.status, point.reason), []).append(str(point.number))
-    for (status, reason), numbers in why.items():
-        if reason:
-            terminal.print(f"point {', '.join(numbers)} {status}: {reason}", markup=False, highlight=False)
-
-
-def run_all(points: list[Point], program: Program) -> int:
+def run_all(points: Sequence[Point], program: Program) -> int:
     """Runs the points and reports on them; returns 0 if one ran and none failed, 130 after control-C, otherwise 1."""
     interrupted = False
     for point in points:
@@ -168,8 +103,9 @@ def run_all(points: list[Point], program: Program) -> int:
             break
     ran = any(point.status in ("ok", "refused") for point in points)
     directory = Path(str(points[0].config.record)).parents[1]
-    write_csv(directory / "sweep.csv", points)
-    plot(directory / "sweep.png", points)
-    show(points)
+    rows = compared(points)
+    write_csv(directory / "sweep.csv", rows)
+    plot(directory / "sweep.png", rows, swept_keys(points))
+    show(points, rows)
     print(f"wrote {directory / 'sweep.csv'} and {directory / 'sweep.png'}")
     return spawn.INTERRUPTED if interrupted else int(not ran or any(point.status == "failed" for point in points))

@@ -429,9 +429,10 @@ BAD_COMMAND_LINES = [
     (["comm.timeout_s=inf"], 1, "comm.timeout_s=inf must be a number from 0.1 to 600"),
     (["comm.timeout_s=soon"], 1, "comm.timeout_s=soon must be a number"),
     (["comm.timeout_s=nan"], 1, "comm.timeout_s=nan must be a number from 0.1 to 600"),
-    (["hopb.chunks=3"], 1, "hopb.chunks=3 must be one of none, auto, 2, 4, 8"),
-    (["hopb.chunks=off"], 1, "hopb.chunks=off must be one of none, auto, 2, 4, 8"),
-    (["hopb=3"], 1, "hopb=3: hopb has no option 3; known: auto, none"),
+    (["hopb.chunks=3"], 1, "hopb.chunks=3 must be one of none, auto, best, 2, 4, 8"),
+    (["hopb.chunks=off"], 1, "hopb.chunks=off must be one of none, auto, best, 2, 4, 8"),
+    (["hopb=3"], 1, "hopb=3: hopb has no option 3; known: auto, off, on"),
+    (["hopb=none"], 1, "hopb=none: it is called hopb=off now"),
     (
         ["attention.policy=sparse"],
         1,

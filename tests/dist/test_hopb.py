@@ -27,6 +27,7 @@ from helix.layout import HelixLayout
 from helix.engine.request import Request
 from helix.speculation import SuffixDrafter
 from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
+from launch.job.report import what_hopb_does
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
 from tests.pool import APART, Pool, pool
@@ -149,11 +150,11 @@ def rank(
         results.append(generate(engine, wanted))
         if comm.capturable:
             engine.runner.observer = None
-            if hopb == "auto":  # what it reads while it chooses; the tests' memory is NaN
+            if hopb in ("auto", "best"):  # what it reads while it chooses; the tests' memory is NaN
                 for tensor in engine.runner.cache.tensors:
                     tensor.zero_()
                 engine.warm_up([StepKind()])
-                assert set(engine.runner.hopb_chunks) == {2, 4, 5}
+                assert set(engine.runner.hopb_chunks) == ({2, 4, 5} if hopb == "auto" else {4, 5})
             for _ in range(2):
                 requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
                 assert generated_ids(engine, requests) == results[-1].tokens
@@ -164,10 +165,10 @@ def rank(
 
 def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
     wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    task = (TorchDistCommunicator, "cpu", checkpoint("qwen2"), wanted, ("none", "4"))
-    whole, cut = zip(*gloo_pool(2).run(rank, *task, timeout_s=120.0), strict=True)
+    task = (TorchDistCommunicator, "cpu", checkpoint("qwen2"), wanted, ("none", "4", "best"))
+    whole, *cut = zip(*gloo_pool(2).run(rank, *task, timeout_s=120.0), strict=True)
     check(whole, wanted)
-    assert same(cut, whole)
+    assert all(same(results, whole) for results in cut)
 
 
 @pytest.mark.gpu(2)
@@ -178,38 +179,59 @@ def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
 )
 def test_captured_chunks_give_the_same_tokens(kind: type[TorchDistCommunicator], backend: str) -> None:
     wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    hopbs = ("none", *CHUNKS, "auto")
+    hopbs = ("none", *CHUNKS, "auto", "best")
     found = pool(2, backend).run(rank, kind, "cuda", checkpoint("qwen2"), wanted, hopbs, timeout_s=240.0)
     for results in zip(*found, strict=True):
         check(results, wanted)
 
 
+def planted(hopb: str, kvp: int = 2, slots: int = 8, capturable: bool = True) -> ModelRunner:
+    """A runner of which only the choice of chunks works."""
+    runner = object.__new__(ModelRunner)
+    runner.hopb, runner.hopb_chunks, runner.layout = hopb, {}, HelixLayout.create("helix", kvp)
+    runner.sizes = EngineSizes(slots)
+    runner.comm = SimpleNamespace(capturable=capturable, broadcast_object=lambda value: value)  # type: ignore[assignment]
+    return runner
+
+
 @pytest.mark.parametrize(
-    "seconds, chosen",
+    "hopb, seconds, chosen",
     [
-        ({1: 1.0, 2: 1.01, 4: 0.5, 8: 0.5}, 1),  # not tried: 2 do not pay
-        ({1: 1.0, 2: 0.995, 4: 0.9, 8: 0.8}, 1),  # less than a hundredth
-        ({1: 1.0, 2: 0.9, 4: 0.8, 8: 0.85}, 4),
-        ({1: 1.0, 2: 0.9, 4: 0.8, 8: 0.7}, 8),
+        ("auto", {1: 1.0, 2: 1.01, 4: 0.5, 8: 0.5}, 1),  # not tried: 2 do not pay
+        ("auto", {1: 1.0, 2: 0.995, 4: 0.9, 8: 0.8}, 1),  # less than a hundredth
+        ("auto", {1: 1.0, 2: 0.9, 4: 0.8, 8: 0.85}, 4),
+        ("auto", {1: 1.0, 2: 0.9, 4: 0.8, 8: 0.7}, 8),
+        ("best", {1: 1.0, 2: 1.3, 4: 1.1, 8: 1.2}, 4),  # one exchange is no choice
+        ("best", {1: 1.0, 2: 0.9, 4: 0.95, 8: 0.8}, 8),  # all are tried
+        ("none", {1: 1.0, 2: 0.5, 4: 0.5, 8: 0.5}, 1),
     ],
 )
-def test_auto_takes_more_chunks_as_long_as_they_pay(
-    seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+def test_chunks_are_chosen_by_their_times(
+    hopb: str, seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = object.__new__(ModelRunner)
-    runner.hopb, runner.hopb_chunks, runner.layout = "auto", {}, HelixLayout.create("helix", 2)
-    runner.sizes = EngineSizes(8)
-    runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
+    runner = planted(hopb)
     monkeypatch.setattr("helix.worker.warm_up.step_seconds", lambda runner, kind: seconds[kind.chunks])
-    choose_chunks(runner, 8)
-    assert runner.chunks(8) == chosen
+    monkeypatch.setattr("helix.worker.warm_up.fill", lambda *args: None)
+    choose_chunks(runner, 8, 1 << 20 if hopb == "best" else None)
+    assert runner.chunks(8) == runner.chunks(8, row_tokens=1) == chosen
+    if hopb == "best":
+        text = f"2 sequences into 2, 4 sequences into 2, 8 sequences into {chosen} chunks; steps of one sequence have"
+        assert text in what_hopb_does(runner)
+
+
+def test_hopb_on_says_where_it_changes_nothing() -> None:
+    alone, one = planted("best", kvp=1), planted("best", slots=1)
+    assert alone.chunks(8) == one.chunks(1) == 1
+    assert "changes nothing: with layout.kvp=1" in what_hopb_does(alone)
+    assert "changes nothing: steps have one sequence" in what_hopb_does(one)
+    cpu = planted("best", slots=5, capturable=False)
+    choose_chunks(cpu, 5, 100)  # nothing overlaps there: the fewest, untimed
+    assert [cpu.chunks(rows) for rows in (1, 2, 5)] == [1, 2, 2]
+    assert "several sequences into 2 chunks; steps of one sequence have one exchange" in what_hopb_does(cpu)
 
 
 def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = object.__new__(ModelRunner)
-    runner.hopb, runner.hopb_chunks, runner.layout = "auto", {}, HelixLayout.create("helix", 2)
-    runner.sizes = EngineSizes(8)
-    runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
+    runner = planted("auto")
     tokens = 0
 
     def fill(runner: ModelRunner, rows: int, length: int) -> None:

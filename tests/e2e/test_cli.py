@@ -388,9 +388,30 @@ def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     assert early.startswith("kv.dtype=fp8_all: the model has no index keys") and rows[3]["reason"] == early
     assert late.startswith("kv.tokens=1000000000000 needs")
     assert ended.output.count("error: kv.tokens=") == 1 and "rank 0 failed" not in ended.output, ended.output
-    assert f"point 1, 3 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
+    assert (
+        f"point 1, 3 failed: {early}" in " ".join(ended.output.split()) and "layout.tpa=4 does not fit" in ended.output
+    )
     assert (directory / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert len(jsonl(directory / "0" / "results.jsonl")[0]["output_ids"]) == 4
+
+
+def test_a_sweep_over_hopb_is_an_ablation(tmp_path: Path) -> None:
+    """Two ranks exchange; the second point is the baseline, and draws the same tokens."""
+    prompts = write(tmp_path / "p.jsonl", *({"prompt_ids": [1, 2, i], "max_tokens": 8} for i in range(4)))
+    directory = tmp_path / "sweep"
+    ended = run(
+        tmp_path, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2", "hopb=on,off",
+        f"hydra.sweep.dir={directory}", command=[sys.executable, "-m", "launch.sweep"],
+    )  # fmt: skip
+    assert ended.code == 0 and "tokens: equal in both points" in ended.output, ended.output
+    assert ended.output.count("hopb=on cuts steps of several sequences into 2 chunks") == 1
+    with (directory / "sweep.csv").open() as file:
+        on, off = csv.DictReader(file)
+    assert (on["hopb"], off["hopb"], on["baseline"], off["gain_percent"]) == ("on", "off", "1", "0.0")
+    assert float(on["gain_percent"]) == pytest.approx(100 * (1 - float(on["ttl_p50_us"]) / float(off["ttl_p50_us"])))
+    record = json.loads((directory / "0.json").read_text())
+    assert record["config"]["hopb"] == {"chunks": "best"} and record["exchange_queries"] == 4
+    assert 0 < record["exchange_us"] == float(on["exchange_us"])
 
 
 def test_benchmarks_run_without_a_gpu(

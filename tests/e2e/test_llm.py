@@ -60,7 +60,7 @@ def demo() -> Iterator[LLM]:
 
 def test_a_plain_process_starts_its_ranks_itself() -> None:
     wanted = oracle("qwen3", LENGTHS, 12)
-    with LLM(checkpoint("qwen3"), kvp=2, overrides=["kv.tokens=64", "kv.page_size=16"]) as llm:
+    with LLM(checkpoint("qwen3"), kvp=2, hopb="on", overrides=["kv.tokens=64", "kv.page_size=16"]) as llm:
         running = ranks()
         assert llm.layout.startswith("helix kvp=2") and sorted(running) == [0, 1]
         outputs = llm.generate([c.prompt for c in wanted], max_tokens=12)
@@ -246,6 +246,10 @@ def test_what_cannot_be_is_said_before_ranks_start() -> None:
         LLM("/nowhere")
     with pytest.raises(ValueError, match=r"layout\.kvpp is unknown"):
         LLM(checkpoint("qwen3"), overrides=["layout.kvpp=2"])
+    with pytest.raises(ValueError, match="hopb=none is now hopb=off"):
+        LLM(checkpoint("qwen3"), hopb="none")
+    with pytest.raises(ValueError, match="hopb=on could overlap: set hopb=off"):
+        LLM(checkpoint("qwen3"), layout="dp", dp=2, overrides=["hopb=on"])
     with pytest.raises(ValueError, match="layout=auto chooses"):
         LLM(checkpoint("qwen3"), layout="auto", kvp=2)
     with pytest.raises(AttributeError, match="no attribute 'LLMs'"):

@@ -70,7 +70,7 @@ class Silent:
 
 
 def task(config: Config, world: LoopbackWorld, rank: int) -> Task:
-    plan = preflight(config, 2)
+    plan = preflight(config, 2, writes=rank == 0)
     comm: Any = world.communicator(rank, plan.layout.kvp_group(rank))
 
     def load() -> tuple[Decoder, None]:

@@ -10,6 +10,7 @@ import pytest
 
 from helix.checks import check
 from helix.config import Config
+from helix.schema import types
 from launch.inputs import commands, compose, flags, front
 from launch.inputs.compose import ROOT, points
 from launch.inputs.front import RUN
@@ -193,7 +194,7 @@ def test_flags_of_others_are_none_of_ours() -> None:
         ("model.load=magic", ["model.load", "magic", "checkpoint"]),
         ("attention.policy=sparse", ["attention.policy", "sparse", "dense, block_sparse"]),
         ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
-        ("hopb.chunks=3", ["hopb.chunks=3", "none, auto, 2, 4, 8"]),
+        ("hopb.chunks=3", ["hopb.chunks=3", "none, auto, best, 2, 4, 8"]),
         (
             "speculation.drafter=oracle",
             ["speculation.drafter", "oracle", "none, ngram, suffix, model, mtp, eagle3, sparse"],
@@ -350,7 +351,7 @@ def test_hydra_s_habits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_schema_has_these_groups() -> None:
-    assert set(Config.__dataclass_fields__) == {
+    assert set(types(Config)) == {
         "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "schedule", "serve",
         "record", "seed",
     }  # fmt: skip

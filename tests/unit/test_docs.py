@@ -218,7 +218,7 @@ def test_commands_are_understood(
     """Runs compose, programs have the options, quick ones that need no GPU are run, paths and targets exist."""
     monkeypatch.chdir(ROOT)
     for command, quick in commands(page):
-        words = [word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word)]
+        words = [word for word in shlex.split(command) if not re.match(r"[A-Z][A-Z0-9_]*=", word)]
         if program := next((program for name, program in RUNS.items() if name in words), None):
             at = max(i for i, word in enumerate(words) if word in RUNS)
             _composes(words[at + 1 :], program.typed)

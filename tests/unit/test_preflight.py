@@ -99,7 +99,7 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         ((*DP, "layout.dp=2"), 3, ["layout.dp = 2 ranks", "3 were started", "change layout.dp"]),
         ((*DP, "speculation=ngram"), 2, ["layout.mode=dp", "speculation.drafter=ngram", "speculation=none"]),
         ((*DP, "attention=quest"), 2, ["layout.mode=dp", "attention.policy=block_sparse", "attention=dense"]),
-        ((*DP, "hopb.chunks=4"), 2, ["layout.mode=dp", "hopb.chunks=4", "hopb=none"]),
+        ((*DP, "hopb=on"), 2, ["layout.mode=dp", "that hopb=on could overlap", "hopb=off"]),
         ((*DP, "speculation=suffix"), 2, ["layout.mode=dp", "speculation.drafter=suffix", "speculation=none"]),
         (("speculation=mtp",), 2, ["speculation.drafter=mtp", "num_nextn_predict_layers", "speculation=ngram"]),
         (("speculation=eagle3",), 2, ["speculation=eagle3", "speculation.path=DIR"]),
@@ -305,7 +305,7 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
             ["attention.choice=global", "attention.block=128", "kv.append_block=64"],
         ),
         ("qwen3", ["kv.page_size=64"], ["kv.page_size=64", "attention.block=128", "leave out kv.page_size"]),
-        ("qwen3", ["attention.choice=global", "hopb.chunks=2"], ["attention.choice=global", "hopb.chunks=2"]),
+        ("qwen3", ["attention.choice=global", "hopb=on"], ["choice=global", "which hopb=on would cut", "hopb=off"]),
         ("qwen3", ["bench.repeat=0.8"], ["bench.repeat=0.8", "not the model's", "bench=decode"]),
         (
             "qwen3",

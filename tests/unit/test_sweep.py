@@ -1,8 +1,10 @@
-"""Sweeps: what is found before any point runs."""
+"""Sweeps: what is found before any point runs, and what the table, the CSV and the lines below it say."""
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from launch.inputs.front import Line
 from launch.inputs.points import Point
 from launch.job import spawn
 from launch.job.sweep import check, run
+from launch.job.sweep_report import compared, equality, plot, show, swept_keys, write_csv
 from tests.laboratory import composed
 
 
@@ -46,7 +49,7 @@ def test_figures_are_of_each_timed_point_and_of_this_sweep(
     timed = {"batch": 1, "length": 64, "gamma": 0, "ttl_p50_us": 5.0, "kv_bytes_per_rank": [3, 4]}
     record = {"points": [timed, {"batch": 9, "length": 64, "gamma": 0, "failed": "no room"}]}
     (tmp_path / "0.json").write_text(json.dumps(record))  # where the job fails, an earlier sweep's
-    monkeypatch.setattr(spawn, "run", lambda overrides: code)
+    monkeypatch.setattr(spawn, "run", lambda overrides, **variables: code)
     assert run(point) == code and point.status == status
     rows = point.rows()
     assert [row["ttl_p50_us"] for row in rows] == ttls
@@ -61,3 +64,104 @@ def test_a_range_without_values_is_a_mistake(text: str) -> None:
         compose.points(Line([text]))
     with pytest.raises(ValueError, match="Invalid range values"):
         compose.points(Line(["decode.temperature=range(0,1,0.0)"]))
+
+
+def measured(tmp_path: Path, *ttls: tuple[str, float | None]) -> list[Point]:
+    """Points with these overrides and planted TTLs in ms, None: skipped; a ms of exchange each, and equal tokens."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt_ids": [1]}\n')
+    found = []
+    for number, (text, ttl) in enumerate(ttls):
+        config = composed("model=demo", f"decode.prompts={prompts}")
+        config.decode.output = str(tmp_path / f"{number}.jsonl")
+        point = Point(
+            number, ["model=demo", *text.split()], config, PROGRAM.work(config), "skipped", "3 ranks on 2 GPUs"
+        )
+        if ttl is not None:
+            point.status, point.reason = "ok", ""
+            speed = {"tokens_per_s_user": 1e3 / ttl, "tokens_per_s_gpu": 8e3 / ttl}
+            point.record = {"ttl_p50_us": 1e3 * ttl, "exchange_us": 1e3, **speed}
+            tokens(point, [1, 2], [3])
+        found.append(point)
+    return found
+
+
+def tokens(point: Point, *prompts: list[int]) -> None:
+    lines = (json.dumps({"id": i, "output_ids": ids}) + "\n" for i, ids in enumerate(prompts))
+    Path(str(point.config.decode.output)).write_text("".join(lines))
+
+
+GRID = ("layout.kvp=2 hopb=on", 10.5), ("layout.kvp=2 hopb=off", 10.0), ("layout.kvp=4 hopb=on", 4.5)
+GRID = (*GRID, ("layout.kvp=4 hopb=off", 5.0), ("layout.kvp=3 hopb=off", None))
+TABLE = """\
+all points: model=demo
+point  layout.kvp  hopb   TTL p50  exchange      gain  tok/s/user  tok/s/rank
+─────────────────────────────────────────────────────────────────────────────
+    0  2           on    10.50 ms   1.00 ms     -5.0%        95.2       761.9
+    1  2           off   10.00 ms   1.00 ms  baseline       100.0       800.0
+    2  4           on     4.50 ms   1.00 ms    +10.0%       222.2      1777.8
+    3  4           off    5.00 ms   1.00 ms  baseline       200.0      1600.0
+    4  3           off    skipped         -         -           -           -
+gain: share of the TTL of the baseline that is saved
+exchange: the attention exchanges of a decode step, timed alone, without overlap
+point 4 skipped: 3 ranks on 2 GPUs
+tokens: equal in all 4 points
+"""
+
+
+@pytest.mark.parametrize("width, lacks", [(100, 0), (80, 0), (60, 24)])
+def test_the_table_fits_the_terminal(
+    width: int, lacks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """HOP-B off is the baseline of each layout, whatever the order; a narrow terminal lacks the last columns."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    found = measured(tmp_path, *GRID)
+    show(found, compared(found))
+    said = capsys.readouterr().out.splitlines()
+    assert max(map(len, said)) <= width
+    wanted = TABLE.splitlines()
+    assert [line.rstrip() for line in said[1:8]] == [line[: 77 - lacks].rstrip() for line in wanted[1:8]]
+    assert width < 80 or said == wanted
+
+
+def test_long_settings_are_cut_and_figures_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "attention.num_blocks=1 speculation.suffix_pool_tokens=1 decode.prefill_chunk=1 decode.prompts='/d/{}.jsonl'"
+    found = measured(tmp_path, (long.format("a"), 1.0), (long.replace("=1", "=2").format("b"), 2.0))
+    show(found, compared(found))
+    said = capsys.readouterr().out.splitlines()
+    assert max(map(len, said)) <= 80
+    assert re.fullmatch(r"    1  2 +2 +2 +b\.jsonl +2\.00 ms +-100\.0%", said[4].rstrip()), said
+
+
+def test_the_csv_has_a_column_for_each_swept_key(tmp_path: Path) -> None:
+    found = measured(tmp_path, *GRID)
+    write_csv(tmp_path / "sweep.csv", rows := compared(found))
+    with (tmp_path / "sweep.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert list(read[0])[:5] == ["point", "layout.kvp", "hopb", "baseline", "gain_percent"]
+    assert [(row["hopb"], row["baseline"]) for row in read] == [
+        ("on", "1"), ("off", "1"), ("on", "3"), ("off", "3"), ("off", ""),
+    ]  # fmt: skip
+    assert float(read[2]["gain_percent"]) == pytest.approx(10) and read[0]["exchange_us"] == "1000.0"
+    plot(tmp_path / "sweep.png", rows, swept_keys(found))
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_hopb_the_first_point_with_figures_is_the_baseline(tmp_path: Path) -> None:
+    found = measured(tmp_path, ("layout.kvp=1", None), ("layout.kvp=2", 4.0), ("layout.kvp=4", 2.0))
+    assert [row["gain_percent"] for row in compared(found)] == [None, 0.0, 50.0]
+    found = measured(tmp_path, ("hopb=off", None), ("hopb=on", 4.0))  # nothing to compare with
+    assert [row["gain_percent"] for row in compared(found)] == [None, None]
+
+
+def test_tokens_are_compared_where_the_same_was_asked(tmp_path: Path) -> None:
+    found = measured(tmp_path, ("hopb=off", 1.0), ("hopb=on", 1.0), ("hopb=auto", 1.0), ("hopb.chunks=2", 1.0))
+    tokens(found[2], [1, 2], [4])
+    assert equality(found) == "tokens: equal in points 0, 1, 3; point 2 differs from point 0 in 1 of 2 prompts"
+    found[2].config.decode.seed = 5
+    found[3].config.decode.max_batch = "2"
+    assert equality(found) == "tokens: equal in points 0, 1, 3"
+    assert equality(found[:1]) is None and equality(found[:2]) == "tokens: equal in both points"
