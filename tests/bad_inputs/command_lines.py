@@ -281,7 +281,7 @@ BAD_COMMAND_LINES = [
     (
         ["decode.prompts=null"],
         1,
-        "nothing to do: set decode.prompts=FILE.jsonl, or time decode steps with `python -m benc",
+        "nothing to do: set decode.prompts=FILE.jsonl, or time decode steps with `helix bench",
     ),
     (
         ["decode.prompts=/nowhere/p.jsonl"],

@@ -106,7 +106,7 @@ def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: py
         ("step", "models=qwen2.5-7b", 0, "without a GPU the demo model runs"),
         ("step", "--models", 8, "did you mean models=VALUE"),
         ("step", "ranks=8", 8, "one or two GPUs emulate more ranks than there are GPUs; there are 8"),
-        ("step", "ranks=two", 8, "ranks=two must be a whole number"),
+        ("step", "ranks=two", 8, "ranks=two must be an integer of at most 64 bits"),
     ],
 )
 def test_a_wrong_argument_of_a_benchmark(
