@@ -70,7 +70,7 @@ class Settings:
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         """Options of each group of a run, without `hardware`, which the simulator reads."""
-        names = sorted({*get_type_hints(self.schema), "experiment"})
+        names = sorted({*(n for n, kind in get_type_hints(self.schema).items() if is_dataclass(kind)), "experiment"})
         options = {n: sorted({f.stem for d in self.directories for f in (d / n).glob("*.yaml")}) for n in names}
         return {name: found for name, found in options.items() if found}
 
