@@ -1,23 +1,24 @@
 """The simulator: one decode step of a model, phase by phase (docs/simulator.md: its model).
 
-  helix simulate point llama-3.1-70b hardware=h200 kvp=2 tpa=4 batch=2 context=1M
+  helix simulate point llama-3.1-70b hardware=h200 layout.kvp=2 layout.tpa=4 batch=2 context=1M
 
 `point` prints, for a model over pp x dp x kvp x tpa GPUs, each phase's microseconds, bytes read, arithmetic and bytes
 sent on the GPU with the most of it, and kernels launched; then time per token (TTL), tokens/s and memory.
+--plot FILE.png draws where the time goes.
 
-  hardware  a GPU: one of conf/hardware/, or a file of your own, path/mine.yaml
-  model     a shape: one of conf/model/; needs no key
-  mode      how attention is divided: helix (default) and medha over kvp x tpa, tp and dp over tpa
-  pp        stages of a pipeline, each with its share of the layers (default 1, as of all widths but tpf)
-  dp        groups of kvp x tpa GPUs in a stage, each with sequences of its own in attention (mode dp, or helix)
-  kvp       GPUs over which the KV cache of a sequence is split
-  tpa       GPUs over which attention heads are split; divides the KV heads (in modes tp and dp: or a multiple of them)
-  tpf       GPUs over which the columns of the FFN are split (default: what ep leaves)
-  ep        groups of GPUs over which experts are split
-  batch     sequences in a stage (default 1)
-  context   tokens of each sequence in the cache (default 1M)
-  dtype     of weights, KV and messages: fp4, fp8 or bf16 (default)
-  hopb      true (default): an exchange overlaps with attention of other sequences; false: attention waits for it
+  MODEL        a shape of conf/model/, a checkpoint's directory, or ORG/NAME of the Hugging Face Hub
+  hardware     a GPU: one of conf/hardware/, or a file of your own, path/mine.yaml
+  layout       how attention is divided: helix (default) and medha over kvp x tpa, tp and dp over tpa
+  layout.dp    groups of kvp x tpa GPUs in a stage, each with sequences of its own in attention (mode dp, or helix)
+  layout.kvp   GPUs over which the KV cache of a sequence is split (default 1, as of all widths but tpf)
+  layout.tpa   GPUs over which attention heads are split; divides the KV heads (in modes tp and dp: or a multiple)
+  layout.tpf   GPUs over which the columns of the FFN are split (default: what ep leaves)
+  layout.ep    groups of GPUs over which experts are split
+  pp           stages of a pipeline, each with its share of the layers
+  batch        sequences in a stage (default 1)
+  context      tokens of each sequence in the cache (default 1M)
+  dtype        of weights, KV and messages: fp4, fp8 or bf16 (default)
+  hopb         on (default): an exchange overlaps with attention of other sequences; off: attention waits for it
 
 Exit code 1: a value is wrong, or there is no memory for the batch. `helix plan` finds the best layout.
 """
@@ -27,17 +28,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from launch.inputs.arguments import boolean, helped, one_of, parse, positive, tokens, unknown
+from launch.inputs import front
+from launch.inputs.arguments import helped, one_of, parse, positive, tokens, unknown
+from launch.inputs.files import check_writable
+from launch.inputs.front import Command, Flag
+from launch.inputs.renamed import refuse_renamed
 
-WIDTHS = {"pp": 1, "dp": 1, "kvp": 1, "tpa": 1, "tpf": None, "ep": 1}
-DEFAULTS: dict[str, Any] = {"mode": "helix", **WIDTHS, "batch": 1, "context": 1 << 20, "dtype": "bf16", "hopb": True}
-KEYS: dict[str, Callable[[str], Any]] = {
-    "hardware": str, "model": str, "mode": one_of("tp", "dp", "medha", "helix"),
-    **dict.fromkeys((*WIDTHS, "batch"), positive),
-    "context": tokens, "dtype": one_of("fp4", "fp8", "bf16"), "hopb": boolean,
+WIDTHS = ("pp", "layout.dp", "layout.kvp", "layout.tpa", "layout.ep")
+DEFAULTS: dict[str, Any] = {
+    "layout.mode": "helix", **dict.fromkeys(WIDTHS, 1), "layout.tpf": None, "batch": 1, "context": 1 << 20,
+    "dtype": "bf16", "hopb": "on",
 }  # fmt: skip
+KEYS: dict[str, Callable[[str], Any]] = {
+    "hardware": str, "model": str, "model.path": str, "layout.mode": one_of("tp", "dp", "medha", "helix"),
+    **dict.fromkeys((*WIDTHS, "layout.tpf", "batch"), positive),
+    "context": tokens, "dtype": one_of("fp4", "fp8", "bf16"), "hopb": one_of("on", "off"),
+}  # fmt: skip
+POINT = Command("helix simulate point", "", (), flags=(Flag(("--plot",), "FILE.png", ""),))
 
 
 def print_point(arguments: Sequence[str]) -> None:
@@ -46,10 +56,19 @@ def print_point(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: a value is wrong; or, after printing, memory does not suffice for the batch.
     """
-    given = DEFAULTS | parse(arguments, KEYS, needed=("hardware", "model"), words=("model",))
+    line = front.read(arguments, POINT)
+    if line.options:
+        raise ValueError(f"{next(iter(line.options))} is not an option of {POINT.name} (see --help)")
+    refuse_renamed("helix simulate", line.overrides)
+    overrides = [text.replace("layout=", "layout.mode=", 1) for text in line.overrides]
+    model = "model.path" if any(text.startswith("model.path=") for text in overrides) else "model"
+    given = DEFAULTS | parse(overrides, KEYS, needed=("hardware", model))
     if given["context"] < 1:
         raise ValueError("context=0 must be at least 1")
-    import_module("launch.inputs.simulation").print_point(given)
+    picture = None if (path := line.own.get("--plot")) is None else Path(path)
+    if picture is not None:
+        check_writable("--plot", picture)
+    import_module("launch.inputs.simulation").print_point(given, picture)
 
 
 COMMANDS = {"point": print_point}

@@ -409,7 +409,7 @@ QUESTIONS = (
     "plan qwen3-30b-a3b gpus=4 context=32K attention=block_sparse kv.tier=host",
     "plan qwen3-30b-a3b gpus=4 context=32K speculation=sparse acceptance=0.9",
     "plan demo gpus=1 context=1K speculation=eagle3 speculation.path={} acceptance=0.8",
-    "simulate point qwen2.5-7b hardware=h200 tpa=4",
+    "simulate point qwen2.5-7b hardware=h200 layout.tpa=4",
 )
 ASKED = """
 import sys

@@ -24,7 +24,7 @@ LINES: dict[str, dict[str, str]] = {  # by command, the words that refuse a line
     "plan": TYPOS | {"demo gpus=x": "gpus=x must be an integer", "demo kv=fp8": "kv=fp8 is now kv.dtype=fp8"},
     "info": {"json=x": "json=x must be one of -"},
     "convert": {"a.gguf": "there have to be", "a.gguf b dtype=x": "dtype=x must be one of"},
-    "simulate": {"point demo hardware=h200 mode=x": "mode=x must be one of tp"},
+    "simulate": {"point demo hardware=h200 layout=x": "layout.mode=x must be one of tp"},
     "demo": {},
 }
 PROGRAM = """
