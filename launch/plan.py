@@ -10,11 +10,10 @@ from importlib import import_module
 from pathlib import Path
 
 from launch.inputs import front
-from launch.inputs.files import check_writable, write_atomically
+from launch.inputs.files import check_picture, check_writable, write_atomically
 from launch.inputs.front import Command, Flag
 from launch.inputs.renamed import refuse_renamed
 
-FILES = ("--json", "--plot")
 PLAN = Command(
     "helix plan",
     "Ranks every layout of a model on so many GPUs by its predicted time, and says why the first is first, what else "
@@ -56,9 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(front.help_text(PLAN), end="")
             return
         refuse_renamed("helix plan", line.overrides)
-        for flag in FILES:
-            if (path := line.own.get(flag, "-")) != "-":
-                check_writable(flag, Path(path))
+        if (path := line.own.get("--json", "-")) != "-":
+            check_writable("--json", Path(path))
+        if (picture := line.own.get("--plot")) is not None:
+            check_picture(Path(picture))
         answer(line)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -33,7 +33,7 @@ from typing import Any
 
 from launch.inputs import front
 from launch.inputs.arguments import helped, one_of, parse, positive, tokens, unknown
-from launch.inputs.files import check_writable
+from launch.inputs.files import check_picture
 from launch.inputs.front import Command, Flag
 from launch.inputs.renamed import refuse_renamed
 
@@ -67,7 +67,7 @@ def print_point(arguments: Sequence[str]) -> None:
         raise ValueError("context=0 must be at least 1")
     picture = None if (path := line.own.get("--plot")) is None else Path(path)
     if picture is not None:
-        check_writable("--plot", picture)
+        check_picture(picture)
     import_module("launch.inputs.simulation").print_point(given, picture)
 
 

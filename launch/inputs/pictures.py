@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from helix.planner.plan import PlannedLayout, Question, Ranking, curve
+from helix.planner.plan import PlannedLayout, Ranking, curve
 from helix.planner.step import StepCost
 
 WIDTH = 830 / 96  # inches: of a README on GitHub
@@ -22,7 +22,7 @@ DPI = 150
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999")
 MARKERS = "os^DvPX"
-MOST_LAYOUTS = 16  # in a picture, the best
+MOST_LAYOUTS = 40  # in a picture, the best
 NAMED = len(COLOURS) - 1  # phases with a colour of their own, those that take longest
 REST = "all others"
 
@@ -56,7 +56,7 @@ def times(ranking: Ranking, model: str) -> Figure:
     axes.margins(x=0.08, y=0.02)
     if q.ttl_s is not None:
         axes.axvline(1e3 * q.ttl_s, color="black", linestyle=":", label=f"ttl_ms={1e3 * q.ttl_s:g}")
-    axes.set(xlabel="time per token (ms)", title=f"{model}, {q.batch} x {_work(q)}")
+    axes.set(xlabel="time per token (ms)", title=f"{model}, {q.batch} x {_work(ranking)}")
     axes.set_xlim(left=0)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4)
@@ -67,22 +67,26 @@ def fronts(ranking: Ranking, model: str) -> Figure:
     """Plots throughput over the speed of one user, a line for each layout over its batches."""
     q, choices = ranking.question, ranking.choices[:MOST_LAYOUTS]
     figure, axes = _panel(5.0)
-    for i, choice in enumerate(choices):
+    level: dict[tuple[float, ...], list[tuple[PlannedLayout, StepCost]]] = {}
+    for choice in choices:
         step = curve(q, choice)
+        level.setdefault(tuple(np.round(step.gpu, 6)), []).append((choice, step))
+    for i, ((choice, step), *others) in enumerate(level.values()):
+        name = choice.name + (f" (and {len(others)} level)" if others else "")
         colour, marker, order = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS)], 3 - i / 100
-        axes.plot(step.user, step.gpu, label=choice.name, color=colour, marker=marker, markersize=3, zorder=order)
+        axes.plot(step.user, step.gpu, label=name, color=colour, marker=marker, markersize=3, zorder=order)
         axes.plot(choice.user, choice.gpu, color=colour, marker="*", markersize=11, linestyle="none", zorder=order)
     assert q.ttl_s is not None
     axes.axvline(1 / q.ttl_s, color="black", linestyle=":", label=f"ttl_ms={1e3 * q.ttl_s:g}")
     axes.plot([], [], marker="*", markersize=9, color="black", linestyle="none", label="best batch within it")
-    axes.set(xscale="log", yscale="log", title=f"{model}, {_work(q)}")
+    axes.set(xscale="log", yscale="log", title=f"{model}, {_work(ranking)}")
     axes.set(xlabel="tokens/s of one user (larger batches to the left)", ylabel="tokens/s of one GPU")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
@@ -102,8 +106,10 @@ def phases(step: StepCost, title: str) -> Figure:
     return figure
 
 
-def _work(q: Question) -> str:
-    return f"{q.context:,} tokens on {q.gpus} x {q.hardware.name}"
+def _work(ranking: Ranking) -> str:
+    q, count = ranking.question, len(ranking.choices)
+    best = f" (the best {MOST_LAYOUTS} of {count} layouts)" if count > MOST_LAYOUTS else ""
+    return f"{q.context:,} tokens on {q.gpus} x {q.hardware.name}{best}"
 
 
 def _longest(choices: Sequence[PlannedLayout]) -> list[str]:

@@ -165,7 +165,7 @@ def test_an_old_key_is_refused_with_its_new_name(old: str) -> None:
         ("demo --gpus 8", "--gpus is not an option of helix plan"),
         ("demo gpus=8 context=1 -m", "-m: a plan compares layouts by itself"),
         ("demo gpus=1 context=1 --plot /no/plan.png", "--plot=/no/plan.png cannot be written"),
-        ("demo gpus=1 context=1 --plot plan.pdfx", "Format 'pdfx' is not supported"),
+        ("demo gpus=1 context=1 --plot plan.pdfx", "--plot=plan.pdfx must end in .png, .svg or .pdf"),
     ],
 )  # fmt: skip
 def test_wrong_questions_are_answered_with_what_is_known(arguments: str, words: str) -> None:
@@ -290,7 +290,7 @@ def test_pictures() -> None:
     bars = pictures.times(fixed, "qwen3-30b-a3b")
     (axes,) = bars.axes
     assert axes.get_xlabel() == "time per token (ms)" and "ttl_ms=6" in _legend(bars)
-    assert [label.get_text() for label in axes.get_yticklabels()] == [c.name for c in fixed.choices[:16]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [c.name for c in fixed.choices]
     longest = max(bar.get_x() + bar.get_width() for bar in axes.patches if bar.get_y() < 0.5)
     assert longest == pytest.approx(1e3 * fixed.choices[0].ttl_s), "phases add up"
     found = answered("qwen2.5-7b gpus=8 context=1M ttl_ms=20")[0]
@@ -300,7 +300,9 @@ def test_pictures() -> None:
     for choice, (line, star) in zip(found.choices, zip(axes.lines[::2], axes.lines[1::2], strict=False), strict=False):
         at = int((abs(line.get_xdata() - choice.user)).argmin())  # type: ignore[operator, union-attr]
         assert line.get_ydata()[at] == pytest.approx(choice.gpu) == star.get_ydata()[0]  # type: ignore[index]
-    for figure in (bars, fronts):
+    few = pictures.fronts(answered("qwen3-30b-a3b gpus=8 context=64K ttl_ms=40 modes=tp,helix,dp")[0], "qwen3-30b-a3b")
+    assert {"dp dp=8 (and 3 level)", "tp tpa=8 (and 3 level)"} <= {*_legend(few)}
+    for figure in (bars, fronts, few):
         assert not illegible(figure)
         pictures.plt.close(figure)
 
