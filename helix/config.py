@@ -351,7 +351,7 @@ class Config:
     record: FilePath | None = None
     seed: int = 0
 
-    RENAMED: ClassVar[dict[str, str]] = {"hopb=none": "hopb=off"}  # for one release
+    RENAMED: ClassVar[dict[str, str]] = {"hopb=none": "hopb=off"}  # for one release: {} is the old value
 
     @property
     def blocks(self) -> Blocks:

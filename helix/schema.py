@@ -199,10 +199,10 @@ def unknown(text: str, known: Collection[str], near: Collection[str] = ()) -> st
 def unknown_key(schema: Any, key: str, siblings: Collection[str]) -> str:
     """Writes the message for a key that a schema does not have: its new name, or those around it and the nearest.
 
-    Attributes of the schema may name what has moved: `RENAMED`, new names by old ones.
+    The schema may name what has moved: `RENAMED`, what stands for an old key, where {} is its value.
     """
     if (new := getattr(schema, "RENAMED", {}).get(key)) is not None:
-        return f"{key} is called {new} now"
+        return f"{key} is now {new.partition('=')[0]}"
     name = key.rpartition(".")[2]
     same = [one for one, _, _ in leaves(schema) if one.rpartition(".")[2] == name]
     if same:  # `kvp` for `layout.kvp`

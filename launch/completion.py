@@ -10,6 +10,7 @@ from launch.cli import COMMANDS, LABORATORY
 from launch.inputs import front
 from launch.inputs.commands import COMMANDS as COMPOSING
 from launch.inputs.flags import HYDRA
+from launch.inputs.questions import PLAN
 
 BASH = """\
 _helix() {
@@ -33,7 +34,7 @@ def candidates(line: str) -> list[str]:
     begun, before = words[-1], [word for word in words[1:-1] if word]
     if not before:
         return _beginning(begun, [*COMMANDS, *LABORATORY, "--help", "--version", "--shell-completion"])
-    command = COMPOSING.get(before[0])
+    command = (COMPOSING | {"plan": PLAN}).get(before[0])
     if command is None:
         return []
     if begun.startswith("-"):

@@ -1,25 +1,6 @@
 """The simulator: one decode step of a model, phase by phase (docs/simulator.md: its model).
 
-  helix simulate point llama-3.1-70b hardware=h200 kvp=2 tpa=4 batch=2 context=1M
-
-`point` prints, for a model over pp x dp x kvp x tpa GPUs, each phase's microseconds, bytes read, arithmetic and bytes
-sent on the GPU with the most of it, and kernels launched; then time per token (TTL), tokens/s and memory.
-
-  hardware  a GPU: one of conf/hardware/, or a file of your own, path/mine.yaml
-  model     a shape: one of conf/model/; needs no key
-  mode      how attention is divided: helix (default) and medha over kvp x tpa, tp and dp over tpa
-  pp        stages of a pipeline, each with its share of the layers (default 1, as of all widths but tpf)
-  dp        groups of kvp x tpa GPUs in a stage, each with sequences of its own in attention (mode dp, or helix)
-  kvp       GPUs over which the KV cache of a sequence is split
-  tpa       GPUs over which attention heads are split; divides the KV heads (in modes tp and dp: or a multiple of them)
-  tpf       GPUs over which the columns of the FFN are split (default: what ep leaves)
-  ep        groups of GPUs over which experts are split
-  batch     sequences in a stage (default 1)
-  context   tokens of each sequence in the cache (default 1M)
-  dtype     of weights, KV and messages: fp4, fp8 or bf16 (default)
-  hopb      true (default): an exchange overlaps with attention of other sequences; false: attention waits for it
-
-Exit code 1: a value is wrong, or there is no memory for the batch. `helix plan` finds the best layout.
+helix simulate point llama-3.1-70b hardware=h200 layout.kvp=2 layout.tpa=4 batch=2 context=1M
 """
 
 from __future__ import annotations
@@ -27,18 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from pathlib import Path
 
-from helix.schema import Range, unknown
-from launch.inputs.arguments import helped, parse
-
-WIDTHS = {"pp": 1, "dp": 1, "kvp": 1, "tpa": 1, "tpf": None, "ep": 1}
-DEFAULTS: dict[str, Any] = {"mode": "helix", **WIDTHS, "batch": 1, "context": 1 << 20, "dtype": "bf16", "hopb": True}
-KEYS: dict[str, Any] = {
-    "hardware": str, "model": str, "mode": Literal["tp", "dp", "medha", "helix"],
-    **dict.fromkeys((*WIDTHS, "batch"), Annotated[int, Range(1)]),
-    "context": int, "dtype": Literal["fp4", "fp8", "bf16"], "hopb": bool,
-}  # fmt: skip
+from helix.schema import unknown
+from launch.inputs import front
+from launch.inputs.arguments import helped
+from launch.inputs.files import check_picture
+from launch.inputs.questions import POINT
 
 
 def print_point(arguments: Sequence[str]) -> None:
@@ -47,10 +23,23 @@ def print_point(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: a value is wrong; or, after printing, memory does not suffice for the batch.
     """
-    given = DEFAULTS | parse(arguments, KEYS, needed=("hardware", "model"), words=("model",))
-    if given["context"] < 1:
-        raise ValueError("context=0 must be at least 1")
-    import_module("launch.inputs.simulation").print_point(given)
+    line = front.read(arguments or ["--help"], POINT)
+    if "--help" in line.options:
+        print(front.parser(POINT).format_help(), end="")
+        return
+    picture = None if (path := line.own.get("--plot")) is None else Path(path)
+    if picture is not None:
+        check_picture(picture)
+    compose = import_module("launch.inputs.compose")
+    if (text := compose.told(line, POINT)) is not None:
+        print(text, end="")
+        return
+    given = dict(text.partition("=")[::2] for text in line.overrides)
+    model = given.get("model.path", given.get("model"))
+    if missing := [key for key, value in (("model", model), ("hardware", given.get("hardware"))) if value is None]:
+        raise ValueError(f"{' and '.join(missing)} missing, as in {POINT.examples[0]}")
+    config = compose.composed(line.overrides, line.settings)
+    import_module("launch.inputs.simulation").print_point(config, model, picture)
 
 
 COMMANDS = {"point": print_point}
@@ -59,7 +48,7 @@ COMMANDS = {"point": print_point}
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one of the commands; ends with the known values if a value is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if helped(arguments or ["--help"], __doc__):
+    if helped(arguments[:1] or ["--help"], front.parser(POINT).format_help()):
         return
     name, *rest = arguments
     try:

@@ -71,7 +71,7 @@ follow() {
         ;;
     "helix plan"*)  # a context that the model has
         ${line/1M/8K} >"$log" 2>&1 || fail "exit code $?"
-        grep -q "To run it:" "$log" || fail "no command"
+        grep -q "To serve it" "$log" || fail "no command"
         ;;
     "helix convert"*)
         rm -rf "$work/converted"

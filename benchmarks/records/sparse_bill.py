@@ -22,8 +22,8 @@ from benchmarks.records.recorded_steps import RECORDED, RESULTS, Cell, read_cell
 from helix.planner.hardware import Hardware
 from helix.planner.points import Sparse
 from helix.planner.step import predict
+from launch.inputs.comparing import crossover
 from launch.inputs.hardware import load_hardware
-from launch.inputs.planning import crossover
 
 TARGETS = (0.03, 0.06)  # median and worst error of steps that were not fitted
 RECORDS = "helix bench sparse-steps"

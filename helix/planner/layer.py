@@ -337,7 +337,8 @@ class Layer:
         found: Constant | None = getattr(self.hardware, name)
         if found is None:
             raise ValueError(
-                f"{name} is not known on {self.hardware.name}: add it to its description, or leave out drafter=sparse"
+                f"{name} is not known on {self.hardware.name}: add it to its description, or leave out "
+                "speculation=sparse"
             )
         return found
 
@@ -394,7 +395,7 @@ class Layer:
         if rate is None or fixed is None:
             raise ValueError(
                 f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
-                "its description (helix calibrate), or leave out tier=host"
+                "its description (helix calibrate), or leave out kv.tier=host"
             )
         chosen = np.minimum(_up(sparse.touched, self.points.kvp) * sparse.block, self._seen(None))
         tokens = share * (1 - tier.hits) * chosen

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from helix.config import MAX_QUERIES
+from helix.config import MAX_QUERIES, MOST_SEQUENCES
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.planner.hardware import Hardware
@@ -43,6 +43,8 @@ class Question:
         sparsity: share of its keys that drafts of self-speculation read; None: another drafter.
         layer: the layer that drafts; None, and no sparsity: drafts are free of cost.
         modes: modes of the layouts to compare; dp only for plain steps that read all keys, as the runtime has it.
+        widths: names and values of widths that layouts must have.
+        chunks: numbers of HOP-B chunks to try, with 1 (off) the first.
         options: dtypes, page size, share of the memory; the planner chooses the rest.
     """
 
@@ -57,12 +59,16 @@ class Question:
     sparsity: float | None = None
     layer: LayerDrafts | None = None
     modes: tuple[str, ...] = MODES
+    widths: tuple[tuple[str, int], ...] = ()
+    chunks: tuple[int, ...] = CHUNKS
     options: Options = Options(weights="bf16", kv="bf16", messages="bf16")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         for name in ("gpus", "context", "batch", "gamma"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if self.batch is not None and self.batch > MOST_SEQUENCES:
+            raise ValueError(f"batch={self.batch} must be at most {MOST_SEQUENCES}")
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ValueError(f"ttl_ms={1e3 * self.ttl_s:g} must be positive")
         if self.gpus > self.hardware.gpus:
@@ -77,7 +83,7 @@ class Question:
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
         if self.priced and self.acceptance is None:
-            drafter = "drafter=sparse" if self.layer is None else "a layer that drafts"
+            drafter = "speculation=sparse" if self.layer is None else "a layer that drafts"
             raise ValueError(f"{drafter} needs acceptance: the probability that a drafted token is accepted")
 
     @property
@@ -161,6 +167,18 @@ class Refused:
     largest_batch: int
 
 
+class NothingFits(ValueError):
+    """No layout has memory for what a question asks.
+
+    Attributes:
+        reason: what is lacking; the message has, besides, what would fit.
+    """
+
+    def __init__(self, reason: str, remedies: Sequence[str] = ()) -> None:
+        super().__init__("; ".join([reason, *remedies]))
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Ranking:
     """All layouts of a question, the best first, those within `ttl_s` before others.
@@ -184,7 +202,8 @@ def plan(question: Question) -> Ranking:
     """Compares every layout of exactly `gpus` GPUs, each with its best HOP-B chunks, gamma and, if not given, batch.
 
     Raises:
-        ValueError: the model or hardware cannot be predicted, or no layout fits.
+        NothingFits: no layout has memory for it.
+        ValueError: the model or hardware cannot be predicted, or there is no such layout.
     """
     q = question
     choices, refused = [], []
@@ -195,7 +214,7 @@ def plan(question: Question) -> Ranking:
         else:
             choices.append(best)
     if not choices:
-        raise ValueError(_nothing_fits(q, refused))
+        raise _nothing_fits(q, refused)
     ranking = Ranking(q, choices, sorted(refused, key=lambda r: r.missing_bytes), "", "")
 
     def key(choice: PlannedLayout) -> tuple[float, ...]:
@@ -215,6 +234,7 @@ def _grids(q: Question) -> list[tuple[Grid, Options]]:
         grid
         for grid in sorted(layouts(q.spec, [q.gpus], q.modes, pp=False), key=lambda grid: grid.kvp)
         if grid.dp == 1 or (grid.mode == DP and grid.dp == q.gpus and plain)
+        if all(getattr(grid, name) == width for name, width in q.widths)
     ]
     sparse = q.options.sparse  # its blocks are pages and append blocks
     blocks = {kvp: sparse.block if sparse else _append_block(q.context, kvp) for kvp in {grid.kvp for grid in grids}}
@@ -229,8 +249,8 @@ def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
     return block
 
 
-def _best(q: Question, grid: Grid, options: Options) -> PlannedLayout | Refused:
-    """Finds the best settings of one layout, or the memory that it lacks."""
+def _room(q: Question, grid: Grid, options: Options) -> tuple[Points, Options] | Refused:
+    """Finds the batches for which a layout has memory, and its share for KV; or the memory that it lacks."""
     batches = np.array([q.batch]) if q.batch is not None else BATCHES[grid.dp <= BATCHES]  # or groups would idle
     points = Points.crossed([grid], batches)
     memory = memory_of(q.spec, q.hardware, points, q.context, options)
@@ -245,7 +265,15 @@ def _best(q: Question, grid: Grid, options: Options) -> PlannedLayout | Refused:
             room = room if tier.gpu_bytes is None else min(room, tier.gpu_bytes)
             missing = max(float(memory.kv_bytes[0] - room), float(memory.host_bytes[0] - tier.host_bytes))
         return Refused(points.layout(0), weights, missing, int(memory.largest_batch[0]))
-    points = points[fits]
+    return points[fits], options
+
+
+def _best(q: Question, grid: Grid, options: Options) -> PlannedLayout | Refused:
+    """Finds the best settings of one layout, or the memory that it lacks."""
+    room = _room(q, grid, options)
+    if isinstance(room, Refused):
+        return room
+    points, options = room
     # One choice of blocks over all ranks is an exchange inside attention, which chunks would split.
     one_choice = options.sparse is not None and options.sparse.choice == "global"
     found: list[tuple[float, PlannedLayout]] = []
@@ -253,7 +281,7 @@ def _best(q: Question, grid: Grid, options: Options) -> PlannedLayout | Refused:
         block = options.append_block
         if gamma and q.sparsity is not None:
             block = _append_block(q.context, grid.kvp, LARGEST_OF_DRAFTS)
-        for chunks in CHUNKS if grid.kvp > 1 and not one_choice else CHUNKS[:1]:
+        for chunks in q.chunks if grid.kvp > 1 and not one_choice else CHUNKS[:1]:
             tried = q.settings(options, chunks, gamma, block)
             step = predict(q.spec, q.hardware, points, q.context, tried)
             i = _fastest(q, step)
@@ -332,6 +360,15 @@ def _longest(q: Question, step: StepCost, i: int, room_bytes: float, options: Op
     return int(room_bytes / page_bytes) * page // block * cycle - options.step_tokens
 
 
+def curve(q: Question, choice: PlannedLayout) -> StepCost:
+    """Predicts a choice's layout and settings at every batch that fits, a point for each."""
+    batches = BATCHES[(choice.layout.dp <= BATCHES) & (choice.largest_batch >= BATCHES)]
+    point = choice.points
+    points = Points(*(np.repeat(getattr(point, field.name), len(batches)) for field in fields(point)))
+    options = q.settings(replace(q.options, dispatch="all"), choice.chunks, choice.gamma, choice.append_block)
+    return predict(q.spec, q.hardware, replace(points, batch=batches), q.context, options)
+
+
 # ---- in words
 
 
@@ -369,6 +406,8 @@ def _verdict(ranking: Ranking) -> str:
     split = next((c for c in ranking.choices if c.layout.mode == "helix" and c.layout.kvp > 1), None)
     whole = next((c for c in ranking.choices if c.layout.kvp == 1), None)
     q = ranking.question
+    if q.widths:
+        return f"Helix is not compared here: {' '.join(f'layout.{n}={w}' for n, w in q.widths)} is given."
     left_out = f"Helix is not compared here: modes={','.join(q.modes)} leave out"
     if split is None:
         if q.gpus > 1 and "helix" not in q.modes:
@@ -413,29 +452,51 @@ def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
     return shorter, longer
 
 
-def _nothing_fits(q: Question, refused: list[Refused]) -> str:
+def _nothing_fits(q: Question, refused: list[Refused]) -> ValueError:
     if not refused:
+        fixed = "".join(f" layout.{name}={width}" for name, width in q.widths)
         dp = ": dp is for as many sequences as GPUs, for dense steps without drafts" if "dp" in q.modes else ""
-        return f"modes={','.join(q.modes)} have no layout of {q.gpus} GPUs for this question{dp}"
+        return ValueError(f"modes={','.join(q.modes)}{fixed} have no layout of {q.gpus} GPUs for this question{dp}")
     least = min(refused, key=lambda r: r.missing_bytes)
     batch, memory = q.batch or 1, q.hardware.memory_bytes.value
     wanted = f"{batch} sequence{'s' if batch > 1 else ''} of {q.context} tokens"
     gpus = f"{q.gpus} x {q.hardware.name} ({memory / 1e9:.0f} GB each)"
+    remedies = []
     if (weights := min(r.weight_bytes for r in refused)) > memory:
         why = f"the weights alone take {weights / 1e9:.1f} GB a GPU"
     else:
-        most = f"batch={least.largest_batch} would fit" if least.largest_batch else "not one sequence fits"
-        why = f"{least.layout} lacks least, {least.missing_bytes / 1e9:.1f} GB a GPU; {most}"
-    more = range(q.gpus + 1, q.hardware.gpus + 1)
-    enough = next((n for n in more if _holds(replace(q, gpus=n))), None)
-    advice = f"gpus={enough} would do" if enough else f"nor would gpus={q.hardware.gpus} do, one NVLink domain"
-    return f"no layout of {gpus} has memory for {wanted}: {why}" + (f"; {advice}" if more else "")
+        why = f"{least.layout} lacks least, {least.missing_bytes / 1e9:.1f} GB a GPU"
+        fewer = largest_batch(q)
+        remedies.append(f"batch={fewer} would fit" if fewer else "not one sequence fits")
+    if q.gpus < q.hardware.gpus:
+        enough = enough_gpus(q)
+        none = f"nor would gpus={q.hardware.gpus} do, one NVLink domain"
+        remedies.append(none if enough is None else f"gpus={enough} would do")
+    return NothingFits(f"no layout of {gpus} has memory for {wanted}: {why}", remedies)
+
+
+# ---- what would fit
+
+
+def enough_gpus(q: Question) -> int | None:
+    """Returns the fewest further GPUs of one NVLink domain that have memory for the question; None if none have."""
+    return next((n for n in range(q.gpus + 1, q.hardware.gpus + 1) if _holds(replace(q, gpus=n))), None)
+
+
+def largest_batch(q: Question) -> int:
+    """Returns the most sequences of this length that fit, up to the question's; 0: not even one."""
+    return bisect_left(range(1, (q.batch or 1) + 1), True, key=lambda n: not _holds(replace(q, batch=n)))
+
+
+def longest_context(q: Question) -> int:
+    """Returns the longest sequences that fit at this batch, in tokens, a multiple of 1024; 0: none."""
+    lengths = range(1024, q.context, 1024)
+    return 1024 * bisect_left(lengths, True, key=lambda n: not _holds(replace(q, context=n)))
 
 
 def _holds(q: Question) -> bool:
     """Returns whether any layout has memory for the question's sequences."""
-    candidates = ((Points.crossed([grid], np.array([q.batch or grid.dp])), options) for grid, options in _grids(q))
-    return any(memory_of(q.spec, q.hardware, p, q.context, o).largest_batch[0] >= p.batch[0] for p, o in candidates)
+    return any(not isinstance(_room(q, grid, options), Refused) for grid, options in _grids(q))
 
 
 def _ms(seconds: float) -> str:

@@ -275,9 +275,11 @@ def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for combinations that are not modelled."""
     s = options.speculation
     if options.tier is not None and s is not None and s.layer is not None:
-        raise ValueError("tier=host moves the model's own layers, and a layer that drafts is one more: leave out tier")
+        raise ValueError(
+            "kv.tier=host moves the model's own layers, and a layer that drafts is one more: set kv.tier=gpu"
+        )
     if s is not None and s.sparsity is not None:
-        what, remedy = "drafter=sparse", "take other drafts"
+        what, remedy = "speculation=sparse", "take other drafts"
         if options.sparse is not None:
             raise ValueError(f"{what} is verified over all keys, and block-sparse attention reads a part of them")
         if spec.has_states:

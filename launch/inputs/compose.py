@@ -133,7 +133,7 @@ def _hydra(settings: Settings) -> Iterator[str]:
             yield f"hydra.searchpath=[{places}]"
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        raise ValueError(f"{group}={option}: {_no_option(settings, group, option, error.options or [])}") from error
+        raise ValueError(f"{group}={option}: {_no_option(group, option, error.options or [])}") from error
     except (HydraException, OmegaConfBaseException) as error:
         override = _line(error).partition("Error merging override ")[2]
         kinds = {name: kind for name, kind, _ in leaves(settings.schema)}
@@ -143,8 +143,16 @@ def _hydra(settings: Settings) -> Iterator[str]:
 
 
 def _composed(overrides: Sequence[str], settings: Settings) -> DictConfig:
+    checked = [_checked(text, settings, sweeps=False) for text in overrides]
+    # A text whose name a folder of conf/ has, as `hardware`, would be a group to Hydra.
+    folders = {place.name for directory in settings.directories for place in directory.iterdir() if place.is_dir()}
+    names = types(settings.schema).keys() & folders - settings.groups.keys()
+    texts = [text for text in checked if text.partition("=")[0] in names]
     with _hydra(settings) as search:
-        return compose(settings.begin, [*(_checked(text, settings, sweeps=False) for text in overrides), search])
+        config = compose(settings.begin, [*(text for text in checked if text not in texts), search])
+    for text in texts:
+        OmegaConf.update(config, text.partition("=")[0], _parsed(text).value())
+    return config
 
 
 def _as_config(config: DictConfig, settings: Settings) -> Config:
@@ -173,6 +181,9 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
     sign, key, equals, value = match.groups()
     if not key or (not equals and sign != "~"):
         raise ValueError(f"{text!r}: a setting is KEY=VALUE")
+    for old in (f"{key}={value}", key):
+        if (new := settings.schema.RENAMED.get(old)) is not None:
+            raise ValueError(f"{text} is now {new.format(value)}")
     kinds = {name: kind for name, kind, _ in leaves(settings.schema)}
     if re.match(r"hydra[./]", key):
         if not sweeps:
@@ -199,13 +210,11 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
         options = override.value() if isinstance(override.value(), list) else [override.value()]
         for option in options:
             if option not in settings.groups[key] and not (key == "experiment" and option is None):
-                raise ValueError(f"{text}: {_no_option(settings, key, said(option), settings.groups[key])}")
+                raise ValueError(f"{text}: {_no_option(key, said(option), settings.groups[key])}")
     return text
 
 
-def _no_option(settings: Settings, group: str, option: str, known: Sequence[str]) -> str:
-    if (new := settings.schema.RENAMED.get(f"{group}={option}")) is not None:
-        return f"it is called {new} now"
+def _no_option(group: str, option: str, known: Sequence[str]) -> str:
     some = f"the nearest are {nearest_shapes(option)}" if group == "model" else f"known: {', '.join(known)}"
     return f"{group} has no option {option}; {some}"
 

@@ -31,6 +31,13 @@ def check_writable(key: str, path: Path) -> None:
         raise ValueError(f"{key}={path} cannot be written: {error.strerror}") from error
 
 
+def check_picture(path: Path) -> None:
+    """Raises ValueError if a picture, given as --plot, has no name of a picture or cannot be written."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot={path} must end in .png, .svg or .pdf")
+    check_writable("--plot", path)
+
+
 def check_record(path: Path) -> None:
     """Raises ValueError if a record would overwrite a file that is not a record."""
     if not path.exists() or not path.stat().st_size:

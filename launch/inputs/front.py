@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,7 @@ class Settings:
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         """Options of each group, without `hardware`, which the simulator reads."""
-        names = sorted({*types(self.schema), "experiment"})
+        names = sorted({*(name for name, kind in types(self.schema).items() if is_dataclass(kind)), "experiment"})
         options = {n: sorted({f.stem for d in self.directories for f in (d / n).glob("*.yaml")}) for n in names}
         return {name: found for name, found in options.items() if found}
 

@@ -1,51 +1,66 @@
-"""One predicted decode step, as a table."""
+"""One predicted decode step, as a table or a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from helix.hub import local_directory
 from helix.planner.hardware import PROVENANCE
 from helix.planner.points import Options, Points
-from helix.planner.step import predict
+from helix.planner.step import StepCost, predict
+from helix.setup.parts import make_spec
 from launch.inputs.hardware import load_hardware
-from launch.inputs.shapes import load_spec
+from launch.inputs.questions import PointConfig
+from launch.inputs.tables import table, terminal_width, wrapped
 
-WIDTHS = ("pp", "dp", "kvp", "tpa", "tpf", "ep")
+NUMBERS = (  # of a phase: name and unit, factor, digits
+    ("time\nus", 1e6, 2),
+    ("read\nMB", 1e-6, 3),
+    ("work\nGFLOP", 1e-9, 3),
+    ("sent\nKB", 1e-3, 2),
+    ("kernels", 1, 0),
+)
 
 
-def print_point(given: Mapping[str, Any]) -> None:
-    """Prints one decode step, phase by phase.
+def print_point(config: PointConfig, model: str, picture: Path | None) -> None:
+    """Prints one decode step of a model, named as it was typed, phase by phase.
 
     Raises:
         ValueError: a value is wrong; or, after printing, memory does not suffice for the batch.
     """
-    dtype = given["dtype"]
-    options = Options(weights=dtype, kv=dtype, messages=dtype, hopb=given["hopb"])
-    points = Points.of(given["mode"], given["batch"], **{width: given[width] for width in WIDTHS})
-    hardware = load_hardware(given["hardware"])
-    step = predict(load_spec(given["model"]), hardware, points, given["context"], options)
-    table = Table("phase", "us", "MB read", "GFLOP", "KB sent", "launches", "provenance", title=points.describe(0))
-    for phase in (phase for phase in step.phases if phase.launches[0]):
-        us, read, flop, sent, launches = (
-            float(x[0]) * by for x, by in zip(phase.arrays(), (1e6, 1e-6, 1e-9, 1e-3, 1), strict=False)
-        )
-        cells = f"{us:.2f}", f"{read:.3f}", f"{flop:.3f}", f"{sent:.2f}", f"{launches:g}"
-        table.add_row(phase.name, *cells, PROVENANCE[phase.level[0]])
-    Console(width=110).print(table)
-    memory = step.memory
+    layout, dtype, batch, context = config.layout, config.dtype, config.batch, config.context
+    if layout.mode == "auto":
+        raise ValueError("layout=auto: `helix plan` finds the best layout; name one, such as layout.kvp=2 layout.tpa=4")
+    options = Options(weights=dtype, kv=dtype, messages=dtype, hopb=config.hopb.chunks != "none")
+    widths = {key: getattr(layout, key) for key in ("dp", "kvp", "tpa", "tpf", "ep")}
+    points = Points.of(layout.mode, batch, pp=config.pp, **widths)
+    hardware = load_hardware(str(config.hardware))
+    if config.model.path is not None:
+        config.model.path = str(local_directory(config.model.path, weights=False))
+    step = predict(make_spec(config), hardware, points, context, options)
+    work = f"{batch} x {context:,} tokens on {points.gpus[0]} x {hardware.name}"
+    title = f"{model}, {work}, {points.describe(0)}"
+    width, memory = terminal_width(), step.memory
     weights, kv = (f"{x[0] / 1e9:.2f} GB" for x in (memory.weight_bytes, memory.kv_bytes))
-    print(
-        f"TTL {1e3 * step.ttl_s[0]:.3f} ms, {step.user[0]:.1f} tokens/s/user, {step.gpu[0]:.2f} tokens/s/GPU "
-        f"({step.provenance(0)})\nweights {weights} and KV {kv} on the fullest GPU, room for "
-        f"a batch of {memory.largest_batch[0]}"
-    )
+    speed = f"{1e3 * step.ttl_s[0]:.3f} ms, {step.user[0]:.1f} tokens/s/user, {step.gpu[0]:.2f} tokens/s/GPU"
+    sizes = f"weights {weights} and KV {kv} on the fullest GPU, room for a batch of {memory.largest_batch[0]}"
+    said = f"TTL {speed} ({step.provenance(0)})\n{sizes}"
+    print(wrapped(title, width), _phases(step, width), wrapped(said, width), sep="\n\n")
+    if picture is not None:
+        import_module("launch.inputs.pictures").draw_step(step, title, picture)
     if not step.fits[0]:
         gpu = f"{hardware.name} has {hardware.memory_bytes.value / 1e9:.0f} GB"
         share = f"KV may take {options.memory_fraction:.0%} of what weights leave"
-        raise ValueError(
-            f"a batch of {given['batch']} does not fit: {weights} of weights and {kv} of KV; {gpu}, and {share}"
-        )
+        raise ValueError(f"a batch of {batch} does not fit: {weights} of weights and {kv} of KV; {gpu}, and {share}")
+
+
+def _phases(step: StepCost, width: int) -> str:
+    phases = [phase for phase in step.phases if phase.seconds[0]]
+    numbers = [
+        [f"{float(x[0]) * by:.{digits}f}" for x, (_, by, digits) in zip(phase.arrays(), NUMBERS, strict=False)]
+        for phase in phases
+    ]
+    columns = {"phase": [phase.name for phase in phases]}
+    columns |= {name: list(cells) for (name, _, _), cells in zip(NUMBERS, zip(*numbers, strict=True), strict=True)}
+    return table(columns | {"known": [PROVENANCE[phase.level[0]] for phase in phases]}, width)

@@ -432,7 +432,7 @@ BAD_COMMAND_LINES = [
     (["hopb.chunks=3"], 1, "hopb.chunks=3 must be one of none, auto, best, 2, 4, 8"),
     (["hopb.chunks=off"], 1, "hopb.chunks=off must be one of none, auto, best, 2, 4, 8"),
     (["hopb=3"], 1, "hopb=3: hopb has no option 3; known: auto, off, on"),
-    (["hopb=none"], 1, "hopb=none: it is called hopb=off now"),
+    (["hopb=none"], 1, "hopb=none is now hopb=off"),
     (
         ["attention.policy=sparse"],
         1,

@@ -262,7 +262,7 @@ def _has_options(
     assert _main(module, [*command, "--help"], monkeypatch) in (None, 0)
     said = capsys.readouterr().out
     for option in (word.partition("=")[0] for word in words if re.match(r"--\w|\w+=", word)):
-        assert option in (*said.split(), "--help"), f"{module} has no {option}"
+        assert option in (*re.split(r"[\s=]", said), "--help"), f"{module} has no {option}"
 
 
 def _main(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:

@@ -18,12 +18,11 @@ from helix.planner.hardware import EXTRAPOLATED, Constant
 from helix.planner.plan import Question, Ranking, plan
 from helix.planner.points import Options, Points, Speculation
 from helix.planner.step import StepCost, predict
-from launch.inputs.arguments import parse
+from launch.inputs.comparing import compare_drafts, drafts_pay_from
 from launch.inputs.hardware import load_hardware
-from launch.inputs.planning import answer, compare_drafts, drafts_pay_from
 from launch.inputs.shapes import load_spec
-from launch.plan import KEYS, NEEDED, main
-from tests.laboratory import composed, preflight
+from launch.plan import main
+from tests.laboratory import answered, composed, preflight
 from tests.sequences import with_windows
 
 K, M = 1 << 10, 1 << 20
@@ -54,7 +53,7 @@ def gain(model: str, batch: int, length: int, acceptance: float, sparsity: float
     return max(plain / float(step(model, batch, length, drafts, **widths).ttl_s[0]) for drafts in tried)
 
 
-def ask(**more: Any) -> Ranking:
+def check_question(**more: Any) -> Ranking:
     given = {"gpus": 8, "context": M, "batch": 8, "acceptance": 0.9, "sparsity": 0.07} | more
     return plan(Question(load_spec("qwen2.5-7b"), H200, **given))
 
@@ -146,7 +145,7 @@ def test_scores_and_tables_take_memory() -> None:
     assert drafted.kv_bytes[0] - plain.kv_bytes[0] == pytest.approx(scores + tables, rel=2e-3)
     assert scores == pytest.approx(plain.kv_bytes[0] / 256, rel=1e-3), "1/256 of the KV at head dim 128"
     assert drafted.largest_batch[0] <= plain.largest_batch[0]
-    for choice in ask(sparsity=1.0).choices:
+    for choice in check_question(sparsity=1.0).choices:
         points = Points.of(choice.layout.mode, 8, kvp=choice.layout.kvp, tpa=choice.layout.tpa)
         assert choice.longest <= 2 * M and len(points) == 1
 
@@ -155,47 +154,38 @@ def test_scores_and_tables_take_memory() -> None:
 
 
 def test_the_planner_picks_gamma_and_says_what_it_gains() -> None:
-    found = ask()
+    found = check_question()
     first = found.choices[0]
-    plain = ask(acceptance=None, sparsity=None).choices[0]
+    plain = check_question(acceptance=None, sparsity=None).choices[0]
     assert first.name == plain.name == "helix kvp=2 tpa=4" and first.gamma == 8
     said = compare_drafts(found)
     assert said.startswith(f"Drafting pays here, {plain.ttl_s / first.ttl_s:.2f} times: ")
     assert "8 drafts over 0.07 of the keys" in said
     tokens = drafts_pay_from(found.question, first)
     assert tokens is not None and tokens < 128 * K and f"plain decoding is faster below {tokens:,} tokens" in said
-    assert ask(gamma=3).choices[0].gamma == 3
+    assert check_question(gamma=3).choices[0].gamma == 3
 
 
 def test_where_drafts_do_not_pay_plain_decoding_comes_first() -> None:
-    found = ask(batch=1, context=128 * K)
+    found = check_question(batch=1, context=128 * K)
     assert (
         found.choices[0].gamma == 0
-        and found.choices[0] == ask(batch=1, context=128 * K, acceptance=None, sparsity=None).choices[0]
+        and found.choices[0] == check_question(batch=1, context=128 * K, acceptance=None, sparsity=None).choices[0]
     )
     said = compare_drafts(found)
     assert said.startswith("Drafting does not pay here: 1.39 ms a token") and "1.42 ms a token with" in said
 
 
 def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "model=qwen2.5-7b",
-        "gpus=8",
-        "context=1048576",
-        "batch=8",
-        "drafter=sparse",
-        "acceptance=0.9",
-        "hardware=h200",
-    ]
-    ranking, overrides = answer(parse(arguments, KEYS, NEEDED))
-    command = overrides(ranking.choices[0])
-    assert {"speculation=sparse", "speculation.sparsity=0.07", "speculation.gamma=8", "bench.acceptance=0.9"} <= {
-        *command
-    }
-    preflight(composed(*command), 8)
-    main([*arguments, "json=-"])
+    question = "qwen2.5-7b gpus=8 context=1M batch=8 speculation=sparse acceptance=0.9 hardware=h200"
+    ranking, checked = answered(question)
+    settings = checked.runtime(ranking.choices[0])
+    assert {"speculation=sparse", "speculation.gamma=8"} <= {*settings}
+    assert not any("append_block" in word for word in settings), "64, as the drafter has it"
+    preflight(composed("model=qwen2.5-7b", "model.load=random", "bench=decode", *settings), 8)
+    main([*question.split(), "--json", "-"])
     assert json.loads(capsys.readouterr().out)["drafting"].startswith("Drafting pays here")
-    main(arguments)
+    main(question.split())
     shown = capsys.readouterr().out
     assert "gamma" in shown and "Drafting pays here" in shown and "counted as free" not in shown
 
@@ -203,14 +193,16 @@ def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("model=deepseek-v2-lite drafter=sparse acceptance=0.9", "drafter=sparse chooses by the keys of heads, and"),
-        ("model=qwen2.5-7b drafter=sparse", "drafter=sparse needs acceptance"),
-        ("model=qwen2.5-7b drafter=ngram", "drafter=ngram needs acceptance"),
-        ("model=qwen2.5-7b drafter=sparse acceptance=0.9 sparsity=0", "sparsity=0 must be above 0 and at most 1"),
-        ("model=qwen2.5-7b acceptance=0.9 sparsity=0.1", "sparsity=0.1 is of drafter=sparse"),
-        ("model=qwen2.5-7b drafter=sparse acceptance=0.9 sparse=32", "leave out sparse and attention"),
-        ("model=qwen2.5-7b drafter=medusa", "drafter=medusa must be one of ngram, sparse"),
-        ("model=qwen2.5-7b drafter=sparse acceptance=0.9 hardware=gb200", "collect_share is not known on GB200 NVL72"),
+        ("deepseek-v2-lite speculation=sparse acceptance=0.9", "speculation=sparse chooses by the keys of heads, and"),
+        ("qwen2.5-7b speculation=sparse", "speculation.drafter=sparse needs acceptance"),
+        ("qwen2.5-7b speculation=ngram", "speculation.drafter=ngram needs acceptance"),
+        (
+            "qwen2.5-7b speculation=sparse acceptance=0.9 speculation.sparsity=0",
+            "must be a number above 0 and at most 1",
+        ),
+        ("qwen2.5-7b speculation=sparse acceptance=0.9 attention=parts", "over all keys: leave out attention"),
+        ("qwen2.5-7b speculation=medusa", "speculation has no option medusa"),
+        ("qwen2.5-7b speculation=sparse acceptance=0.9 hardware=gb200", "collect_share is not known on GB200 NVL72"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: str, said: str) -> None:
@@ -223,7 +215,7 @@ def test_what_cannot_be_planned_is_refused(arguments: str, said: str) -> None:
 def test_a_window_in_every_layer_leaves_nothing_to_choose() -> None:
     spec = with_windows(load_spec("qwen2.5-7b"), *[4096] * 28)
     options = Options(speculation=Speculation(2, 0.9, sparsity=0.1))
-    with pytest.raises(ValueError, match="drafter=sparse: every layer of the model has a sliding window"):
+    with pytest.raises(ValueError, match="speculation=sparse: every layer of the model has a sliding window"):
         predict(spec, H200, Points.of("tp", 1), M, options)
 
 

@@ -89,19 +89,19 @@ def test_memory(trained: LayerDrafts) -> None:
 
 def test_the_planner_names_gain_and_command(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
-        "model=deepseek-r1",
+        "deepseek-r1",
         "gpus=8",
         "context=128K",
         "batch=8",
         "hardware=h200",
-        "drafter=mtp",
+        "speculation=mtp",
         "acceptance=0.8",
     ]
     main(arguments)
     shown = " ".join(capsys.readouterr().out.split())
     assert "Drafting pays here, 1." in shown and "drafts by the layer" in shown and "speculation=mtp" in shown
-    assert "counted as free" not in shown and "below" not in shown.split("Drafting pays here")[1].split("To run")[0]
-    main([*arguments, "json=-"])
+    assert "counted as free" not in shown and "below" not in shown.split("Drafting pays here")[1].split("To serve")[0]
+    main([*arguments, "--json", "-"])
     first = json.loads(capsys.readouterr().out)["choices"][0]
     assert first["gamma"] in (2, 3) and first["phases"]["drafts"] > 0
 
@@ -118,11 +118,10 @@ def test_a_layer_by_its_spec_is_the_model_s_own_last_one() -> None:
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("model=qwen2.5-7b drafter=mtp acceptance=0.8", "config.json names no layer for multi-token prediction"),
-        ("model=deepseek-r1 drafter=mtp", "drafter=mtp needs acceptance"),
-        ("model=qwen2.5-7b drafter=eagle3 acceptance=0.8", "drafter=eagle3 and path=DIR"),
-        ("model=qwen2.5-7b path=DIR acceptance=0.8", "drafter=eagle3 and path=DIR"),
-        ("model=qwen2.5-7b drafter=eagle3 path=/nowhere acceptance=0.8", "/nowhere"),
+        ("qwen2.5-7b speculation=mtp acceptance=0.8", "config.json names no layer for multi-token prediction"),
+        ("deepseek-r1 speculation=mtp", "speculation.drafter=mtp needs acceptance"),
+        ("qwen2.5-7b speculation=eagle3 acceptance=0.8", "speculation.drafter=eagle3 needs speculation.path=DIR"),
+        ("qwen2.5-7b speculation=eagle3 speculation.path=/nowhere acceptance=0.8", "/nowhere"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: str, said: str) -> None:

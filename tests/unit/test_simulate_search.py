@@ -22,6 +22,7 @@ from helix.layout import HelixLayout
 from helix.planner.hardware import COLLECTIVES, PROVENANCE, Hardware
 from helix.planner.points import MODES, Options, Points, Sparse, layouts
 from helix.planner.step import predict
+from launch.inputs import pictures
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.shapes import load_spec, spec_of
@@ -174,7 +175,7 @@ def test_a_description_that_lacks_something_is_refused() -> None:
 def test_unknown_names_are_answered_with_those_known() -> None:
     with pytest.raises(ValueError, match="known: b200, gb200, h100, h200"):
         load_hardware("a100")
-    with pytest.raises(SystemExit, match="known: deepseek-r1, deepseek-v2-lite"):
+    with pytest.raises(SystemExit, match="the nearest are gpt-oss-20b"):
         main(["point", "hardware=h200", "model=gpt-5"])
 
 
@@ -260,13 +261,44 @@ def test_the_page_has_the_tables_of_the_kept_results() -> None:
     )
 
 
-def test_a_point_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = "model=llama-3.1-405b kvp=8 tpa=8 batch=4 context=1000000 dtype=fp4"
+STEP = """\
+llama-3.1-70b, 2 x 1,048,576 tokens on 8 x NVIDIA H200, helix kvp=2 tpa=4
+
+phase                  time       read     work     sent  kernels  known
+                         us         MB    GFLOP       KB
+───────────────────────────────────────────────────────────────────────────────
+qkv                 1027.54   3355.443    6.711     0.00       80  interpolated
+attention          19754.34  85899.346  687.195     0.00       80  interpolated
+exchange             202.39      0.000    0.000   332.80       80  measured
+output               576.14   1342.177    2.684     0.00       80  interpolated
+output all-reduce    311.00      0.000    0.000  4587.52       80  measured
+ffn                 3710.23  14092.861   28.186     0.00      160  interpolated
+ffn all-reduce       311.00      0.000    0.000  4587.52       80  measured
+head                  62.33    262.668    0.525     0.00        1  interpolated
+sampling               2.60      0.000    0.000     0.11        1  measured
+
+TTL 25.958 ms, 38.5 tokens/s/user, 9.63 tokens/s/GPU (interpolated)
+weights 19.32 GB and KV 85.91 GB on the fullest GPU, room for a batch of 2
+"""
+
+
+def test_a_point_phase_by_phase(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = "llama-3.1-405b layout.kvp=8 layout.tpa=8 batch=4 context=1000000 dtype=fp4"
     main(["point", "hardware=gb200", *shape.split()])
     out = capsys.readouterr().out
     assert "exchange" in out and "TTL 6.100 ms" in out and "(roofline)" in out
+    picture = tmp_path / "step.png"
+    for width in ("80", "100"):
+        monkeypatch.setenv("COLUMNS", width)
+        main(
+            ["point", "llama-3.1-70b", "hardware=h200", "layout.kvp=2", "layout.tpa=4", "batch=2", f"--plot={picture}"]
+        )
+        assert capsys.readouterr().out == STEP
+    assert 10_000 < picture.stat().st_size < 150_000
     with pytest.raises(SystemExit, match=r"error: a batch of 1 does not fit: 141.10 GB of weights and "):
-        main(["point", "hardware=h200", "model=llama-3.1-70b", "mode=tp"])
+        main(["point", "hardware=h200", "llama-3.1-70b", "layout=tp"])
     shown = capsys.readouterr().out
     assert "attention" in shown and "room for a batch of 0" in shown
 
@@ -275,18 +307,25 @@ def test_a_point_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments, words",
     [
         *(
-            (f"point hardware=h200 model=phi-4 {key}={value}", f"{key}={value} must be a whole number of at least 1")
-            for key in ("pp", "dp", "kvp", "tpa", "tpf", "ep", "batch")
+            (f"point hardware=h200 model=phi-4 {key}={value}", f"{key}={value} must be an integer of at least 1")
+            for key in ("pp", *(f"layout.{width}" for width in ("dp", "kvp", "tpa", "tpf", "ep")), "batch")
             for value in (0, -1)
         ),
-        ("point hardware=h200 model=llama-3.1-70b context=0", "context=0 must be at least 1"),
-        ("point hardware=h200 model=llama-3.1-70b ep=3", "ep=3 does not divide the 1 FFN ranks"),
-        ("point hardware=h200 model=llama-3.1-70b tpf=3", "kvp=1 tpa=1 tpf=3 ep=1 batch=1: tpf * ep is the number"),
-        (f"point hardware=h200 model=llama-3.1-70b context={1 << 70}", f"must be at most {1 << 40}"),
-        ("point hardware=h200 model=llama-3.1-70b mode=cp", "mode=cp must be one of tp, dp, medha, helix"),
-        ("point hardware=h200 model=llama-3.1-70b hopb=no", "hopb=no must be true or false"),
-        ("point hardware=h200 model=llama-3.1-70b kpv=2", "(did you mean kvp?)"),
-        ("point hardware=h200", "model missing: add model=VALUE"),
+        ("point hardware=h200 model=llama-3.1-70b context=0", f"context=0 must be an integer from 1 to {1 << 40}"),
+        ("point hardware=h200 model=llama-3.1-70b layout.ep=3", "ep=3 does not divide the 1 FFN ranks"),
+        (
+            "point hardware=h200 model=llama-3.1-70b layout.tpf=3",
+            "kvp=1 tpa=1 tpf=3 ep=1 batch=1: tpf * ep is",
+        ),
+        (f"point hardware=h200 model=llama-3.1-70b context={1 << 70}", f"must be an integer from 1 to {1 << 40}"),
+        (
+            "point hardware=h200 model=llama-3.1-70b layout=cp",
+            "layout has no option cp; known: auto, dp, helix",
+        ),
+        ("point hardware=h200 model=llama-3.1-70b layout=auto", "`helix plan` finds the best layout"),
+        ("point hardware=h200 model=llama-3.1-70b hopb=true", "hopb has no option true; known: auto, off, on"),
+        ("point hardware=h200 model=llama-3.1-70b layout.kpv=2", "(did you mean layout.kvp?)"),
+        ("point hardware=h200", "model missing, as in helix simulate point llama-3.1-70b"),
         ("points", "points is unknown; known: point (did you mean point?)"),
     ],
 )
@@ -295,8 +334,26 @@ def test_wrong_arguments_are_answered_with_what_is_known(arguments: str, words: 
         main(arguments.split())
 
 
+def test_old_keys_are_refused_with_their_new_names() -> None:
+    for old, new in {
+        "mode=tp": "layout=tp",
+        **{f"{w}=2": f"layout.{w}=2" for w in ("kvp", "tpa", "tpf", "ep", "dp")},
+    }.items():
+        with pytest.raises(SystemExit, match=f"error: {old} is now {new}$"):
+            main(["point", "hardware=h200", "phi-4", old])
+
+
+def test_where_the_time_of_a_step_goes() -> None:
+    step = predict(load_spec("deepseek-r1"), load_hardware("h200"), Points.of("helix", 8, kvp=8), 1 << 17, BF16)
+    figure = pictures.phases(step, "deepseek-r1")
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == f"time (ms), of {1e3 * step.ttl_s[0]:.2f} a step" and not illegible(figure)
+    assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(1e3 * step.ttl_s[0])
+    style.plt.close(figure)
+
+
 def test_the_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["point", "--help"])
-    (example,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  helix simulate p"))
+    example = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  helix simulate p"))
     main(example.split()[2:])
     assert "helix kvp=2 tpa=4" in capsys.readouterr().out

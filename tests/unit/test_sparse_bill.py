@@ -22,7 +22,7 @@ from benchmarks.records.planner_check import regrets
 from benchmarks.records.recorded_steps import Cell, cell_of, halves, read_cells
 from benchmarks.records.sparse_bill import Account, Bill, accounts, bill_table, crossover_table, reads, summary
 from helix.planner.points import Sparse
-from launch.inputs.planning import crossover
+from launch.inputs.comparing import crossover
 from tests.legible import illegible
 
 K = 1024

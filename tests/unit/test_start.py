@@ -21,11 +21,10 @@ TYPOS = {
 LINES: dict[str, dict[str, str]] = {  # by command, the words that refuse a line; what composes no config is apart
     **dict.fromkeys(("run", "serve", "sweep"), TYPOS),
     "chat": {line: TYPOS[line] for line in ("--frob", "/no/model")},  # the rest it leaves to `helix serve`
-    "plan": {line: line.partition("=")[0] for line in TYPOS if line != "/no/model"}
-    | {"/no/model gpus=8 context=1M": "'/no/model' is no directory", "demo gpus=x": "gpus=x must be a whole number"},
+    "plan": TYPOS | {"demo gpus=x": "gpus=x must be an integer", "demo kv=fp8": "kv=fp8 is now kv.dtype=fp8"},
     "info": {"json=x": "json=x must be -"},
     "convert": {"a.gguf": "there have to be", "a.gguf b dtype=x": "dtype=x must be one of"},
-    "simulate": {"point demo hardware=h200 mode=x": "mode=x must be one of tp"},
+    "simulate": {"point demo hardware=h200 layout=x": "layout has no option x"},
     "demo": {},
 }
 PROGRAM = """

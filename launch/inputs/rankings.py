@@ -1,0 +1,109 @@
+"""Rankings of layouts, as tables and sentences or as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from helix.planner.plan import NothingFits, PlannedLayout, Ranking
+from launch.inputs.comparing import compare_drafts, compare_sparse, ms, sparse_pays_from, ttl_s
+from launch.inputs.planning import CheckedQuestion, remedies
+from launch.inputs.tables import command_line, table, wrapped
+
+LEGEND = (
+    "user, GPU: of one sequence, and of one GPU. weights, KV, left: on the fullest GPU. most, longest: sequences of "
+    "this length, and tokens of a sequence at this batch, that fit."
+)
+
+
+def as_json(ranking: Ranking, checked: CheckedQuestion) -> dict[str, Any]:
+    """Returns everything that the tables show, and more, for JSON."""
+    q = ranking.question
+
+    def described(choice: PlannedLayout) -> dict[str, Any]:
+        more = {"in_time": ranking.in_time(choice), "command": " ".join(checked.command(choice))}
+        if q.options.sparse is not None:
+            more |= {"dense_ttl_s": ttl_s(q, choice, q.context), "pays_from": sparse_pays_from(q, choice)}
+        return asdict(choice) | more
+
+    return {
+        "question": checked.overrides,
+        "hardware": q.hardware.name,
+        "reason": ranking.reason,
+        "verdict": ranking.verdict,
+        **({"compared": compare_sparse(ranking)} if q.options.sparse else {}),
+        **({"drafting": compare_drafts(ranking)} if q.priced else {}),
+        "choices": [described(choice) for choice in ranking.choices],
+        "refused": [asdict(refused) for refused in ranking.refused],
+    }
+
+
+def as_text(ranking: Ranking, checked: CheckedQuestion, width: int) -> str:
+    """Writes the tables, the reasons and the command, in lines of at most this many columns."""
+    q, choices, first = ranking.question, ranking.choices, ranking.choices[0]
+    gb = {
+        name: [f"{getattr(c, key) / 1e9:.1f}" for c in choices]
+        for name, key in (("weights\nGB", "weight_bytes"), ("KV\nGB", "kv_bytes"), ("left\nGB", "free_bytes"))
+    }
+    dense = {"dense\nms": [f"{1e3 * ttl_s(q, c, q.context):.2f}" for c in choices]} if q.options.sparse else {}
+    late = {} if q.ttl_s is None else {"in time": [("no", "yes")[ranking.in_time(c)] for c in choices]}
+    columns = {
+        "layout": [c.name for c in choices],
+        "batch": [str(c.batch) for c in choices],
+        "chunks": [str(c.chunks) if c.chunks > 1 else "none" for c in choices],
+        "block": [str(c.append_block) for c in choices],
+        **({"gamma": [str(c.gamma) for c in choices]} if q.acceptance is not None else {}),
+        "TTL\nms": [f"{1e3 * c.ttl_s:.2f}" for c in choices],
+        **late,
+        **dense,
+        "user\ntok/s": [f"{c.user:.1f}" for c in choices],
+        "GPU\ntok/s": [f"{c.gpu:.1f}" for c in choices],
+        **gb,
+        "most\nseqs": [f"{c.largest_batch:,}" for c in choices],
+        "longest\ntokens": [f"{c.longest:,}" for c in choices],
+        "known": [c.provenance for c in choices],
+    }
+    title = f"{checked.model}, {q.context:,} tokens on {q.gpus} x {q.hardware.name}"
+    said = [wrapped(title, width), table(columns, width), wrapped(LEGEND, width)]
+    lacking = [
+        f"no room: {r.layout} lacks {r.missing_bytes / 1e9:.1f} GB a GPU; "
+        + (f"{r.largest_batch} would fit" if r.largest_batch else "not one sequence fits")
+        for r in ranking.refused
+    ]
+    said += [wrapped("\n".join(lacking), width)] if lacking else []
+    if q.options.tier is not None:
+        fetched = f"with {q.options.tier.hits:.0%} hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms"
+        said.append(
+            wrapped(f"In host memory: {first.host_bytes / 1e9:.1f} GB a rank, of which a step {fetched}.", width)
+        )
+    why = [ranking.reason, ranking.verdict]
+    why += [compare_sparse(ranking)] if q.options.sparse is not None else []
+    if q.priced:
+        why.append(compare_drafts(ranking))
+    elif q.acceptance is not None:
+        why.append("Drafting is counted as free, and acceptance as the same at every place.")
+    said.append(wrapped("\n".join(why), width))
+    shape = ", with DIR a checkpoint of this shape (Helix has no weights of it)"
+    to_serve = f"To serve it{shape if checked.config.model.path is None else ''}:"
+    said.append(f"{wrapped(to_serve, width)}\n{command_line(checked.command(first), width)}")
+    return "\n\n".join(said)
+
+
+def nothing_fits(error: NothingFits, checked: CheckedQuestion, width: int) -> str:
+    """Writes what is lacking, and each change with which it would fit, with what that takes."""
+    found = [(" ".join(change), ranking, ranking.choices[0]) for change, ranking in remedies(checked)]
+    if not found:
+        return _error(f"{error.reason}. Neither FP8, more GPUs, host memory nor less work would do", width)
+    columns = {
+        "What would fit": [change for change, _, _ in found],
+        "layout": [choice.name for _, _, choice in found],
+        "TTL": [ms(choice.ttl_s) + ("" if ranking.in_time(choice) else " (late)") for _, ranking, choice in found],
+        "host memory\na rank": [f"{c.host_bytes / 1e9:.1f} GB" if c.host_bytes else "-" for _, _, c in found],
+    }
+    if not any(choice.host_bytes for _, _, choice in found):
+        del columns["host memory\na rank"]
+    return f"{_error(error.reason, width)}\n\n{table(columns, width)}"
+
+
+def _error(text: str, width: int) -> str:
+    return wrapped(f"error: {text}", width).removeprefix("error: ")

@@ -1,0 +1,355 @@
+"""`helix plan`: its keys are those of a run; what it says fits the terminal, runs, and names what would fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from helix.config import Config
+from helix.planner.plan import NothingFits, plan
+from helix.planner.points import Points, Sparse
+from helix.planner.step import memory_of
+from launch.inputs import front, pictures
+from launch.inputs.commands import SERVE
+from launch.inputs.hardware import HARDWARE, load_hardware
+from launch.inputs.keys import keys
+from launch.inputs.planning import check_question, remedies
+from launch.inputs.questions import PLAN, PlanConfig
+from launch.inputs.rankings import as_text
+from launch.inputs.tables import command_line, table
+from launch.plan import main
+from tests.e2e.checkpoints import checkpoint
+from tests.laboratory import answered, composed, preflight
+from tests.legible import illegible
+
+M = 1 << 20
+H200 = load_hardware("h200")
+# A question for each column and each kind of sentence.
+QUESTIONS = (
+    "qwen2.5-7b gpus=8 context=1M batch=8",
+    "qwen3-30b-a3b gpus=4 context=128K ttl_ms=20",
+    "deepseek-v2-lite gpus=4 context=128K speculation=ngram acceptance=0.8",
+    "glm-5.2 gpus=8 context=1M",
+    "gpt-oss-20b gpus=6 context=8K batch=2 comm.backend=nccl",
+    "llama-3.1-8b gpus=4 context=128K batch=8 attention=block_sparse attention.topk=16 speculation=ngram acceptance=.8",
+    "qwen2.5-7b gpus=2 context=1M batch=3 attention=block_sparse kv.tier=host hits=0.8 kv.ahead=true guessed=0.7 "
+    "kv.gpu_bytes=6e9",
+    "qwen3-30b-a3b gpus=8 context=128K batch=8 modes=tp,helix,dp --quantization fp8 --kv-cache-dtype fp8 ttl_ms=5",
+    "llama-3.1-8b gpus=4 context=100 batch=1 serve.port=0",
+)
+
+
+@pytest.fixture(autouse=True)
+def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped descriptions alone: one that was calibrated on this machine would come before them."""
+    directory = tmp_path_factory.mktemp("hardware")
+    for name in ("b200", "gb200", "h100", "h200"):
+        (directory / f"{name}.yaml").symlink_to(HARDWARE / f"{name}.yaml")
+    monkeypatch.setattr("launch.inputs.hardware.HARDWARE", directory)
+    monkeypatch.setattr("launch.inputs.planning.device_here", lambda: None)
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
+    ranking, checked = answered(question)
+    q, config = ranking.question, checked.config
+    assert ranking.choices
+    for choice in ranking.choices[:6]:
+        program, verb, directory, *settings = checked.command(choice)
+        assert [program, verb, directory] == ["helix", "serve", "DIR"]
+        line = front.read([checked.model, *shlex.split(" ".join(settings))], SERVE)
+        config = composed("model.load=random", "bench=decode", *line.overrides)
+        run = preflight(config, q.gpus)
+        assert run.layout == choice.layout and replace(run.spec, draft=None, taps=()) == q.spec
+        assert config.blocks.append == choice.append_block
+        assert config.speculation.drafter == ("ngram" if choice.gamma else "none")
+        free = "batch=" not in question and q.ttl_s is None
+        assert config.decode.max_batch == ("auto" if free else choice.batch)
+        for key in ("model.weights", "kv.dtype", "kv.tier", "kv.ahead", "comm.backend", "serve.port", "attention.topk"):
+            group, name = key.split(".")
+            assert getattr(getattr(config, group), name) == getattr(getattr(checked.config, group), name), key
+
+
+def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
+    (model := tmp_path / "my model").symlink_to(checkpoint("mixtral"))
+    checked = check_question([f"model.path={model}", "gpus=4", "context=512", "batch=2"])
+    for choice in plan(checked.question).choices:
+        *words, directory = checked.command(choice)[:3]
+        assert words == ["helix", "serve"] and directory == f"'{model}'"
+        config = composed(f"model.path={model}", "bench=decode", *checked.runtime(choice))
+        assert preflight(config, 4).layout == choice.layout and config.decode.max_batch == 2
+    assert "model.dtype=bfloat16" in checked.runtime(choice)  # the checkpoint is fp32, which is not predicted
+    with pytest.raises(ValueError, match=r"context=513 exceeds .*context of 512"):
+        check_question([f"model.path={model}", "gpus=4", "context=513"])
+
+
+def test_widths_and_modes_that_are_asked_for() -> None:
+    ranking, _ = answered("qwen2.5-7b gpus=8 context=1M layout.kvp=4")
+    assert {c.name for c in ranking.choices} == {"helix kvp=4 tpa=2", "medha kvp=4 tpa=2"}
+    assert ranking.verdict == "Helix is not compared here: layout.kvp=4 is given."
+    assert [c.name for c in answered("qwen2.5-7b gpus=8 context=1M -tp 8")[0].choices] == ["tp tpa=8"]
+    with pytest.raises(ValueError, match=r"modes=tp layout.tpa=4 have no layout of 8 GPUs for this question$"):
+        answered("qwen2.5-7b gpus=8 context=1M -tp 4")
+    off = answered("qwen2.5-7b gpus=8 context=1M hopb.chunks=none")[0]
+    assert off.question.chunks == (1,) and {c.chunks for c in off.choices} == {1}
+
+
+def test_keys_of_a_run_mean_what_they_mean_there() -> None:
+    ranking, _ = answered("llama-3.1-8b gpus=1 context=128K -q fp8 kv.dtype=k16v8 kv.memory_fraction=.5")
+    options = ranking.question.options
+    assert (options.weights, options.kv, options.memory_fraction) == ("e4m3", "k16v8", 0.5)
+    sparse = answered("qwen2.5-7b gpus=1 context=1M attention=quest attention.topk=7")[0].question.options.sparse
+    assert sparse == Sparse(7, 1, 32, 16)
+    drafts = answered("qwen2.5-7b gpus=8 context=1M speculation=sparse speculation.sparsity=0.1 acceptance=0.9")
+    assert drafts[0].question.sparsity == 0.1 and "speculation.sparsity=0.1" in drafts[1].runtime(drafts[0].choices[0])
+    late = answered("qwen2.5-7b gpus=1 context=1M attention=block_sparse attention.from_tokens=4M")
+    assert late[0].question.options.sparse.from_tokens == 4 * M  # type: ignore[union-attr]
+    assert not any("speculation" in word for word in answered("demo gpus=1 context=1K speculation=ngram acceptance=0")[
+        1
+    ].runtime(answered("demo gpus=1 context=1K")[0].choices[0]))  # fmt: skip
+    tiered, _ = answered("qwen2.5-7b gpus=1 context=1M attention=block_sparse kv.tier=host hits=.8 kv.host_bytes=9e10")
+    choice = tiered.choices[0]
+    at = replace(tiered.question.options, append_block=choice.append_block)
+
+    def largest(length: int) -> int:
+        return int(memory_of(tiered.question.spec, H200, Points.of("tp"), length, at).largest_batch[0])
+
+    assert choice.largest_batch == 1 and choice.host_bytes == pytest.approx(60.1e9, rel=0.01)
+    assert largest(choice.longest) == 1 and largest(choice.longest + 1) == 0 and 1.4 * M < choice.longest < 1.6 * M
+
+
+@pytest.mark.parametrize("old", sorted(PlanConfig.RENAMED.keys() - Config.RENAMED))
+def test_an_old_key_is_refused_with_its_new_name(old: str) -> None:
+    new = PlanConfig.RENAMED[old].format("1")
+    with pytest.raises(SystemExit, match=re.escape(f"error: {old}=1 is now {new}")):
+        main(["demo", "gpus=1", "context=1K", f"{old}=1"])
+    known = {"--json", *PLAN.settings.groups, *(key for key, _, _, _ in keys(PlanConfig))}
+    assert {word.partition("=")[0] for word in new.split() if word != "1"} <= known
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("gpt-5 gpus=8 context=1", "'gpt-5' is no directory, nor ORG/NAME[@REVISION] of the Hugging Face Hub"),
+        ("demo gpus=8 context=1 hardware=a100", "unknown hardware 'a100'; known: b200, gb200, h100, h200"),
+        ("demo gpus=8 context=1 hardware=nowhere.yaml", "hardware nowhere.yaml cannot be read"),
+        ("demo gpus=8 context=1 hardware=gb200 comm.backend=nccl", "nothing is known of NCCL's collectives on GB200"),
+        ("demo gpus=8 context=1 comm.backend=gloo", "comm.backend=gloo is not predicted; choose one of auto, symm_mem"),
+        ("deepseek-r1 gpus=8 context=1 attention=parts", "block-sparse attention chooses by the keys of heads, "),
+        ("demo gpus=8 context=1 attention=parts attention.topk=129", "attention.topk=129 must be an integer"),
+        ("demo gpus=8 context=1 attention=parts hardware=gb200", "price of finding blocks is not known on GB200 NVL72"),
+        ("demo gpus=8 context=1 hits=0.5", "hits=0.5 is of kv.tier=host: add it"),
+        ("demo gpus=8 context=1 kv.tier=host", "kv.tier=host with attention.policy=dense would read the whole cache"),
+        ("demo gpus=8 context=1 attention=parts kv.tier=host hits=80", "hits=80 must be a number from 0 to 1"),
+        ("demo gpus=8 context=1 attention=parts kv.tier=host guessed=.5", "guessed=0.5 is of kv.ahead=true: add it"),
+        ("demo gpus=8 context=1 attention=parts kv.tier=host kv.host_bytes=-1", "kv.host_bytes=-1 must be a number"),
+        ("granite-3.3-8b gpus=8 context=1K attention=parts kv.tier=host kv.dtype=fp8", "needs keys and values of "),
+        ("demo gpus=8 context=1 acceptance=.5", "acceptance=0.5 is of drafts, and there are none: set speculation="),
+        ("demo gpus=8 context=1 speculation=model acceptance=.5", "speculation.drafter=model is not planned"),
+        ("demo gpus=8 context=1 hopb.chunks=4", "hopb.chunks=4: the planner finds the best number itself"),
+        ("demo gpus=8 context=1 kv.append_block=4", "kv.append_block=4: the planner finds the best itself"),
+        ("demo gpus=8 context=1 layout=tp modes=tp,helix", "modes=tp,helix and layout.mode=tp: give one of them"),
+        ("demo gpus=8", "context missing, as in helix plan llama-3.1-8b gpus=8 context=128K"),
+        ("gpus=8", "MODEL and context missing, as in"),
+        ("demo gpus=two context=1", "gpus=two must be an integer"),
+        (f"demo gpus=8 context=1 batch={1 << 17}", f"batch={1 << 17} must be at most {1 << 16}"),
+        ("demo gpu=8 context=1", "gpu is unknown; known: model, "),
+        ("demo --gpus 8", "--gpus is not an option of helix plan"),
+        ("demo gpus=8 context=1 -m", "-m: a plan compares layouts by itself"),
+        ("demo gpus=1 context=1 --plot /no/plan.png", "--plot=/no/plan.png cannot be written"),
+        ("demo gpus=1 context=1 --plot plan.pdfx", "--plot=plan.pdfx must end in .png, .svg or .pdf"),
+    ],
+)  # fmt: skip
+def test_wrong_questions_are_answered_with_what_is_known(arguments: str, words: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(words)) as refused:
+        main(arguments.split())
+    assert "\n" not in str(refused.value)
+
+
+# ---- tables, sentences and files
+
+
+TABLE = """\
+qwen2.5-7b, 1,048,576 tokens on 8 x NVIDIA H200
+
+In every row: batch 8, chunks none, block 16, known interpolated.
+
+layout               TTL   user    GPU  weights     KV  left  most    longest
+                      ms  tok/s  tok/s       GB     GB    GB  seqs     tokens
+─────────────────────────────────────────────────────────────────────────────
+helix kvp=2 tpa=4  14.78   67.7   67.7      2.0   60.1  86.8    17  2,097,152
+helix kvp=4 tpa=2  14.83   67.4   67.4      2.3   60.1  86.6    17  2,097,152
+helix kvp=8        14.95   66.9   66.9      2.7   60.2  86.1    17  2,097,152
+medha kvp=2 tpa=4  15.10   66.2   66.2      3.5   60.1  85.3    17  2,097,152
+medha kvp=4 tpa=2  15.83   63.2   63.2      6.8   60.1  82.1    17  2,097,152
+medha kvp=8        17.28   57.9   57.9     13.3   60.2  75.5    16  2,097,152
+tp tpa=8           28.17   35.5   35.5      2.0  120.3  26.8     8  1,153,855
+
+"""
+COMMAND = """
+To serve it, with DIR a checkpoint of this shape (Helix has no weights of it):
+  helix serve DIR layout.kvp=2 layout.tpa=4 decode.max_batch=8
+"""
+LATE = {
+    80: """\
+In every row: chunks none, block 16, in time yes, known interpolated.
+
+layout             batch    TTL   user    GPU  weights
+                             ms  tok/s  tok/s       GB
+──────────────────────────────────────────────────────
+helix kvp=2 tpa=4     11  19.85   50.4   69.3      2.0
+""",
+    100: """\
+In every row: chunks none, block 16, in time yes, known interpolated.
+
+layout             batch    TTL   user    GPU  weights    KV  left  most    longest
+                             ms  tok/s  tok/s       GB    GB    GB  seqs     tokens
+───────────────────────────────────────────────────────────────────────────────────
+helix kvp=2 tpa=4     11  19.85   50.4   69.3      2.0  82.7  64.3    17  1,677,439
+""",
+}
+
+
+def test_the_table_on_terminals_of_80_and_100_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        main(QUESTIONS[0].split())
+        shown = capsys.readouterr().out
+        assert shown.startswith(TABLE) and shown.endswith(COMMAND)
+        main(["qwen2.5-7b", "gpus=8", "context=1M", "ttl_ms=20"])
+        assert LATE[width] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("width", [80, 100])
+def test_everything_is_shown_and_fits(question: str, width: int) -> None:
+    ranking, checked = answered(question)
+    shown = as_text(ranking, checked, width)
+    assert [line for line in shown.splitlines() if len(line) > width] == []
+    for choice in ranking.choices:
+        sizes = (choice.weight_bytes, choice.kv_bytes, choice.free_bytes)
+        for text in (choice.name, choice.provenance, f"{choice.longest:,}", *(f"{size / 1e9:.1f}" for size in sizes)):
+            assert text in shown
+    words = " ".join(shown.split())
+    assert ranking.reason in words and ranking.verdict in words
+    assert " ".join(checked.command(ranking.choices[0])) in words.replace("\\ ", "")
+
+
+def test_tables() -> None:
+    columns = {"name": ["a", "b"], "unit\ns": ["1.0", "10.0"], "same\nGB": ["2", "2"], "word": ["x", "-"]}
+    assert table(columns, 80).splitlines() == [
+        "In every row: same 2 GB.", "", "name  unit  word", "         s", "────────────────",
+        "a      1.0  x", "b     10.0  -",
+    ]  # fmt: skip
+    parts = table({"name": ["a", "b"], **{f"n{i}": ["1", "2"] for i in range(4)}}, 15).split("\n\n")
+    assert [part.splitlines()[0].split() for part in parts] == [["name", "n0", "n1"], ["name", "n2", "n3"]], "evenly"
+    assert table({"name": ["a"], "n": ["1"]}, 80).splitlines()[0] == "name  n", "one row is no column of equals"
+    assert command_line(["helix", "a=1", "b=22"], 14) == "  helix a=1 \\\n    b=22"
+
+
+def test_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    question = [
+        "qwen2.5-7b",
+        "gpus=4",
+        "context=128K",
+        "ttl_ms=5.1",
+        "batch=8",
+        "attention=block_sparse",
+        "attention.topk=32",
+    ]
+    main([*question, "--json", str(path), "--plot", str(picture)])
+    out, found = " ".join(capsys.readouterr().out.split()), json.loads(path.read_text())
+    for choice in found["choices"]:
+        assert choice["command"].startswith("helix serve DIR attention=block_sparse attention.topk=32 ")
+        assert f" attention.from_tokens={choice['pays_from']} " in choice["command"]
+        assert f" {1e3 * choice['ttl_s']:.2f} " in out and choice["in_time"] == (choice["ttl_s"] <= 5.1e-3)
+        assert f" {1e3 * choice['dense_ttl_s']:.2f} " in out and choice["dense_ttl_s"] > choice["ttl_s"]
+    assert all(found[key] in out for key in ("reason", "verdict", "compared", "hardware"))
+    assert 10_000 < picture.stat().st_size < 150_000
+    main([*question, "--json", "-"])
+    assert json.loads(capsys.readouterr().out) == found
+    main(["demo", "gpus=1", "context=1K", "--cfg", "job", "--package", "kv"])
+    assert "dtype: auto" in capsys.readouterr().out
+    main(["--help"])
+    assert {f"  {example}" for example in PLAN.examples} <= {*capsys.readouterr().out.splitlines()}
+
+
+def test_pictures() -> None:
+    fixed = answered("qwen3-30b-a3b gpus=8 context=128K batch=8 modes=tp,helix,dp ttl_ms=6")[0]
+    bars = pictures.times(fixed, "qwen3-30b-a3b")
+    (axes,) = bars.axes
+    assert axes.get_xlabel() == "time per token (ms)" and "ttl_ms=6" in _legend(bars)
+    assert [label.get_text() for label in axes.get_yticklabels()] == [c.name for c in fixed.choices]
+    longest = max(bar.get_x() + bar.get_width() for bar in axes.patches if bar.get_y() < 0.5)
+    assert longest == pytest.approx(1e3 * fixed.choices[0].ttl_s), "phases add up"
+    found = answered("qwen2.5-7b gpus=8 context=1M ttl_ms=20")[0]
+    fronts = pictures.fronts(found, "qwen2.5-7b")
+    (axes,) = fronts.axes
+    assert axes.get_xlabel().startswith("tokens/s of one user") and axes.get_ylabel() == "tokens/s of one GPU"
+    for choice, (line, star) in zip(found.choices, zip(axes.lines[::2], axes.lines[1::2], strict=False), strict=False):
+        at = int((abs(line.get_xdata() - choice.user)).argmin())  # type: ignore[operator, union-attr]
+        assert line.get_ydata()[at] == pytest.approx(choice.gpu) == star.get_ydata()[0]  # type: ignore[index]
+    few = pictures.fronts(answered("qwen3-30b-a3b gpus=8 context=64K ttl_ms=40 modes=tp,helix,dp")[0], "qwen3-30b-a3b")
+    assert {"dp dp=8 (and 3 level)", "tp tpa=8 (and 3 level)"} <= {*_legend(few)}
+    for figure in (bars, fronts, few):
+        assert not illegible(figure)
+        pictures.plt.close(figure)
+
+
+def _legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+# ---- what would fit
+
+
+def test_what_would_fit_fits() -> None:
+    checked = check_question(["model=qwen3-30b-a3b", "gpus=1", "context=128K", "batch=8"])
+    found = {" ".join(change): ranking for change, ranking in remedies(checked)}
+    least = list(found)
+    assert least == [
+        "kv.dtype=fp8", "model.weights=fp8", "gpus=2", "kv.tier=host attention=block_sparse", "batch=6", "context=98K",
+    ]  # fmt: skip
+    for change, ranking in found.items():
+        same, _ = answered(f"qwen3-30b-a3b gpus=1 context=128K batch=8 {change}")
+        assert ranking.choices == same.choices
+    for more in ("batch=7", "context=99K"):
+        with pytest.raises(NothingFits):
+            answered(f"qwen3-30b-a3b gpus=1 context=128K batch=8 {more}")
+    both = check_question(["model=llama-3.1-70b", "gpus=2", "context=128K", "batch=3", "hardware=h100"])
+    assert remedies(both)[0][0] == ["kv.dtype=fp8", "model.weights=fp8"], "neither alone"
+
+
+def test_where_nothing_fits_it_is_said_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        with pytest.raises(SystemExit) as refused:
+            main(["qwen2.5-7b", "gpus=1", "context=1M", "batch=8"])
+        said = str(refused.value)
+        assert max(map(len, said.splitlines())) <= width and said.endswith(FIT)
+        assert " ".join(said.split()).startswith("error: no layout of 1 x NVIDIA H200 (149 GB each) has memory for 8 ")
+    monkeypatch.delenv("COLUMNS")
+    with pytest.raises(SystemExit, match="Neither FP8, more GPUs, host memory nor less work would do"):
+        main(["deepseek-r1", "gpus=8", "context=1M", "hardware=h100"])
+
+
+FIT = """
+What would fit                       layout         TTL  host memory
+                                                              a rank
+────────────────────────────────────────────────────────────────────
+gpus=4                               tp tpa=4  28.52 ms            -
+kv.tier=host attention=block_sparse  tp        43.55 ms     481.1 GB
+batch=2                              tp        30.70 ms            -
+context=256K                         tp        30.70 ms            -"""
