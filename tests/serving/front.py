@@ -77,16 +77,16 @@ class FakeJob:
 
     async def say(self, submit: Request, ids: list[int], finish: str | None = None, **more: Any) -> None:
         if ids and finish is None and not more:  # as ranks do
-            self.write(encode_tokens([number for token in ids for number in (int(submit.id), token)]))
+            self.send_frame(encode_tokens([number for token in ids for number in (int(submit.id), token)]))
         else:
             more |= {"logprobs": tuple(Logprobs(*of) for of in more.pop("logprobs", ()))}
             self.send(RequestUpdate(submit.id, new_ids=tuple(ids), finish_reason=finish, **more))
         await asyncio.sleep(0)
 
     def send(self, message: Message) -> None:
-        self.write(encode(message))
+        self.send_frame(encode(message))
 
-    def write(self, frame: bytes) -> None:
+    def send_frame(self, frame: bytes) -> None:
         if self.writers:
             self.writers[-1].write(frame)
 
