@@ -351,22 +351,25 @@ def test_more_continuations_than_may_ever_wait_are_not_to_be_tried_again(
 
 def test_the_page_needs_no_other_host(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
-        names = re.findall(r'(?:src|href)="page/(.*?)"', (await front.get("/")).text)
-        assert {*names, "index.html", "marked.LICENSE.txt"} == PAGE.keys()
         notice = (ROOT / "NOTICE").read_text()
-        for name, kind in {
-            "index.html": "text/html",
-            **{name: PAGE_TYPES[Path(name).suffix] for name in names},
-        }.items():
+        for name, file in PAGE.items():
             answer = await front.get(f"/page/{name}")
-            assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
+            assert answer.status_code == 200 and answer.content == file.read_bytes()
+            assert answer.headers["content-type"].startswith(PAGE_TYPES[file.suffix])
             policy = answer.headers["content-security-policy"]
             assert policy.startswith("default-src 'none'; script-src 'self'; ") and "unsafe" not in policy
-            if name in notice:  # a library, as its makers publish it
-                assert hashlib.sha256(answer.content).hexdigest() in notice, name
+            cached = {"if-none-match": answer.headers["etag"]}
+            assert (await front.get(f"/page/{name}", headers=cached)).status_code == 304
+            if name.startswith("vendor/"):  # a library, as its makers publish it, and its licence
+                assert file.suffix == ".txt" or hashlib.sha256(answer.content).hexdigest() in notice, name
             else:
                 assert not re.search(r"://|[\"'(]//|url\(|@import|innerHTML|outerHTML|eval\(", answer.text), name
-        for name in ("page/", "page/none.js", "page/..%2froutes.py", "page/marked.umd.js/x"):
+                wanted = re.findall(r'(?:src|href)="page/(.*?)"|from "\./(.*?)"', answer.text)
+                assert {path or module for path, module in wanted} <= PAGE.keys()
+        assert (await front.get("/")).text == PAGE["index.html"].read_text()
+        fonts = re.findall(r"url\((fonts/\S+?\.woff2)\)", PAGE["vendor/katex.min.css"].read_text())
+        assert {f"vendor/{font}" for font in fonts} == {name for name in PAGE if name.endswith(".woff2")}
+        for name in ("page/", "page/none.js", "page/..%2froutes.py", "page/vendor", "page/vendor/marked.umd.js/x"):
             assert (await front.get(f"/{name}")).status_code == 404
         (described,) = (await front.get("/v1/models")).json()["data"]
         assert (described["max_model_len"], described["chat"], described["layout"]) == (4096, True, "helix kvp=2")
