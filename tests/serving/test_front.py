@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 import time
 from dataclasses import replace
 from importlib.metadata import version
@@ -299,36 +297,6 @@ def test_the_queue_has_an_end(tmp_path: Path) -> None:
             task.cancel()
 
     run(check, tmp_path, FakeJob(silent), waiting=2)
-
-
-# A page whose server is behind a proxy that says in HTML that it is away; it prints what is asked for.
-AWAY = """
-const make = () => new Proxy(() => {}, {
-  get: (of, key) => of[key] ??= key === "querySelectorAll" ? () => [] : key === Symbol.iterator ? function* () {}
-    : ["value", "textContent"].includes(key) ? "" : make(),
-  set: (of, key, value) => { of[key] = value; return true; },
-  apply: make,
-});
-const parts = {};
-let times = 0;
-const page = require("fs").readFileSync(process.argv[1], "utf8");
-require("vm").runInNewContext(page, {
-  document: {getElementById: (name) => parts[name] ??= make(), createElement: make}, window: {}, marked: make(),
-  setTimeout: (done) => setTimeout(done, 1),
-  fetch: async (path) => {
-    console.log(path);
-    if (++times === 3) process.exit();
-    return {ok: false, status: 502, json: async () => JSON.parse("<html>")};
-  },
-});
-"""
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node in PATH")
-def test_the_page_looks_on_for_a_server_that_a_proxy_says_is_away() -> None:
-    command = ["node", "-e", AWAY, str(PAGE["page.js"])]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.split()) == (0, ["health"] * 3), done.stderr
 
 
 @pytest.mark.parametrize(
