@@ -36,7 +36,7 @@ export async function fill(marks = marked) {
     const link = Object.assign(make("a", "", title), {href: `#${id}`, title});
     if (id === marked.shown) link.ariaCurrent = "page";
     if (id === marked.answering) link.classList.add("busy");
-    const more = Object.assign(button("⋯", "icon", () => change(id)), {ariaLabel: "Rename, export or delete", title: "Rename, export or delete"});
+    const more = Object.assign(button("⋯", "icon", () => change(id)), {ariaLabel: `Rename, export or delete ${title}`, title: "Rename, export or delete"});
     return make("li", "", link, more);
   });
   $("chats").querySelector("ul").replaceChildren(...items);

@@ -16,6 +16,7 @@ let model = null, chat = new Chat(), before = [], running = null, heard = 0, los
 let settings = kept("localStorage", "helix.settings") ?? {};
 
 function used(tokens) {
+  if (running?.chat && running.chat !== chat) return;  // those of a chat that is not shown
   $("used").textContent = tokens === null ? "" : `${number(tokens)} of ${number(model.max_model_len)} tokens used`;
 }
 
@@ -148,7 +149,8 @@ async function stream(path, wanted, take) {
 function serverBack() {
   lost = true;
   pause = LOOK_MS;
-  say(`${$("state").textContent.replace(/\.$/, "")}. The answer goes on once the server is back.`, true);
+  const why = $("state").textContent.replace(/\.$/, "");
+  say(`${why[0].toUpperCase()}${why.slice(1)}. The answer goes on once the server is back.`, true);
   return new Promise((resolve) => {
     running.goOn = resolve;
     running.controller.signal.onabort = () => resolve(false);
@@ -216,6 +218,7 @@ async function begun(of, leaf, added) {
 function refresh() {
   show(chat);
   buttons();
+  $("used").textContent = "";
   used(chat.messages.length ? chat.path.at(-1)?.tokens ?? null : 0);
 }
 
