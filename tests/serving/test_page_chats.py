@@ -168,6 +168,7 @@ def test_chats_are_listed(phone: bool, tmp_path: Path, model: Path) -> None:
         title = page.get_by_label("Title")
         await expect(title).to_have_value("First question?")
         await picture(page, tmp_path / "change.png")
+        assert await page.locator("#chat").evaluate("one => one.scrollWidth <= one.clientWidth")
         await title.fill("Renamed")
         markdown = "# Renamed\n\n## Question\n\nFirst question?\nWith more.\n\n## "
         for name, expected in {"Markdown": markdown, "JSON": ""}.items():
