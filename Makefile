@@ -51,7 +51,7 @@ test-faults: $(VENV)/.installed  ## Plant one mistake after another: a test has 
 
 test-page: $(VENV)/.installed  ## Use the server's page in Chromium, without a screen.
 	@$(BIN)/python -c "from tests.serving import browser as t; t.BINARY or exit('error: ' + t.MISSING)"
-	$(BIN)/python -m pytest tests/serving/test_page.py -m slow $(ARGS)
+	$(BIN)/python -m pytest tests/serving/test_page.py tests/serving/test_page_chats.py -m slow $(ARGS)
 
 test-load: $(VENV)/.installed  ## Hold 10,000 connections to a server beside 32 streams, then leave it alone.
 	$(BIN)/python -m tests.serving.load $(ARGS)

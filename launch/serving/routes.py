@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 import zlib
@@ -45,12 +46,20 @@ MIB = 1 << 20
 BODY_BYTES, ID_BYTES = 64 * MIB, 16  # limit of a body if `serve.body_mib` is unset; bytes per id of a long prompt
 COUNTED_IDS = 1 << 20  # that /tokenize and /detokenize accept even if the context is shorter
 GONE = 499  # status for a client that has left
-PAGE = {file.name: file for file in Path(__file__).with_name("page").iterdir()}
-PAGE_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
+PAGE_DIR = Path(__file__).with_name("page")
+PAGE = {file.relative_to(PAGE_DIR).as_posix(): file for file in PAGE_DIR.rglob("*") if file.is_file()}
+PAGE_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".txt": "text/plain",
+    ".woff2": "font/woff2",
+}
 # The page needs no other hosts, and HTML gets into it through its sanitizer alone.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types dompurify"
 )
 PAGE_HEADERS = {
     "content-security-policy": POLICY,
@@ -128,7 +137,7 @@ class Api:
             ("/version", "GET", self._version, None),
             ("/openapi.json", "GET", self._openapi, None),
             ("/", "GET", self._page, None),
-            ("/page/{name}", "GET", self._page, None),
+            ("/page/{name:path}", "GET", self._page, None),
             ("/health", "GET", self._health, None),
             ("/livez", "GET", self._livez, None),
         ]
@@ -273,7 +282,11 @@ class Api:
         """Returns a file of the page to try the model on."""
         if (file := PAGE.get(request.path_params.get("name", "index.html"))) is None:
             raise HTTPException(404)
-        return Response(file.read_bytes(), media_type=PAGE_TYPES[file.suffix], headers=PAGE_HEADERS)
+        content = file.read_bytes()
+        headers = PAGE_HEADERS | {"etag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=PAGE_TYPES[file.suffix], headers=headers)
 
     async def _livez(self, request: Request) -> ASGIApp:
         """Answers while this process does."""

@@ -49,8 +49,9 @@ def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
     try:
         server.wait_for(server.log, "curl -N ")
         url = server.log.read_text().partition("is served at ")[2].partition("\n")[0]
-        for file in (ROOT / "launch" / "serving" / "page").iterdir():
-            name = "" if file.name == "index.html" else f"page/{file.name}"
+        page = ROOT / "launch" / "serving" / "page"
+        for file in filter(Path.is_file, page.rglob("*")):
+            name = "" if file.name == "index.html" else f"page/{file.relative_to(page)}"
             with urllib.request.urlopen(f"{url.rstrip('/')}/{name}", timeout=10) as answer:
                 assert answer.read() == file.read_bytes(), name
     finally:

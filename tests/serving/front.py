@@ -19,7 +19,7 @@ from launch.client.core import Core
 from launch.client.frames import Cancel, FrameDecoder, Message, Ready, encode, encode_tokens
 from launch.client.session import Session
 from launch.client.supervisor import Supervisor
-from launch.serving.http import listen, make_server
+from launch.serving.http import Server, listen, make_server
 from launch.serving.routes import Api
 from launch.serving.security import Keys
 
@@ -77,16 +77,16 @@ class FakeJob:
 
     async def say(self, submit: Request, ids: list[int], finish: str | None = None, **more: Any) -> None:
         if ids and finish is None and not more:  # as ranks do
-            self.write(encode_tokens([number for token in ids for number in (int(submit.id), token)]))
+            self.send_frame(encode_tokens([number for token in ids for number in (int(submit.id), token)]))
         else:
             more |= {"logprobs": tuple(Logprobs(*of) for of in more.pop("logprobs", ()))}
             self.send(RequestUpdate(submit.id, new_ids=tuple(ids), finish_reason=finish, **more))
         await asyncio.sleep(0)
 
     def send(self, message: Message) -> None:
-        self.write(encode(message))
+        self.send_frame(encode(message))
 
-    def write(self, frame: bytes) -> None:
+    def send_frame(self, frame: bytes) -> None:
         if self.writers:
             self.writers[-1].write(frame)
 
@@ -120,6 +120,7 @@ class Front:
     session: Session
     job: FakeJob
     supervisor: Supervisor
+    server: Server
 
     @property
     def port(self) -> int:
@@ -152,7 +153,7 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     """A front end over a job, ready."""
     job = job or FakeJob()
     path = directory / "job.sock"
-    serve = replace(ServeConfig(), attach=str(path), port=0, **settings)
+    serve = replace(ServeConfig(), attach=str(path), **{"port": 0, **settings})
     api = Api(serve, Keys(serve.api_keys))
     core = api.core
     core.on_first = api.know
@@ -163,7 +164,7 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     tasks = [asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(supervisor.keep())]
     await until(lambda: core.state == "ready" and server.started)
     try:
-        yield Front(f"http://127.0.0.1:{listener.getsockname()[1]}", core, api, api.session, job, supervisor)
+        yield Front(f"http://127.0.0.1:{listener.getsockname()[1]}", core, api, api.session, job, supervisor, server)
     finally:
         server.should_exit = True
         await tasks[0]

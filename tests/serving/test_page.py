@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from helix.engine.request import RequestUpdate
 from tests.serving.browser import (
     BINARY,
     MISSING,
     Page,
+    Route,
+    chat_model,
     expect,
     free,
     picture,
@@ -26,8 +27,7 @@ from tests.serving.browser import (
     told,
     turn,
 )
-from tests.serving.front import READY, Front, until
-from tests.serving.test_chat import SPECIAL, TEMPLATE
+from tests.serving.front import Front, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,13 +86,7 @@ HOSTILE = """\
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model's tokenizer, with a chat template."""
-    directory = tmp_path_factory.mktemp("chat-model")
-    tokenizer = AutoTokenizer.from_pretrained(READY.model)
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    return directory
+    return chat_model(tmp_path_factory.mktemp("chat-model"))
 
 
 def test_a_text_is_continued_and_taken_back(tmp_path: Path) -> None:
@@ -155,7 +149,7 @@ def test_a_chat_is_read_turn_by_turn(tmp_path: Path, model: Path) -> None:
         await free(page)
         await told(page, re.compile(f"^{FIGURES}"))
         await expect(page.get_by_text("Let me see.")).to_be_hidden()
-        await page.click("summary")
+        await page.click(".thinking summary")
         await expect(page.get_by_text("Let me see.")).to_be_visible()
         await send(front, page, "And then?")
         assert "It is <b>bold</b>" in job.prompt() and "Let me see" not in job.prompt()
@@ -167,7 +161,7 @@ def test_a_chat_is_read_turn_by_turn(tmp_path: Path, model: Path) -> None:
         await ready(page)
         await shown(page, "Nothing.")  # what was said lasts as long as the tab
         await press(page, "New chat")
-        await expect(talk).to_be_empty()
+        await expect(page.locator("#turns")).to_be_empty()
         await send(front, page, "Anew")
         assert "bold" not in job.prompt()
 
@@ -227,9 +221,9 @@ def test_what_a_model_writes_does_nothing(tmp_path: Path, model: Path) -> None:
             "<form id=talk><input name=z>",
         ]
         for text in html:
-            nodes = "nodesOf({type: 'html', raw: text, text})"
-            await other.evaluate(f"text => document.getElementById('talk').append(...{nodes})", text)
-        talk = other.locator("#talk")
+            nodes = "(await import('/page/markdown.js')).nodesOf({type: 'html', raw: text, text})"
+            await other.evaluate(f"async text => document.getElementById('turns').append(...{nodes})", text)
+        talk = other.locator("#turns")
         assert (
             await talk.locator("img, svg, script, style, iframe, form, math, a, [style], [onclick], [name]").count()
             == 0
@@ -353,7 +347,7 @@ def test_texts_are_copied(secure: bool, tmp_path: Path, model: Path) -> None:
             await page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
         texts = {
             ".code button": "def owner(t):\n    return t // 16 % 2\n",
-            ".assistant .does :text('Copy')": MARKDOWN.rstrip(),
+            ".assistant .does :text('Copy')": MARKDOWN,
         }
         texts[".user .does :text('Copy')"] = "Who *owns* it?"
         for place, text in texts.items():
@@ -410,15 +404,16 @@ def test_a_restart_is_told_and_survived(tmp_path: Path, model: Path) -> None:
         await until(lambda: front.core.state == "restarting")
         await page.fill("#text", "Lost?")
         await page.press("#text", "Enter")
-        await told(page, re.compile("^The server is restarting"))
-        await free(page)
-        await picture(page, tmp_path / "refused.png")
+        await told(page, re.compile("^The server is restarting.*goes on"))
+        await press(page, "Stop")  # who does not want to wait has the text back
         await expect(page.locator("#text")).to_have_value("Lost?")
         await expect(page.locator("#talk")).not_to_contain_text("Lost?")
+        await page.press("#text", "Enter")
+        await told(page, re.compile("^The server is restarting.*goes on"))
+        await picture(page, tmp_path / "refused.png")
         (tmp_path / "job.sock").unlink(missing_ok=True)
         await job.listen(tmp_path / "job.sock")
-        await ready(page)
-        await send(front, page)
+        await until(lambda: len(job.submits) == 3)
         assert "one two" in job.prompt() and "Lost?" in job.prompt()
 
     run(check, tmp_path, model)
@@ -432,6 +427,17 @@ def test_a_server_that_still_loads_is_waited_for(tmp_path: Path) -> None:
         await told(page, re.compile("^The server is starting: the model is being loaded"))
         await expect(page.locator("#send")).to_be_disabled()
         front.core._state, front.core.ready = "ready", known
+        await ready(page)
+
+        async def away(route: Route) -> None:  # as a proxy says it, for a server that it cannot reach
+            await route.fulfill(status=502, content_type="text/html", body="<html>")
+
+        for path in ("**/v1/models", "**/health"):
+            await page.route(path, away)
+        await page.reload()
+        await told(page, "The server does not answer.")
+        await page.wait_for_timeout(2000)
+        await page.unroute_all()
         await ready(page)
 
     run(check, tmp_path)
@@ -454,6 +460,11 @@ def test_a_key_is_wanted(tmp_path: Path) -> None:
         await ready(page)
         await expect(key).to_be_hidden()
         await send(front, page, keys="Control+Enter")
+        await page.reload()
+        await ready(page)  # it lasts as long as the tab
+        other = await page.context.new_page()
+        await other.goto(front.url)
+        await told(other, "The server needs a key.")
 
     run(check, tmp_path, api_keys=str(keys))
 
@@ -500,7 +511,8 @@ def test_it_can_be_read_and_reached(chat: bool, width: int, dark: bool, tmp_path
     async def check(front: Front, page: Page) -> None:
         await ready(page)
         await send(front, page, "word " * 40 + "x" * 300, keys="Enter" if chat else "Control+Enter")
-        wide = "| " + "wide cell | " * 12 + "\n|" + "---|" * 12 + "\n\n```\n" + "y" * 300 + "\n```\n"
+        wide = "| " + "wide cell | " * 12 + "\n|" + "---|" * 12 + "\n\n```python\n" + "y" * 300
+        wide += '\n@f\ndef f(x: int) -> None:  # "\n    """D"""\n    return print(1, "a")\n```\n\n$$x^2$$\n'
         await front.job.write("answer " * 60 + "z" * 300 + f"\n\n{wide}[link](https://example.com)\n\n> so", "stop")
         await free(page)
         await picture(page, tmp_path / "look.png")
@@ -518,7 +530,8 @@ def test_it_can_be_read_and_reached(chat: bool, width: int, dark: bool, tmp_path
         ground = await page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
         assert (sum(ground) < 200) == dark
         found = re.findall(r'- (?:textbox|button|spinbutton|log|article) "(.*?)"', await page.aria_snapshot())
-        named = {"New chat", "Send", "Conversation", "Question", "Answer", "Copy", "Edit", "Regenerate"}
+        named = {"Chats", "New chat", "Send", "Conversation", "Question", "Answer", "Copy", "Edit", "Regenerate"}
+        named |= {"Rename, export or delete " + ("word " * 16).strip()} if width > 600 else set()
         assert set(found) == (named if chat else {"Undo", "Continue"}) | {"Text", "Settings"}
 
     look = {"viewport": {"width": width, "height": 700}, "color_scheme": "dark" if dark else "light"}

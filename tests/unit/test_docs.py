@@ -152,9 +152,9 @@ def remarks(file: Path) -> str:
 
 
 def files_in(*paths: Path) -> list[Path]:
-    """Lists files of code, among some files and folders."""
+    """Lists files of this project's code, among some files and folders."""
     found = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.*"))]
-    return [file for file in found if file.is_file() and file.suffix != ".pyc"]
+    return [file for file in found if file.is_file() and file.suffix != ".pyc" and "vendor" not in file.parts]
 
 
 def test_what_code_names_is_there() -> None:

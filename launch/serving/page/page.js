@@ -1,269 +1,92 @@
-"use strict";
+// The page: questions and answers, the state line, settings and keys.
+import {Chat, load} from "./chats.js";
+import {actions, atEnd, edit, paint, sends, setButtons, show, writer} from "./conversation.js";
+import {$, brief, duration, keep, kept, number, say, short} from "./dom.js";
+import * as list from "./list.js";
+import {Lost, events, hasKey, health, models, post, useKey} from "./server.js";
+
 const SILENT_MS = 2000;  // after which the server is looked at
+const LOOK_MS = 1000, SELDOM_MS = 8000;  // how often the server is looked for at first, and at last
+const TRIES = 3;  // to go on with an answer of which nothing more comes
+const SAVE_MS = 300;
 const TEXT_TOKENS = 512;  // of a piece where text is continued; a chat's answer ends by itself
-const FOLLOW = 48;  // pixels from the end within which a reader is taken to read along
-const TAGS = ["p", "br", "strong", "em", "del", "code", "pre", "a", "ul", "ol", "li", "input", "blockquote", "hr",
-              "h1", "h2", "h3", "h4", "h5", "h6", "table", "thead", "tbody", "tr", "th", "td"];
-const SAFE = {RETURN_DOM_FRAGMENT: true, ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "class", "align", "start", "type", "checked", "disabled"],
-              ADD_URI_SAFE_ATTR: ["align", "start", "type"], ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false,
-              ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i};
-const $ = (id) => document.getElementById(id);
-const wishes = [...$("settings").querySelectorAll("[name]")];
-let model = null, messages = [], before = [], running = null, heard = 0, lost = true;
-
-const headers = () => ({"Content-Type": "application/json", ...($("key").value && {Authorization: `Bearer ${$("key").value}`})});
-const number = (n) => n.toLocaleString("en");
-const short = (n) => n.toLocaleString("en", {maximumSignificantDigits: 3});
-const brief = (ms) => ms < 1000 ? `${Math.max(1, Math.round(ms))} ms` : `${short(ms / 1000)} s`;
-const duration = (ms) => ms < 60000 ? `${Math.max(1, Math.ceil(ms / 1000))} s` : `${Math.ceil(ms / 60000)} min`;
-
-function make(tag, kind, ...inside) {
-  const made = document.createElement(tag);
-  made.className = kind;
-  made.append(...inside);
-  return made;
-}
-
-function button(name, kind, onclick) {
-  return Object.assign(make("button", kind, name), {type: "button", onclick});
-}
-
-function say(text, bad = false) {
-  if ($("state").textContent !== text) $("state").textContent = text;
-  $("state").classList.toggle("bad", bad);
-}
+const inputs = [...$("settings").querySelectorAll("[name]")];
+// `running` has the controller that stops the answer, its chat and message, and what goes on with it when the server is back.
+let model = null, chat = new Chat(), before = [], running = null, heard = 0, lost = true, pause = LOOK_MS;
+let settings = kept("localStorage", "helix.settings") ?? {};
 
 function used(tokens) {
+  if (running?.chat && running.chat !== chat) return;  // those of a chat that is not shown
   $("used").textContent = tokens === null ? "" : `${number(tokens)} of ${number(model.max_model_len)} tokens used`;
+}
+
+function focusText() {
+  if (matchMedia("(hover: hover)").matches) $("text").focus();  // a phone would open its keyboard
 }
 
 function buttons() {
   $("send").disabled = !model || Boolean(running);
   $("send").hidden = Boolean(running);
   $("stop").hidden = !running;
-  $("back").disabled = Boolean(running) || !(model?.chat ? messages : before).length;
+  $("back").disabled = model?.chat ? !chat.messages.length : Boolean(running) || !before.length;
   $("text").readOnly = Boolean(running) && !model.chat;
-  $("talk").ariaBusy = Boolean(running);  // what is spoken is the whole answer, not each token
-  for (const one of $("talk").querySelectorAll(".again, .edit")) one.disabled = Boolean(running);
+  if (model?.chat) setButtons(chat, running?.answer);
 }
-
-// ---- what the browser keeps: settings for good, a chat for as long as its tab is open
-
-function keep(where, key, value) {
-  try { window[where].setItem(key, JSON.stringify(value)); } catch { /* forbidden, or full: the page works without */ }
-}
-
-function kept(where, key) {
-  try { return JSON.parse(window[where].getItem(key)); } catch { return null; }
-}
-
-const set = () => Object.fromEntries(wishes.filter((one) => one.value.trim()).map((one) => [one.name, one.value]));
 
 // ---- the server
 
 async function begin() {
-  const answer = await fetch("v1/models", {headers: headers()});
+  const answer = await models();
   lost = answer.status !== 401 && !answer.ok;
   if (answer.status === 401) return locked();
   if (!answer.ok) return;
-  const found = (await answer.json()).data[0];
+  const found = (await answer.json()).data[0], first = !model;
   lost = found.max_model_len === undefined;
   if (lost) return;
+  if (!first && model.chat !== found.chat) return location.reload();
   model = found;
   $("lock").hidden = true;
-  $("name").textContent = document.title = model.id;
+  $("name").textContent = $("name").title = document.title = model.id;
   $("facts").textContent = [model.layout, ...(model.chat ? [] : ["continues text"])].join(" · ");
   document.body.classList.toggle("alone", !model.chat);
   $("talk").hidden = $("told").hidden = !model.chat;  // the text is all there is: it fills the page
-  $("talk").dataset.empty = `What would you like to know from ${model.id}?`;
+  $("turns").dataset.empty = `What would you like to know from ${model.id}?`;
   $("text").spellcheck = model.chat;
   $("text").placeholder = model.chat ? "Write a message" : "Write how it begins";
   $("hint").textContent = model.chat ? "Enter sends · Shift+Enter: new line · Up edits · Esc stops" : "Ctrl+Enter continues · Esc stops";
   $("settings").querySelector("[name=max_tokens]").placeholder = model.chat ? "what fits" : TEXT_TOKENS;
-  if (model.chat) show(messages.length ? messages : kept("sessionStorage", "helix.chat") ?? []);
-  else {
+  if (running) return running.goOn?.(true);
+  if (first && model.chat) {
+    showSystem();
+    list.begin({find, forget, model: () => model.id});
+    await openChat();
+  } else if (first) {
     $("text").value ||= "def read_json(path):\n";
     $("send").textContent = "Continue";
-    $("back").textContent = "Undo";
-  }
-  used(messages.length ? messages.at(-1).used ?? null : 0);
-  say("Ready.");
+    $("back").querySelector("span").textContent = "Undo";
+    used(0);
+    say("Ready.");
+  } else say("Ready.");
   buttons();
 }
 
 function locked() {
   $("lock").hidden = false;
-  say($("key").value ? "The server does not take this key." : "The server needs a key.", true);
+  say(hasKey() ? "The server does not take this key." : "The server needs a key.", true);
   $("key").focus();
 }
 
-async function trouble() {
-  const answer = await fetch("health").catch(() => null);
-  const told = await answer?.json().catch(() => null);  // what a proxy says for a server that is away is no JSON
-  if (!told) return "The server does not answer";
-  return answer.ok ? "" : `The server is ${told.state}: ${told.reason}`;
-}
-
+// Looks for a server that is away, ever more seldom, and whether one is well whose answer has nothing new.
 async function look() {
-  if (running ? performance.now() - heard > SILENT_MS : lost) {
-    const why = await trouble();
-    if (running && why) say(`${why}. The answer goes on once it is back.`, true);
+  const silent = running && !running.goOn && performance.now() - heard > SILENT_MS;
+  if (silent || lost) {
+    const {trouble} = await health();
+    pause = trouble ? Math.min(2 * pause, SELDOM_MS) : LOOK_MS;
+    if (trouble) say(running ? `${trouble}. The answer goes on once it is back.` : `${trouble}.`, true);
+    else if (lost) await begin().catch(() => { lost = true; });
     else if (running && $("state").classList.contains("bad")) say("The server is back: the answer goes on.");
-    else if (!running && lost && why) say(`${why}.`, true);
-    else if (!running && lost) await begin().catch(() => { lost = true; });
-  }
-  setTimeout(look, 1000);
-}
-
-async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let held = "";;) {
-    const {done, value} = await reader.read();
-    if (done) throw new Error("The answer broke off.");
-    const pieces = (held + value).split("\n\n");
-    held = pieces.pop();
-    for (const piece of pieces)
-      for (const line of piece.split("\n")) {
-        if (line === "data: [DONE]") return;
-        if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
-      }
-  }
-}
-
-// ---- Markdown
-
-// A model's HTML is a text like any other, but for the line breaks that tables need; a picture is a link to it.
-marked.use({
-  breaks: true,
-  tokenizer: {html() {}, tag: (text) => /^<br *\/?>/i.test(text) ? false : undefined},
-  renderer: {image(token) { return this.link({...token, tokens: [{type: "text", raw: token.text, text: token.text || token.href}]}); }},
-});
-
-function nodesOf(token) {
-  const safe = DOMPurify.sanitize(marked.parser([token]), SAFE);
-  for (const pre of safe.querySelectorAll("pre")) {
-    const language = /language-(\S+)/.exec(pre.firstElementChild?.className)?.[1] ?? "";
-    const block = make("figure", "code");
-    pre.replaceWith(block);
-    pre.tabIndex = 0;  // so that keys scroll it
-    block.append(make("figcaption", "", make("span", "", language), button("Copy", "", (event) => copy(pre.textContent, event.target))), pre);
-  }
-  for (const table of safe.querySelectorAll("table")) {
-    const around = make("div", "wide");
-    table.replaceWith(around);
-    around.tabIndex = 0;
-    around.append(table);
-  }
-  for (const link of safe.querySelectorAll("a")) {
-    if (link.href) Object.assign(link, {target: "_blank", rel: "noopener noreferrer"});
-    else link.replaceWith(...link.childNodes);
-  }
-  return [...safe.childNodes];
-}
-
-// Shows a text that grows: blocks that stay as they are keep their nodes, and what a reader selected in them.
-function painter(place) {
-  const blocks = [];
-  return (text) => {
-    const tokens = marked.lexer(text);
-    const changed = tokens.findIndex((token, i) => token.raw !== blocks[i]?.raw);
-    const from = changed < 0 ? tokens.length : changed;
-    for (const block of blocks.splice(from)) block.nodes.forEach((node) => node.remove());
-    for (const token of tokens.slice(from)) {
-      const nodes = nodesOf(token);
-      place.append(...nodes);
-      blocks.push({raw: token.raw, nodes});
-    }
-  };
-}
-
-// ---- what is shown
-
-const behind = (box) => box.scrollHeight - box.scrollTop - box.clientHeight;
-
-// Calls `put` at most once a frame, and less often where it takes long; it scrolls along unless its reader has scrolled away.
-function writer(scroller, put) {
-  let due = 0, free = 0;
-  const flush = () => {
-    clearTimeout(due);
-    due = 0;
-    const began = performance.now(), follow = behind(scroller) < FOLLOW;
-    put();
-    if (follow) scroller.scrollTop = scroller.scrollHeight;
-    const now = performance.now();
-    free = now + Math.max(16, 3 * (now - began));
-  };
-  return {flush, later: () => { due ||= setTimeout(flush, Math.max(0, free - performance.now())); }};
-}
-
-async function copy(text, pressed) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {  // browsers have none for pages of other hosts without TLS
-    const area = document.body.appendChild(make("textarea", "", text));
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-    pressed.focus();
-  }
-  pressed.textContent = "Copied";
-  setTimeout(() => { pressed.textContent = "Copy"; }, 1500);
-}
-
-function questionBox(message) {
-  const does = make("div", "does", button("Copy", "", (event) => copy(message.content, event.target)), button("Edit", "edit", () => edit(message)));
-  const box = make("article", "user", make("p", "", message.content), does);
-  box.ariaLabel = "Question";
-  return box;
-}
-
-function answerBox(message) {
-  const thoughts = make("p", ""), thinking = make("details", "thinking", make("summary", "", "Thinking"), thoughts), said = make("div", "said");
-  const does = make("div", "does", button("Copy", "", (event) => copy(message.content, event.target)),
-                    button("Regenerate", "again", () => ask(messages.slice(0, messages.indexOf(message)))));
-  const box = make("article", "assistant", thinking, said, does), paint = painter(said);
-  box.ariaLabel = "Answer";
-  message.paint = () => {
-    thinking.hidden = !message.thoughts;
-    thoughts.textContent = message.thoughts;
-    paint(message.content);
-  };
-  message.paint();
-  return box;
-}
-
-// Makes these the messages of the chat; boxes of those that stay are not touched.
-function show(wanted) {
-  messages = wanted;
-  const boxes = messages.map((message) => message.box ??= message.role === "user" ? questionBox(message) : answerBox(message));
-  const same = boxes.findIndex((box, i) => box !== $("talk").children[i]);
-  const from = same < 0 ? boxes.length : same;
-  [...$("talk").children].slice(from).forEach((box) => box.remove());
-  $("talk").append(...boxes.slice(from));
-  $("talk").scrollTop = $("talk").scrollHeight;
-  buttons();
-}
-
-// Changes a question; what follows it is answered anew.
-function edit(message, content = message.content) {
-  const area = Object.assign(make("textarea", ""), {value: content, ariaLabel: "Question"});
-  const form = make("form", "", area, make("div", "ends", button("Cancel", "", () => end()), make("button", "strong", "Send")));
-  const shown = [...message.box.children];
-  const end = () => { message.box.replaceChildren(...shown); $("text").focus(); };
-  form.onsubmit = async (event) => {
-    event.preventDefault();
-    const text = area.value;
-    if (running || !text.trim()) return;
-    end();
-    const turns = [...messages.slice(0, messages.indexOf(message)), {role: "user", content: text}];
-    if (!await ask(turns)) edit(message, text);
-  };
-  form.onkeydown = (event) => {
-    if (event.key === "Escape") { event.stopPropagation(); end(); }
-    else if (wants(event, true)) { event.preventDefault(); form.requestSubmit(); }
-  };
-  message.box.replaceChildren(form);
-  area.focus();
+  } else pause = LOOK_MS;
+  setTimeout(look, pause);
 }
 
 function prefill(told, first) {
@@ -275,34 +98,21 @@ function prefill(told, first) {
     + (share < 1 ? `, about ${duration(left)} left` : ""));
 }
 
-// ---- a run
-
-// Streams an answer to `take`, piece by piece, and says what goes on. Returns the error that ended it, and the tokens of the
-// sequence where they are known.
+// Streams an answer to `take`, piece by piece, and says what goes on. Returns the error that ended it (null: none), the reason
+// of its end, and the tokens of the sequence where they are known.
 async function stream(path, wanted, take) {
-  const {system, ...sampling} = set();
+  const {system, ...sampling} = settings;
   for (const name in sampling) sampling[name] = Number(sampling[name]);
   const body = {model: model.id, stream: true, stream_options: {include_usage: true}, return_progress: true, ...wanted, ...sampling};
   if (system && body.messages) body.messages = [{role: "system", content: system}, ...body.messages];
-  const sent = performance.now();
-  running = new AbortController();
-  heard = sent;
+  const {signal} = running.controller, sent = heard = performance.now();
   buttons();
   used(null);
   say("Waiting.");
   let began = null, last = null, progress = null, usage = null, why = null, failed = null;
   try {
-    const answer = await fetch(path, {method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal});
-    if (!answer.ok) {
-      lost = answer.status === 503;
-      if (answer.status === 401) locked();
-      const told = await answer.json().catch(() => null);
-      lost ||= !told;
-      throw new Error(told ? `${lost ? "The server is " : ""}${told.error.message}` : "The server does not answer.");
-    }
-    for await (const event of events(answer)) {
+    for await (const event of events(await post(path, body, signal), signal)) {
       heard = performance.now();
-      if (event.error) throw new Error(event.error.message);
       if (event.prompt_progress) prefill(event.prompt_progress, progress ??= event.prompt_progress);
       usage = event.usage ?? usage;
       for (const choice of event.choices) {
@@ -318,13 +128,12 @@ async function stream(path, wanted, take) {
   } catch (error) {
     failed = error;
   }
-  running = null;
   $("progress").classList.remove("on");
   const first = began ? ` · first token after ${brief(began - sent)}` : "";
   if (failed?.name === "AbortError") say(`Stopped${first}`);
   else if (failed) {
-    lost ||= failed instanceof TypeError;  // the connection
-    say(failed instanceof TypeError ? "The connection to the server broke off." : failed.message, true);
+    say(failed.message, true);
+    if (failed.status === 401) locked();
   } else {
     const rate = last > began ? ` · ${short((usage.completion_tokens - 1) * 1000 / (last - began))} tokens/s` : "";
     const cached = usage.prompt_tokens_details.cached_tokens;
@@ -333,44 +142,133 @@ async function stream(path, wanted, take) {
   }
   const tokens = usage && usage.prompt_tokens + usage.completion_tokens;
   used(tokens);
-  return {failed, tokens};
+  return {failed, why, tokens};
 }
 
-// Answers a chat. Where it fails before a word was said, the chat is as it was, and the result is false.
-async function ask(turns) {
-  const old = messages, answer = {role: "assistant", content: "", thoughts: ""};
-  show([...turns, answer]);
-  answer.box.classList.add("busy");
-  const {flush, later} = writer($("talk"), answer.paint);
-  const ended = await stream("v1/chat/completions", {messages: turns.map(({role, content}) => ({role, content}))}, ({delta}) => {
-    answer.thoughts += delta.reasoning_content ?? "";
-    answer.content += delta.content ?? "";
-    later();
-  });
+// Waits until the server is back; false if the answer is stopped before.
+function serverBack() {
+  lost = true;
+  pause = LOOK_MS;
+  const why = $("state").textContent.replace(/\.$/, "");
+  say(`${why[0].toUpperCase()}${why.slice(1)}. The answer goes on once the server is back.`, true);
+  return new Promise((resolve) => {
+    running.goOn = resolve;
+    running.controller.signal.onabort = () => resolve(false);
+  }).finally(() => { running.goOn = null; });
+}
+
+// ---- a chat
+
+// Answers: writes to a message, or goes on with what it has. A server that goes away is waited for. Returns whether it has text.
+async function answerOf(of, answer) {
+  running = {controller: new AbortController(), chat: of, answer, goOn: null};
+  keep("sessionStorage", "helix.answering", answer.id);
+  list.fill({shown: chat.id, answering: of.id});
+  let saved = 0, tries = TRIES, ended = null;
+  const {flush, later} = writer($("talk"), () => paint(answer));
+  const length = () => answer.content.length + answer.reasoning_content.length;
+  const path = of.path.slice(0, -1).map(({role, content}) => ({role, content}));
+  do {
+    const had = length(), {content, reasoning_content} = answer;
+    const more = content && {messages: [...path, {role: "assistant", content, ...(reasoning_content && {reasoning_content})}], continue_final_message: true};
+    if (!content) answer.reasoning_content = "";  // thoughts without an answer are thought again
+    ended = await stream("v1/chat/completions", more || {messages: path}, ({delta}) => {
+      answer.reasoning_content += delta.reasoning_content ?? "";
+      answer.content += delta.content ?? "";
+      later();
+      saved ||= setTimeout(() => { saved = 0; of.save(answer); }, SAVE_MS);
+    });
+    tries = length() > had ? TRIES : tries - 1;
+  } while (ended.failed instanceof Lost && tries && await serverBack());
+  clearTimeout(saved);
   flush();
-  answer.box.classList.remove("busy");
-  answer.used = ended.tokens;
-  const done = Boolean(answer.content) || !ended.failed;
-  if (!done) {
-    show(old);
-    used(old.length ? old.at(-1).used ?? null : 0);
-  }
-  keep("sessionStorage", "helix.chat", messages.map(({role, content, thoughts, used}) => ({role, content, thoughts, used})));
+  if (ended.failed?.name !== "AbortError" && running.controller.signal.aborted) say("Stopped");  // while the server was away
+  running = null;
+  keep("sessionStorage", "helix.answering", null);
+  answer.finish_reason = ended.failed ? "abort" : ended.why;
+  answer.tokens = ended.tokens;
+  const done = Boolean(length()) || !ended.failed;
+  if (done) await of.save(answer);
+  list.fill({shown: chat.id, answering: null});
   buttons();
-  $("text").focus();
   return done;
+}
+
+// Asks anew after `parent`. Where nothing comes of it, the chat is as it was, and the result is false.
+async function ask(text, parent = chat.record.leaf) {
+  const of = chat, leaf = of.record.leaf;
+  const question = of.add("user", text, parent);
+  return begun(of, leaf, [question, of.add("assistant", "")]);
+}
+
+async function begun(of, leaf, added) {
+  show(of);
+  if (location.hash !== `#${of.id}`) history.pushState(null, "", `#${of.id}`);
+  const done = await answerOf(of, added.at(-1));
+  if (!done) {
+    await of.drop(added, leaf);
+    if (of === chat) refresh();
+    if (of.gone) forget(of.id);
+    list.fill();
+  }
+  focusText();
+  return done;
+}
+
+function refresh() {
+  show(chat);
+  buttons();
+  $("used").textContent = "";
+  used(chat.messages.length ? chat.path.at(-1)?.tokens ?? null : 0);
+}
+
+Object.assign(actions, {
+  ask,
+  free: () => Boolean(model) && !running,
+  regenerate: (answer) => {
+    const leaf = chat.record.leaf;
+    return begun(chat, leaf, [chat.add("assistant", "", answer.parent)]);
+  },
+  resume: (answer) => answerOf(chat, answer),
+  choose: (version) => { chat.show(version); refresh(); },
+});
+
+const find = async (id) => [chat, running?.chat].find((one) => one?.id === id) ?? await load(id);
+
+// Opens the chat that the address names, or a new one.
+async function openChat() {
+  const id = location.hash.slice(1), found = id ? await find(id) : null;
+  if (id !== location.hash.slice(1)) return;  // another one meanwhile
+  chat = found ?? new Chat();
+  refresh();
+  list.fill({shown: chat.id, answering: running?.chat?.id});
+  focusText();
+  if (running) return;
+  say("Ready.");
+  const last = chat.path.at(-1);  // what this tab was at when it was loaded anew goes on
+  if (last && kept("sessionStorage", "helix.answering") === last.id) answerOf(chat, last);
+}
+
+function forget(id) {
+  if (running?.chat?.id === id) running.controller.abort();
+  if (chat.id !== id) return;
+  history.replaceState(null, "", location.pathname);
+  chat = new Chat();
+  refresh();
 }
 
 async function send() {
   const text = $("text").value;
-  if (!model || running || !text.trim()) return;
+  if (!text.trim()) return;
   $("text").value = "";
-  if (!await ask([...messages, {role: "user", content: text}])) $("text").value ||= text;
+  if (!await ask(text)) $("text").value ||= text;
 }
+
+// ---- text that is continued
 
 async function goOn() {
   const text = $("text"), prompt = text.value;
-  if (!model || running || !prompt) return;
+  if (!prompt) return;
   let waiting = "";
   const {flush, later} = writer(text, () => {
     text.setRangeText(waiting, text.value.length, text.value.length, "end");
@@ -378,52 +276,87 @@ async function goOn() {
   });
   before.push(prompt);
   text.scrollTop = text.scrollHeight;
-  await stream("v1/completions", {prompt, max_tokens: TEXT_TOKENS}, (choice) => { waiting += choice.text; later(); });
+  running = {controller: new AbortController(), goOn: null};
+  const {failed} = await stream("v1/completions", {prompt, max_tokens: TEXT_TOKENS}, (choice) => { waiting += choice.text; later(); });
+  running = null;
+  lost ||= failed instanceof Lost;
   flush();
   if (text.value === prompt) before.pop();
   buttons();
-  text.focus();
+  focusText();
 }
 
 function back() {
   if (model.chat) {
-    show([]);
-    keep("sessionStorage", "helix.chat", []);
-    used(0);
-    say("Ready.");
+    history.pushState(null, "", location.pathname);
+    openChat();
   } else {
     $("text").value = before.pop();
     used(null);
     say("As before.");
+    buttons();
+    focusText();
   }
-  buttons();
-  $("text").focus();
 }
+
+// ---- settings
+
+function showSystem() {
+  const {system} = settings;
+  $("system").hidden = !system;
+  $("system").querySelector("span").textContent = system?.trim().split("\n")[0] ?? "";
+  $("system").querySelector("p").textContent = system ?? "";
+}
+
+const fillSettings = () => { for (const one of inputs) one.value = settings[one.name] ?? ""; };
+
+$("open").onclick = () => $("settings").showModal();
+for (const dialog of [$("settings"), $("chat")]) dialog.onclick = (event) => { if (event.target === dialog) dialog.close(); };  // beside it
+$("settings").oninput = () => {
+  const right = inputs.filter((one) => one.value.trim() && one.validity.valid);
+  settings = Object.fromEntries(right.map((one) => [one.name, one.value]));
+  keep("localStorage", "helix.settings", settings);
+  showSystem();
+};
+// Close, Escape and a click beside it keep what is right, and leave out what is not.
+$("settings").onclose = () => {
+  const wrong = inputs.find((one) => !one.validity.valid);
+  if (wrong) say(`${wrong.labels[0].firstChild.data.trim()} is left out: ${wrong.validationMessage}`, true);
+  fillSettings();
+};
+$("clear").onclick = () => { for (const one of inputs) one.value = ""; $("settings").oninput(); };
 
 // ---- what is pressed
 
-const wants = (event, chat) => event.key === "Enter" && !event.isComposing && (chat ? !event.shiftKey : event.ctrlKey || event.metaKey);
-const run = () => model?.chat ? send() : goOn();
+function run() {
+  if (!model || running) return;
+  if (model.chat) send();
+  else goOn();
+}
 
 $("form").onsubmit = (event) => { event.preventDefault(); run(); };
-$("stop").onclick = () => running?.abort();
+$("stop").onclick = () => running?.controller.abort();
 $("back").onclick = back;
-$("lock").onsubmit = (event) => { event.preventDefault(); begin().catch(() => { lost = true; }); };
-$("talk").onscroll = () => { $("last").hidden = behind($("talk")) < FOLLOW; };
+$("lock").onsubmit = (event) => {
+  event.preventDefault();
+  useKey($("key").value);
+  begin().catch(() => { lost = true; });
+};
+$("talk").onscroll = () => { $("last").hidden = atEnd($("talk")); };
 $("last").onclick = () => { $("talk").scrollTop = $("talk").scrollHeight; };
 $("text").onkeydown = (event) => {
-  if (wants(event, model?.chat)) {
+  if (model?.chat ? sends(event) : event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
     run();
   } else if (event.key === "ArrowUp" && model?.chat && !running && !event.target.value) {
-    const question = messages.findLast((message) => message.role === "user");
+    const question = chat.path.findLast((message) => message.role === "user");
     if (question) { event.preventDefault(); edit(question); }
   }
 };
-document.onkeydown = (event) => { if (event.key === "Escape" && !$("settings").open) running?.abort(); };
-$("open").onclick = () => $("settings").showModal();
-$("settings").onclick = (event) => { if (event.target === $("settings")) $("settings").close(); };  // beside it
-$("settings").oninput = () => keep("localStorage", "helix.settings", set());
-$("clear").onclick = () => { for (const one of wishes) one.value = ""; $("settings").oninput(); };
-for (const one of wishes) one.value = kept("localStorage", "helix.settings")?.[one.name] ?? "";
+document.onkeydown = (event) => {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]") && !list.close()) running?.controller.abort();
+};
+addEventListener("hashchange", () => { if (model?.chat) openChat(); });
+addEventListener("pagehide", () => { if (running?.chat) running.chat.save(running.answer); });
+fillSettings();
 look();
