@@ -48,19 +48,27 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, arguments, directory)
     stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        (hurry if stop.is_set() else stop).set()
+        if number == signal.SIGINT:  # the user may start another at this port; SIGTERM leaves /health to its sender
+            server.refuse()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, on_signal, number)
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = asyncio.create_task(supervisor.keep())
-    stopped = asyncio.create_task(stop.wait())
+    stopped, hurried = asyncio.create_task(stop.wait()), asyncio.create_task(hurry.wait())
     code = 0
     try:
         await asyncio.wait((keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
         if stopped.done() and not keeping.done():
             await _drain(core, serve.drain_s, keeping, hurry)
             await supervisor.stop()
-            if serve.attach is not None or not core.connected:  # others' ranks, or those that cannot hear
-                keeping.cancel()
+            await _close(server, answering)  # its port is free before its ranks are gone
+            if serve.attach is None and core.connected:  # they are this server's, and hear it
+                await asyncio.wait((keeping, hurried), return_when=asyncio.FIRST_COMPLETED)
+            keeping.cancel()
         await keeping
     except asyncio.CancelledError:
         pass
@@ -70,6 +78,7 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
         code = 1
     await _close(server, answering)
     stopped.cancel()
+    hurried.cancel()
     await api.close()
     return code
 
@@ -96,10 +105,18 @@ async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None], hurry:
     """Waits until nothing runs, a second signal, or the deadline; time without ranks does not count."""
     core.draining = True
     left = drain_s
+    if running := core.running:
+        print(
+            f"draining: {running} running request{'s have' if running > 1 else ' has'} up to {drain_s:g} s to finish "
+            "(serve.drain_s), new ones are refused; another control-C or SIGTERM stops the server now",
+            flush=True,
+        )
     while core.flights and left > 0 and not keeping.done() and not hurry.is_set():
         begin = time.monotonic()
         await asyncio.sleep(LOOK_S)
         left -= (time.monotonic() - begin) * core.connected
+    if running := core.running:
+        print(f"{running} request{'s were' if running > 1 else ' was'} cut off", flush=True)
     core.fail("the server has ended")
 
 

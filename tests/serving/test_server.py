@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 
 from launch import serve
 from tests.e2e.checkpoints import DEMO
@@ -218,7 +219,23 @@ def test_a_signal_lets_running_requests_end(tmp_path: Path) -> None:
     next(stream)
     server.process.send_signal(signal.SIGTERM)
     assert server.until(503, 5)["state"] == "draining"
+    assert "draining: 1 running request has up to 30 s to finish (serve.drain_s)" in server.log.read_text()
     assert sum(1 for _ in stream) and server.wait(30).code == 0
+
+
+def test_control_c_frees_the_port_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    stream = server.complete("def f", max_tokens=5000, stream=True, extra_body={"ignore_eos": True})
+    next(stream)
+    server.process.send_signal(signal.SIGINT)
+    server.wait_for(server.log, "another control-C or SIGTERM stops the server now", 5)
+    with socket.create_server(("127.0.0.1", int(server.url.rpartition(":")[2]))):
+        next(stream)
+        server.process.send_signal(signal.SIGINT)
+        ended = server.wait(10)
+    assert ended.code == 0 and ended.seconds < 3 and "1 request was cut off" in ended.output, ended
+    with pytest.raises(APIError, match="the server has ended"):
+        list(stream)
 
 
 def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
