@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import resource
+import shlex
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import uvloop
 
@@ -89,16 +91,27 @@ def _begin(api: Api, ready: Ready, keyed: bool, listener: socket, loop: asyncio.
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
-    body = json.dumps({"prompt": "def read_json(path):", "max_tokens": 64, "stream": True})
-    room = f"context {ready.context:,} tokens, KV cache {ready.kv_tokens:,} tokens, {ready.max_batch} sequences"
-    print(
-        f"{api.session.name}{' with random weights' if ready.random else ''} is served at {url}\n"
-        f"in a browser, {url} is a page to talk to it\n"
-        f"{ready.layout}, {ready.ranks} ranks\n"
-        f"{room}\ncurl -N {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
-        flush=True,
-    )
+    session = api.session
+    lines = [
+        f"{session.name}{' with random weights' if ready.random else ''} is served at {url}",
+        f"in a browser, {url} is a page to talk to it",
+    ]
+    if session.defaults:
+        given = ", ".join(f"{name}={value}" for name, value in session.defaults.items())
+        lines.append(f"sampling where a request sets none: {given} (generation_config.json)")
+    print("\n".join([*lines, _curl(url, session.tokens.has_template, keyed)]), flush=True)
+
+
+def _curl(url: str, chats: bool, keyed: bool) -> str:
+    """Returns a command for a shell that asks the server something; the key is a variable's."""
+    text = "def read_json(path):"  # which models of chats and those of code alone have an answer to
+    path = "chat/completions" if chats else "completions"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
+    key = (
+        ' -H "Authorization: Bearer $HELIX_API_KEY"' if keyed else ""
+    )  # the variable of `helix serve` and `helix chat`
+    data = shlex.quote(json.dumps(body | {"max_tokens": 64, "stream": True}))
+    return f"curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {data}"
 
 
 async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None], hurry: asyncio.Event) -> None:

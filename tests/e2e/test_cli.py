@@ -242,7 +242,7 @@ def test_an_error_is_the_last_line_of_torchrun(
     """Which would have forty of its own; neither it nor a rank is left."""
     ended = run(tmp_path, *common(many), *overrides, command=["env", *torchrun(2, *options)])
     assert ended.code and ended.output.count(words) == 1 and words in ended.output.splitlines()[-1], ended.output
-    assert ended.output.count("\n") <= 5, ended.output
+    assert ended.output.count("\n") <= 6, ended.output  # the last kind has five lines about the model
 
 
 @pytest.mark.slow

@@ -150,19 +150,30 @@ def test_the_next_turn_is_in_the_cache(server: Server) -> None:
 
 
 def test_the_printed_line_works(server: Server) -> None:
+    """A chat, as the model has a template."""
     line = next(line for line in server.log.read_text().splitlines() if line.startswith("curl -N "))
     said = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60).stdout
-    assert said.endswith("data: [DONE]\n\n")
+    assert "/v1/chat/completions" in line and said.endswith("data: [DONE]\n\n")
     assert '"finish_reason":"length"' in said or '"finish_reason":"stop"' in said  # it is drawn
 
 
-def test_the_printed_line_has_a_key_where_one_is_needed(tmp_path: Path) -> None:
-    server = Server(tmp_path, "--api-key=key-1")
-    line = next(line for line in server.log.read_text().splitlines() if line.startswith("curl -N "))
-    line = line.replace("KEY", "key-1")
-    said = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60).stdout
+def test_the_printed_line_fits_a_model_without_template_and_a_server_with_a_key(tmp_path: Path) -> None:
+    (model := tmp_path / "base").mkdir()
+    for file in DEMO.iterdir():
+        (model / file.name).symlink_to(file)
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").write_text('{"temperature": 0.2}')
+    server = Server(tmp_path, "--api-key=key-1", f"model.path={model}")
+    shown = server.log.read_text()
+    line = next(line for line in shown.splitlines() if line.startswith("curl -N "))
+    given = os.environ | {"HELIX_API_KEY": "key-1"}
+    said = subprocess.run(line, shell=True, env=given, capture_output=True, text=True, timeout=60).stdout
     server.kill()
-    assert said.endswith("data: [DONE]\n\n")
+    assert "/v1/completions" in line and said.endswith("data: [DONE]\n\n") and "key-1" not in shown
+    assert "sampling where a request sets none: temperature=0.2 (generation_config.json)" in shown
 
 
 def test_a_client_that_leaves_makes_room(server: Server) -> None:
