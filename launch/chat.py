@@ -134,8 +134,8 @@ def served(line: Line) -> Iterator[str]:
     try:
         for text in process.stdout:
             if found := re.search(r"is served at (\S+)", text):
-                print(text, end="", flush=True)
                 break
+            print(text, end="", flush=True)
         else:
             raise ValueError("the model is not served")
         Thread(target=process.stdout.read, daemon=True).start()  # or the server would wait for a reader
@@ -153,7 +153,7 @@ def served(line: Line) -> Iterator[str]:
 
 def converse(chat: Talk) -> None:
     """Reads questions from the terminal and streams the answers, until the input ends."""
-    print(f"{chat.model} at {chat.url}\n{COMMANDS}", flush=True)
+    print(f"{chat.model} is served at {chat.url}\n{COMMANDS}", flush=True)
     while True:
         try:
             text = input("\n> ").strip()

@@ -18,6 +18,7 @@ from helix.place import Place
 from launch.client.errors import WRONG_SETTINGS
 from launch.inputs import compose, front, points
 from launch.inputs.work import RUNTIME, Program
+from launch.job import lifeline
 
 
 def entry(arguments: Sequence[str], program: Program = RUNTIME) -> int:
@@ -60,10 +61,14 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
             gc.enable()
         begin: Callable[[], int] = job.prepare(config, work, place, [*program.command, *line.arguments])
     except ValueError as error:
-        if place is not None and place.rank:  # all ranks come here: the first says why
+        if place is not None and place.local_rank:  # all ranks come here: the first of each host says why
             time.sleep(2.0)  # the first to exit takes the others down
         else:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        lifeline.end_torchrun(restartable=False)
         # Who has started this job tells wrong settings from ranks that failed.
         return WRONG_SETTINGS if any(text.startswith("serve.socket=") for text in arguments) else 1
-    return begin()
+    code = begin()
+    if code:
+        lifeline.end_torchrun()
+    return code

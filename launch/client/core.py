@@ -161,6 +161,11 @@ class Core:
         return self._writer is not None
 
     @property
+    def running(self) -> int:
+        """The number of requests that have not ended; several continuations may be of one."""
+        return len({flight.group for flight in self.flights.values()})
+
+    @property
     def waiting(self) -> int:
         return sum(flight.waits for flight in self.flights.values())
 

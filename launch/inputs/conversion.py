@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ SHARD_BYTES = 4 << 30
 REST_BYTES = 64 << 20  # of the files beside the weights, at most
 
 
-def convert(file: Path, directory: Path, dtype: str = "auto") -> None:
+def convert(file: Path, directory: Path, dtype: str, sampling: Mapping[str, float]) -> None:
     """Writes the checkpoint directory of a GGUF file; leaves it as it was if anything fails.
 
     Args:
         dtype: name of the weights' dtype; auto: the file's.
+        sampling: sampling defaults in place of the file's.
 
     Raises:
         ValueError: the file cannot be converted, or the directory cannot be written.
@@ -51,7 +52,7 @@ def convert(file: Path, directory: Path, dtype: str = "auto") -> None:
         new.mkdir()
         try:
             _write_json(new / "config.json", model.config | {"dtype": name})
-            _write_json(new / "generation_config.json", generation_config(model.metadata))
+            _write_json(new / "generation_config.json", generation_config(model.metadata, sampling))
             tokenizer.save_pretrained(new)
             _write_weights(new, model, stored, console)
             new.rename(directory)  # over an empty one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -269,13 +269,17 @@ def _config(
     return config
 
 
-def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of `generation_config.json`: special tokens, and sampling defaults if the file has any."""
-    found = {
+def generation_config(metadata: dict[str, Any], sampling: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the content of `generation_config.json`: special tokens, and sampling defaults if there are any.
+
+    Args:
+        sampling: defaults in place of the file's.
+    """
+    found: dict[str, Any] = {
         name: _short(value) if isinstance(value, float) else value
         for key, name in SAMPLING.items()
         if (value := metadata.get(f"general.sampling.{key}")) is not None
-    }
+    } | dict(sampling)
     # transformers samples only where do_sample says so, and refuses a temperature of 0 there.
     return special_ids(metadata) | ({"do_sample": found.get("temperature", 1.0) > 0} | found if found else {})
 

@@ -22,6 +22,8 @@ STOPPED_S = 10.0  # seconds stopped after which a process is killed, as it block
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # those that end a process unless it handles them
 SET_DEATH_SIGNAL, SET_NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
 STARTED = 19  # index in `status` of a process's start, in ticks since the host's
+STORE_S = 3.0  # for torchrun of other hosts to end before one that holds a store of theirs
+_tied = False  # whether this process ends with its launcher
 
 
 class _Log(io.FileIO):
@@ -73,10 +75,47 @@ def begin(serves: bool = False) -> None:
     linux = ctypes.CDLL(None)
     if {"TORCHELASTIC_RUN_ID", LAUNCHER} & os.environ.keys():
         linux.prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+        global _tied
+        _tied = True
     if LAUNCHER in os.environ and os.getppid() != int(os.environ[LAUNCHER]):
         sys.exit(1)  # the launcher died before
     if "RANK" in os.environ:
         linux.prctl(SET_NAME, f"helix rank {os.environ['RANK']}".encode())
+
+
+def end_torchrun(restartable: bool = True) -> None:
+    """Kills the torchrun that started this rank, to be called when the rank has failed and said why.
+
+    torchrun would print forty lines of traceback after the reason, and does so for each signal that it can handle. The
+    ranks of this host end with it, as `begin` made sure. Returns if another program started this rank, if torchrun is
+    to restart its ranks, or if the kernel protects it, as it does the first process of a container.
+
+    Args:
+        restartable: whether another attempt may succeed, as torchrun's --max-restarts wants.
+    """
+    given, agent = os.environ, os.getppid()
+    attempts = int(given.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(given.get("TORCHELASTIC_RESTART_COUNT", 0))
+    with suppress(OSError):  # it is gone, or not ours
+        if not _tied or not _is_torchrun(agent) or (restartable and attempts > 0):
+            return
+        sys.stdout.flush()
+        if given["LOCAL_WORLD_SIZE"] != given["WORLD_SIZE"] and _listens(agent):
+            # The first host's has the ranks' store; that of torchrun's own rendezvous, if elsewhere, ends last.
+            time.sleep(STORE_S if given.get("GROUP_RANK") == "0" else 2 * STORE_S)
+        os.kill(agent, signal.SIGKILL)
+        time.sleep(BEAT_S)  # this process ends here, unless torchrun is protected
+
+
+def _is_torchrun(pid: int) -> bool:
+    words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:4]
+    return "torch.distributed.run" in words or any(Path(word).name == "torchrun" for word in words)
+
+
+def _listens(pid: int) -> bool:
+    """Returns whether a process of this host has a TCP socket at which others connect."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    listeners = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    return any(os.readlink(file) in listeners for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def watch() -> None:

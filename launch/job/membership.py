@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from comm.base import Communicator
 from helix.devices import choose_backend, take_device
 from helix.errors import RankError
 from helix.place import Place
-from launch.job.lifeline import identity, kill
+from launch.job.lifeline import end_torchrun, identity, kill
 
 BEAT_S = 1.0  # between two heartbeats of a rank
 SAID_S = 3 * BEAT_S  # for the others to hear that one rank has reported the error
@@ -93,13 +93,15 @@ class Job:
         return [f["facts"] for f in reports]
 
     def _say(self, lines: str) -> None:
-        """Prints lines on rank 0; the other ranks wait until they are printed."""
-        if self.leads:
+        """Prints lines on the first rank of each host; its other ranks wait until they are printed."""
+        said = f"said/{self.place.host}"
+        if self.place.local_rank == 0:
             print(lines, file=sys.stderr, flush=True)
-            self.store.set("said", "")
+            with suppress(dist.DistError):  # the store of a host that has ended
+                self.store.set(said, "")
             return
         try:  # the first rank that exits takes the others down, so none may exit before
-            self.store.wait(["said"], timedelta(seconds=10))
+            self.store.wait([said], timedelta(seconds=10))
         except dist.DistError:
             print(lines, file=sys.stderr, flush=True)
 
@@ -127,25 +129,22 @@ class Job:
         )
 
     def end(self, lines: str) -> NoReturn:
-        """Ends this rank; rank 0 prints the reason; called on every rank."""
+        """Ends this rank; the first of each host prints the reason; called on every rank."""
         self._watchdog.stop()  # the rank that leaves first has not died
         self._say(lines)
         sys.stdout.flush()
+        end_torchrun(restartable=False)
         os._exit(1)  # at once, as below
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends this rank with its traceback, or the line of a RankError, and tells the other ranks the reason."""
         if isinstance(error, RankError):
-            try:
-                first = self.store.add("reported", 1) == 1  # several ranks may have the same error
-            except dist.DistError:
-                first = True
-            if first:
+            if self._watchdog.reports(self.store):  # several ranks may have the same error
                 print(f"error: {error}", file=sys.stderr, flush=True)
             self._watchdog.stop()  # it must not end this rank first: an exit takes the others down, with tracebacks
-            self._watchdog.tell("")
+            self._watchdog.tell(f"error: {error}")
             time.sleep(SAID_S)
-            os._exit(1)
+            _exit()
         cause = f"rank {self.place.rank} failed: {type(error).__name__}: {error}"
         # A broken connection does not tell which peer is gone; its launcher usually reports it sooner.
         if gone := self._watchdog.silent():
@@ -155,7 +154,7 @@ class Job:
         if gone:
             print(cause, file=sys.stderr, flush=True)
         self._watchdog.tell(cause)
-        os._exit(1)  # at once: destructors of a broken process group may wait for peers
+        _exit()
 
     def leave(self, *comms: Communicator) -> None:
         """Ends the job once all ranks have called it; rank 0, whose host may hold the store, leaves last.
@@ -173,6 +172,12 @@ class Job:
                 comm.close()
             if self._owns_group:
                 dist.destroy_process_group()
+
+
+def _exit() -> NoReturn:
+    """Ends this process at once: destructors of a broken process group may wait for peers."""
+    end_torchrun()
+    os._exit(1)
 
 
 def _reach_store(place: Place) -> dist.Store:
@@ -206,7 +211,7 @@ def deadline(seconds: float, line: str) -> Iterator[None]:
 
     def give_up() -> None:
         print(line, file=sys.stderr, flush=True)
-        os._exit(1)
+        _exit()
 
     guard = threading.Timer(seconds, give_up)
     guard.daemon = True
@@ -256,7 +261,15 @@ class Watchdog:
         except dist.DistError:
             return []
 
+    def reports(self, store: dist.Store) -> bool:
+        """Returns whether this rank is the first of its host to report an error that all of them hear of."""
+        try:
+            return store.add(f"reported/{self._place.host}", 1) == 1
+        except dist.DistError:
+            return True
+
     def tell(self, message: str) -> None:
+        """Tells all ranks why the job failed: a line that begins with `error: ` is all that users need to read."""
         try:
             self._store.compare_set("failed", "", message)
         except dist.DistError:
@@ -276,7 +289,9 @@ class Watchdog:
                 seen = beats
                 silent = [r for r in others if silence[r] * BEAT_S > SILENCE_S and not store.check([f"left/{r}"])]
                 if store.check(["failed"]):
-                    self._end(store.get("failed").decode())
+                    why = store.get("failed").decode()
+                    heard = why.startswith("error: ") and not self.reports(store)
+                    self._end("" if heard else why)
                 elif silent:
                     # torchrun would only request its end, and wait long if it is stopped.
                     kill(store.get(f"process/{silent[0]}").decode())
@@ -286,6 +301,7 @@ class Watchdog:
 
     def _end(self, why: str) -> None:
         if not self._stopped.is_set():
-            if why:  # empty if another rank has printed the reason
-                print(f"rank {self._place.rank} ends: {why}", file=sys.stderr, flush=True)
-            os._exit(1)
+            if why:  # empty if another rank of this host has printed the reason
+                prefix = "" if why.startswith("error: ") else f"rank {self._place.rank} ends: "
+                print(f"{prefix}{why}", file=sys.stderr, flush=True)
+            _exit()

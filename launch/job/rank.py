@@ -172,7 +172,7 @@ def _load(
     if plan.checkpoint is None:
         randomize(model.weights, seed)
     else:
-        with console.progress("loading", len(model.weights.slices)) as advance:
+        with console.progress("loading weights", len(model.weights.slices)) as advance:
             plan.checkpoint.load(model.weights, advance)
         if is_untrained(model.weights):
             console.note(
@@ -180,7 +180,7 @@ def _load(
                 "begins. A text part that a class of text alone saved from a checkpoint with a vision tower is so: "
                 "give the checkpoint itself"
             )
-    console.loaded(model)
+    console.loaded(model, "the draft model's " if isinstance(plan, CheckedDraft) else "")
     return model
 
 

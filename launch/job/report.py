@@ -75,14 +75,12 @@ class Console:
             self._terminal.print("the draft model's weights are random (speculation.model.load=random)")
         for line in ignored(plan.config) if job.leads else ():
             self._terminal.print(f"warning: {line}", markup=False)
-        if plan.reason is not None:
-            self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
-        sizes = {"append_block": plan.config.blocks.append, "page_size": plan.config.blocks.page}
-        if taken := [f"kv.{key}={size}" for key, size in sizes.items() if getattr(plan.config.kv, key) is None]:
-            self._terminal.print(f"{' and '.join(taken)}, as attention and drafts want", markup=False)
-        emulated = f", of which {job.place.world_size} are real" if job.backend.startswith("emulated") else ""
-        ranks = f"{plan.layout.world_size} ranks{emulated}"
-        self._terminal.print(f"{plan.layout}: {ranks} on {where} over {job.backend}{auto}")
+        kind = plan.resolved["model"].get("model_type", plan.config.model.path)
+        self.note(f"model: {plan.config.model.path or 'a config without checkpoint'} ({kind})")
+        takes, why = ("layout:", "") if plan.reason is None else ("layout=auto takes", f": {plan.reason}")
+        self.note(f"{takes} {plan.layout}{_in_words(plan.layout)}{why}")
+        emulated = f", {job.place.world_size} of them real," if job.backend.startswith("emulated") else ""
+        self.note(f"ranks: {plan.layout.world_size}{emulated} on {where} over {job.backend}{auto}")
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -94,12 +92,18 @@ class Console:
             task = progress.add_task(what, total=total)
             yield lambda done: progress.update(task, completed=done)
 
-    def loaded(self, model: Decoder) -> None:
+    def loaded(self, model: Decoder, of: str = "") -> None:
+        """Prints the size of this rank's weights.
+
+        Args:
+            of: whose weights they are, if not the model's.
+        """
         weights = model.weights
-        of = {str(dtype).removeprefix("torch."): size for dtype, size in weights.bytes_by_dtype.items()}
-        each = ", ".join(f"{size / 1e6:.1f} MB in {dtype}" for dtype, size in of.items())
+        sizes = {str(dtype).removeprefix("torch."): size for dtype, size in weights.bytes_by_dtype.items()}
+        each = ", ".join(f"{_size(size)} in {dtype}" for dtype, size in sizes.items())
         lossy = " (float8: rounded while loading, which is lossy)" if weights.formats is rounded else ""
-        self._terminal.print(f"{len(weights.slices)} weight slices on this rank: {each}{lossy}")
+        rank = " on each rank" if self._layout.world_size > 1 else ""
+        self.note(f"{of}weights: {each}{rank}{lossy}")
 
     def note(self, text: str) -> None:
         """Prints a line."""
@@ -251,6 +255,18 @@ def _commit() -> str | None:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or one that does not trust the owner
         return None
+
+
+def _in_words(layout: HelixLayout) -> str:
+    """Describes what a layout splits over how many ranks; empty for one rank."""
+    widths = {"sequences": layout.dp, "KV cache": layout.kvp, "attention heads": layout.tpa, "FFN": layout.tpf}
+    split = {what: ranks for what, ranks in (widths | {"experts": layout.ep}).items() if ranks > 1}
+    words = ", ".join(f"{what} over {ranks}" for what, ranks in split.items())
+    return f" ({words} ranks)" if words else ""
+
+
+def _size(n: int) -> str:
+    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
 def _ms(us: float | None) -> str:

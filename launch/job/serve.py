@@ -108,14 +108,15 @@ def _engine(task: Task) -> Engine:
             tokens = file.most_tokens(config.decode.max_new_tokens, context, slots)
             needs = min(file.sequences, slots), tokens, _kinds(file, config, model.spec.vocab)
         max_batch, tokens, kinds = comm.broadcast_object(needs)
-    auto = config.decode.max_batch == "auto"
-    engine = build_engine(plan.layout, model, config, max_batch, tokens, draft=draft, fewer=auto)
+    fewer = config.decode.max_batch == "auto"
+    engine = build_engine(plan.layout, model, config, max_batch, tokens, draft=draft, fewer=fewer)
     sizes = engine.runner.sizes
-    if not serves:
-        if auto and (most := sizes.slots * plan.layout.dp) < max_batch:
-            console.note(f"decode.max_batch=auto takes {most:,} sequences at a time")
-        if config.decode.prefill_chunk == "auto":
-            console.note(f"decode.prefill_chunk=auto takes chunks of up to {sizes.chunk:,} prompt tokens")
+    blocks = config.blocks
+    console.note(f"KV cache: {_kv_tokens(engine):,} tokens, page size {blocks.page}, append block {blocks.append}")
+    console.note(
+        f"batch: up to {sizes.slots * plan.layout.dp:,} sequences of up to {sizes.length:,} tokens, "
+        f"prefill chunks of up to {sizes.chunk:,} tokens"
+    )
     if config.kv.tier == "host" and (
         warning := of_short_chunks(model.spec, dtype_name(model.weights.dtype), config.kv.dtype, sizes.chunk)
     ):
@@ -129,6 +130,12 @@ def _engine(task: Task) -> Engine:
         console.note(f"ready after {task.phases}")
         on_compilation(lambda kernel: console.note(f"compiled while serving: {kernel}"))
     return engine
+
+
+def _kv_tokens(engine: Engine) -> int:
+    """Returns the number of tokens of all sequences together that the cache holds."""
+    runner = engine.runner
+    return runner.sizes.pages * runner.placement.stripes.page_tokens * runner.layout.dp
 
 
 def _kinds(file: PromptFile, config: Config, vocab: int) -> set[StepKind]:
@@ -202,7 +209,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             context=spec.max_positions,
             max_length=sizes.length,
             vocab=spec.vocab,
-            kv_tokens=sizes.pages * runner.placement.stripes.page_tokens * runner.layout.dp,
+            kv_tokens=_kv_tokens(engine),
             max_batch=sizes.slots * runner.layout.dp,
             eos=tuple(sorted(spec.eos)),
             guided=unguided is None,

@@ -63,6 +63,11 @@ class UnframedCycle(RequestResponseCycle):
 class Server(uvicorn.Server):
     """A uvicorn server that leaves signals to its caller."""
 
+    def refuse(self) -> None:
+        """Refuses new connections and frees the port; those that are open go on."""
+        for listening in getattr(self, "servers", ()):  # none before it has started
+            listening.close()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import resource
+import shlex
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import uvloop
 
@@ -48,19 +50,27 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, arguments, directory)
     stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        (hurry if stop.is_set() else stop).set()
+        if number == signal.SIGINT:  # the user may start another at this port; SIGTERM leaves /health to its sender
+            server.refuse()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, on_signal, number)
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = asyncio.create_task(supervisor.keep())
-    stopped = asyncio.create_task(stop.wait())
+    stopped, hurried = asyncio.create_task(stop.wait()), asyncio.create_task(hurry.wait())
     code = 0
     try:
         await asyncio.wait((keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
         if stopped.done() and not keeping.done():
             await _drain(core, serve.drain_s, keeping, hurry)
             await supervisor.stop()
-            if serve.attach is not None or not core.connected:  # others' ranks, or those that cannot hear
-                keeping.cancel()
+            await _close(server, answering)  # its port is free before its ranks are gone
+            if serve.attach is None and core.connected:  # they are this server's, and hear it
+                await asyncio.wait((keeping, hurried), return_when=asyncio.FIRST_COMPLETED)
+            keeping.cancel()
         await keeping
     except asyncio.CancelledError:
         pass
@@ -70,6 +80,7 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
         code = 1
     await _close(server, answering)
     stopped.cancel()
+    hurried.cancel()
     await api.close()
     return code
 
@@ -80,26 +91,45 @@ def _begin(api: Api, ready: Ready, keyed: bool, listener: socket, loop: asyncio.
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
-    body = json.dumps({"prompt": "def read_json(path):", "max_tokens": 64, "stream": True})
-    room = f"context {ready.context:,} tokens, KV cache {ready.kv_tokens:,} tokens, {ready.max_batch} sequences"
-    print(
-        f"{api.session.name}{' with random weights' if ready.random else ''} is served at {url}\n"
-        f"in a browser, {url} is a page to talk to it\n"
-        f"{ready.layout}, {ready.ranks} ranks\n"
-        f"{room}\ncurl -N {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
-        flush=True,
-    )
+    session = api.session
+    lines = [
+        f"{session.name}{' with random weights' if ready.random else ''} is served at {url}",
+        f"in a browser, {url} is a page to talk to it",
+    ]
+    if session.defaults:
+        given = ", ".join(f"{name}={value}" for name, value in session.defaults.items())
+        lines.append(f"sampling where a request sets none: {given} (generation_config.json)")
+    print("\n".join([*lines, _curl(url, session.tokens.has_template, keyed)]), flush=True)
+
+
+def _curl(url: str, chats: bool, keyed: bool) -> str:
+    """Returns a command for a shell that asks the server something; the key is a variable's."""
+    text = "def read_json(path):"  # which models of chats and those of code alone have an answer to
+    path = "chat/completions" if chats else "completions"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
+    key = (
+        ' -H "Authorization: Bearer $HELIX_API_KEY"' if keyed else ""
+    )  # the variable of `helix serve` and `helix chat`
+    data = shlex.quote(json.dumps(body | {"max_tokens": 64, "stream": True}))
+    return f"curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {data}"
 
 
 async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None], hurry: asyncio.Event) -> None:
     """Waits until nothing runs, a second signal, or the deadline; time without ranks does not count."""
     core.draining = True
     left = drain_s
+    if running := core.running:
+        print(
+            f"draining: {running} running request{'s have' if running > 1 else ' has'} up to {drain_s:g} s to finish "
+            "(serve.drain_s), new ones are refused; another control-C or SIGTERM stops the server now",
+            flush=True,
+        )
     while core.flights and left > 0 and not keeping.done() and not hurry.is_set():
         begin = time.monotonic()
         await asyncio.sleep(LOOK_S)
         left -= (time.monotonic() - begin) * core.connected
+    if running := core.running:
+        print(f"{running} request{'s were' if running > 1 else ' was'} cut off", flush=True)
     core.fail("the server has ended")
 
 

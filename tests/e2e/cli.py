@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 ENTRY = [sys.executable, "torchrun_entry.py"]
 LABORATORY = [sys.executable, "-m", "benchmarks.entry"]
 PROCESS = subprocess.Popen
+DYING_S = 2.0  # for the ranks of a job that was killed to be gone
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
@@ -150,7 +151,8 @@ class Job:
             self.kill()
             raise AssertionError(f"no end within {timeout_s} s; so far:\n{stack}") from None
         seconds = time.monotonic() - begin
-        left = self.members()
+        while (left := self.members()) and time.monotonic() < begin + seconds + DYING_S:
+            time.sleep(0.02)
         self.kill()
         assert left == [], f"processes {left} outlive the job"
         return Ended(code, self.log.read_text(), seconds)

@@ -228,9 +228,30 @@ def test_a_reader_who_leaves_ends_the_run_with_one_line(tmp_path: Path) -> None:
     assert ended.stderr.startswith("error: nobody reads the output any more: stdout is a pipe")
 
 
-def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) -> None:
-    ended = run(tmp_path, *common(many), "layout.kvp=3", command=["env", *torchrun(2)])
-    assert ended.code == 1 and ended.output.count("3 ranks, but 2 were started") == 1, ended.output
+@pytest.mark.parametrize(
+    "words, options, overrides",
+    [
+        ("layout.kpv is unknown", [], ["layout.kpv=2"]),
+        ("3 ranks, but 2 were started", ["--max-restarts=2"], ["layout.kvp=3"]),  # in vain
+        ("error: kv.tokens=1000000000000 needs", [], ["layout.kvp=2", "kv.tokens=1000000000000"]),  # weights are in
+    ],
+)
+def test_an_error_is_the_last_line_of_torchrun(
+    words: str, options: list[str], overrides: list[str], tmp_path: Path, many: Path
+) -> None:
+    """Which would have forty of its own; neither it nor a rank is left."""
+    ended = run(tmp_path, *common(many), *overrides, command=["env", *torchrun(2, *options)])
+    assert ended.code and ended.output.count(words) == 1 and words in ended.output.splitlines()[-1], ended.output
+    assert ended.output.count("\n") <= 6, ended.output  # the last kind has five lines about the model
+
+
+@pytest.mark.slow
+def test_an_error_is_the_last_line_of_every_agent(tmp_path: Path, many: Path) -> None:
+    """Whichever of them holds a store: without it the other would end with a traceback."""
+    jobs = agents(tmp_path, 1, *common(many), "layout.kvp=3", program=["env"])
+    for ended in [job.wait() for job in jobs]:
+        assert ended.code and "3 ranks, but 2 were started" in ended.output.splitlines()[-1], ended.output
+        assert ended.output.count("\n") <= 5, ended.output
 
 
 def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
@@ -278,10 +299,10 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def agents(tmp_path: Path, ranks: int, *overrides: str) -> list[Job]:
+def agents(tmp_path: Path, ranks: int, *overrides: str, program: Sequence[str] = ()) -> list[Job]:
     """Two of them, each with so many ranks."""
     options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=test")
-    return [Job(torchrun(ranks, *options), *overrides, log=tmp_path / f"agent{i}") for i in range(2)]
+    return [Job([*program, *torchrun(ranks, *options)], *overrides, log=tmp_path / f"agent{i}") for i in range(2)]
 
 
 def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:

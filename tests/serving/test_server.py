@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 
 from launch import serve
 from tests.e2e.checkpoints import DEMO
@@ -149,19 +150,30 @@ def test_the_next_turn_is_in_the_cache(server: Server) -> None:
 
 
 def test_the_printed_line_works(server: Server) -> None:
+    """A chat, as the model has a template."""
     line = next(line for line in server.log.read_text().splitlines() if line.startswith("curl -N "))
     said = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60).stdout
-    assert said.endswith("data: [DONE]\n\n")
+    assert "/v1/chat/completions" in line and said.endswith("data: [DONE]\n\n")
     assert '"finish_reason":"length"' in said or '"finish_reason":"stop"' in said  # it is drawn
 
 
-def test_the_printed_line_has_a_key_where_one_is_needed(tmp_path: Path) -> None:
-    server = Server(tmp_path, "--api-key=key-1")
-    line = next(line for line in server.log.read_text().splitlines() if line.startswith("curl -N "))
-    line = line.replace("KEY", "key-1")
-    said = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60).stdout
+def test_the_printed_line_fits_a_model_without_template_and_a_server_with_a_key(tmp_path: Path) -> None:
+    (model := tmp_path / "base").mkdir()
+    for file in DEMO.iterdir():
+        (model / file.name).symlink_to(file)
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").write_text('{"temperature": 0.2}')
+    server = Server(tmp_path, "--api-key=key-1", f"model.path={model}")
+    shown = server.log.read_text()
+    line = next(line for line in shown.splitlines() if line.startswith("curl -N "))
+    given = os.environ | {"HELIX_API_KEY": "key-1"}
+    said = subprocess.run(line, shell=True, env=given, capture_output=True, text=True, timeout=60).stdout
     server.kill()
-    assert said.endswith("data: [DONE]\n\n")
+    assert "/v1/completions" in line and said.endswith("data: [DONE]\n\n") and "key-1" not in shown
+    assert "sampling where a request sets none: temperature=0.2 (generation_config.json)" in shown
 
 
 def test_a_client_that_leaves_makes_room(server: Server) -> None:
@@ -218,7 +230,23 @@ def test_a_signal_lets_running_requests_end(tmp_path: Path) -> None:
     next(stream)
     server.process.send_signal(signal.SIGTERM)
     assert server.until(503, 5)["state"] == "draining"
+    assert "draining: 1 running request has up to 30 s to finish (serve.drain_s)" in server.log.read_text()
     assert sum(1 for _ in stream) and server.wait(30).code == 0
+
+
+def test_control_c_frees_the_port_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    stream = server.complete("def f", max_tokens=5000, stream=True, extra_body={"ignore_eos": True})
+    next(stream)
+    server.process.send_signal(signal.SIGINT)
+    server.wait_for(server.log, "another control-C or SIGTERM stops the server now", 5)
+    with socket.create_server(("127.0.0.1", int(server.url.rpartition(":")[2]))):
+        next(stream)
+        server.process.send_signal(signal.SIGINT)
+        ended = server.wait(10)
+    assert ended.code == 0 and ended.seconds < 3 and "1 request was cut off" in ended.output, ended
+    with pytest.raises(APIError, match="the server has ended"):
+        list(stream)
 
 
 def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("builtins.input", read)
     converse(Talk(double.url + "/v1", "secret", {"temperature": 0.0, "max_tokens": 9}))
     shown = capsys.readouterr().out
-    assert shown.startswith(f"tiny at {double.url}\n") and "one two \n[" in shown
+    assert shown.startswith(f"tiny is served at {double.url}\n") and "one two \n[" in shown
     assert "error: " in shown and "no such word" in shown and "the ranks died" in shown
     told = [[turn["content"] for turn in body["messages"]] for body in double.bodies]
     brief, first = "be brief", ["one two", "one two "]

@@ -239,6 +239,8 @@ def test_sampling_defaults_come_along_and_a_factor_without_a_type_is_linear(tmp_
     wanted = dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1)
     assert read_defaults(str(out)) == wanted
     assert json.loads((out / "generation_config.json").read_text())["do_sample"] is True
+    convert.main([str(tmp_path / "x.gguf"), str(tmp_path / "mine"), "temperature=0.2", "top_p=0.9"])
+    assert read_defaults(str(tmp_path / "mine")) == wanted | dict(temperature=0.2, top_p=0.9)
     convert.main([str(tmp_path / "y.gguf"), str(tmp_path / "linear")])
     rope = json.loads((tmp_path / "linear" / "config.json").read_text())["rope_parameters"]
     assert rope == {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}

@@ -161,7 +161,7 @@ def test_an_old_key_is_refused_with_its_new_name(old: str) -> None:
         ("demo gpus=8", "context missing, as in helix plan llama-3.1-8b gpus=8 context=128K"),
         ("gpus=8", "MODEL and context missing, as in"),
         ("demo gpus=two context=1", "gpus=two must be an integer"),
-        (f"demo gpus=8 context=1 batch={1 << 17}", f"batch={1 << 17} must be at most {1 << 16}"),
+        (f"demo gpus=8 context=1 batch={1 << 17}", f"batch={1 << 17} must be an integer from 1 to {1 << 16}"),
         ("demo gpu=8 context=1", "gpu is unknown; known: model, "),
         ("demo --gpus 8", "--gpus is not an option of helix plan"),
         ("demo gpus=8 context=1 -m", "-m: a plan compares layouts by itself"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,22 @@ def test_a_launcher_whose_parent_ignored_ended_children_has_their_exit_codes() -
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("7\n", "")
+
+
+@pytest.mark.parametrize(
+    "program, restartable, restarts, code",
+    [("torchrun", True, 0, -9), ("torchrun", True, 1, 7), ("torchrun", False, 1, -9), ("others", False, 0, 7)],
+)
+def test_a_failed_rank_ends_the_torchrun_that_would_not_restart_it(
+    program: str, restartable: bool, restarts: int, code: int, tmp_path: Path
+) -> None:
+    rank = f"from launch.job.lifeline import *; begin(); end_torchrun({restartable}); sys.exit(7)"
+    (agent := tmp_path / program).write_text(
+        f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {rank!r}]).returncode)"
+    )
+    variables = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": str(restarts), "WORLD_SIZE": "1"}
+    variables |= {"PYTHONPATH": str(ROOT), "LOCAL_WORLD_SIZE": "1"}
+    assert subprocess.run([sys.executable, agent], env=os.environ | variables, timeout=60).returncode == code
 
 
 def test_what_jobs_say_is_heard_and_shown(capfd: pytest.CaptureFixture[str]) -> None:
