@@ -15,7 +15,7 @@ HEAD = """\
 
 <!-- Written by `python -m benchmarks.reference` from `helix/config.py`, `conf/` and `benchmarks/`; a test compares. -->
 
-Set any key on the command line, as in `layout.kvp=4 decode.max_new_tokens=128`. `GROUP=OPTION` takes a file of
+Set any key on the command line, as in `layout.kvp=4 decode.max_tokens=128`. `GROUP=OPTION` takes a file of
 `conf/GROUP/`. Unknown keys and values out of range are refused before anything starts.
 
 Hydra's habits ([overrides](https://hydra.cc/docs/advanced/override_grammar/basic/)), on `helix run`, `helix bench` and

@@ -20,7 +20,7 @@ decoding too, and plain decoding unless another is 2% faster.
   bench.gammas     drafts that are tried, rising (default 1,2,3,4,6,8,11)
   bench.sparsities shares of the keys that are tried, rising (default from 0.01 to 0.2)
   bench.grid       true: each of them with each, for the map
-  decode.*         prompts, max_batch sequences at a time, max_new_tokens of each
+  decode.*         prompts, max_batch sequences at a time, max_tokens of each
   KEY=VALUE        all else as of a run: python -m benchmarks.entry --help
 
 With more prompts than decode.max_batch, each turn of them is prefilled for each measurement. Exit code 1: it failed.

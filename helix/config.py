@@ -242,7 +242,7 @@ class DecodeConfig:
     max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     stream: print text as it comes.
-    max_new_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
+    max_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
     """
 
     prompts: FilePath | None = None
@@ -252,7 +252,7 @@ class DecodeConfig:
     max_length: Count | None = None
     prefill_chunk: Literal["auto"] | Annotated[int, Range(1, 999_999_999)] = "auto"
     stream: bool = True
-    max_new_tokens: Count = 64
+    max_tokens: Count = 64
     temperature: float = SamplingParams.temperature
     top_k: int = SamplingParams.top_k
     top_p: float = SamplingParams.top_p
@@ -351,7 +351,8 @@ class Config:
     record: FilePath | None = None
     seed: int = 0
 
-    RENAMED: ClassVar[dict[str, str]] = {"hopb=none": "hopb=off"}  # for one release: {} is the old value
+    # For one release; {} is the old value.
+    RENAMED: ClassVar[dict[str, str]] = {"hopb=none": "hopb=off", "decode.max_new_tokens": "decode.max_tokens={}"}
 
     @property
     def blocks(self) -> Blocks:

@@ -129,7 +129,7 @@ def adaptively(given: Given, model: str, batch: int) -> Iterator[Row]:
             job = [*named(model), f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", "decode.stream=false"]
             row: Row = {"kind": "adaptive", "model": model, "batch": batch, "length": PROMPT, "drafter": policy}
             try:
-                record = jobs.measure(given.ranks, [*job, f"decode.max_new_tokens={NEW_TOKENS}", *drafted, *overrides])
+                record = jobs.measure(given.ranks, [*job, f"decode.max_tokens={NEW_TOKENS}", *drafted, *overrides])
             except jobs.JobError as error:
                 yield row | {"failed": str(error)}
                 continue

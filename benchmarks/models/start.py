@@ -30,7 +30,7 @@ def measure(given: Given, model: str) -> Iterator[Row]:
         prompts, record = Path(directory) / "prompts.jsonl", Path(directory) / "record.json"
         prompts.write_text("".join(json.dumps({"prompt_ids": [*range(1, 20 + i)]}) + "\n" for i in range(PROMPTS)))
         overrides = [*named(model), f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", f"record={record}"]
-        overrides += ["decode.stream=false", f"decode.max_new_tokens={NEW_TOKENS}"]
+        overrides += ["decode.stream=false", f"decode.max_tokens={NEW_TOKENS}"]
         for kernels in ("none", "compiled"):
             for _ in jobs.rows(overrides, TRITON_CACHE_DIR=str(Path(directory) / "kernels")):
                 raise AssertionError("a job that decodes measures nothing else")

@@ -205,7 +205,7 @@ class PromptSample(_Sample):
         self.begin: tuple[Tensor, ...] = ()
 
     def _need(self, request: Request) -> int:
-        return len(request.prompt) + request.max_new_tokens + self.drafts
+        return len(request.prompt) + request.max_tokens + self.drafts
 
     @torch.inference_mode()
     def measure(self, way: DraftSource) -> tuple[Measured, dict[str, Any]]:
@@ -253,7 +253,7 @@ class PromptSample(_Sample):
         self._rewind()
 
     def _admission(self, seats: Seats, slot: int, request: Request) -> Admission:
-        limit = len(request.prompt) + request.max_new_tokens - 1
+        limit = len(request.prompt) + request.max_tokens - 1
         return seats.admission(
             slot, self._need(request), prompt=np.asarray(request.prompt), limit=limit, sampling=request.sampling
         )
@@ -287,7 +287,7 @@ class PromptSample(_Sample):
         seconds: list[float] = []
         taken: list[list[list[int]]] = []
         runner, rows = self.runner, len(requests)
-        left, run = max(r.max_new_tokens for r in requests) - 1, self.runner.sizes.run_steps
+        left, run = max(r.max_tokens for r in requests) - 1, self.runner.sizes.run_steps
         while left > 0:
             drawn: list[Tensor] = []
             read: list[StepTokens] = []
@@ -305,7 +305,7 @@ class PromptSample(_Sample):
                     of_slots[slot].append(token)
                 taken.append(of_slots)
             ended = [sum(len(step[slot]) for step in taken) for slot in range(rows)]
-            left = max(r.max_new_tokens - 1 - count for r, count in zip(requests, ended, strict=True))
+            left = max(r.max_tokens - 1 - count for r, count in zip(requests, ended, strict=True))
         return seconds, taken
 
     def _note(
@@ -319,7 +319,7 @@ class PromptSample(_Sample):
         """Notes steps as the engine does, up to each sequence's end; tokens an iteration of those that took some."""
         eos = set(self.model.spec.eos)
         first = self.begin[0][: len(requests)].tolist()
-        left = [0 if token in eos else r.max_new_tokens - 1 for token, r in zip(first, requests, strict=True)]
+        left = [0 if token in eos else r.max_tokens - 1 for token, r in zip(first, requests, strict=True)]
         tokens, iterations = [0] * len(requests), [0] * len(requests)
         for step_s, of_slots in zip(seconds, taken, strict=True):
             outcomes = []

@@ -51,9 +51,9 @@ def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
                 "tuning on decode.prompts asks the model which drafts it keeps: leave out bench.acceptance, "
                 "model.load=random and comm.backend=emulated, or decode.prompts, and times of bench.points are tuned"
             )
-        limits = [prompt.options.get("max_new_tokens", config.decode.max_new_tokens) for prompt in prompts]
+        limits = [prompt.options.get("max_tokens", config.decode.max_tokens) for prompt in prompts]
         if any(not isinstance(limit, int) or limit < 2 for limit in limits):
-            raise ValueError("tuning needs prompts with max_new_tokens of at least 2: set decode.max_new_tokens")
+            raise ValueError("tuning needs prompts with max_tokens of at least 2: set decode.max_tokens")
     elif bench.acceptance is None:
         raise ValueError(
             "nothing to tune on: set decode.prompts=FILE.jsonl, or bench.acceptance=0.9 and bench.points=[1x128K], "

@@ -32,7 +32,7 @@ def make_policy(
         raise ConfigError(
             f"attention.policy={config.policy} chooses among {MOST_PAGES} pages of a rank at most: sequences of "
             f"{max_length} tokens have more, in pages of kv.page_size={page} over layout.kvp={kvp} ranks; set "
-            f"kv.page_size={-(-max_length // (MOST_PAGES * kvp))} or more, or decode.max_new_tokens lower"
+            f"kv.page_size={-(-max_length // (MOST_PAGES * kvp))} or more, or decode.max_tokens lower"
         )
     budget = budget_of(config)
     over_all = comm if config.choice == "global" else None

@@ -186,17 +186,17 @@ class Engine:
             return f"prompt token id {outside[0]} is outside the vocabulary [0, {spec.vocab})"
         if (token := max(request.sampling.logit_bias, default=0)) >= spec.vocab:
             return f"logit_bias token {token} is outside the vocabulary [0, {spec.vocab})"
-        if request.max_new_tokens < 1:
-            return f"max_new_tokens={request.max_new_tokens} must be at least 1"
-        length = len(request.prompt) + request.max_new_tokens
+        if request.max_tokens < 1:
+            return f"max_tokens={request.max_tokens} must be at least 1"
+        length = len(request.prompt) + request.max_tokens
         if length > spec.max_positions:
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed the model's "
+                f"prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed the model's "
                 f"{spec.context}"
             )
         if length > most:
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones are {length} tokens of "
+                f"prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones are {length} tokens of "
                 f"KV, and a sequence may have max_length={most} ({self.runner.cache.remedy})"
             )
         return None

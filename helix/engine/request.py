@@ -29,7 +29,7 @@ class Request:
     Attributes:
         id: identifies the request in updates and aborts; unique among running requests.
         prompt: token ids, from any sequence of integers; stored as int32 [n] if they fit.
-        max_new_tokens: most tokens to draw, the EOS token included.
+        max_tokens: most tokens to draw, the EOS token included.
         priority: higher ones are admitted first.
         drawn: number of the prompt's last tokens that an earlier engine drew for this request: penalties and the least
             length count them as drawn.
@@ -40,7 +40,7 @@ class Request:
 
     id: str | int
     prompt: np.ndarray | Sequence[int]
-    max_new_tokens: int
+    max_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     salt: Hashable = None

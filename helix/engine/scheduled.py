@@ -67,7 +67,7 @@ class Scheduled:
     @property
     def remaining(self) -> int:
         """Number of tokens left to draw, after those that rank 0 has read."""
-        return self.request.max_new_tokens - len(self.drawn)
+        return self.request.max_tokens - len(self.drawn)
 
     @property
     def left(self) -> int:

@@ -151,12 +151,12 @@ class Scheduler:
         if request.id in self._requests:
             return f"a request with id={request.id!r} is under way: take another id"
         pool, stripes = self._homes[0].pool, self._stripes
-        need = len(request.prompt) + request.max_new_tokens + self._runner.sizes.drafts
+        need = len(request.prompt) + request.max_tokens + self._runner.sizes.drafts
         pages = stripes.pages_for(need)
         if pages > pool.pages:
             drafts = f" and {self._runner.sizes.drafts} drafts" if self._runner.sizes.drafts else ""
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones{drafts} need {need} "
+                f"prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones{drafts} need {need} "
                 f"tokens of KV, {pages} pages; the cache holds {pool.pages * stripes.page_tokens}, "
                 f"{pool.pages} pages ({self._runner.cache.remedy})"
             )
@@ -257,7 +257,7 @@ class Scheduler:
         masked = any(s.request.matcher is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
-        left = [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]
+        left = [n for s in decoding if (n := s.request.max_tokens - len(s.drawn) - s.likely) > 0]
         if left and not (prefill and self._goes_on()):
             shaped = {slot for slot, s in self.running.items() if s.request.sampling.is_shaped}
             plan = self._pace(rows, sum(s.cached for s in self.running.values()), shaped)
@@ -325,7 +325,7 @@ class Scheduler:
                 held.start,
                 held.pages.copy(),  # the table changes while the decision runs
                 s.reserved,
-                s.prompt_tokens + request.max_new_tokens - 1,  # the last token is never appended
+                s.prompt_tokens + request.max_tokens - 1,  # the last token is never appended
                 request.sampling,
                 held.known,
                 s.prefilled,
@@ -424,7 +424,7 @@ class Scheduler:
 
     def _room(self, s: Scheduled, more: int) -> int:
         """Returns the tokens for which a sequence needs pages to draw `more` tokens."""
-        return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._runner.sizes.drafts
+        return min(s.known + s.most + more, s.prompt_tokens + s.request.max_tokens) + self._runner.sizes.drafts
 
     def _queue(self, s: Scheduled) -> None:
         text = s.text()

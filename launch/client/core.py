@@ -308,7 +308,7 @@ class Core:
             # Continues as if uninterrupted: draws depend only on seed and position.
             before, drawn = flight.request, len(flight.drawn)
             ids = np.concatenate([before.prompt, np.asarray(flight.drawn, dtype=np.int32)])
-            self._send(replace(before, prompt=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn))
+            self._send(replace(before, prompt=ids, drawn=drawn, max_tokens=before.max_tokens - drawn))
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):

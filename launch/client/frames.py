@@ -141,7 +141,7 @@ def encode_tokens(pairs: Sequence[int]) -> bytes:
 
 def _header_of_request(request: Request) -> dict[str, Any]:
     return {
-        "max_new_tokens": request.max_new_tokens,
+        "max_tokens": request.max_tokens,
         "sampling": request.sampling.to_dict(),
         "priority": request.priority,
         "salt": request.salt,

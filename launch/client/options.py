@@ -15,15 +15,14 @@ RULE = "Unset or None, {} are those of the run's `decode` settings; the others h
 
 MORE = {
     "max_tokens": Parameter(
-        "most new tokens, at least 1; the end token counts", hint=int, kind=int, default=DecodeConfig.max_new_tokens
+        "most new tokens, at least 1; the end token counts", hint=int, kind=int, default=DecodeConfig.max_tokens
     ),
     "stop": Parameter(
         "text or list of texts that end the answer and are not part of it", hint=str | Sequence[str], default=()
     ),
 }
-# Where an option is unset, `decode` says it, by a key of the same name but for max_tokens.
-_KEYS = {key.name: key.name for key in fields(DecodeConfig)} | {"max_tokens": "max_new_tokens"}
-DEFAULTED = {name: _KEYS[name] for name in ("max_tokens", *OPTIONS, "stop") if name in _KEYS}
+_KEYS = {key.name for key in fields(DecodeConfig)}
+DEFAULTED = [name for name in ("max_tokens", *OPTIONS, "stop") if name in _KEYS]  # where unset, `decode` says it
 LINE_OPTIONS = {name: (MORE | OPTIONS)[name] for name in (*DEFAULTED, *OPTIONS)}
 CALL_OPTIONS = LINE_OPTIONS | {
     "n": Parameter("answers to each prompt; answer i takes seed + i", hint=int, default=1),
@@ -34,7 +33,7 @@ CALL_OPTIONS = LINE_OPTIONS | {
 def with_defaults(options: Mapping[str, Any], decode: DecodeConfig) -> dict[str, Any]:
     """Returns options with those of `decode` where they are unset or None; the others stay unset."""
     given = {name: value for name, value in options.items() if value is not None}
-    return {name: getattr(decode, key) for name, key in DEFAULTED.items()} | given
+    return {name: getattr(decode, name) for name in DEFAULTED} | given
 
 
 def table() -> list[str]:
@@ -42,7 +41,7 @@ def table() -> list[str]:
     rows = ["| key | | values | unset |", "|---|---|---|---|"]
     for name, option in LINE_OPTIONS.items():
         accepted = option.accepted.replace("2**", r"2\*\*") if name in OPTIONS else ""  # a power, and no bold text
-        unset = f"`decode.{DEFAULTED[name]}`" if name in DEFAULTED else "off"
+        unset = f"`decode.{name}`" if name in DEFAULTED else "off"
         rows.append(f"| `{name}` | {option.says} | {accepted} | {unset} |")
     return rows
 

@@ -179,7 +179,7 @@ def _described(flight: Flight) -> str:
     """Describes a request without its content."""
     request = flight.request
     grammar = "none" if request.grammar is None else f"{len(request.grammar)} characters"
-    prompt = f"a prompt of {len(request.prompt)} tokens, {request.max_new_tokens} to draw"
+    prompt = f"a prompt of {len(request.prompt)} tokens, {request.max_tokens} to draw"
     sampling = ", ".join(request.sampling.to_dict()) or "greedy"
     return f"request {flight.name}, {prompt}, grammar: {grammar}, sampling: {sampling}"
 

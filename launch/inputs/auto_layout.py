@@ -71,7 +71,7 @@ def choose(
 
 def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
     """Returns the number of concurrent sequences, and the tokens of the longest prompt with its new ones."""
-    new = config.decode.max_new_tokens
+    new = config.decode.max_tokens
     # What is no number will be refused, with its request.
     limits = (prompt.options.get("max_tokens") for prompt in prompts)
     lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]

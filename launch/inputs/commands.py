@@ -25,7 +25,7 @@ RUN = Command(
     "Decodes the prompts of a file with a Hugging Face checkpoint, over all ranks of a layout.",
     (
         "helix run ./llama-3.1-8b prompts.jsonl -o results.jsonl layout=auto",
-        "helix run Qwen/Qwen3-8B prompts.jsonl layout.kvp=4 layout.tpa=2 decode.max_new_tokens=1K",
+        "helix run Qwen/Qwen3-8B prompts.jsonl layout.kvp=4 layout.tpa=2 decode.max_tokens=1K",
         "helix run ./llama-3.1-8b prompts.jsonl -m layout.kvp=2,4 hopb=off,on",
     ),
     (*RUN_FLAGS, *MODEL_FLAGS),

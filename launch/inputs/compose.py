@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import fill
 from typing import Any
 
@@ -55,8 +56,11 @@ def composed(overrides: Sequence[str], settings: Settings = RUN) -> Config:
     return _as_config(_composed(overrides, settings), settings)
 
 
-def points(line: Line) -> list[PointLine]:
-    """Composes each point of `--multirun`, as Hydra's sweeper lists them.
+def points(line: Line, directory: Path | None = None) -> list[PointLine]:
+    """Composes each point of `--multirun`, as Hydra's sweeper lists them, and makes its directory.
+
+    Args:
+        directory: where directories are made instead of in hydra.sweep.dir.
 
     Raises:
         ValueError: a mistake in the overrides, in one line.
@@ -71,7 +75,13 @@ def points(line: Line) -> list[PointLine]:
 
     with _hydra(line.settings) as search:
         overrides = [_checked(text, line.settings, sweeps=True) for text in line.overrides]
-        GlobalHydra.instance().hydra.multirun(line.settings.begin, collect, [*UNATTENDED, search, *overrides], False)
+        overrides = [
+            *UNATTENDED,
+            search,
+            *overrides,
+            *([] if directory is None else [f"hydra.sweep.dir='{directory}'"]),
+        ]
+        GlobalHydra.instance().hydra.multirun(line.settings.begin, collect, overrides, False)
     if sweepers - {BASIC}:
         raise ValueError(f"hydra/sweeper: {sweepers.pop()} chooses points by what others measured: leave it out")
     if not found:
@@ -95,7 +105,8 @@ def told(line: Line, command: Command) -> str | None:
     if "--info" in options:
         return _info(settings) + _shown(line.overrides, {}, settings)
     if "--cfg" in options and "--multirun" in options:
-        several = enumerate(point.overrides for point in points(line))
+        with TemporaryDirectory() as directory:
+            several = enumerate([point.overrides for point in points(line, Path(directory))])
         return "".join(f"# point {i}: {' '.join(p)}\n{_shown(p, options, settings)}" for i, p in several)
     return _shown(line.overrides, options, settings) if "--cfg" in options else None
 

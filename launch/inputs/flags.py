@@ -45,7 +45,7 @@ MODEL_FLAGS = (
 )  # fmt: skip
 RUN_FLAGS = (
     Flag(("--output", "-o"), "FILE", "decode.output"),
-    Flag(("--max-tokens",), "N", "decode.max_new_tokens"),
+    Flag(("--max-tokens",), "N", "decode.max_tokens"),
     Flag(("--temperature",), "T", "decode.temperature"),
 )
 KEY_FLAG = Flag(("--api-key",), "KEY", API_KEY, "a variable of the environment; serve.api_keys=FILE for several")

@@ -105,7 +105,7 @@ def _engine(task: Task) -> Engine:
     if not serves:
         needs = None
         if isinstance(file := plan.prompts, PromptFile):  # on rank 0
-            tokens = file.most_tokens(config.decode.max_new_tokens, context, slots)
+            tokens = file.most_tokens(config.decode.max_tokens, context, slots)
             needs = min(file.sequences, slots), tokens, _kinds(file, config, model.spec.vocab)
         max_batch, tokens, kinds = comm.broadcast_object(needs)
     fewer = config.decode.max_batch == "auto"

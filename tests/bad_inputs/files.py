@@ -3,7 +3,7 @@
 d holds beforehand: model/ (a copy of checkpoint("qwen3"), one model.safetensors, no tokenizer), demo/ (a copy of the
 demo
 model: an index, two shards, a tokenizer) and p.jsonl ('{"id": "a", "prompt_ids": [1, 2, 3]}\n'). Every command line
-begins with f"model.path={d}/model decode.prompts={d}/p.jsonl decode.max_new_tokens=2"; "{d}" in an override stands for
+begins with f"model.path={d}/model decode.prompts={d}/p.jsonl decode.max_tokens=2"; "{d}" in an override stands for
 the directory.
 """
 

@@ -85,7 +85,7 @@ def prepared(directory: Path) -> list[str]:
     shutil.copytree(checkpoint("qwen3"), directory / "model")
     shutil.copytree(DEMO, directory / "demo")  # no links: cases write into files
     (directory / "p.jsonl").write_text(PROMPT)
-    return [f"model.path={directory}/model", f"decode.prompts={directory}/p.jsonl", "decode.max_new_tokens=2"]
+    return [f"model.path={directory}/model", f"decode.prompts={directory}/p.jsonl", "decode.max_tokens=2"]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     )
     record = tmp_path / "record.json"
     ended, lines = decode(
-        tmp_path, f"decode.prompts={prompts}", "layout.kvp=2", "decode.max_new_tokens=12", "kv.tokens=200",
+        tmp_path, f"decode.prompts={prompts}", "layout.kvp=2", "decode.max_tokens=12", "kv.tokens=200",
         "speculation=ngram", f"record={record}", "model.config.rope_parameters.factor=4",
         command=["env", "PYTHONIOENCODING=ascii", *ENTRY],
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     assert "3 served, 5 refused" in ended.output and "[k\\xfchl] refused: " in ended.output
 
     found = json.loads(record.read_text())
-    assert found["config"]["layout"]["kvp"] == 2 and found["config"]["decode"]["max_new_tokens"] == 12
+    assert found["config"]["layout"]["kvp"] == 2 and found["config"]["decode"]["max_tokens"] == 12
     resolved = found["resolved"]["model"]
     assert resolved["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6, "factor": 4}
     assert resolved["hidden_size"] == 256 and list(found["resolved"]) == ["model"]

@@ -57,7 +57,7 @@ def alone(**options: Any) -> Engine:
         (Request(0, (-1,), 5), "token id -1 is"),
         (Request(0, (1, 2**31), 5), "token id 2147483648 is"),
         (Request(0, (1, -(2**70), 2**63), 5), "token id -1180591620717411303424 is"),
-        (Request(0, PROMPT, 0), "max_new_tokens=0"),
+        (Request(0, PROMPT, 0), "max_tokens=0"),
         (Request(0, PROMPT, 500), "exceed the model's context of 512"),
     ],
 )

@@ -54,7 +54,7 @@ def copies() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[LLM]:
-    with LLM(DEMO, overrides=["kv.tokens=8192", "decode.max_new_tokens=6"]) as llm:
+    with LLM(DEMO, overrides=["kv.tokens=8192", "decode.max_tokens=6"]) as llm:
         yield llm
 
 

@@ -440,7 +440,7 @@ def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[s
     assert held == (0, 0, 0) and all(other[2][1:] == (0, 0) for other in others)
     for request in requests:
         last, wanted = int(request.prompt[-1]), []
-        for _ in range(request.max_new_tokens):
+        for _ in range(request.max_tokens):
             wanted.append(last := following[last])
         found = tokens[request.id]
         assert found == wanted[: len(found)], "tokens are each request's own"

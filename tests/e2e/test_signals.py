@@ -30,7 +30,7 @@ def start(tmp_path: Path, command: list[str], ranks: int = 3) -> Job:
     return Job(
         command, f"model.path={checkpoint('qwen3')}", "model.config.max_position_embeddings=9000",
         f"layout.kvp={ranks}", f"decode.prompts={prompts}", f"decode.output={tmp_path}/out.jsonl",
-        "decode.max_new_tokens=4", "decode.max_batch=1", "decode.prefill_chunk=16", log=tmp_path / "log",
+        "decode.max_tokens=4", "decode.max_batch=1", "decode.prefill_chunk=16", log=tmp_path / "log",
     )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_pinned_memory_goes_back(number: signal.Signals, world: int, tmp_path: P
     job = Job(
         ENTRY, "model=qwen2.5-7b", "model.load=random", f"layout.kvp={world}", "attention=block_sparse",
         "attention.from_tokens=0", "kv.tier=host", f"kv.host_bytes={62e9 / world:.0f}", "kv.tokens=1048576",
-        f"decode.prompts={prompts}", f"decode.output={out}", "decode.max_batch=2", "decode.max_new_tokens=1000000",
+        f"decode.prompts={prompts}", f"decode.output={out}", "decode.max_batch=2", "decode.max_tokens=1000000",
         "decode.stream=false", log=tmp_path / "log", gpus=True,
     )  # fmt: skip
     try:

@@ -28,7 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_decodes(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "def read_json(path):"}) + "\n")
     words = [f"model.path={DEMO}", "decode.prompts=p.jsonl", "decode.output=o.jsonl", "layout.kvp=2"]
-    ended = job(installed, tmp_path, "run", *words, "decode.max_new_tokens=4", "record=r.json").wait()
+    ended = job(installed, tmp_path, "run", *words, "decode.max_tokens=4", "record=r.json").wait()
     assert ended.code == 0, ended.output
     assert len(json.loads((tmp_path / "o.jsonl").read_text())["output_ids"]) == 4
     assert json.loads((tmp_path / "r.json").read_text())["commit"] is None
@@ -37,7 +37,7 @@ def test_it_decodes(installed: Path, tmp_path: Path) -> None:
 def test_torchrun_starts_its_ranks(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "def read_json(path):"}) + "\n")
     words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "helix", "run", str(DEMO), "p.jsonl"]
-    words += ["-o", "o.jsonl", "layout.kvp=2", "decode.max_new_tokens=4"]
+    words += ["-o", "o.jsonl", "layout.kvp=2", "decode.max_tokens=4"]
     ended = job(installed, tmp_path, *words, program="python").wait()
     assert ended.code == 0 and len(json.loads((tmp_path / "o.jsonl").read_text())["output_ids"]) == 4, ended.output
 

@@ -53,7 +53,7 @@ TORCHRUN = ["python", "-m", "torch.distributed.run", "--nproc-per-node=1", "-m",
 def test_a_command_decodes(programs: Path, places: dict[str, Path], words: list[str]) -> None:
     """`test_wheel.py` has the commands of a wheel."""
     (places["parent"] / "p.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    given = [str(DEMO), "p.jsonl", "-o", "o.jsonl", "decode.max_new_tokens=4"]
+    given = [str(DEMO), "p.jsonl", "-o", "o.jsonl", "decode.max_tokens=4"]
     ended = job(programs, places["parent"], *words[1:], *given, program=words[0]).wait()
     assert ended.code == 0 and json.loads((places["parent"] / "o.jsonl").read_text())["text"] == TEXT, ended.output
 

@@ -46,8 +46,8 @@ Check = Callable[["Front"], Awaitable[None]]
 async def counting(job: FakeJob, submit: Request) -> None:
     """Token n of a sequence is n: what comes depends on the position alone, as an engine's draws do."""
     begin = len(submit.prompt)
-    for n in range(begin, begin + submit.max_new_tokens):
-        await job.say(submit, [100 + n], "length" if n == begin + submit.max_new_tokens - 1 else None)
+    for n in range(begin, begin + submit.max_tokens):
+        await job.say(submit, [100 + n], "length" if n == begin + submit.max_tokens - 1 else None)
 
 
 async def silent(job: FakeJob, submit: Request) -> None:

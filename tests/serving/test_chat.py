@@ -97,7 +97,7 @@ def test_a_conversation_is_the_templates_text(tmp_path: Path, model: Path) -> No
             assert (choice.message.content, choice.finish_reason) == ("Fine, thanks.", "stop")
             assert answer.usage.prompt_tokens == len(front.job.submits[-1].prompt)
         first, second = front.job.submits
-        assert np.array_equal(first.prompt, second.prompt) and first.max_new_tokens == 100
+        assert np.array_equal(first.prompt, second.prompt) and first.max_tokens == 100
         text = front.session.tokens.tokenizer.decode(first.prompt)
         assert text == f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
         answer = await front.post("/tokenize", {"messages": [USER]})
@@ -112,7 +112,7 @@ def test_what_is_left_of_the_context_is_the_limit(tmp_path: Path, model: Path) -
     async def check(front: Front) -> None:
         await front.post("/v1/chat/completions", {"messages": [USER]})
         (submit,) = front.job.submits
-        assert submit.max_new_tokens == READY.kv_tokens - len(submit.prompt)
+        assert submit.max_tokens == READY.kv_tokens - len(submit.prompt)
 
     run(check, tmp_path, model, "x")
 

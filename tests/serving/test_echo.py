@@ -27,8 +27,8 @@ async def scoring(job: FakeJob, submit: Request) -> None:
     if submit.sampling.prompt_logprobs is not None and len(submit.prompt) > 1:
         score(job, submit, 1, 3)
         score(job, submit, 2, len(submit.prompt))  # again, as after a preemption
-    last = submit.max_new_tokens - 1
-    for n in range(submit.max_new_tokens):
+    last = submit.max_tokens - 1
+    for n in range(submit.max_tokens):
         more = {"logprobs": ((-0.5, ((400 + n, -0.5),)),)} if submit.sampling.logprobs is not None else {}
         await job.say(submit, [400 + n], "length" if n == last else None, **more)
 
@@ -61,7 +61,7 @@ def test_a_prompt_is_told_with_its_logprobs(new: int, stream: bool, tmp_path: Pa
         if not stream:
             usage = answer.json()["usage"]
             assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 2 * new)
-        assert [submit.max_new_tokens for submit in front.job.submits] == [max(new, 1)] * 2
+        assert [submit.max_tokens for submit in front.job.submits] == [max(new, 1)] * 2
 
     run(check, tmp_path, FakeJob(scoring))
 

@@ -61,7 +61,7 @@ def test_a_job_that_dies_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert answer.json()["usage"]["completion_tokens"] == 6
         again = [submit for submit in front.job.submits if submit.drawn]
         assert all(
-            s.drawn == 2 and s.max_new_tokens == 4 and s.prompt.tolist()[-1] == 101 + len(s.prompt) - 2 for s in again
+            s.drawn == 2 and s.max_tokens == 4 and s.prompt.tolist()[-1] == 101 + len(s.prompt) - 2 for s in again
         )
         assert {s.sampling.seed for s in again} == {1, 2}
 

@@ -87,7 +87,7 @@ def test_unset_fields_are_the_checkpoints_and_then_openais(tmp_path: Path) -> No
         front.session.defaults = {"temperature": 0.7, "top_k": 20}
         await front.post("/v1/completions", {"prompt": [1], "top_k": -1})
         (first,) = front.job.submits
-        assert first.max_new_tokens == 16
+        assert first.max_tokens == 16
         assert first.sampling == SamplingParams(temperature=0.7, seed=first.sampling.seed)
         body = {"prompt": [1], "temperature": 0, "seed": 5, "logit_bias": {"7": -100, "3": 1.5}, "min_tokens": 2}
         body |= {"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "ignore_eos": True}

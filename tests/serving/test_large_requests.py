@@ -176,9 +176,9 @@ def test_everybody_else_is_answered_while_chats_are_made(
         if submit.sampling.logprobs is None:
             await counting(job, submit)
             return
-        for n in range(0, submit.max_new_tokens, 50):
+        for n in range(0, submit.max_tokens, 50):
             best = [(-1.0, [(100 + (n + at) % 3000 + i, -1.0) for i in range(20)]) for at in range(50)]
-            last = "length" if n + 50 == submit.max_new_tokens else None
+            last = "length" if n + 50 == submit.max_tokens else None
             await job.say(submit, [100] * 50, last, logprobs=tuple(best))
 
     async def check(front: Front) -> None:

@@ -79,7 +79,7 @@ def requests(inbox: Inbox, count: int) -> list[Any]:
 
 
 def with_sampling(number: int, sampling: dict[str, Any]) -> bytes:
-    header = json.dumps({"kind": "request", "max_new_tokens": 4, "sampling": sampling}).encode()
+    header = json.dumps({"kind": "request", "max_tokens": 4, "sampling": sampling}).encode()
     return HEAD.pack(len(header), IDS.nbytes, number) + header + IDS.tobytes()
 
 

@@ -101,7 +101,7 @@ def test_a_text_is_continued_and_taken_back(tmp_path: Path) -> None:
         await expect(text).to_have_value(f"{begin}\n")
         assert job.submits == []
         await send(front, page, keys="Control+Enter")
-        assert job.submits[-1].max_new_tokens == 512
+        assert job.submits[-1].max_tokens == 512
         await job.write("    return json.load(path)\n")
         await expect(text).to_have_value(re.compile(r"load\(path\)\n$"))
         await told(page, "Writing.")
@@ -317,7 +317,7 @@ def test_settings_are_sent_and_kept(tmp_path: Path, model: Path) -> None:
             await send(front, page, "With them")
             sent = job.submits[-1]
             assert sent.sampling.temperature == 0.3 and sent.sampling.top_p == 0.9 and sent.sampling.seed == 7
-            assert sent.max_new_tokens == 33 and job.prompt().count("Speak like a sailor.") == 1
+            assert sent.max_tokens == 33 and job.prompt().count("Speak like a sailor.") == 1
             await job.write("Aye.", "stop")
             await free(page)
             await page.reload()
@@ -330,7 +330,7 @@ def test_settings_are_sent_and_kept(tmp_path: Path, model: Path) -> None:
             job.submits[-1].sampling.to_dict().keys() == plain.sampling.to_dict().keys()
             and "sailor" not in job.prompt()
         )
-        assert job.submits[-1].max_new_tokens > 33
+        assert job.submits[-1].max_tokens > 33
 
     run(check, tmp_path, model)
 

@@ -79,7 +79,7 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (directory / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = Job(
         ENTRY, "layout.kvp=2", f"decode.prompts={directory}/p.jsonl", f"decode.output={directory}/o.jsonl",
-        f"decode.max_new_tokens={TOKENS}", log=directory / "log",
+        f"decode.max_tokens={TOKENS}", log=directory / "log",
     )  # fmt: skip
     ended = job.wait(120)
     assert ended.code == 0, ended.output

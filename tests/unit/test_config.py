@@ -42,10 +42,10 @@ def test_the_command_line_of_the_documentation() -> None:
     line = (
         "model.path=DIR model.dtype=float32 model.load=checkpoint layout.kvp=2 layout.tpa=2 layout.tpf=4 layout.ep=1 "
         "kv.append_block=16 kv.page_size=64 decode.prompts=FILE.jsonl decode.output=OUT.jsonl "
-        "decode.max_new_tokens=32 decode.temperature=0 comm.backend=auto record=RECORD.json"
+        "decode.max_tokens=32 decode.temperature=0 comm.backend=auto record=RECORD.json"
     )
     config = composed(*line.split())
-    assert config.layout.tpf == 4 and config.record == "RECORD.json" and config.decode.max_new_tokens == 32
+    assert config.layout.tpf == 4 and config.record == "RECORD.json" and config.decode.max_tokens == 32
 
 
 def test_unknown_keys_are_refused() -> None:
@@ -118,7 +118,7 @@ def test_groups_of_one_s_own(tmp_path: Path) -> None:
         ("--max-num-seqs 32 --gpu-memory-utilization 0.8", "decode.max_batch=32 kv.memory_fraction=0.8"),
         ("--kv-cache-dtype auto --seed 3", "decode.seed=3"),
         ("--quantization fp8 --kv-cache-dtype fp8_e4m3", "model.weights=fp8 kv.dtype=fp8"),
-        ("decode.prefill_chunk=4K --max-tokens 2K", "decode.prefill_chunk=4096 decode.max_new_tokens=2048"),
+        ("decode.prefill_chunk=4K --max-tokens 2K", "decode.prefill_chunk=4096 decode.max_tokens=2048"),
         ("layout.kvp=2 demo layout.tpa=2", "layout.kvp=2 model=demo layout.tpa=2"),
     ],
 )
@@ -158,7 +158,9 @@ def test_wrong_flags_and_words_are_named(typed: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("command", commands.COMMANDS.values(), ids=lambda command: command.name)
-def test_the_help_of_a_command_is_its_own(command: front.Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_a_command_is_its_own(
+    command: front.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(flags.API_KEY, "")  # examples set it, and servers of later tests would want a key
     line = front.read(["--help"], command)
     text = compose.told(line, command)
@@ -173,7 +175,7 @@ def test_the_help_of_a_command_is_its_own(command: front.Command, monkeypatch: p
         read = front.read(shlex.split(typed)[2:], command)
         assert (" -m " in typed) == ("--multirun" in read.options)
         if command in (commands.SWEEP, commands.RUN) and not any("/" in text for text in read.overrides):
-            assert len(points(read)) > 1 if "," in typed else composed(*read.overrides)
+            assert len(points(read, tmp_path)) > 1 if "," in typed else composed(*read.overrides)
     assert max(map(len, text.splitlines())) <= 120
 
 
@@ -282,12 +284,12 @@ def test_options_and_keys_of_the_model_s_config_are_taken(key: str) -> None:
     "path",
     ["/a b(1)=x{'.jsonl", "a,b", "it's", "[x]", "~/x", "a\\", "x=${root:}y", "'a b'", "\u00fc {", "null.x", "1", "a:b"],
 )
-def test_paths_are_taken_as_they_are(path: str) -> None:
+def test_paths_are_taken_as_they_are(path: str, tmp_path: Path) -> None:
     """Paths in quotes already, and interpolations, are Hydra's to read."""
     wanted = {"x=${root:}y": f"x={ROOT}y", "'a b'": "a b"}.get(path, path)
     assert composed(f"decode.prompts={path}").decode.prompts == wanted
     if "," not in path:
-        (point,) = points(front.Line([f"decode.prompts={path}"]))
+        (point,) = points(front.Line([f"decode.prompts={path}"]), tmp_path)
         assert point.config.decode.prompts == wanted
 
 

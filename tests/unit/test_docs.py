@@ -213,7 +213,7 @@ def test_the_worked_example_is_what_the_layout_says() -> None:
 
 @pytest.mark.parametrize("page", DOCS)
 def test_commands_are_understood(
-    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs compose, programs have the options, quick ones that need no GPU are run, paths and targets exist."""
     monkeypatch.chdir(ROOT)
@@ -221,11 +221,11 @@ def test_commands_are_understood(
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z][A-Z0-9_]*=", word)]
         if program := next((program for name, program in RUNS.items() if name in words), None):
             at = max(i for i, word in enumerate(words) if word in RUNS)
-            _composes(words[at + 1 :], program.typed)
+            _composes(words[at + 1 :], program.typed, tmp_path)
         elif words[:2] == ["helix", "bench"] and any(word.startswith("bench=") for word in words):
-            _composes(words[2:], PROGRAM.typed)
+            _composes(words[2:], PROGRAM.typed, tmp_path)
         elif words[0] == "helix" and words[1] in COMMANDS:
-            _composes(words[2:], COMMANDS[words[1]])
+            _composes(words[2:], COMMANDS[words[1]], tmp_path)
         elif words[0] == "helix" and words[1] in cli.COMMANDS | cli.LABORATORY:
             module = f"{'launch' if words[1] in cli.COMMANDS else 'benchmarks'}.{words[1]}"
             _has_options(module, words[2:], monkeypatch, capsys)
@@ -245,12 +245,12 @@ def test_commands_are_understood(
             assert words[0] in (".", "pip", "git", "cd", "eval") or words[1:] in (["--help"], ["--version"]), command
 
 
-def _composes(words: list[str], command: Command) -> None:
+def _composes(words: list[str], command: Command, directory: Path) -> None:
     line = front.read([str(DEMO) if word in ("DIR", "./model") else word for word in words], command)
     if {"--help", "--info", "--url"} & {*line.options, *line.own}:
         return
     sweeps = "--multirun" in line.options or command is SWEEP
-    found = [point.config for point in points(line)] if sweeps else [composed(line.overrides, line.settings)]
+    found = [point.config for point in points(line, directory)] if sweeps else [composed(line.overrides, line.settings)]
     for config in found:
         assert config.model.path is not None or config.model.load == "random", "a shape has no weights"
 

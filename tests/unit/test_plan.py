@@ -356,7 +356,7 @@ def test_auto_counts_sparse_attention() -> None:
 
 def test_auto_counts_the_longest_prompt_and_the_slots() -> None:
     ids, text = PromptLine("a", None, tuple(range(100)), {"max_tokens": 7}), PromptLine("b", "x" * 401, None, {})
-    config = composed("decode.max_new_tokens=5", "decode.max_batch=2")
+    config = composed("decode.max_tokens=5", "decode.max_batch=2")
     assert workload(config, [ids]) == (1, 107) and workload(config, [ids, text, ids]) == (2, 107)
     assert workload(config, [text]) == (1, 101 + 5)  # four bytes a token
     odd = PromptLine("c", None, (1, 2), {"max_tokens": "many"})  # refused when it is served

@@ -102,7 +102,7 @@ def test_no_prompts(tmp_path: Path) -> None:
 
 
 def test_a_request_takes_the_line_before_the_config() -> None:
-    defaults = DecodeConfig(max_new_tokens=9, temperature=0.5, stop=["\n"], seed=3)
+    defaults = DecodeConfig(max_tokens=9, temperature=0.5, stop=["\n"], seed=3)
     body = body_of(PromptLine("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults)
     assert (body.max_tokens, body.stop, body.prompt.tolist()) == (9, ["x"], [1, 2])  # type: ignore[union-attr]
     assert (body.temperature, body.top_k, body.seed) == (0, 5, 3)
@@ -259,7 +259,7 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     asked = Config(model=ModelConfig(path="a"), decode=DecodeConfig(output=str(path)))
     again = replace(asked, decode=replace(asked.decode, resume=True))
-    shorter = replace(again, decode=replace(again.decode, max_new_tokens=3))
+    shorter = replace(again, decode=replace(again.decode, max_tokens=3))
     results = begun(asked, prompts("a", "b"))
     results.add(*output("a"))
     results.close()

@@ -59,11 +59,11 @@ def test_figures_are_of_each_timed_point_and_of_this_sweep(
 
 
 @pytest.mark.parametrize("text", ["layout.kvp=range(1,1)", "layout.tpa=range(5,1)"])
-def test_a_range_without_values_is_a_mistake(text: str) -> None:
+def test_a_range_without_values_is_a_mistake(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no point: a sweep has no values"):
-        compose.points(Line([text]))
+        compose.points(Line([text]), tmp_path)
     with pytest.raises(ValueError, match="Invalid range values"):
-        compose.points(Line(["decode.temperature=range(0,1,0.0)"]))
+        compose.points(Line(["decode.temperature=range(0,1,0.0)"]), tmp_path)
 
 
 def measured(tmp_path: Path, *ttls: tuple[str, float | None]) -> list[Point]:

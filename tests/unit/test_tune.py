@@ -52,7 +52,7 @@ def config_of(tmp_path: Path, *more: str) -> Config:
         (["bench.sparsities=[0.1,0.1]"], "bench.sparsities=[0.1, 0.1] must be a rising list"),
         (["decode.output=o.jsonl"], "decode.output=o.jsonl: tuning keeps no texts"),
         (["bench.acceptance=0.9"], "leave out bench.acceptance, model.load=random and comm.backend=emulated"),
-        (["decode.max_new_tokens=1"], "max_new_tokens of at least 2"),
+        (["decode.max_tokens=1"], "max_tokens of at least 2"),
         (["decode.prompts=null"], "nothing to tune on: set decode.prompts=FILE.jsonl, or bench.acceptance=0.9"),
         (["decode.prompts=null", "bench.acceptance=0.9", "bench.points=[1x8,2x8]"], "tuning takes one point"),
         (["speculation=ngram"], "bench=tune tunes speculation=sparse, not speculation.drafter=ngram"),

@@ -106,7 +106,7 @@ FAULTS = [
     ),
     Fault(
         "no room for drafts", "helix/engine/scheduler.py",
-        "s.request.max_new_tokens) + self._runner.sizes.drafts", "s.request.max_new_tokens)", SCHEDULER,
+        "s.request.max_tokens) + self._runner.sizes.drafts", "s.request.max_tokens)", SCHEDULER,
     ),
     Fault(
         "as many rows as sequences", "helix/engine/scheduler.py",
