@@ -46,9 +46,9 @@ def main(arguments: Sequence[str], program: Program = RUNTIME, alone: bool = Fal
             if place is not None:
                 typed = f"{program.typed.name} {shlex.join(line.arguments)} -m"
                 raise ValueError(f"-m under torchrun would run the whole sweep on every rank: type `{typed}`")
-            found = points.read(line, program)
+            swept = points.read(line, program)
             gc.enable()
-            return int(import_module("launch.job.sweep").sweep(found, line, program))  # takes seconds
+            return int(import_module("launch.job.sweep").sweep(*swept, line, program))  # takes seconds
         config = compose.composed(line.overrides, line.settings)
         find_models(config)
         if config.serve.attach is not None:

@@ -40,11 +40,12 @@ OmegaConf.register_new_resolver("root", lambda: str(ROOT))
 
 @dataclass(frozen=True)
 class PointLine:
-    """A point of `--multirun`: its overrides, config, and directory of its own."""
+    """A point of `--multirun`: its overrides, its config, its own directory, and that of the sweep."""
 
     overrides: list[str]
     config: Config
     directory: Path
+    sweep: Path
 
 
 def composed(overrides: Sequence[str], settings: Settings = RUN) -> Config:
@@ -65,13 +66,13 @@ def points(line: Line, directory: Path | None = None) -> list[PointLine]:
     Raises:
         ValueError: a mistake in the overrides, in one line.
     """
-    found: list[tuple[list[str], DictConfig, Path]] = []
+    found: list[tuple[list[str], DictConfig, Path, Path]] = []
     sweepers: set[str] = set()
 
     def collect(config: DictConfig) -> None:
         job = HydraConfig.get()
         sweepers.add(str(job.sweeper._target_))
-        found.append((list(job.overrides.task), config, Path(job.runtime.output_dir)))
+        found.append((list(job.overrides.task), config, Path(job.runtime.output_dir), Path(job.sweep.dir).absolute()))
 
     with _hydra(line.settings) as search:
         overrides = [_checked(text, line.settings, sweeps=True) for text in line.overrides]
@@ -86,7 +87,7 @@ def points(line: Line, directory: Path | None = None) -> list[PointLine]:
         raise ValueError(f"hydra/sweeper: {sweepers.pop()} chooses points by what others measured: leave it out")
     if not found:
         raise ValueError("there is no point: a sweep has no values, or hydra/launcher runs them in other processes")
-    return [PointLine(texts, _as_config(config, line.settings), directory) for texts, config, directory in found]
+    return [PointLine(texts, _as_config(config, line.settings), *places) for texts, config, *places in found]
 
 
 def told(line: Line, command: Command) -> str | None:

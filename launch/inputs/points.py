@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from helix.config import Config
@@ -63,8 +64,8 @@ class Point:
         ]
 
 
-def read(line: Line, program: Program) -> list[Point]:
-    """Reads the points of a command line, each with files of its own.
+def read(line: Line, program: Program) -> tuple[list[Point], Path]:
+    """Reads the points of a command line, each with files of its own, and the directory of the sweep.
 
     Raises:
         ValueError: a mistake in the arguments.
@@ -81,4 +82,4 @@ def read(line: Line, program: Program) -> list[Point]:
         if work.prompts == "needed":
             config.decode.output = str(point.directory / "results.jsonl")
         found.append(Point(number, point.overrides, config, work))
-    return found
+    return found, point.sweep

@@ -24,14 +24,14 @@ from launch.job.spawn import TIME_EXCHANGE, heard
 from launch.job.sweep_report import compared, plot, show, swept_keys, write_csv
 
 
-def sweep(points: Sequence[Point], line: Line, program: Program) -> int:
-    """Runs the points of a command line; returns 0 if one ran and none failed, 130 after control-C, otherwise 1.
+def sweep(points: Sequence[Point], directory: Path, line: Line, program: Program) -> int:
+    """Runs the points of a command line, with table and plot in the directory; returns `run_all`'s exit code.
 
     Raises:
         ValueError: all points have the same mistake.
     """
     check(points)
-    return run_all(points, replace(program, command=(*program.command, *Line([], line.options).arguments)))
+    return run_all(points, directory, replace(program, command=(*program.command, *Line([], line.options).arguments)))
 
 
 def check(points: Sequence[Point]) -> None:
@@ -91,7 +91,7 @@ def skip_reason(config: Config) -> str | None:
     return None
 
 
-def run_all(points: Sequence[Point], program: Program) -> int:
+def run_all(points: Sequence[Point], directory: Path, program: Program) -> int:
     """Runs the points and reports on them; returns 0 if one ran and none failed, 130 after control-C, otherwise 1."""
     interrupted = False
     for point in points:
@@ -102,7 +102,6 @@ def run_all(points: Sequence[Point], program: Program) -> int:
             interrupted = True
             break
     ran = any(point.status in ("ok", "refused") for point in points)
-    directory = Path(str(points[0].config.record)).parents[1]
     rows = compared(points)
     write_csv(directory / "sweep.csv", rows)
     plot(directory / "sweep.png", rows, swept_keys(points))
