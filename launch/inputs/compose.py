@@ -33,7 +33,6 @@ UNATTENDED = (  # Hydra's settings of --multirun: a user's own come behind them
     "hydra.output_subdir=null",
     "hydra.sweep.dir='sweeps/${now:%Y-%m-%d_%H-%M-%S}'",
 )
-BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # whose points do not depend on what others measured
 
 OmegaConf.register_new_resolver("root", lambda: str(ROOT))
 
@@ -67,24 +66,20 @@ def points(line: Line, directory: Path | None = None) -> list[PointLine]:
         ValueError: a mistake in the overrides, in one line.
     """
     found: list[tuple[list[str], DictConfig, Path, Path]] = []
-    sweepers: set[str] = set()
+    sweepers = {"basic"}
 
     def collect(config: DictConfig) -> None:
         job = HydraConfig.get()
-        sweepers.add(str(job.sweeper._target_))
+        sweepers.add(job.runtime.choices["hydra/sweeper"])
         found.append((list(job.overrides.task), config, Path(job.runtime.output_dir), Path(job.sweep.dir).absolute()))
 
     with _hydra(line.settings) as search:
-        overrides = [_checked(text, line.settings, sweeps=True) for text in line.overrides]
-        overrides = [
-            *UNATTENDED,
-            search,
-            *overrides,
-            *([] if directory is None else [f"hydra.sweep.dir='{directory}'"]),
-        ]
-        GlobalHydra.instance().hydra.multirun(line.settings.begin, collect, overrides, False)
-    if sweepers - {BASIC}:
-        raise ValueError(f"hydra/sweeper: {sweepers.pop()} chooses points by what others measured: leave it out")
+        own = [_checked(text, line.settings, sweeps=True) for text in line.overrides]
+        place = [] if directory is None else [f"hydra.sweep.dir='{directory}'"]
+        overrides = [*UNATTENDED, search, *own, *place]
+        GlobalHydra.instance().hydra.multirun(line.settings.begin, collect, overrides, with_log_configuration=False)
+    if other := sweepers - {"basic"}:
+        raise ValueError(f"hydra/sweeper={other.pop()} chooses points by what others measured: leave it out")
     if not found:
         raise ValueError("there is no point: a sweep has no values, or hydra/launcher runs them in other processes")
     return [PointLine(texts, _as_config(config, line.settings), *places) for texts, config, *places in found]
