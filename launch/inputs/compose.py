@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import fill
+from threading import RLock
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -27,6 +28,8 @@ from launch.inputs.front import CONF, RUN, Command, Line, Settings, nearest_shap
 from launch.inputs.keys import keys
 
 ROOT = CONF.parent
+SCHEMA = "helix_schema"  # its name to the primary config
+ONE_AT_A_TIME = RLock()
 UNATTENDED = (  # Hydra's settings of --multirun: a user's own come behind them
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
@@ -73,7 +76,7 @@ def points(line: Line, directory: Path | None = None) -> list[PointLine]:
         sweepers.add(job.runtime.choices["hydra/sweeper"])
         found.append((list(job.overrides.task), config, Path(job.runtime.output_dir), Path(job.sweep.dir).absolute()))
 
-    with _hydra(line.settings) as search:
+    with _said(line.settings), _hydra(line.settings) as search:
         own = [_checked(text, line.settings, sweeps=True) for text in line.overrides]
         place = [] if directory is None else [f"hydra.sweep.dir='{directory}'"]
         overrides = [*UNATTENDED, search, *own, *place]
@@ -130,14 +133,29 @@ def _info(settings: Settings) -> str:
 
 @contextmanager
 def _hydra(settings: Settings) -> Iterator[str]:
-    """Opens Hydra over the directory of the primary config; yields the override that adds the others."""
-    ConfigStore.instance().store(name="schema", node=asdict(settings.schema()))
+    """Opens Hydra over the directory of the primary config; yields the override that adds the others.
+
+    Hydra is one in a process: threads take turns, and a program that Hydra started finds its own again.
+    """
+    ConfigStore.instance().store(name=SCHEMA, node=asdict(settings.schema()))
     first = [d for d in settings.directories if (d / f"{settings.begin}.yaml").exists()][-1]
     others = (f"file://{place}" for place in settings.directories if place != first)
     places = ",".join(QuotedString(place, Quote.single).with_quotes() for place in others)
+    with ONE_AT_A_TIME:
+        outer = GlobalHydra.instance().hydra
+        GlobalHydra.instance().clear()
+        try:
+            with initialize_config_dir(str(first), version_base="1.3", job_name="helix"):
+                yield f"hydra.searchpath=[{places}]"
+        finally:
+            GlobalHydra.instance().hydra = outer
+
+
+@contextmanager
+def _said(settings: Settings) -> Iterator[None]:
+    """Says what Hydra has to say in one line, with the nearest option or what a value has to be."""
     try:
-        with initialize_config_dir(str(first), version_base="1.3", job_name="helix"):
-            yield f"hydra.searchpath=[{places}]"
+        yield
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         raise ValueError(f"{group}={option}: {_no_option(group, option, error.options or [])}") from error
@@ -155,7 +173,7 @@ def _composed(overrides: Sequence[str], settings: Settings) -> DictConfig:
     folders = {place.name for directory in settings.directories for place in directory.iterdir() if place.is_dir()}
     names = types(settings.schema).keys() & folders - settings.groups.keys()
     texts = [text for text in checked if text.partition("=")[0] in names]
-    with _hydra(settings) as search:
+    with _said(settings), _hydra(settings) as search:
         config = compose(settings.begin, [*(text for text in checked if text not in texts), search])
     for text in texts:
         OmegaConf.update(config, text.partition("=")[0], _parsed(text).value())

@@ -430,7 +430,7 @@ def test_a_sweep_over_hopb_is_an_ablation(tmp_path: Path) -> None:
         on, off = csv.DictReader(file)
     assert (on["hopb"], off["hopb"], on["baseline"], off["gain_percent"]) == ("on", "off", "1", "0.0")
     assert float(on["gain_percent"]) == pytest.approx(100 * (1 - float(on["ttl_p50_us"]) / float(off["ttl_p50_us"])))
-    record = json.loads((directory / "0.json").read_text())
+    record = json.loads((directory / "0" / "record.json").read_text())
     assert record["config"]["hopb"] == {"chunks": "best"} and record["exchange_queries"] == 4
     assert 0 < record["exchange_us"] == float(on["exchange_us"])
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hydra import compose as compose_app
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 from helix.checks import check
 from helix.config import Config
@@ -350,6 +354,16 @@ def test_hydra_s_habits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert composed("++layout.kvp=3", "~layout.tpa", "+model.config.x=1", "++model.config.y=2").layout.kvp == 3
     assert composed("~speculation").speculation == Config().speculation, "a group that is taken out has its defaults"
     assert composed("model.config.x=1", "~model.config.x").model.config == {}
+
+
+def test_a_program_of_hydra_s_keeps_its_own(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("a: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3", job_name="app"):
+        assert composed("layout.kvp=3").layout.kvp == 3
+        assert compose_app("app", ["a=2"]).a == 2
+    assert not GlobalHydra.instance().is_initialized()
+    with ThreadPoolExecutor(4) as pool:
+        assert [c.seed for c in pool.map(lambda n: composed(f"seed={n}"), range(12))] == [*range(12)]
 
 
 def test_the_schema_has_these_groups() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ def engine(chunk_s: float, step_s: float, launch_s: float, steps: int, in_chunk:
     made._scheduler = SimpleNamespace(expects_chunk=True)
     made._times = SimpleNamespace(work=lambda begin, end: end - begin, seconds=lambda work: work / 1e3)
     made._policy = SimpleNamespace(seconds=lambda rows, drafts: step_s)
-    made.timings = SimpleNamespace(step=lambda *args: None)
+    made.timings = SimpleNamespace(step=lambda *args: None, queries=Counter())
     segment, kind = SimpleNamespace(begin=0, end=round(chunk_s * 1e3)), SimpleNamespace(rows=1, drafts=0)
     plan: Any = SimpleNamespace(prefill=[segment], kind=kind)
     unread: deque[Any] = deque(SimpleNamespace(there=False) for _ in range(in_chunk + steps))

@@ -18,7 +18,8 @@ PRODUCT = [file for folder in ("helix", "launch") for file in sorted((ROOT / fol
 @pytest.mark.parametrize("name, users", [
     ("frequency_penalty", {"helix/worker/shaping.py"}),
     ("presence_penalty", {"helix/worker/shaping.py"}),
-    ("repetition_penalty", {"helix/worker/shaping.py", "launch/inputs/gguf.py", "launch/client/fields.py"}),
+    ("repetition_penalty",
+     {"helix/worker/shaping.py", "launch/inputs/gguf.py", "launch/client/fields.py", "launch/convert.py"}),
     ("ignore_eos", set()),
 ])  # fmt: skip
 def test_a_parameter_is_named_where_it_is_declared_and_where_it_is_used(name: str, users: set[str]) -> None:
