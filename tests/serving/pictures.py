@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import tempfile
 from pathlib import Path
@@ -57,6 +58,7 @@ async def converse(front: Front, page: Page, name: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser("python -m tests.serving.pictures", description=__doc__).parse_args()
     for name, look in LOOKS.items():
         with tempfile.TemporaryDirectory() as directory:
             model = chat_model(Path(directory) / "example-8b-instruct")
