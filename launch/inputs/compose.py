@@ -153,7 +153,7 @@ def _hydra(settings: Settings) -> Iterator[str]:
 
 @contextmanager
 def _said(settings: Settings) -> Iterator[None]:
-    """Says what Hydra has to say in one line, with the nearest option or what a value has to be."""
+    """Turns what Hydra refuses into one line, with the nearest option or what a value has to be."""
     try:
         yield
     except MissingConfigException as error:
