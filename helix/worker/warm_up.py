@@ -1,6 +1,6 @@
 """Warm-up of a runner before its first request: kernels are compiled, steps timed, chosen and captured.
 
-Also the time of the exchange alone, for whoever compares HOP-B on and off.
+Also times the exchange alone, to compare it with what HOP-B saves.
 
 All functions are collectives, to be called while no request is served. The content of pages and slots is lost.
 """

@@ -30,7 +30,7 @@ from launch.inputs.keys import keys
 ROOT = CONF.parent
 SCHEMA = "helix_schema"  # its name to the primary config
 ONE_AT_A_TIME = RLock()
-UNATTENDED = (  # Hydra's settings of --multirun: a user's own come behind them
+HYDRA_DEFAULTS = (  # of --multirun; the user's overrides come later and win
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
     "hydra.output_subdir=null",
@@ -79,7 +79,7 @@ def points(line: Line, directory: Path | None = None) -> list[PointLine]:
     with _said(line.settings), _hydra(line.settings) as search:
         own = [_checked(text, line.settings, sweeps=True) for text in line.overrides]
         place = [] if directory is None else [f"hydra.sweep.dir='{directory}'"]
-        overrides = [*UNATTENDED, search, *own, *place]
+        overrides = [*HYDRA_DEFAULTS, search, *own, *place]
         GlobalHydra.instance().hydra.multirun(line.settings.begin, collect, overrides, with_log_configuration=False)
     if other := sweepers - {"basic"}:
         raise ValueError(f"hydra/sweeper={other.pop()} chooses points by what others measured: leave it out")
@@ -165,6 +165,8 @@ def _said(settings: Settings) -> Iterator[None]:
         if (kind := kinds.get(override.partition("=")[0].lstrip("+~"))) is not None:
             raise ValueError(f"{override} must be {expected(kind)}") from error
         raise ValueError(f"the settings do not go together: {_line(error)}") from error
+    except OSError as error:
+        raise ValueError(f"hydra.sweep.dir: {error.filename} cannot be made: {error.strerror}") from error
 
 
 def _composed(overrides: Sequence[str], settings: Settings) -> DictConfig:

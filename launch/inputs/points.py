@@ -65,7 +65,7 @@ class Point:
 
 
 def read(line: Line, program: Program) -> tuple[list[Point], Path]:
-    """Reads the points of a command line, each with files of its own, and the directory of the sweep.
+    """Reads the points of a sweep, with a record and results file for each; returns them and the sweep's directory.
 
     Raises:
         ValueError: a mistake in the arguments.

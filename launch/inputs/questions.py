@@ -1,4 +1,4 @@
-"""Commands that ask the planner and the simulator, and what they ask beside the settings of a run."""
+"""`helix plan` and `helix simulate`: their configs, which extend that of a run, and their flags."""
 
 from __future__ import annotations
 

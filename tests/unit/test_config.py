@@ -326,6 +326,7 @@ def test_a_sweep_is_the_product_of_its_values(tmp_path: Path, monkeypatch: pytes
         ("layout.kvp=interval(1,2)", "BasicSweeper"),
         ("hydra/launcher=joblib", "hydra/launcher has no option joblib; known: basic"),
         ("hydra/sweeper=optuna", "hydra/sweeper has no option optuna; known: basic"),
+        ("hydra.sweep.dir=/proc/x", "hydra.sweep.dir: /proc/x cannot be made: No such file or directory"),
         ("hydra.swep.dir=x", "Could not override 'hydra.swep.dir'"),
     ],
 )
