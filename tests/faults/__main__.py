@@ -79,18 +79,29 @@ class Tree:
 
     def run(self, tests: Iterable[str], deadline_s: float = DEADLINE_S) -> tuple[int, str]:
         """pytest's exit code, and the first test that failed, or else the end of what it said."""
+        code, said = self._pytest(["-x", *tests], deadline_s)
+        failed = failed_of(said)
+        return code, failed[0] if failed else said.strip()[-2000:]
+
+    def failures(self, tests: Iterable[str], deadline_s: float = DEADLINE_S) -> list[str]:
+        """All of `tests` that fail."""
+        return failed_of(self._pytest([*tests], deadline_s)[1])
+
+    def _pytest(self, tests: list[str], deadline_s: float) -> tuple[int, str]:
         assert self.server.stdin is not None and self.server.stdout is not None
-        arguments = ["-x", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=first-failure"]
-        line = [str(self.folder), *arguments, f"--timeout={deadline_s}", *tests]
-        self.server.stdin.write(json.dumps(line) + "\n")
+        arguments = ["-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=first-failure", "-rfE"]
+        self.server.stdin.write(json.dumps([str(self.folder), *arguments, f"--timeout={deadline_s}", *tests]) + "\n")
         self.server.stdin.flush()
         code = int(self.server.stdout.readline())
-        said = (self.folder / "said").read_text()
-        failed = [text.split(maxsplit=1)[1] for text in said.splitlines() if text.startswith(("FAILED ", "ERROR "))]
-        return code, failed[0].split(" - ")[0] if failed else said.strip()[-2000:]
+        return code, (self.folder / "said").read_text()
 
     def close(self) -> None:
         self.server.communicate()  # the end of its input is its end
+
+
+def failed_of(said: str) -> list[str]:
+    lines = [line.split(maxsplit=1)[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [line.split(" - ")[0] for line in lines]
 
 
 def plant(tree: Tree, fault: Fault) -> Found:

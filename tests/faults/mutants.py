@@ -1,0 +1,232 @@
+"""Draws mutants of product files by a seed, and says which of them a test kills.
+
+`python -m tests.faults.mutants record=FILE [count=150 seed=71 copies=2]` writes a line for each mutant, which names it
+(file, line, what became what) and says whether a test failed, and which; with a FILE that is there it goes on.
+`... compare=FILE` reads such a record of before and exits with 1 where a mutant that was killed then survives now.
+Each runs against the test files that import its file.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from tests.faults.__main__ import OK, ROOT, T, Tree, write
+
+FILES = (
+    "comm/hopb.py",
+    "comm/turns.py",
+    "helix/engine/block_tables.py",
+    "helix/engine/decision.py",
+    "helix/engine/inbox.py",
+    "helix/engine/pages.py",
+    "helix/engine/prefix.py",
+    "helix/engine/request.py",
+    "helix/engine/scheduler.py",
+    "helix/engine/snapshots.py",
+    "helix/layers/rotary.py",
+    "helix/layout.py",
+    "helix/placement.py",
+    "helix/sampling_params.py",
+    "helix/speculation/acceptance.py",
+    "helix/worker/blocks.py",
+    "helix/worker/graph_keys.py",
+    "helix/worker/host_store.py",
+    "helix/worker/kv_cache.py",
+    "helix/worker/sampling.py",
+    "helix/worker/shaping.py",
+    "helix/worker/step_tokens.py",
+    "kernels/tokens/accept.py",
+    "launch/answers/matcher.py",
+    "launch/answers/reader.py",
+    "launch/client/detokenize.py",
+    "launch/client/frames.py",
+)
+DEADLINE_S = 120  # of a test: a mutant that lets one hang is killed by it
+ORDER = "unit", "kernels", "serving", "dist", "e2e"  # of the test files: what is quick comes first
+SWAPS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
+    ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.Add: ("+", "-"), ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*"), ast.Div: ("/", "*"), ast.Mod: ("%", "//"),
+    ast.And: ("and", "or"), ast.Or: ("or", "and"),
+}  # fmt: skip
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of a file: the characters from `begin` to `end` become `new`."""
+
+    file: str
+    line: int
+    begin: int
+    end: int
+    old: str
+    new: str
+
+
+def mutants_of(file: str) -> Iterator[Mutant]:
+    """All mutants of a file: operators, comparisons, integers, conditions and calls of min, max, any and all."""
+    source = (ROOT / file).read_text()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    data = source.encode()
+
+    def at(line: int | None, column: int | None) -> int:
+        assert line is not None and column is not None
+        return starts[line - 1] + column
+
+    def change(line: int, begin: int, end: int, new: str) -> Mutant:
+        return Mutant(file, line, begin, end, data[begin:end].decode(), new)
+
+    def operator(kind: ast.AST, left: ast.expr, right: ast.expr) -> Iterator[Mutant]:
+        begin, end = at(left.end_lineno, left.end_col_offset), at(right.lineno, right.col_offset)
+        old, new = SWAPS.get(type(kind), ("", ""))
+        place = data.find(old.encode(), begin, end)
+        if old and place >= 0:
+            yield change(right.lineno, place, place + len(old), new)
+
+    for node in code_of(ast.parse(source)):
+        match node:
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                for kind, a, b in zip(ops, [left, *others], others, strict=False):
+                    yield from operator(kind, a, b)
+            case ast.BinOp(left=left, op=op, right=right):
+                yield from operator(op, left, right)
+            case ast.BoolOp(op=op, values=values):
+                for a, b in pairwise(values):
+                    yield from operator(op, a, b)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                yield change(node.lineno, at(node.lineno, node.col_offset), at(operand.lineno, operand.col_offset), "")
+            case ast.Constant(value=int(value)) if not isinstance(value, bool):
+                begin = at(node.lineno, node.col_offset)
+                yield change(node.lineno, begin, at(node.end_lineno, node.end_col_offset), str(value + 1))
+            case ast.Call(func=ast.Name(id=name) as called) if name in CALLS:
+                begin = at(called.lineno, called.col_offset)
+                yield change(called.lineno, begin, begin + len(name), CALLS[name])
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+                begin, end = at(test.lineno, test.col_offset), at(test.end_lineno, test.end_col_offset)
+                yield change(test.lineno, begin, end, f"(not ({data[begin:end].decode()}))")
+
+
+def code_of(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs: no annotations, no `assert`, no sentence of an error."""
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns") or isinstance(value, ast.Assert):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, ast.Assert | ast.Raise | ast.JoinedStr):
+                yield child
+                yield from code_of(child)
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """`count` mutants, of each file about equally many."""
+    chance = random.Random(seed)
+    piles = [chance.sample(pile, len(pile)) for pile in ([*mutants_of(file)] for file in FILES)]
+    rounds = [pile[i] for i in range(count) for pile in piles if i < len(pile)]
+    return sorted(rounds[:count], key=lambda mutant: (mutant.file, mutant.begin))
+
+
+def importing(file: str) -> list[str]:
+    """The test files with an import of `file`."""
+    module = file.removesuffix(".py").replace("/", ".")
+    found = [path for path in (ROOT / "tests").rglob("test_*.py") if module in imported(path)]
+    rank = {name: i for i, name in enumerate(ORDER)}
+    found.sort(key=lambda path: (rank.get(path.parent.name, 0), str(path)))
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
+    return names
+
+
+def fate(tree: Tree, mutant: Mutant, failing: list[str]) -> dict[str, Any]:
+    path = tree.folder / mutant.file
+    original = path.read_bytes()
+    begin = time.monotonic()
+    tests = [*importing(mutant.file), *(f"--deselect={test}" for test in failing)]
+    try:
+        write(path, (original[: mutant.begin] + mutant.new.encode() + original[mutant.end :]).decode())
+        code, by = tree.run(tests, DEADLINE_S)
+    finally:
+        write(path, original.decode())
+    return asdict(mutant) | {"killed": code != OK, "by": by[-200:], "s": round(time.monotonic() - begin)}
+
+
+def main(words: list[str]) -> int:
+    options = dict(word.split("=", 1) for word in words)
+    console, copies, record = Console(), int(options.get("copies", 2)), Path(options["record"])
+    mutants = drawn(int(options.get("count", 150)), int(options.get("seed", 71)))
+    failing, fates = read(record) if record.exists() else (None, {})
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(copies))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="helix-mutants-"))
+        trees: SimpleQueue[Tree] = SimpleQueue()
+        for i in range(copies):
+            trees.put(tree := Tree(Path(directory, str(i))))
+            stack.callback(tree.close)
+
+        def with_tree(work: Callable[[Tree], T]) -> T:
+            tree = trees.get()
+            try:
+                return work(tree)
+            finally:
+                trees.put(tree)
+
+        with record.open("a") as file:
+            if failing is None:
+                files = sorted({test for mutant in mutants for test in importing(mutant.file)})
+                work = threads.map(lambda test: with_tree(lambda tree: tree.failures([test], DEADLINE_S)), files)
+                alone = track(work, f"{len(files)} files without any mutant", len(files), console=console)
+                failing = [test for tests in alone for test in tests]
+                file.write(json.dumps({"fail without any mutant": failing}) + "\n")
+            left = [mutant for mutant in mutants if key(asdict(mutant)) not in fates]
+            done = threads.map(lambda mutant: with_tree(lambda tree: fate(tree, mutant, failing)), left)
+            for line in track(done, f"{len(left)} mutants", len(left), console=console):
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                fates[key(line)] = line["killed"]
+    console.print(f"{sum(fates.values())} of {len(fates)} mutants are killed")
+    before = read(Path(options["compare"]))[1] if "compare" in options else {}
+    survivors = sorted(name for name, killed in before.items() if killed and not fates[name])
+    for file_name, begin, new in survivors:
+        console.print(f"was killed, survives: {file_name} at character {begin}: {new}", markup=False)
+    return 1 if survivors else 0
+
+
+def key(line: dict[str, Any]) -> tuple[str, int, str]:
+    return line["file"], line["begin"], line["new"]
+
+
+def read(record: Path) -> tuple[list[str], dict[tuple[str, int, str], bool]]:
+    """The tests that fail without any mutant, and whether each mutant was killed."""
+    first, *lines = [json.loads(line) for line in record.read_text().splitlines()]
+    return first["fail without any mutant"], {key(line): line["killed"] for line in lines}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
