@@ -1,19 +1,24 @@
-"""Shared set-up: where kernels run, what a GPU test needs, and the end of the worker pools."""
+"""Shared set-up: where kernels run, what GPU tests need and hold, and the end of the worker pools."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import Phase, settings
+
+from tests.gpus import GPUS, RESIDENT_GB, WORKER, Memory, processes
 
 # Triton reads this when a kernel is defined, so it has to be set before the first import of `kernels`.
 if not torch.cuda.is_available():
@@ -35,12 +40,51 @@ settings.load_profile("helix")
 COLLECTED = pytest.StashKey[dict[str, bool]]()
 
 
-def _gpus(n: int = 1) -> int:
-    """Returns the number of GPUs that `@pytest.mark.gpu`, `gpu(2)` or `gpu(n=2)` requires."""
-    return n
+def _gpus(n: int = 1, gb: float = 6.0) -> tuple[int, float]:
+    """Of `@pytest.mark.gpu`, `gpu(2)`, `gpu(n=2, gb=20)`: how many GPUs it needs, and the GB that it holds of each."""
+    return n, gb
+
+
+KERNELS_GB = 2.0  # of a test of tests/kernels, which runs where there is no GPU, too
+MEMORY = pytest.StashKey[Memory]()
+
+
+def _needs(item: pytest.Item) -> tuple[int, float]:
+    if (marker := item.get_closest_marker("gpu")) is not None:
+        return _gpus(*marker.args, **marker.kwargs)
+    return (1, KERNELS_GB) if "tests/kernels/" in item.nodeid else (0, 0.0)
+
+
+def _visible() -> list[str]:
+    """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    default = ",".join(map(str, range(torch.cuda.device_count())))
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", default).split(",") if name]
+
+
+def _gigabytes() -> list[float]:
+    return [torch.cuda.get_device_properties(i).total_memory / 1e9 for i in range(torch.cuda.device_count())]
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    return processes(os.cpu_count() or 1, _gigabytes()) if config.getoption("gpu") and _visible() else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("gpu"):
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--gpu needs a GPU, and torch finds none")
+    if WORKER is None:
+        share = (config.getoption("numprocesses", None) or 1) / len(_visible())
+        capacity = {name: gb - share * RESIDENT_GB for name, gb in zip(_visible(), _gigabytes(), strict=True)}
+        os.environ[GPUS] = json.dumps([tempfile.mkdtemp(prefix="helix-gpus-"), capacity])
+    folder, capacity = json.loads(os.environ[GPUS])
+    config.stash[MEMORY] = Memory(Path(folder), capacity)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="only what needs a GPU, and tests/kernels; -n auto fits GPUs")
+    parser.addoption("--part", metavar="I/N", help="only the I-th of N parts of the tests, which are about as long")
     parser.addoption("--record", type=Path, metavar="FILE", help="append to FILE how long the tests took")
 
 
@@ -66,13 +110,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gc.freeze()  # nor are they looked at once all tests are here: they stay to the end
     config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
+    chosen = [item for item in items if not config.getoption("gpu") or _needs(item)[0]]
+    if part := config.getoption("part"):
+        index, count = map(int, part.split("/"))
+        chosen = chosen[index - 1 :: count]
+    keep = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+    items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # a test's timeout begins once it has its memory
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    (needed, gb), memory = _needs(item), item.config.stash.get(MEMORY, None)
+    with memory.hold(_visible()[:needed], gb) if memory and needed <= len(_visible()) else nullcontext():
+        done = yield
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+    return done
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in item.iter_markers("gpu"):
-        needed, present = _gpus(*marker.args, **marker.kwargs), torch.cuda.device_count()
-        if present < needed:
-            pytest.skip(f"needs {needed} GPU(s), here are {present}")
+    if item.get_closest_marker("gpu") and (needed := _needs(item)[0]) > (present := torch.cuda.device_count()):
+        pytest.skip(f"needs {needed} GPU(s), here are {present}")
 
 
 def pytest_sessionfinish() -> None:
