@@ -59,7 +59,7 @@ class Memory:
             while not self._take(gpus, gb):
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{gb} GB of GPUs {gpus} did not become free in {DEADLINE_S:.0f} s: {self._read()}"
+                        f"{gb} GB of GPUs {gpus} did not become free in {DEADLINE_S:.0f} s: {self.taken()}"
                     )
                 time.sleep(0.05)
         try:
@@ -67,6 +67,11 @@ class Memory:
         finally:
             with self._locked("ledger"):
                 self._write({pid: taken for pid, taken in self._read().items() if pid != str(os.getpid())})
+
+    def taken(self) -> dict[str, dict[str, float]]:
+        """GB of each GPU by the process that holds them."""
+        with self._locked("ledger"):
+            return self._read()
 
     def _take(self, gpus: list[str], gb: float) -> bool:
         with self._locked("ledger"):

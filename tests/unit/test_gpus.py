@@ -24,7 +24,7 @@ def test_processes_fit_cores_and_memory(cores: int, gigabytes: list[float], coun
 def _hold(memory: Memory, names: list[str], gb: float, times: int, most: "multiprocessing.Queue[float]") -> None:
     for _ in range(times):
         with memory.hold(names, gb):
-            taken = memory._read().values()
+            taken = memory.taken().values()
             most.put(max(sum(by_gpu.get(name, 0.0) for by_gpu in taken) for name in names))
 
 
@@ -37,7 +37,7 @@ def test_no_more_is_held_than_there_is_and_nobody_starves(tmp_path: Path) -> Non
     sizes = [most.get(timeout=60) for _ in range(20)]
     for process in held:
         process.join(60)
-    assert max(sizes) == 10.0 and memory._read() == {}
+    assert max(sizes) == 10.0 and memory.taken() == {}
 
 
 def test_a_process_that_died_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
