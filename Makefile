@@ -77,6 +77,7 @@ docs: $(VENV)/.installed  ## Rewrite the generated tables, figures and the confi
 	$(BIN)/python -m benchmarks.plot
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.reference
+	$(BIN)/python -m benchmarks.route
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) launch/make_venv.py $(VENV)
