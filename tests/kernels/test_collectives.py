@@ -11,6 +11,8 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder as BUILDER
 
 from comm.pending import PendingProjection, PendingSum
+from kernels.attention.reference import lse_combine
+from kernels.dense.reference import rms_norm
 from kernels.moe import experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.peers.all_gather import SLICE_WORDS, all_gather
@@ -20,8 +22,6 @@ from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
 from kernels.peers.mailbox import SumTarget
 from kernels.peers.reduce_scatter import reduce_scatter
-from kernels.reference.lse_combine import lse_combine
-from kernels.reference.rms_norm import rms_norm
 from kernels.scaled import Matrix, quantised
 
 PIECES = 64

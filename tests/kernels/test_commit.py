@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.reference.commit import commit as reference
 from kernels.tokens.commit import PAST, Candidates, commit
+from kernels.tokens.reference import commit as reference
 
 
 @dataclass

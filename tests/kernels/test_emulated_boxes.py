@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from comm.emulated import addresses
+from kernels.attention.reference import lse_combine
+from kernels.dense.reference import rms_norm
 from kernels.peers.all_gather import SLICE_WORDS, all_gather
 from kernels.peers.all_reduce_norm import all_reduce_norm
 from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import PIECE_WORDS, exchange
-from kernels.reference.lse_combine import lse_combine
-from kernels.reference.rms_norm import rms_norm
 
 PIECES = 32
 WORD = 8

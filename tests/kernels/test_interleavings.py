@@ -13,6 +13,8 @@ from torch import Tensor
 
 from comm.emulated import addresses
 from kernels import dispatch
+from kernels.attention.reference import lse_combine
+from kernels.dense.reference import rms_norm
 from kernels.peers import (
     all_gather,
     all_reduce_norm,
@@ -22,8 +24,6 @@ from kernels.peers import (
     merge_exchange,
     reduce_scatter,
 )
-from kernels.reference.lse_combine import lse_combine
-from kernels.reference.rms_norm import rms_norm
 from tests.kernels.interleaving import Streams
 from tests.kernels.test_collectives import PIECES, Ranks, tables_of_groups
 from tests.kernels.test_merge_exchange import SHAPES, parts_of

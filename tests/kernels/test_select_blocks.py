@@ -11,9 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.reference.block_bounds import SCORES
-from kernels.reference.select_blocks import block_scores
-from kernels.reference.select_blocks import select_blocks as reference
+from kernels.sparse.reference import SCORES, block_scores
+from kernels.sparse.reference import select_blocks as reference
 from kernels.sparse.select_blocks import TILE, select_blocks
 from tests.kernels.interleaving import Streams
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from helix.layout import HelixLayout
 from helix.placement import Placement
 from kernels.hot_blocks import NOWHERE, BlockList, FetchList, HotBlocks, Readers
-from kernels.reference.copy_blocks import copy_blocks as reference_copy
-from kernels.reference.resolve import resolve as reference
-from kernels.reference.write_back import write_back as reference_write
 from kernels.tier.copy_blocks import copy_blocks
+from kernels.tier.reference import copy_blocks as reference_copy
+from kernels.tier.reference import resolve as reference
+from kernels.tier.reference import write_back as reference_write
 from kernels.tier.resolve import resolve
 from kernels.tier.write_back import write_back
 from tests.kernels.interleaving import Streams
