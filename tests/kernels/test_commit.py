@@ -211,7 +211,7 @@ def packed_by_the_paper(drafts: Tensor, drawn: Tensor, rows: Tensor) -> tuple[li
     out, packed = Verified.create(len(drafts), drafts.device), Packed.create(rows)
     verify_and_pack(drafts, drawn, rows, out, packed)
     each = zip(drafts.tolist(), out.accepted.tolist(), out.next_tokens.tolist(), strict=True)
-    return [row[:k] + [token] for row, k, token in each], packed.offsets.tolist(), packed.kv[: packed.offsets[-1]]
+    return [[*row[:k], token] for row, k, token in each], packed.offsets.tolist(), packed.kv[: packed.offsets[-1]]
 
 
 def packed_by_a_step(op: Any, case: Case, rows: Tensor) -> tuple[list[list[int]], list[int], Tensor]:
