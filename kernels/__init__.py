@@ -1,1 +1,1 @@
-"""GPU kernels, one op per file; `kernels.reference` holds the same ops in plain torch, which a CPU runs."""
+"""GPU kernels, one op per file; each family's `reference.py` holds the same ops in plain torch."""

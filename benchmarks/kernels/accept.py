@@ -18,8 +18,8 @@ from benchmarks.timer import READ_CEILING, ROTATED, seconds
 from comm.solo import SoloCommunicator
 from helix.speculation import accepted_candidates
 from helix.worker.sampling import SamplingState, distribution, draw_drafts, sampled_candidates
-from kernels.reference.commit import commit as reference
 from kernels.tokens.commit import Candidates, commit
+from kernels.tokens.reference import commit as reference
 
 COLUMNS = 19_008, 152_064  # of Qwen2.5-7B: on one of eight ranks, and on one alone
 SHAPES = (1, 0), (1, 4), (1, 11), (8, 0), (8, 8), (6, 11), (64, 4)  # sequences and drafts

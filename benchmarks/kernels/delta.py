@@ -14,9 +14,9 @@ import torch
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import ROTATED, K, seconds
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
+from kernels.recurrent import reference
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step
-from kernels.reference import gated_delta as reference
 
 try:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule

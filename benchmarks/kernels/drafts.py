@@ -11,9 +11,9 @@ from benchmarks.runner import Given, Part, Row
 from benchmarks.timer import ROTATED, K, seconds
 from helix.worker.keeps import dtype_name, score_planes
 from kernels.attention.flash_decode import decode_tile, flash_decode
+from kernels.attention.reference import flash_decode as by_torch
 from kernels.paged_keys import KeyScores, PagedKeys
-from kernels.reference.flash_decode import flash_decode as by_torch
-from kernels.reference.select_tokens import select_tokens as select_by_torch
+from kernels.sparse.reference import select_tokens as select_by_torch
 from kernels.sparse.select_tokens import select_tokens
 
 PAGE = 128

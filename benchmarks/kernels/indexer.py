@@ -16,9 +16,9 @@ from benchmarks.timer import PAGE, ROTATED, K, seconds
 from helix.attention.dense import attend_chosen
 from kernels.indexer.choose import PLANES, choose_tokens
 from kernels.indexer.keys import DIGITS
+from kernels.indexer.reference import Shard, ordered
 from kernels.indexer.scores import index_scores
 from kernels.paged_keys import PagedKeys
-from kernels.reference.choose_tokens import Shard, ordered
 from kernels.scaled_keys import rounded, rounded_latents
 
 WIDTH, TOPK, LATENT, ROPE = 128, 2048, 512, 64

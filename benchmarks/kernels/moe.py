@@ -13,8 +13,8 @@ import torch
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import ROTATED, read_ceiling, seconds
 from kernels.moe.experts import RoutedExperts
+from kernels.moe.reference import moe as reference
 from kernels.moe.router import Scoring, route
-from kernels.reference.experts import moe as reference
 from kernels.scaled import ScaledMatrix, groups
 
 Stored = Literal["bf16", "fp8", "mxfp4"]

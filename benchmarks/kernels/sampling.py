@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import READ_CEILING, ROTATED, seconds
-from kernels.reference import shape_logits as reference_shape
-from kernels.reference import top_tokens as reference_top
+from kernels.tokens import reference as reference_shape
+from kernels.tokens import reference as reference_top
 from kernels.tokens.shape_logits import IN_PROMPT, ONCE, Shaping, shape_logits
 from kernels.tokens.top_tokens import TOP, top_of_rank
 

@@ -32,8 +32,8 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import DIM, ROTATED, K, seconds
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
-from kernels.reference.select_blocks import block_scores
 from kernels.sparse.block_bounds import fold_blocks
+from kernels.sparse.reference import block_scores
 from kernels.sparse.select_blocks import select_blocks
 
 PAGE = 128

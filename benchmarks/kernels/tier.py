@@ -26,8 +26,8 @@ from benchmarks.timer import DIM, seconds
 from helix.worker.clock import Moment
 from helix.worker.host_store import HostStore
 from kernels.hot_blocks import BlockList, FetchList, HotBlocks, Readers
-from kernels.reference.resolve import resolve as reference
 from kernels.tier.copy_blocks import copy_blocks
+from kernels.tier.reference import resolve as reference
 from kernels.tier.resolve import resolve
 from kernels.tier.write_back import write_back
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.uniform import DRAFT, RECOVER
-from kernels.reference.uniform import uniform as reference_uniform
+from kernels.tokens.reference import DRAFT, RECOVER
+from kernels.tokens.reference import uniform as reference_uniform
 from kernels.tokens.uniform import uniform
 
 FATE = RECOVER + 1  # the stream of verdicts on drafts

@@ -28,8 +28,8 @@ from helix.worker.step import CHOSEN, Step
 from kernels.indexer.append import index_append
 from kernels.indexer.choose import FEW_ROWS, PLANES, choose_tokens
 from kernels.indexer.keys import DIGITS
+from kernels.indexer.reference import Shard
 from kernels.indexer.scores import index_scores
-from kernels.reference.choose_tokens import Shard
 
 NORM_EPS = 1e-6  # of the keys' norm, whatever rms_norm_eps is
 SCORES = 1 << 26  # scores in memory at once (256 MiB): longer prefill steps choose for some rows after the others

@@ -19,10 +19,10 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.sampling_params import SamplingParams
 from helix.worker.transfers import to_device
-from kernels.reference.uniform import DRAFT, TARGET
 from kernels.tokens.accept import ALL_KEYS, Distribution, descending_keys
 from kernels.tokens.best_token import best_of_rank, best_of_ranks
 from kernels.tokens.draw import draw
+from kernels.tokens.reference import DRAFT, TARGET
 
 # A 32-bit key as three digits (shift, bits), most significant first: 16 KB of bins per row in each all-reduce.
 _DIGITS = ((21, 11), (10, 11), (0, 10))

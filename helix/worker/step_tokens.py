@@ -14,7 +14,7 @@ from helix.errors import RankError
 from helix.worker.clock import Moment
 from helix.worker.step import PAST
 from helix.worker.transfers import to_host
-from kernels.reference.top_tokens import logprobs
+from kernels.tokens.reference import logprobs
 
 
 class Summaries(NamedTuple):

@@ -18,10 +18,10 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention import flash_decode_fp8_sm90, flash_decode_many_rows_sm90
 from kernels.attention.paged_tiles import ROOMY, attend_tiles, mean_query, tile_shape, tiles_read_whole
+from kernels.attention.reference import flash_decode as reference
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.paged_keys import KeyScores, PagedKeys
-from kernels.reference.flash_decode import flash_decode as reference
 
 
 @triton.jit

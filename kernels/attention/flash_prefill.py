@@ -11,10 +11,10 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention import flash_prefill_sm90
 from kernels.attention.paged_tiles import attend_tiles, tile_shape, tiles_read_whole, with_sink
+from kernels.attention.reference import flash_prefill as reference
 from kernels.attention.split_prefill import attend_split, tile_of_segment, tiles_of_rows, tiles_of_split
 from kernels.attention.unpacked_prefill import attend_unpacked
 from kernels.paged_keys import PagedKeys
-from kernels.reference.flash_prefill import flash_prefill as reference
 
 
 @triton.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.attention.reference import head_squares as reference
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.head_squares import head_squares as reference
 
 BLOCK = 1024  # numbers of a row at a time
 

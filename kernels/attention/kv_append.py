@@ -10,8 +10,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.paged_tiles import ROOMY
+from kernels.attention.reference import kv_append as reference
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.kv_append import kv_append as reference
 from kernels.scaled_keys import reciprocal, scale_at, scale_bits, scale_strides
 
 MANY = 1024  # tokens x heads; below, each is one program; a GPU starts about one program per nanosecond

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.ahead import rehearses
-from kernels.reference.lse_combine import lse_combine as reference
+from kernels.attention.reference import lse_combine as reference
 
 MANY = 2048  # rows; below, each is one program; a GPU starts about one program per nanosecond
 ROWS = 8  # per program from MANY on

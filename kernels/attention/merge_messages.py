@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.attention.reference import merge_messages as reference
 from kernels.attention.split_kv import (
     PartialAttention,
     UnmergedAttention,
@@ -21,7 +22,6 @@ from kernels.attention.split_kv import (
     schedule,
 )
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.merge_messages import merge_messages as reference
 
 PACKED = 4096  # values that a program copies
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.reference.embedding import embedding as reference
+from kernels.dense.reference import embedding as reference
 
 
 @triton.jit

@@ -17,11 +17,11 @@ from kernels import dispatch
 from kernels.attention.kv_append import HeadSlots
 from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.linear_scaled import scaled_linear
+from kernels.dense.reference import linear as reference
 from kernels.dense.scaled_rows import run_of, stored
 from kernels.dense.silu_mul import rounded_swiglu, silu_mul
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_words, turn
-from kernels.reference.linear import linear as reference
 from kernels.scaled import Matrix, ScaledMatrix
 
 MAX_ROWS = 4  # of x; more rows go to Hopper's kernels or a library

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.reference.rotary import angles as reference
+from kernels.dense.reference import angles as reference
 
 
 @triton.jit

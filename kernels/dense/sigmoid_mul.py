@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.dense.reference import sigmoid_mul as reference
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.sigmoid_mul import sigmoid_mul as reference
 
 
 @triton.jit

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.reference.experts import ALPHA
-from kernels.reference.silu_mul import silu_mul as reference
+from kernels.dense.reference import ALPHA
+from kernels.dense.reference import silu_mul as reference
 
 _ALPHA = tl.constexpr(ALPHA)
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.indexer.reference import index_append as reference
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.index_append import index_append as reference
 from kernels.scaled_keys import reciprocal, scale_bits
 
 

@@ -23,9 +23,9 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.indexer.choose_many_rows import choose_among_many
 from kernels.indexer.keys import DIGITS, SCORE_PASSES, at_least, begin_alike, digit_of, find_bound, keys_of
+from kernels.indexer.reference import Shard
+from kernels.indexer.reference import choose_tokens as reference
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.reference.choose_tokens import Shard
-from kernels.reference.choose_tokens import choose_tokens as reference
 
 TILE = 1024  # scores of a program per iteration
 PROGRAMS = 4  # per SM

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from kernels.indexer.keys import DIGITS, SCORE_PASSES, at_least, begin_alike, find_bound, keys_of
+from kernels.indexer.reference import Shard
 from kernels.overlap import overlapped, start_successor, store_in_place, wait_for_predecessor
-from kernels.reference.choose_tokens import Shard
 
 GROUPS = 8192  # of a row's scores, of each of which the best is kept
 TILE = 4096  # scores of an iteration that lists

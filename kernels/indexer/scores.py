@@ -14,8 +14,8 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention.split_prefill import tile_of_segment, tiles_of_rows
 from kernels.indexer.keys import DIGITS, score_codes
+from kernels.indexer.reference import index_scores as reference
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.reference.index_scores import index_scores as reference
 
 
 def score_tile(

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.mla.per_head_linear import MAX_ROWS, head_blocks, head_product, head_weight
+from kernels.mla.reference import mla_append as reference
+from kernels.mla.reference import per_head_linear
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.mla_append import mla_append as reference
-from kernels.reference.per_head_linear import per_head_linear
 from kernels.scaled_keys import GROUP, reciprocal, scale_at, scale_bits
 
 

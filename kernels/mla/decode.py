@@ -12,9 +12,9 @@ from kernels import dispatch
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.mla import decode_common_sm90, decode_few_rows_sm90, decode_many_rows_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
+from kernels.mla.reference import mla_decode as reference
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.paged_keys import PagedKeys
-from kernels.reference.mla_decode import mla_decode as reference
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention.split_prefill import tile_of_segment, tiles_of_rows
 from kernels.mla import expanded_prefill_sm90
-from kernels.reference.expanded_prefill import expanded_prefill as reference
+from kernels.mla.reference import expanded_prefill as reference
 
 
 def expanded_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.mla.reference import per_head_linear as reference
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.per_head_linear import per_head_linear as reference
 
 MAX_ROWS = 16  # the least that tensor cores take; more rows go to a library
 

@@ -14,8 +14,8 @@ from kernels.attention.split_prefill import attend_split, tile_of_segment, tiles
 from kernels.attention.unpacked_prefill import attend_unpacked
 from kernels.mla import prefill_chosen_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
+from kernels.mla.reference import mla_prefill as reference
 from kernels.paged_keys import PagedKeys
-from kernels.reference.mla_prefill import mla_prefill as reference
 
 
 @triton.jit(do_not_specialize=["segments", "lse_s", "splits"])  # they change from chunk to chunk

@@ -32,9 +32,9 @@ from kernels.dense.scaled_rows import add_product, finish, inside, load_scales, 
 from kernels.dense.silu_mul import clamped_swiglu, swiglu
 from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.pair_order import pair_order
+from kernels.moe.reference import moe as reference
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
-from kernels.reference.experts import moe as reference
 from kernels.scaled import ScaledMatrix
 
 Way = Literal["few", "some", "many"]

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.moe.reference import route as reference
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.router import route as reference
 
 Scoring = Literal["softmax", "top_softmax", "sigmoid"]
 

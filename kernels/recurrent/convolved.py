@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.reference.gated_delta import L2_EPS as _L2_EPS
+from kernels.recurrent.reference import L2_EPS as _L2_EPS
 
 L2_EPS = tl.constexpr(_L2_EPS)
 

@@ -15,8 +15,8 @@ from kernels import dispatch
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.overlap import sm_count
 from kernels.recurrent.convolved import convolved, gate, norm_scale
-from kernels.reference.gated_delta import CHUNK as _CHUNK
-from kernels.reference.gated_delta import gated_delta_prefill as reference
+from kernels.recurrent.reference import CHUNK as _CHUNK
+from kernels.recurrent.reference import gated_delta_prefill as reference
 
 CHUNK = tl.constexpr(_CHUNK)
 BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one; blocks are merged by products

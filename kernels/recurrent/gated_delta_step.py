@@ -5,7 +5,7 @@ while the projection before it still runs, writes the state, and goes on with th
 writes each state once, whatever the number of drafts.
 
 The state is not taken through this step's rows. Up to SYSTEM of them need S^T k and S^T q of the same state, and one
-another's products: their deltas are a triangular system, see `kernels.reference.gated_delta.chunked`. A warp has some
+another's products: their deltas are a triangular system, see `kernels.recurrent.reference.chunked`. A warp has some
 columns of the state, all their keys, and solves the system for these: rows and products of rows pass through memory,
 from which each warp loads what it needs, and outputs are normalised together at the end.
 """
@@ -20,7 +20,7 @@ from kernels import dispatch
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, store_in_place, wait_for_predecessor
 from kernels.recurrent.convolved import convolved, gate, norm_scale
-from kernels.reference.gated_delta import gated_delta_step as reference
+from kernels.recurrent.reference import gated_delta_step as reference
 
 TWO_ON_AN_SM = 128  # registers of a thread
 # The state is RUN tiles [keys / RUN / KI, values / VI, KI, VI] in registers, the last dims in the lanes of a warp.

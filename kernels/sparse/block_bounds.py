@@ -8,8 +8,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.placement import local_length
-from kernels.reference.block_bounds import SCORES
-from kernels.reference.block_bounds import fold_blocks as reference
+from kernels.sparse.reference import SCORES
+from kernels.sparse.reference import fold_blocks as reference
 
 SLOTS = 32  # slots of a page per iteration
 

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.keep_best import keep_best as reference
-from kernels.reference.select_blocks import NONE
+from kernels.sparse.reference import NONE
+from kernels.sparse.reference import keep_best as reference
 
 _NONE = tl.constexpr(NONE)
 

@@ -20,8 +20,8 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention.split_kv import item_at, schedule
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
-from kernels.reference.select_blocks import TILE
-from kernels.reference.select_blocks import select_blocks as reference
+from kernels.sparse.reference import TILE
+from kernels.sparse.reference import select_blocks as reference
 
 LANES = 1024  # least number of pages among which a program chooses at once
 MOST_CHOSEN = 128  # pages

@@ -23,8 +23,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, sm_count, start_successor, store_in_place, wait_for_predecessor
-from kernels.reference.select_tokens import FORCED, MOST_REACH, NO_NUMBER, Together
-from kernels.reference.select_tokens import select_tokens as reference
+from kernels.sparse.reference import FORCED, MOST_REACH, NO_NUMBER, Together
+from kernels.sparse.reference import select_tokens as reference
 
 TILE = 4096  # keys of a program per iteration; half as many in the launch that writes
 PROGRAMS = 8  # least per SM

@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.hot_blocks import BlockList
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.copy_blocks import copy_blocks as reference
+from kernels.tier.reference import copy_blocks as reference
 
 PIECE = 8192  # most words of a block that a program copies at once: 32 KB in flight
 LINE = 32  # words of 128 bytes

@@ -18,7 +18,7 @@ from kernels import dispatch
 from kernels.attention.placement import local_length
 from kernels.hot_blocks import NOWHERE, FetchList, HotBlocks, Readers
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.resolve import resolve as reference
+from kernels.tier.reference import resolve as reference
 
 ENTRIES = 1024  # most table entries per iteration
 PLACES = 4096  # most places of an order per iteration

@@ -10,8 +10,8 @@ from kernels import dispatch
 from kernels.attention.placement import local_length
 from kernels.hot_blocks import NOWHERE
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.write_back import write_back as reference
 from kernels.tier.copy_blocks import fence_system
+from kernels.tier.reference import write_back as reference
 
 PIECE = 8192  # most words of a block that are copied at once
 

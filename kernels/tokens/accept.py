@@ -19,11 +19,10 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference import accept as reference
-from kernels.reference.accept import ALL_KEYS, MASS_UNITS, Distribution, descending_keys
-from kernels.reference.uniform import ACCEPT, RECOVER, TARGET
+from kernels.tokens import reference
 from kernels.tokens.best_token import store_best
 from kernels.tokens.commit import before_first
+from kernels.tokens.reference import ACCEPT, ALL_KEYS, MASS_UNITS, RECOVER, TARGET, Distribution, descending_keys
 from kernels.tokens.uniform import gumbel, uniform
 
 __all__ = ["ALL_KEYS", "MASS_UNITS", "Distribution", "accept", "descending_keys", "kept_mass"]

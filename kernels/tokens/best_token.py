@@ -8,8 +8,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.best_token import best_of_rank as reference_of_rank
-from kernels.reference.best_token import best_of_ranks as reference_of_ranks
+from kernels.tokens.reference import best_of_rank as reference_of_rank
+from kernels.tokens.reference import best_of_ranks as reference_of_ranks
 
 BLOCK = 1024  # scores per program at once
 PROGRAMS = 792  # of all rows: six on each SM, all there at once

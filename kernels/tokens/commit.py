@@ -13,9 +13,9 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.commit import PAST, Candidates
-from kernels.reference.commit import commit as reference
 from kernels.tokens.best_token import best_of_pairs, width_of
+from kernels.tokens.reference import PAST, Candidates
+from kernels.tokens.reference import commit as reference
 
 __all__ = ["PAST", "Candidates", "before_first", "commit"]
 _PAST = tl.constexpr(PAST)

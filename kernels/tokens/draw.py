@@ -11,10 +11,10 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.accept import Distribution
-from kernels.reference.draw import draw as reference
 from kernels.tokens.accept import checked, log_weights, store_greedy
 from kernels.tokens.best_token import slices_of, store_best
+from kernels.tokens.reference import Distribution
+from kernels.tokens.reference import draw as reference
 from kernels.tokens.uniform import gumbel, gumbel_bound
 
 BLOCK = 512
@@ -76,7 +76,7 @@ def draw(
         greedy: the best tokens [B, T] int64, contiguous, drawn at temperature 0; -1: a broken row.
         seed: [B] int64, contiguous.
         positions: positions of the tokens [B, T] int64, contiguous: the counter of the random numbers.
-        stream: a stream of `kernels.reference.uniform`.
+        stream: a stream of `kernels.tokens.reference`.
         first: token id of the first column.
 
     Returns:

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.shape_logits import ENDS, FORBIDDEN, IN_PROMPT, ONCE, Shaping
-from kernels.reference.shape_logits import shape_logits as reference
+from kernels.tokens.reference import ENDS, FORBIDDEN, IN_PROMPT, ONCE, Shaping
+from kernels.tokens.reference import shape_logits as reference
 
 __all__ = ["ENDS", "FORBIDDEN", "IN_PROMPT", "ONCE", "Shaping", "shape_logits"]
 

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.suffix import TOKEN_BITS, OtherTexts
-from kernels.reference.suffix import suffix as reference
+from kernels.tokens.reference import TOKEN_BITS, OtherTexts
+from kernels.tokens.reference import suffix as reference
 
 __all__ = ["TOKEN_BITS", "OtherTexts", "suffix"]
 OWN_BLOCK = 4096  # positions that a program compares

@@ -1,6 +1,6 @@
 """The most likely tokens of each row and the total weight, over this rank's columns and then over all ranks.
 
-Blocks of columns, ranks and the whole vocabulary share one format, a summary (`kernels.reference.top_tokens`), and one
+Blocks of columns, ranks and the whole vocabulary share one format, a summary (`kernels.tokens.reference`), and one
 way to merge.
 """
 
@@ -12,9 +12,9 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.top_tokens import ID_BITS, NONE, TOP, WIDTH
-from kernels.reference.top_tokens import top_of_rank as reference_of_rank
-from kernels.reference.top_tokens import top_of_ranks as reference_of_ranks
+from kernels.tokens.reference import ID_BITS, NONE, TOP, WIDTH
+from kernels.tokens.reference import top_of_rank as reference_of_rank
+from kernels.tokens.reference import top_of_ranks as reference_of_ranks
 
 __all__ = ["TOP", "WIDTH", "top_of_rank", "top_of_ranks"]
 
@@ -101,7 +101,7 @@ def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch
 def top_of_ranks(summaries: torch.Tensor) -> torch.Tensor:
     """Merges summaries [N, B, WIDTH] int64, contiguous, of blocks of columns or of ranks, into one [B, WIDTH].
 
-    `kernels.reference.top_tokens.logprobs` decodes it.
+    `kernels.tokens.reference.logprobs` decodes it.
     """
     if not dispatch.on_gpu(summaries):
         return reference_of_ranks(summaries)

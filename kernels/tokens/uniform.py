@@ -1,4 +1,4 @@
-"""Counter-based random numbers inside kernels, bitwise equal to those of `kernels.reference.uniform`."""
+"""Counter-based random numbers inside kernels, bitwise equal to those of `kernels.tokens.reference`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def backend(count: int) -> str:
 def kernels(capability: tuple[int, int] | None) -> str:
     """Describes the kernels that a GPU of a compute capability takes; None: a CPU."""
     if capability is None:
-        return "plain torch (kernels/reference/)" + (
+        return "plain torch (kernels/*/reference.py)" + (
             ", TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") else ""
         )
     if capability == HOPPER:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from comm.emulated import EmulatedCommunicator, EmulatedTransport, rank_of
 from comm.symm_mem import SymmMemCommunicator
-from kernels.reference.lse_combine import lse_combine
+from kernels.attention.reference import lse_combine
 from tests.pool import pool
 
 LAYOUTS = [(2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2), (6, 3), (5, 5)]  # ranks, kvp

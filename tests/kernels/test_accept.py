@@ -15,10 +15,10 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.layout import share
 from helix.sampling_params import SamplingParams
 from helix.worker.sampling import SamplingState, distribution, sample
-from kernels.reference import accept as reference
-from kernels.reference.uniform import DRAFT, TARGET, gumbel, uniform
 from kernels.tokens import accept as kernels
+from kernels.tokens import reference
 from kernels.tokens.best_token import best_of_ranks
+from kernels.tokens.reference import DRAFT, TARGET, gumbel, uniform
 from kernels.tokens.uniform import uniform as kernel_uniform
 from tests.unit.test_sampling import MIXED, chi_square, chi_square_limit, oracle_kept, state_of, word_logits
 

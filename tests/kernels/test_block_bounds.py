@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from helix.layout import HelixLayout
-from kernels.reference.block_bounds import SCORES
-from kernels.reference.block_bounds import fold_blocks as reference
 from kernels.sparse.block_bounds import fold_blocks
+from kernels.sparse.reference import SCORES
+from kernels.sparse.reference import fold_blocks as reference
 
 CASES = {
     "one-rank": dict(kvp=1, block=16, page=16, heads=2, dim=64),

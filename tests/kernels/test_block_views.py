@@ -15,10 +15,10 @@ from helix.worker.keeps import dtype_name, keys_and_values
 from kernels.attention.flash_decode import flash_decode
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.kv_append import kv_append
+from kernels.attention.reference import flash_decode as decode_reference
+from kernels.attention.reference import flash_prefill as prefill_reference
+from kernels.attention.reference import kv_append as append_reference
 from kernels.paged_keys import PagedKeys
-from kernels.reference.flash_decode import flash_decode as decode_reference
-from kernels.reference.flash_prefill import flash_prefill as prefill_reference
-from kernels.reference.kv_append import kv_append as append_reference
 from kernels.sparse.block_bounds import fold_blocks
 from tests.kernels.oracle import Case, check, make_case
 from tests.kernels.test_scaled_keys import DTYPES, stored, with_queries

@@ -14,8 +14,8 @@ from torch import Tensor
 from helix.layout import HelixLayout
 from kernels.indexer import choose, choose_many_rows
 from kernels.indexer.choose import PLANES, choose_tokens
-from kernels.reference.choose_tokens import Shard, ordered
-from kernels.reference.choose_tokens import choose_tokens as reference
+from kernels.indexer.reference import Shard, ordered
+from kernels.indexer.reference import choose_tokens as reference
 from tests.pairs import params
 
 OPS = pytest.mark.parametrize("op", [choose_tokens, reference], ids=["kernel", "reference"])

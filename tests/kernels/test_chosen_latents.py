@@ -11,9 +11,9 @@ from torch import Tensor
 from kernels.mla import prefill_chosen_sm90
 from kernels.mla.decode import mla_decode
 from kernels.mla.prefill import mla_prefill
+from kernels.mla.reference import mla_decode as decode_reference
+from kernels.mla.reference import mla_prefill as prefill_reference
 from kernels.paged_keys import PagedKeys
-from kernels.reference.mla_decode import mla_decode as decode_reference
-from kernels.reference.mla_prefill import mla_prefill as prefill_reference
 from kernels.scaled_keys import rounded_latents, unpacked_latents
 from tests.kernels.oracle import check
 

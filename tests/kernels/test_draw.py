@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference.accept import ALL_KEYS, Distribution, descending_keys
-from kernels.reference.best_token import best_of_ranks
-from kernels.reference.draw import draw as reference
-from kernels.reference.uniform import DRAFT, TARGET
 from kernels.tokens import best_token
 from kernels.tokens import draw as kernels
+from kernels.tokens.reference import ALL_KEYS, DRAFT, TARGET, Distribution, best_of_ranks, descending_keys
+from kernels.tokens.reference import draw as reference
 from kernels.tokens.uniform import gumbel, gumbel_bound
 
 pytestmark = pytest.mark.usefixtures("few_programs")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.dense.reference import rms_norm as reference_norm
+from kernels.dense.reference import sigmoid_mul as reference_sigmoid
+from kernels.dense.reference import silu_mul as reference_silu
 from kernels.dense.rms_norm import rms_norm
 from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.dense.silu_mul import silu_mul
-from kernels.reference.rms_norm import rms_norm as reference_norm
-from kernels.reference.sigmoid_mul import sigmoid_mul as reference_sigmoid
-from kernels.reference.silu_mul import silu_mul as reference_silu
 
 # Of values up to about 8: fp32 sums of a thousand terms; below it the roundings named in the ops, half a unit each.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3 * 8 * 2**-11, torch.bfloat16: 3 * 8 * 2**-8}

@@ -7,27 +7,24 @@ import torch
 from torch import Tensor
 
 from comm.emulated import addresses
+from kernels.attention.reference import lse_combine
+from kernels.dense.reference import rms_norm
 from kernels.peers.all_gather import SLICE_WORDS, all_gather
-from kernels.peers.all_reduce_norm import all_reduce_norm
-from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
 from kernels.peers.exchange import PIECE_WORDS, exchange
-from kernels.reference.lse_combine import lse_combine
-from kernels.reference.rms_norm import rms_norm
+from tests.kernels.peers import Ranks, emulated_sums, summed
 
 PIECES = 32
 WORD = 8
 
 
-class Played:
+class Played(Ranks):
     """Boxes of two processes on one device, and each one's table of them."""
 
     def __init__(self, ranks: tuple[int, int], world: int, words: int, pieces_too: bool, device: torch.device) -> None:
+        super().__init__(2, 2 * world * PIECES * words, device)
         self.ranks, self.world = ranks, world
-        self.boxes = [torch.zeros(2 * world * PIECES * words, dtype=torch.int64, device=device) for _ in range(2)]
         sizes = PIECES * words * WORD, words * WORD if pieces_too else 0
-        self.peers = [self.table(self.boxes, sizes, process) for process in range(2)]
-        self.counts = [torch.zeros(2, 1, dtype=torch.int64, device=device) for _ in range(2)]
-        self.status = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
+        self.tables = [self.table(self.boxes, sizes, process) for process in range(2)]
 
     def table(self, boxes: list[Tensor], sizes: tuple[int, int], process: int) -> Tensor:
         mine, theirs = self.ranks[process], self.ranks[1 - process]
@@ -52,7 +49,7 @@ def test_the_exchange_takes_what_the_other_sends_to_anyone_else(
             for p in range(2):
                 result = torch.empty(N, shares[ranks[p]], D, device=device)
                 exchange(
-                    outs[p], lses[p], result, starts, played.peers[p], (played.counts[p][0], played.counts[p][1]),
+                    outs[p], lses[p], result, starts, played.tables[p], (played.counts[p][0], played.counts[p][1]),
                     played.status[p], rank=ranks[p], lanes=2, pieces=PIECES, spins=3, push=push, wait=not push,
                 )  # fmt: skip
                 results += [] if push else [result]
@@ -71,7 +68,7 @@ def test_the_exchange_takes_what_the_other_sends_to_anyone_else(
             wanted, _ = lse_combine(torch.stack(parts), torch.stack(logs), out=None, out_lse=None)
             # fp32 sums of up to eight terms of size 1, in another order.
             torch.testing.assert_close(result, wanted, atol=2**-19, rtol=0)
-    assert [int(s) for s in played.status] == [0, 0]
+    assert played.gave_up() == [0, 0]
 
 
 @pytest.mark.parametrize("way", ["one shot", "two shots", "rows"])
@@ -94,36 +91,17 @@ def test_sums_of_rows(ranks: tuple[int, int], world: int, way: str, device: torc
             for p in range(2):
                 of_sums = played.table(sums, (size * WORD, 0), p)
                 found = played.counts[p][0], played.status[p]
-                if way == "rows":
-                    one = all_reduce_norm_rows(
-                        x[p], None, weight, 1e-5, torch.stack((of_rows[p], of_sums)), *found,
-                        rank=ranks[p], rows=room, spins=3, row_words=size, phases=phase,
-                    )  # fmt: skip
-                else:
-                    one = all_reduce_norm(
-                        x[p], None, weight, 1e-5, torch.stack((played.peers[p], of_sums)), squares[p], *found,
-                        rank=ranks[p], pieces=PIECES, spins=3, two_shot=two_shot, slice_words=size, phases=phase,
-                    )  # fmt: skip
-                got.append(one)
-        wanted = [x[p] + (world - 1) * x[1 - p] for p in range(2)]
-        if (
-            way != "one shot"
-        ):  # of every `world` rows, an owner adds its own to all but the other's own, and sends that to all
-            of_owner = []
-            for p in range(2):
-                from_other = [to for to in range(world) if to != ranks[1 - p]]
-                rows = x[1 - p].view(2, world, H)[:, from_other]
-                of_owner.append(x[p].view(2, world, H)[:, ranks[p]] + rows.sum(1))
-            wanted = []
-            for p in range(2):
-                rows = of_owner[1 - p][:, None].repeat(1, world, 1)
-                rows[:, ranks[p]] = of_owner[p]
-                wanted.append(rows.view(N, H))
+                tables = torch.stack((of_rows[p] if way == "rows" else played.tables[p], of_sums))
+                sizes = dict(rank=ranks[p], pieces=room if way == "rows" else PIECES, size=size, spins=3, phases=phase)
+                got.append(summed(way, x[p], None, weight, tables, squares[p], *found, **sizes))
+        wanted = emulated_sums(x, ranks, world)
+        if way == "one shot":
+            wanted = [x[p] + (world - 1) * x[1 - p] for p in range(2)]
         for (y, total), right in zip(got, wanted, strict=True):
             # fp32 sums of up to eight terms of size 1 in another order, and their square root.
             torch.testing.assert_close(total, right, atol=2**-18, rtol=0)
             torch.testing.assert_close(y, rms_norm(right, weight, 1e-5)[0], atol=2**-18, rtol=0)
-    assert [int(s) for s in played.status] == [0, 0]
+    assert played.gave_up() == [0, 0]
 
 
 def test_gathers(device: torch.device) -> None:
@@ -132,7 +110,7 @@ def test_gathers(device: torch.device) -> None:
     for phase in (1, 4):
         got = [
             all_gather(
-                x[p], played.peers[p], played.counts[p][0], played.status[p], rank=(0, 2)[p], pieces=PIECES, spins=3,
+                x[p], played.tables[p], played.counts[p][0], played.status[p], rank=(0, 2)[p], pieces=PIECES, spins=3,
                 phases=phase,
             )
             for p in range(2)

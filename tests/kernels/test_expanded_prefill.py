@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.mla.expanded_prefill import expanded_prefill
-from kernels.reference.expanded_prefill import expanded_prefill as reference
+from kernels.mla.reference import expanded_prefill as reference
 from tests.kernels.oracle import low_precision
 
 OPS = pytest.mark.parametrize("op", [expanded_prefill, reference], ids=["kernel", "reference"])

@@ -11,9 +11,9 @@ import torch
 
 import kernels.attention.flash_decode as kernel
 from kernels.attention.flash_decode import decode_parts, flash_decode
+from kernels.attention.reference import flash_decode as reference
 from kernels.attention.split_kv import UnmergedAttention
 from kernels.paged_keys import PagedKeys
-from kernels.reference.flash_decode import flash_decode as reference
 from tests.kernels.oracle import Case, check, low_precision, make_case
 
 SHAPES = {

@@ -11,9 +11,9 @@ import torch
 from kernels.attention import flash_prefill_sm90, split_prefill
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.paged_tiles import tile_shape
+from kernels.attention.reference import flash_prefill as reference
 from kernels.attention.split_prefill import split_count
 from kernels.paged_keys import PagedKeys
-from kernels.reference.flash_prefill import flash_prefill as reference
 from tests.kernels.oracle import Case, check, low_precision, make_case
 
 MANY = [0 if i % 11 == 3 else 40 if i % 50 == 7 else 5 * i % 14 for i in range(150)]

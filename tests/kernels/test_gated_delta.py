@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
+from kernels.recurrent import reference
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
 from kernels.recurrent.gated_delta_step import gated_delta_step
-from kernels.reference import gated_delta as reference
 
 # Triton's interpreter cuts bf16 off where it should round: bf16 is for GPUs.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -9,8 +9,8 @@ import torch
 
 from kernels.attention.head_squares import head_squares
 from kernels.attention.kv_append import kv_append
-from kernels.reference.head_squares import head_squares as reference_squares
-from kernels.reference.kv_append import kv_append as reference_append
+from kernels.attention.reference import head_squares as reference_squares
+from kernels.attention.reference import kv_append as reference_append
 from tests.kernels.test_kv_append import expected
 
 SHAPES = [(4, 2, 64), (3, 1, 80), (5, 5, 8), (48, 8, 128), (7, 0, 16)]  # query heads, KV heads, head dim

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.indexer.append import index_append
-from kernels.reference.index_append import index_append as reference
+from kernels.indexer.reference import index_append as reference
 from kernels.scaled_keys import scales_of
 from tests.kernels.test_kv_append import expected
 

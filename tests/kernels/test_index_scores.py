@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels.indexer.choose import PLANES
+from kernels.indexer.reference import index_scores as reference
+from kernels.indexer.reference import ordered
 from kernels.indexer.scores import index_scores
-from kernels.reference.choose_tokens import ordered
-from kernels.reference.index_scores import index_scores as reference
 from kernels.scaled_keys import rounded
 
 OPS = pytest.mark.parametrize("op", [index_scores, reference], ids=["kernel", "reference"])

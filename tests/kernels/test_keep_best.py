@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.reference.keep_best import keep_best as reference
-from kernels.reference.select_blocks import NONE
 from kernels.sparse.keep_best import keep_best
+from kernels.sparse.reference import NONE
+from kernels.sparse.reference import keep_best as reference
 
 
 @pytest.mark.parametrize("op", [keep_best, reference], ids=["kernel", "reference"])

@@ -13,8 +13,8 @@ import torch
 from helix.layout import HelixLayout
 from helix.worker.keeps import dtype_name, score_planes
 from kernels.attention.flash_decode import decode_tile, flash_decode
+from kernels.attention.reference import flash_decode as reference
 from kernels.paged_keys import KeyScores
-from kernels.reference.flash_decode import flash_decode as reference
 from tests.kernels.oracle import Case, check, make_case
 from tests.pairs import params
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.kv_append import kv_append
-from kernels.reference.kv_append import kv_append as reference
+from kernels.attention.reference import kv_append as reference
 
 
 def expected(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None, eps: float) -> Tensor:

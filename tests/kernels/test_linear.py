@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernels.linear import MATRICES
 from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.linear import linear
-from kernels.reference.linear import linear as reference
+from kernels.dense.reference import linear as reference
 from kernels.scaled import quantised
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.

@@ -12,7 +12,7 @@ from kernels.attention.kv_append import kv_append
 from kernels.dense import linear_fp8_sm90
 from kernels.dense.linear import linear
 from kernels.dense.qkv_append import qkv_append
-from kernels.reference.linear import linear as reference
+from kernels.dense.reference import linear as reference
 from kernels.scaled import ScaledMatrix, groups
 
 CASES = [

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.attention.lse_combine import lse_combine
-from kernels.reference.flash_decode import flash_decode
-from kernels.reference.lse_combine import lse_combine as reference
+from kernels.attention.reference import flash_decode
+from kernels.attention.reference import lse_combine as reference
 from tests.kernels.oracle import make_case
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.attention import merge_messages as kernel
 from kernels.attention.merge_messages import merge_messages
+from kernels.attention.reference import merge_messages as reference
 from kernels.attention.split_kv import PartialAttention
-from kernels.reference.merge_messages import merge_messages as reference
 from tests.kernels.test_merge_exchange import PROGRAMS, SHAPES, parts_of
 from tests.pairs import params
 

@@ -9,7 +9,7 @@ import torch
 
 from kernels.mla.append import mla_append
 from kernels.mla.per_head_linear import MAX_ROWS
-from kernels.reference.mla_append import mla_append as reference
+from kernels.mla.reference import mla_append as reference
 from tests.kernels.test_kv_append import expected
 
 OPS = pytest.mark.parametrize("op", [mla_append, reference], ids=["kernel", "reference"])

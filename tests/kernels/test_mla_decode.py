@@ -9,7 +9,7 @@ import torch
 
 from kernels.mla import decode_common_sm90
 from kernels.mla.decode import mla_decode
-from kernels.reference.mla_decode import mla_decode as reference
+from kernels.mla.reference import mla_decode as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
 from tests.kernels.oracle import check, low_precision
 from tests.kernels.test_flash_decode import run

@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention import split_prefill
 from kernels.mla.prefill import mla_prefill
-from kernels.reference.mla_prefill import mla_prefill as reference
+from kernels.mla.reference import mla_prefill as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
 from tests.kernels.oracle import check, low_precision
 

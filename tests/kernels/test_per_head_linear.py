@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.mla.per_head_linear import MAX_ROWS, per_head_linear
-from kernels.reference.per_head_linear import per_head_linear as reference
+from kernels.mla.reference import per_head_linear as reference
 
 OPS = pytest.mark.parametrize("op", [per_head_linear, reference], ids=["kernel", "reference"])
 

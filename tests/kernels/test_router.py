@@ -14,8 +14,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from kernels.moe.reference import route as reference
 from kernels.moe.router import route
-from kernels.reference.router import route as reference
 
 DEEPSEEK = dict(topk_method="group_limited_greedy", routed_scaling_factor=2.5)
 # Router, config and what `route` has to be told.

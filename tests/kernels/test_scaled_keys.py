@@ -15,11 +15,11 @@ from kernels.attention import flash_decode_fp8_sm90
 from kernels.attention.flash_decode import flash_decode
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.kv_append import kv_append
+from kernels.attention.reference import flash_decode as decode_reference
+from kernels.attention.reference import flash_prefill as prefill_reference
+from kernels.attention.reference import kv_append as append_reference
 from kernels.dense.qkv_append import qkv_append
 from kernels.paged_keys import KeyScores, PagedKeys
-from kernels.reference.flash_decode import flash_decode as decode_reference
-from kernels.reference.flash_prefill import flash_prefill as prefill_reference
-from kernels.reference.kv_append import kv_append as append_reference
 from kernels.scaled_keys import scales_of
 from kernels.sparse.block_bounds import fold_blocks
 from tests.kernels import test_flash_decode, test_flash_prefill

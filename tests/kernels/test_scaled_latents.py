@@ -16,9 +16,9 @@ from kernels.mla import decode_common_sm90
 from kernels.mla.append import mla_append
 from kernels.mla.decode import mla_decode
 from kernels.mla.prefill import mla_prefill
-from kernels.reference.mla_append import mla_append as append_reference
-from kernels.reference.mla_decode import mla_decode as decode_reference
-from kernels.reference.mla_prefill import mla_prefill as prefill_reference
+from kernels.mla.reference import mla_append as append_reference
+from kernels.mla.reference import mla_decode as decode_reference
+from kernels.mla.reference import mla_prefill as prefill_reference
 from kernels.scaled_keys import unpacked_latents
 from tests.kernels import test_mla_decode, test_mla_prefill
 from tests.kernels.mla_oracle import FewBitsCase, make_latent_case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.reference.block_bounds import SCORES
-from kernels.reference.select_blocks import block_scores
-from kernels.reference.select_blocks import select_blocks as reference
+from kernels.sparse.reference import SCORES, block_scores
+from kernels.sparse.reference import select_blocks as reference
 from kernels.sparse.select_blocks import TILE, select_blocks
 from tests.kernels.interleaving import Streams
 
 MODULE = sys.modules[select_blocks.__module__]
+OPS = pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": dict(ranges=[(1, 20, 24), (1, 1, 1), (0, 0, 0)], topk=4),
@@ -42,10 +43,7 @@ def case(shape: str, device: torch.device, *, ties: bool = False, dtype: torch.d
     table = torch.randperm(B * columns, generator=gen).view(B, columns).int()
     bounds = torch.randn(B * columns, heads, 2, dim, generator=gen).sort(2, descending=True).values.to(dtype)
     if ties:
-        bounds, q = (
-            bounds[:1].round().expand_as(bounds).clone(),
-            q.round(),
-        )  # whole numbers: sums of any order are equal
+        bounds, q = bounds[:1].round().expand_as(bounds).clone(), q.round()  # sums of whole numbers are exact
     for b in range(B):  # what is no candidate of any query is NaN
         rows = s["ranges"][b * s["queries"] : (b + 1) * s["queries"]]
         used = torch.zeros(columns, dtype=torch.bool)
@@ -62,27 +60,26 @@ def case(shape: str, device: torch.device, *, ties: bool = False, dtype: torch.d
 
 
 def check(found: torch.Tensor, c: dict[str, Any], score: str) -> None:
-    """Page by page and head by head in float64, whose choices are those of fp32 where scores are not within 1e-5."""
-    q, bounds = c["q"].double().cpu(), c["bounds"].double().cpu()
-    T, heads = len(q) // len(c["block_table"]), bounds.shape[1]
-    group = q.shape[1] // heads
-    for n in range(len(q)):
-        row = c["block_table"][n // T].cpu()
+    """Page by page, or part by part, in float64, whose choices are those of fp32 where scores are not within 1e-5."""
+    q, bounds, tables = c["q"].double().cpu(), c["bounds"].double().cpu(), c["block_table"].cpu()
+    heads, parts = bounds.shape[1], bounds.shape[2] if bounds.dim() == 5 else 1
+    group, T = q.shape[1] // heads, len(q) // len(tables)
+    for n, h in product(range(len(q)), range(heads)):
+        row = (tables[n // T] if parts == 1 else tables[n, h]).tolist()
+        numbers = [page * parts + part for page in row for part in range(parts)]
         first, last, pages = (int(c[x][n]) for x in ("first", "last", "pages"))
-        for h in range(heads):
-            scores = []
-            for j in range(first, last):
-                one, two = bounds[int(row[j]), h]
-                of_heads = []
-                for x in q[n, h * group : (h + 1) * group]:
-                    if score == "bounds":
-                        of_heads.append(torch.maximum(x * one, x * two).sum())
-                    else:
-                        of_heads.append((x * one).sum())
-                scores.append(float(max(of_heads)))
-            best = sorted(range(last - first), key=lambda j: (-scores[j], j))[: c["topk"]]
-            read = [*range(first), *(first + j for j in sorted(best)), *range(last, pages)]
-            assert found[n, h, : len(read)].tolist() == row[read].tolist(), (n, h)
+        scores = []
+        for number in numbers[first:last]:
+            one, two = bounds[number, h] if parts == 1 else bounds[number // parts, h, number % parts]
+            each = q[n, h * group : (h + 1) * group]
+            products = torch.maximum(each * one, each * two) if score == "bounds" else each * one
+            scores.append(float(products.sum(1).max()))
+        best = sorted(range(last - first), key=lambda j: (-scores[j], j))[: c["topk"]]
+        read = [*range(first), *(first + j for j in sorted(best)), *range(last, pages)]
+        assert found[n, h, : len(read)].tolist() == [numbers[j] for j in read], (n, h)
+    reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
+    assert c["counted"].tolist() == [heads * int(reads.sum()), heads * len(reads)]
+    c["counted"].zero_()
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +88,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "LANES", 64)
 
 
-@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@OPS
 @pytest.mark.parametrize("shape, score", [(s, "bounds") for s in SHAPES] + [("drafts", s) for s in SCORES[1:]])
 def test_choices(shape: str, score: str, op: Any, device: torch.device) -> None:
     c = case(shape, device)
     check(op(**c, score=score), c, score)
-    reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
-    heads = c["bounds"].shape[1]
-    assert c["counted"].tolist() == [heads * int(reads.sum()), heads * len(reads)]
 
 
 def parts_case(parts: int, queries: int, device: torch.device) -> dict[str, Any]:
@@ -123,24 +117,7 @@ def parts_case(parts: int, queries: int, device: torch.device) -> dict[str, Any]
     )  # fmt: skip
 
 
-def check_parts(found: torch.Tensor, c: dict[str, Any]) -> None:
-    """Part by part in float64."""
-    q, bounds, table = c["q"].double().cpu(), c["bounds"].double().cpu(), c["block_table"].cpu()
-    heads, parts = bounds.shape[1:3]
-    for n in range(len(q)):
-        first, last, pages = (int(c[x][n]) for x in ("first", "last", "pages"))
-        for h in range(heads):
-            numbers = [int(page) * parts + part for page in table[n, h] for part in range(parts)]
-            scores = {}
-            for j in range(first, last):
-                one, two = bounds[numbers[j] // parts, h, numbers[j] % parts]
-                scores[j] = max(float(torch.maximum(x * one, x * two).sum()) for x in q[n, 3 * h : 3 * h + 3])
-            best = sorted(scores, key=lambda j: (-scores[j], j))[: c["topk"]]
-            read = [numbers[j] for j in (*range(first), *sorted(best), *range(last, pages))]
-            assert found[n, h, : len(read)].tolist() == read, (n, h)
-
-
-@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@OPS
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("parts, lanes", [(8, 1024), (8, 64), (4, 1024), (2, 64)])
 def test_parts(
@@ -149,9 +126,7 @@ def test_parts(
     monkeypatch.setattr(MODULE, "LANES", lanes)
     c = parts_case(parts, queries, device)
     for _ in range(2):
-        check_parts(op(**c, score="bounds"), c)
-    reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
-    assert c["counted"].tolist() == [4 * int(reads.sum()), 4 * len(reads)]
+        check(op(**c, score="bounds"), c, "bounds")
 
 
 def stretches_of(begin: int, end: int, k: int) -> list[tuple[int, int, int]]:
@@ -168,7 +143,7 @@ def stretches_of(begin: int, end: int, k: int) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@OPS
 @pytest.mark.parametrize("shape", ["plain", "many-tiles", "tiles-and-edges", "drafts", "thousands", "one"])
 def test_stretches(shape: str, op: Any, device: torch.device) -> None:
     """Each stretch gives the best of its own."""
@@ -190,23 +165,21 @@ def test_stretches(shape: str, op: Any, device: torch.device) -> None:
                 assert found[n, h, : len(read)].tolist() == row[read].tolist(), (n, h)
 
 
-@pytest.mark.parametrize("lanes", [256, 512])
-def test_one_look(lanes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "lanes, sms, shape",
+    [*product([256, 512], [None], ["many-tiles", "drafts", "tiles-and-edges"]), *product([64], [2, 9], ["many-tiles"])],
+)
+def test_looks_and_programs(
+    lanes: int, sms: int | None, shape: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one look; of items cut among programs. What one launch leaves behind does not reach the next."""
     monkeypatch.setattr(MODULE, "LANES", lanes)
-    for shape in ("many-tiles", "drafts", "tiles-and-edges"):
-        c = case(shape, device)
-        check(select_blocks(**c, score="bounds"), c, "bounds")
-
-
-@pytest.mark.parametrize("sms", [2, 9])
-def test_programs_and_repeats(sms: int, device: torch.device) -> None:
-    """Items cut among programs, and what one launch leaves behind does not reach the next."""
-    c = case("many-tiles", device)
+    c = case(shape, device)
     for _ in range(2):
         check(select_blocks(**c, score="bounds", sms=sms), c, "bounds")
 
 
-@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@OPS
 @pytest.mark.parametrize("shape", ["many-tiles", "drafts", "one"])
 def test_of_equals_the_earlier(shape: str, op: Any, device: torch.device) -> None:
     c = case(shape, device, ties=True)
@@ -218,7 +191,7 @@ def test_of_equals_the_earlier(shape: str, op: Any, device: torch.device) -> Non
         assert (found[n, :, : first + count] == wanted).all()
 
 
-@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@OPS
 def test_no_number_is_the_highest_score(op: Any, device: torch.device) -> None:
     c = case("many-tiles", device)
     page = int(c["block_table"][0, 5 * TILE + 3])

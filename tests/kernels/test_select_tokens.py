@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.reference.select_tokens import Together
-from kernels.reference.select_tokens import select_tokens as reference
+from kernels.sparse.reference import Together
+from kernels.sparse.reference import select_tokens as reference
 from kernels.sparse.select_tokens import select_tokens
 
 OPS = pytest.mark.parametrize("op", [select_tokens, reference], ids=["kernel", "reference"])

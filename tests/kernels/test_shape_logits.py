@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from kernels.reference.shape_logits import shape_logits as reference
+from kernels.tokens.reference import shape_logits as reference
 from kernels.tokens.shape_logits import ENDS, FORBIDDEN, IN_PROMPT, ONCE, Shaping, shape_logits
 
 OPS = pytest.mark.parametrize("op", [shape_logits, reference], ids=["kernel", "reference"])

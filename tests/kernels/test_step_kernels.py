@@ -13,10 +13,10 @@ from helix.layout import HelixLayout
 from helix.placement import Placement
 from kernels.attention.placement import cache_slots, local_bounds
 from kernels.dense.embedding import embedding
+from kernels.dense.reference import angles as reference_angles
+from kernels.dense.reference import embedding as reference_embedding
 from kernels.dense.rotary import angles
-from kernels.reference import best_token as reference_best
-from kernels.reference.embedding import embedding as reference_embedding
-from kernels.reference.rotary import angles as reference_angles
+from kernels.tokens import reference as reference_best
 from kernels.tokens.best_token import best_of_rank, best_of_ranks, width_of
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")

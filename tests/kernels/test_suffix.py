@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kernels.tokens.suffix as module
-from kernels.reference.suffix import suffix as reference
+from kernels.tokens.reference import suffix as reference
 from kernels.tokens.suffix import TOKEN_BITS, OtherTexts, suffix
 
 Entry = tuple[int, int] | None  # salt and token

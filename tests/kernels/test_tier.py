@@ -20,10 +20,10 @@ from torch import Tensor
 from helix.layout import HelixLayout
 from helix.placement import Placement
 from kernels.hot_blocks import NOWHERE, BlockList, FetchList, HotBlocks, Readers
-from kernels.reference.copy_blocks import copy_blocks as reference_copy
-from kernels.reference.resolve import resolve as reference
-from kernels.reference.write_back import write_back as reference_write
 from kernels.tier.copy_blocks import copy_blocks
+from kernels.tier.reference import copy_blocks as reference_copy
+from kernels.tier.reference import resolve as reference
+from kernels.tier.reference import write_back as reference_write
 from kernels.tier.resolve import resolve
 from kernels.tier.write_back import write_back
 from tests.kernels.interleaving import Streams
@@ -307,38 +307,37 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in pairs)
 
 
-def test_the_least_recently_chosen_goes(device: torch.device) -> None:
-    """Three places; a page of this choice is never given up, however long ago it was chosen before."""
-    hot = HotBlocks.create(1, 1, 9, 3, 0, 1, device).layer(0)
-    misses = FetchList.create(1, 3, device, torch.zeros(2, dtype=torch.int64, device=device))
-    chosen = [[0, 1, 2], [1], [2, 3], [0, 1], [4, 0, 5]]  # 3 takes 0's place, 0 takes 2's, 4 and 5 take 3's and 1's
-    fetched = [[0, 1, 2], [], [3], [0], [4, 5]]
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    for pages, wanted in zip(chosen, fetched, strict=True):
-        table = torch.tensor([[pages]], dtype=torch.int32, device=device)
-        columns = torch.tensor([len(pages)], dtype=torch.int32, device=device)
-        grid = {"kvp": 1, "kvp_rank": 0, "append_block": 1, "page_size": 1}
-        resolve(table, Readers(columns, columns, zero + 9, zero, 1), hot, misses, **grid)
-        assert misses.source[0, : misses.counts[0]].tolist() == wanted
-        assert hot.page_of[0, table[0, 0].long()].tolist() == pages
-    assert misses.counted.tolist() == [sum(map(len, chosen)) - 7, 7]
-
-
-def test_what_came_for_a_guess_alone_goes_first(device: torch.device) -> None:
-    """Three places: whoever guesses wrong loses what was guessed, and no block that was chosen since."""
-    hot = HotBlocks.create(1, 1, 9, 3, 0, 1, device).layer(0)
-    misses = FetchList.create(1, 3, device, torch.zeros(2, dtype=torch.int64, device=device))
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
+# Whether a choice is a guess, the pages that are chosen, and those that have to be fetched.
+TURNS = {
+    # 3 takes 0's place, 0 takes 2's, 4 and 5 take 3's and 1's: a page of this choice is never given up.
+    "the-least-recent-goes": [
+        (False, [0, 1, 2], [0, 1, 2]), (False, [1], []), (False, [2, 3], [3]), (False, [0, 1], [0]),
+        (False, [4, 0, 5], [4, 5]),
+    ],
     # 3 takes 2's place and is not chosen: it goes for 4, and 0 stays. 5 is guessed and chosen: it has come already.
-    steps = [(False, [0, 1, 2]), (True, [1, 3]), (False, [4, 1]), (False, [0]), (True, [5, 0]), (False, [5, 0])]
-    fetched = [[0, 1, 2], [3], [4], [], [5], []]
-    for (guess, pages), wanted in zip(steps, fetched, strict=True):
+    "what-came-for-a-guess-goes-first": [
+        (False, [0, 1, 2], [0, 1, 2]), (True, [1, 3], [3]), (False, [4, 1], [4]), (False, [0], []),
+        (True, [5, 0], [5]), (False, [5, 0], []),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
+def test_which_of_three_places_is_given_up(
+    turns: list[tuple[bool, list[int], list[int]]], device: torch.device
+) -> None:
+    hot = HotBlocks.create(1, 1, 9, 3, 0, 1, device).layer(0)
+    misses = FetchList.create(1, 3, device, torch.zeros(2, dtype=torch.int64, device=device))
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    grid = {"kvp": 1, "kvp_rank": 0, "append_block": 1, "page_size": 1}
+    for guess, pages, fetched in turns:
         table = torch.tensor([[pages]], dtype=torch.int32, device=device)
         columns = torch.tensor([len(pages)], dtype=torch.int32, device=device)
-        grid = {"kvp": 1, "kvp_rank": 0, "append_block": 1, "page_size": 1}
         resolve(table, Readers(columns, columns, zero + 9, zero, 1), hot, replace(misses, guess=guess), **grid)
-        assert misses.source[0, : misses.counts[0]].tolist() == wanted
+        assert misses.source[0, : misses.counts[0]].tolist() == fetched
         assert hot.page_of[0, table[0, 0].long()].tolist() == pages
+    asked, came = (sum(len(turn[i]) for turn in turns) for i in (1, 2))
+    assert misses.counted.tolist() == [asked - came, came]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.reference import top_tokens as reference
-from kernels.reference.top_tokens import logprobs
+from kernels.tokens import reference
 from kernels.tokens import top_tokens as kernels
+from kernels.tokens.reference import logprobs
 
 OPS = pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "reference"])
 TOP = kernels.TOP

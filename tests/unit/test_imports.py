@@ -40,7 +40,9 @@ LEVELS = {
     "kernels": [
         {"ahead", "dispatch", "hot_blocks", "overlap", "scaled", "scaled_keys", "sm90"},
         {"gated_delta", "paged_keys"},
-        {"reference"},
+        {"dense.reference"},
+        {f"{family}.reference" for family in ("attention", "indexer", "moe", "recurrent", "sparse", "tokens")},
+        {"mla.reference", "tier.reference"},
         {"attention"},
         {"indexer", "mla", "peers", "recurrent", "sparse", "tier"},
         {"dense", "tokens"},
@@ -163,6 +165,7 @@ def test_imports_point_one_way() -> None:
         ("kernels/moe/x.py", "import numpy"),
         ("kernels/attention/x.py", "from kernels.peers.mailbox import turn"),
         ("kernels/peers/x.py", "from kernels.mla import decode"),
+        ("kernels/dense/reference.py", "from kernels.dense.linear import linear"),
         ("comm/x.py", "from helix.layout import HelixLayout"),
         ("helix/engine/core.py", "import launch"),
         ("helix/__init__.py", "from launch.llm import LLM"),

@@ -21,8 +21,8 @@ from helix.placement import BlockBudget, Placement
 from helix.tokenizer import load_tokenizer
 from helix.worker.kv_cache import LayerCache
 from helix.worker.step import Step
-from kernels.reference.block_bounds import SCORES, fold_blocks
-from kernels.reference.select_blocks import block_scores as scores_of_pages
+from kernels.sparse.reference import SCORES, fold_blocks
+from kernels.sparse.reference import block_scores as scores_of_pages
 from launch.inputs.compose import ROOT
 
 PAGE, HEADS, DIM = 4, 2, 8

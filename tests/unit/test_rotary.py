@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from helix.layers.rotary import Rotary, frequencies
 from helix.layers.specs import ROPE_TYPES, RopeSpec
 from helix.models import spec_from_config
-from kernels.reference.kv_append import rotate
+from kernels.dense.reference import rotate
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": dict(rope_type="default"),

@@ -25,8 +25,8 @@ from comm.loopback import LoopbackCommunicator, LoopbackWorld, run_ranks
 from helix.layout import share
 from helix.sampling_params import LOGPROBS, SamplingParams
 from helix.worker.sampling import SamplingState, sample
-from kernels.reference import uniform as random
-from kernels.reference.uniform import TARGET, uniform
+from kernels.tokens import reference as random
+from kernels.tokens.reference import TARGET, uniform
 from kernels.tokens.top_tokens import TOP
 
 GREEDY = SamplingParams()

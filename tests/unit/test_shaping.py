@@ -21,7 +21,7 @@ from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
 from helix.worker.sampling import SamplingState, sample
 from helix.worker.shaping import Shaper
-from kernels.reference.top_tokens import logprobs
+from kernels.tokens.reference import logprobs
 from kernels.tokens.top_tokens import TOP, WIDTH
 from tests.kernels.test_shape_logits import Wish, bits
 from tests.sequences import admission

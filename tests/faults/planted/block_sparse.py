@@ -47,7 +47,7 @@ FAULTS = [
         ("tests/kernels/test_block_ranges.py",),
     ),
     Fault(
-        "of equal blocks the later", "kernels/reference/keep_best.py", "(1 << 31) - block", "(1 << 31) + block",
+        "of equal blocks the later", "kernels/sparse/reference.py", "(1 << 31) - block", "(1 << 31) + block",
         ("tests/kernels/test_keep_best.py",),
     ),
     Fault(

@@ -140,7 +140,7 @@ FAULTS = [
         "torch.arange(chunk.begin, chunk.end)", "torch.arange(len(chunk.tokens))", KV_CACHE,
     ),
     Fault(
-        "a draft behind a rejected one is kept", "kernels/reference/commit.py",
+        "a draft behind a rejected one is kept", "kernels/tokens/reference.py",
         ".long().cumprod(1).sum(1)", ".long().sum(1)", KV_CACHE,
     ),
     Fault(

@@ -12,11 +12,11 @@ COLLECTIVES = "tests/kernels/test_collectives.py::"
 
 FAULTS = [
     Fault(
-        "padding lanes count", "kernels/reference/merge_messages.py",
+        "padding lanes count", "kernels/attention/reference.py",
         "to_lse[k : k + n, :, h:] = -torch.inf", "to_lse[k : k + n, :, h:] = 0", MESSAGES,
     ),
     Fault(
-        "shares begin too early", "kernels/reference/merge_messages.py",
+        "shares begin too early", "kernels/attention/reference.py",
         "k, head = k + n, run.stop", "k, head = k + n, head + h", MESSAGES,
     ),
     Fault(

@@ -106,7 +106,7 @@ FAULTS = [
         'width = tl.where(source_lse == float("-inf"), 0, D)', "width = tl.where(source_lse == 0, D, D)", LSE_COMBINE,
     ),
     Fault(
-        "combined in base 2", "kernels/reference/lse_combine.py",
+        "combined in base 2", "kernels/attention/reference.py",
         "weights = (lse - peak).exp()", "weights = (lse - peak).exp2()", LSE_COMBINE,
     ),
     Fault(
@@ -146,7 +146,7 @@ FAULTS = [
         "other = second * c + first * s", "other = second * c - first * s", KV_APPEND,
     ),
     Fault(
-        "interleaved rotation", "kernels/reference/kv_append.py",
+        "interleaved rotation", "kernels/dense/reference.py",
         "a, b = x.float().chunk(2, dim=-1)", "a, b = x.float()[..., 0::2], x.float()[..., 1::2]", KV_APPEND,
     ),
     # ---- RoPE
@@ -174,16 +174,16 @@ FAULTS = [
         "tl.gather(end - count, expert, 0)", "tl.gather(end, expert, 0)",
         ("tests/kernels/test_pair_order.py::test_pairs_lie_by_expert",),
     ),
-    Fault("weights not normalised", "kernels/reference/router.py", "if normalise:", "if False:", ROUTE),
+    Fault("weights not normalised", "kernels/moe/reference.py", "if normalise:", "if False:", ROUTE),
     Fault(
         "routed scale left out", "kernels/moe/router.py", "weight * scale, 1.0)", "weight, 1.0)", ROUTE,
     ),
     Fault(
-        "a group is as good as its best expert", "kernels/reference/router.py",
+        "a group is as good as its best expert", "kernels/moe/reference.py",
         "grouped.topk(group_score).values.sum(-1)", "grouped.max(-1).values", ROUTE,
     ),
     Fault(
-        "the choice's bias weighs", "kernels/reference/router.py",
+        "the choice's bias weighs", "kernels/moe/reference.py",
         "weights = scores.gather(1, ids)", "weights = choice.gather(1, ids)", ROUTE,
     ),
     Fault(
@@ -198,7 +198,7 @@ FAULTS = [
         "gate and up exchanged", "helix/layers/ffn.py", "for odd in (0, 1))", "for odd in (1, 0))", EXPERT_LAYERS,
     ),
     Fault(
-        "gpt-oss's gate without its one", "kernels/reference/experts.py", "* (up + 1))", "* up)",
+        "gpt-oss's gate without its one", "kernels/dense/reference.py", "* (up + 1))", "* up)",
         ("tests/kernels/test_experts.py::test_moe_is_transformers",),
     ),
     # ---- layers
@@ -267,16 +267,16 @@ FAULTS = [
     ),
     # ---- sampling
     Fault(
-        "noise of every position alike", "kernels/reference/draw.py",
+        "noise of every position alike", "kernels/tokens/reference.py",
         "gumbel(seed[:, None, None], positions[..., None], ", "gumbel(seed[:, None, None], positions[..., None] * 0, ",
         SAMPLING,
     ),
     Fault(
-        "all rows with the first one's seed", "kernels/reference/draw.py",
+        "all rows with the first one's seed", "kernels/tokens/reference.py",
         "gumbel(seed[:, None, None], positions", "gumbel(seed[:1, None, None], positions", SAMPLING,
     ),
     Fault(
-        "noise by local columns", "kernels/reference/draw.py",
+        "noise by local columns", "kernels/tokens/reference.py",
         "torch.arange(first, first + p.logits.shape[2], ", "torch.arange(0, p.logits.shape[2], ",
         SAMPLING,
     ),
@@ -291,7 +291,7 @@ FAULTS = [
         "(sums[0] < (need - before[0])[:, None])", "(sums[0] <= (need - before[0])[:, None])", SAMPLING,
     ),
     Fault(
-        "min-p drops the best", "kernels/reference/accept.py",
+        "min-p drops the best", "kernels/tokens/reference.py",
         "keep = scaled >= self.min_p", "keep = scaled > self.min_p", SAMPLING,
     ),
     Fault(

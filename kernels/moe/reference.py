@@ -1,10 +1,13 @@
-"""route in plain torch."""
+"""The ops of `kernels.moe` in plain torch."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.dense.reference import clamped_swiglu, silu_mul
+from kernels.scaled import Matrix, as_tensor
 
 
 def route(
@@ -37,3 +40,23 @@ def route(
 def _top(scores: Tensor, k: int) -> Tensor:
     """Returns the columns of each row's k largest, best first, ties to the lowest (`topk` does not specify them)."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def moe(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix, first: int,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, clamp_at: float | None, addend: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Sums the outputs of the chosen local experts by weight; arguments and shapes as in
+    `kernels.moe.experts.RoutedExperts`.
+    """
+    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    if addend is not None:
+        out += addend
+    for expert in range(len(gate_up)):
+        token, slot = torch.where(ids == first + expert)
+        into, out_of = as_tensor(gate_up[expert], x.dtype), as_tensor(down[expert], x.dtype)
+        h = F.linear(x[token], into, None if gate_up_bias is None else gate_up_bias[expert])
+        h = silu_mul(h) if clamp_at is None else clamped_swiglu(h, clamp_at)
+        y = F.linear(h, out_of, None if down_bias is None else down_bias[expert])
+        out.index_add_(0, token, (y * weights[token, slot, None]).to(out.dtype))
+    return out.to(x.dtype)

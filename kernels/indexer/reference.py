@@ -1,4 +1,4 @@
-"""choose_tokens in plain torch."""
+"""The ops of `kernels.indexer` in plain torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+
+from kernels.dense.reference import rotate
+from kernels.scaled_keys import rounded
 
 LEAST = -(1 << 63)  # below every key
 
@@ -65,3 +69,59 @@ def choose_tokens(
         pages = tables[n // (N // len(tables)) if rows is None else rows[n]]
         table[n, : len(chosen)] = pages[chosen // shard.page_size] * shard.page_size + chosen % shard.page_size
     return table, mine.sum(1, dtype=torch.int32)
+
+
+def index_append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
+) -> None:
+    """Normalises, rotates and appends keys, rotates queries; shapes as in `kernels.indexer.append.index_append`."""
+    if numbers is not None:
+        numbers.zero_()
+    rope = 2 * cos.shape[1]
+    normed = F.layer_norm(k.float(), gain.shape, gain.float(), bias.float(), eps)
+    keys = torch.cat((rotate(normed[:, None, :rope], cos, sin)[:, 0], normed[:, rope:]), -1)
+    mine = slots >= 0
+    at = slots[mine] // cache.shape[1], slots[mine] % cache.shape[1]
+    if scales is None:
+        cache[at] = keys[mine].to(cache.dtype)
+    else:
+        cache[at], scales[at] = rounded(keys[mine])
+    q[..., :rope] = rotate(q[..., :rope], cos, sin)
+
+
+def index_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    hi: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    max_q: int,
+    scores: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
+) -> None:
+    """Writes scores of keys; shapes as in `kernels.indexer.scores.index_scores`. Sums are the same on every grid."""
+    page_size = cache.shape[1]
+    begins = torch.arange(0, len(q) + 1, max_q).tolist() if cu_q is None else cu_q.tolist()
+    for pages, begin, end in zip(tables, begins, begins[1:], strict=False):
+        for n in range(begin, end):
+            at = torch.arange(int(hi[n]), device=q.device)
+            slots = pages[at // page_size].long(), at % page_size
+            keys = cache[slots].to(q.dtype).double()  # [keys, D]
+            if scales is not None:
+                keys *= scales[slots][:, None]
+            products = (keys @ q[n].double().T).relu()
+            scores[n, : len(at)] = (products @ weights[n].double()).float()
+            if numbers is not None:
+                numbers[0, n] += (ordered(scores[n, : len(at)]) >> 24).bincount(minlength=256)

@@ -1,11 +1,11 @@
-"""resolve in plain torch."""
+"""The ops of `kernels.tier` in plain torch."""
 
 from __future__ import annotations
 
 import torch
 
-from kernels.hot_blocks import NOWHERE, FetchList, HotBlocks, Readers
-from kernels.reference.block_bounds import full_pages
+from kernels.hot_blocks import NOWHERE, BlockList, FetchList, HotBlocks, Readers
+from kernels.sparse.reference import full_pages
 
 
 def resolve(
@@ -62,3 +62,34 @@ def resolve(
             for n, j in entries:
                 place = hot.begin + h * hot.places + int(place_of[page])
                 table[n, h, j] = place * apart + table[n, h, j] % parts
+
+
+def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList) -> None:
+    """Copies listed blocks in all layers; shapes as in `kernels.tier.copy_blocks.copy_blocks`."""
+    for of_source, of_target, count in zip(blocks.source, blocks.target, blocks.counts.tolist(), strict=True):
+        copied = source[:, of_source[:count].long().to(source.device)]
+        target[:, of_target[:count].long().to(target.device)] = copied.to(target.device)
+
+
+def write_back(
+    places: torch.Tensor,
+    host: torch.Tensor,
+    place_of: torch.Tensor,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    first_row: int,
+    ring_pages: int,
+    **grid: int,
+) -> None:
+    """Writes filled pages to the host; shapes as in `kernels.tier.write_back.write_back`."""
+    heads = place_of.shape[1]
+    head = torch.arange(heads, device=places.device)
+    lengths = zip(tables, starts.tolist(), before.tolist(), after.tolist(), strict=True)
+    for row, (table, start, old, new) in enumerate(lengths, first_row):
+        for column in range(full_pages(old, start, **grid), full_pages(new, start, **grid)):
+            page = int(table[column])
+            of_ring = (row * ring_pages + column % ring_pages) * heads
+            host[:, page * heads : (page + 1) * heads] = places[:, of_ring + head].to(host.device)
+            place_of[:, :, page] = NOWHERE

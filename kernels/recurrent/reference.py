@@ -1,4 +1,4 @@
-"""The gated delta rule in plain torch: step by step, and in chunks."""
+"""The ops of `kernels.recurrent` in plain torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,119 @@
+"""The ops of `kernels.mla` in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from kernels.attention.reference import flash_decode, flash_prefill
+from kernels.dense.reference import rms_norm, rotate
+from kernels.paged_keys import PagedKeys
+from kernels.scaled_keys import rounded_latents, unpacked_latents
+
+ROWS = 256  # of one block: scores stay small, and products large
+
+
+def mla_append(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    w_uk: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    ropes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Normalises, rotates, appends, returns absorbed queries; shapes as in `kernels.mla.append.mla_append`."""
+    latent = rms_norm(kv[:, : len(gain)], gain, eps)[0]
+    key = rotate(kv[:, None, len(gain) :], cos, sin)[:, 0]
+    mine = slots >= 0
+    page, slot = slots[mine] // cache.shape[1], slots[mine] % cache.shape[1]
+    if scales is None or ropes is None:
+        cache[page, slot] = torch.cat((latent, key), -1)[mine]
+    else:
+        cache[page, slot], scales[page, :, slot] = rounded_latents(latent[mine])
+        ropes[page, slot] = key[mine]
+    nope = w_uk.shape[1]
+    absorbed = torch.bmm(q[..., :nope].transpose(0, 1), w_uk).transpose(0, 1)
+    return torch.cat((absorbed, rotate(q[..., nope:], cos, sin)), -1)
+
+
+def mla_decode(
+    q: torch.Tensor,
+    keys: PagedKeys,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends decode queries in latent space; shapes as in `kernels.mla.decode.mla_decode`."""
+    full, lse = flash_decode(q, whole(keys), lse=lse)
+    latent = keys.v.shape[-1]
+    return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse
+
+
+def mla_prefill(
+    q: torch.Tensor,
+    keys: PagedKeys,
+    cu_q: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends prompt chunks in latent space; shapes as in `kernels.mla.prefill.mla_prefill`."""
+    full, lse = flash_prefill(q, whole(keys), cu_q, max_q, max_k, lse=lse)
+    latent = keys.v.shape[-1]
+    return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse
+
+
+def whole(latents: PagedKeys) -> PagedKeys:
+    """Returns latents as one KV head whose values are whole entries; the caller cuts the output."""
+    entries = latents.k
+    if latents.k_scale is not None and latents.rope is not None:
+        scales, page = latents.k_scale, latents.page_size
+        if scales.shape[2] != page:  # slot i of all pages in a row
+            scales = scales.mT.flatten(0, 1).unflatten(0, (-1, page)).mT
+        entries = torch.cat((unpacked_latents(entries, scales), latents.rope.float()), -1)
+    slots = entries.unsqueeze(2)
+    return replace(latents, k=slots, v=slots, k_scale=None)
+
+
+def expanded_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    ropes: torch.Tensor,
+    cu_q: torch.Tensor,
+    max_q: int,
+    hi: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends prompt chunks to expanded latents; shapes as in `kernels.mla.expanded_prefill.expanded_prefill`."""
+    heads, nope = q.shape[1], q.shape[2] - ropes.shape[2]
+    out = q.new_zeros(len(q), heads, keys.shape[3] - nope)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    for of_sequence, of_ropes, (first, last) in zip(keys, ropes, pairwise(cu_q.tolist()), strict=False):
+        for begin in range(first, last, ROWS):
+            rows = slice(begin, min(begin + ROWS, last))
+            if (most := int(hi[rows].max())) == 0:
+                continue
+            k, v = of_sequence[:most].float().transpose(0, 1).split([nope, out.shape[2]], 2)  # [H, T, ..]
+            of_q = q[rows].float().transpose(0, 1)
+            scores = (of_q[..., :nope] @ k.mT + of_q[..., nope:] @ of_ropes[:most].float().mT) * scale
+            beyond = torch.arange(most, device=q.device) >= hi[rows, None]
+            scores.masked_fill_(beyond, -torch.inf)
+            weights = scores.softmax(-1).masked_fill(hi[rows, None] == 0, 0.0)
+            out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
+            lse[rows] = scores.logsumexp(-1).T
+    return out, lse
+
+
+def per_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Multiplies each head's rows by its matrix; shapes as in `kernels.mla.per_head_linear.per_head_linear`."""
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out

@@ -1,0 +1,287 @@
+"""The ops of `kernels.sparse` in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+SCORES = ("bounds", "mean")  # statistics in a page's two vectors
+NONE = -(2**31)  # below every score
+TILE = 32  # pages of a tile
+FORCED = 0xFFFF  # above every score
+NO_NUMBER = 0xFFFE  # above every other score
+MOST_REACH = 16  # keys; pages of more than one key hold at least as many
+
+
+def full_pages(length: int, start: int, *, kvp: int, kvp_rank: int, append_block: int, page_size: int) -> int:
+    """Computes how many pages a sequence's first `length` tokens fill on a rank."""
+    cycle = append_block * kvp
+    rest = length % cycle - (kvp_rank - start) % kvp * append_block
+    return (length // cycle * append_block + min(max(rest, 0), append_block)) // page_size
+
+
+def fold_blocks(
+    keys: torch.Tensor,
+    scales: torch.Tensor | None,
+    bounds: torch.Tensor,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    score: str,
+    *,
+    kvp: int,
+    kvp_rank: int,
+    append_block: int,
+    part_bounds: torch.Tensor | None = None,
+) -> None:
+    """Writes the bounds of newly filled pages; shapes as in `kernels.sparse.block_bounds.fold_blocks`."""
+    grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": keys.shape[2]}
+    for table, start, old, new in zip(tables, starts.tolist(), before.tolist(), after.tolist(), strict=True):
+        pages = table[full_pages(old, start, **grid) : full_pages(new, start, **grid)].long()
+        k = keys[:, pages].float()  # [layers, n, page_size, Hkv, D]
+        if scales is not None:
+            k *= scales[:, pages].transpose(2, 3)[..., None]
+        if len(pages) == 0:
+            continue
+        if score == "bounds":
+            both = k.amax(2), k.amin(2)
+        else:
+            both = 2 * (k.mean(2),)
+        bounds[:, pages] = torch.stack(both, 3).to(bounds.dtype)
+        if part_bounds is not None:
+            parts = k.unflatten(2, (part_bounds.shape[3], -1))  # [layers, n, parts, tokens, Hkv, D]
+            both = parts.amax(3), parts.amin(3)
+            part_bounds[:, pages] = torch.stack(both, 4).transpose(2, 3).to(bounds.dtype)
+
+
+def ordered_fp32(scores: torch.Tensor) -> torch.Tensor:
+    """Maps fp32 to int32 of the same order; NaN is the highest."""
+    bits = scores.contiguous().view(torch.int32)
+    return torch.where(scores.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Tensor:
+    """Scores pages for one query: the maximum over a KV head's query heads, fp32.
+
+    Args:
+        q: [Hq, D].
+        bounds: [n, Hkv, 2, D], of n pages.
+        score: bounds: an upper bound of q.k; mean: q times the mean key.
+
+    Returns:
+        [Hkv, n].
+    """
+    heads = bounds.shape[1]
+    q = q.float().view(heads, -1, q.shape[-1])  # [Hkv, group, D]
+    one, two = bounds.float().permute(2, 1, 3, 0)  # each [Hkv, D, n]
+    if score == "bounds":
+        found = q.clamp(min=0) @ one + q.clamp(max=0) @ two
+    else:
+        found = q @ one
+    return found.amax(1)  # NaN propagates
+
+
+def _bounds(bounds: torch.Tensor, entries: torch.Tensor, parts: int) -> torch.Tensor:
+    """Looks up the bounds [n, Hkv, 2, D] of entries [Hkv, n], pages or parts."""
+    head = torch.arange(len(entries), device=entries.device)[:, None]
+    found = bounds[entries, head] if parts == 1 else bounds[entries // parts, head, entries % parts]
+    return found.transpose(0, 1)
+
+
+def _best(found: torch.Tensor, k: int) -> torch.Tensor:
+    """Returns the places [Hkv, k] of the best scores, ascending; stable: ties go to the earlier page."""
+    return found.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+
+
+def _shares(begin: int, end: int, k: int, stretch: int | None) -> list[tuple[int, int, int]]:
+    """Lists the stretches of the pages, from the first one on, and how many of the k each gives."""
+    k = min(k, end - begin)
+    if stretch is None or begin >= end:
+        return [(0, end - begin, k)]
+    first, tiles = begin // TILE, -(-end // TILE) - begin // TILE
+    each = -(-tiles // -(-tiles // (stretch // TILE)))
+    cuts = [max((first + tile) * TILE - begin, 0) for tile in range(0, tiles, each)] + [end - begin]
+    return [(a, b, b * k // (end - begin) - a * k // (end - begin)) for a, b in pairwise(cuts)]
+
+
+def select_blocks(
+    q: torch.Tensor,
+    bounds: torch.Tensor,
+    block_table: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    pages: torch.Tensor,
+    topk: int,
+    width: int,
+    score: str,
+    counted: torch.Tensor,
+    *,
+    candidates: torch.Tensor | None = None,
+    stretch: int | None = None,
+) -> torch.Tensor:
+    """Selects the pages that queries read; shapes as in `kernels.sparse.select_blocks.select_blocks`.
+
+    Args:
+        stretch: most pages of a stretch; None: one stretch.
+    """
+    N, T = len(q), len(q) // len(block_table)
+    heads, parts = bounds.shape[1], bounds.shape[2] if bounds.dim() == 5 else 1
+    table = torch.full((N, heads, width), -1, dtype=torch.int32, device=q.device)
+    for n in range(N):
+        row = block_table[n // T].expand(heads, -1)
+        if parts > 1:
+            row = (row[..., None] * parts + torch.arange(parts, device=row.device)).flatten(1)
+        begin, end, held = int(first[n]), int(last[n]), int(pages[n])
+        found = ordered_fp32(block_scores(q[n], _bounds(bounds, row[:, begin:end].long(), parts), score))
+        chosen = torch.cat(
+            [at + _best(found[:, at:until], k) for at, until, k in _shares(begin, end, topk, stretch)], 1
+        )
+        sinks = torch.arange(begin, device=q.device).expand(heads, -1)
+        local = torch.arange(end, held, device=q.device).expand(heads, -1)
+        read = torch.cat([sinks, begin + chosen, local], 1)  # [Hkv, pages read]
+        table[n, :, : read.shape[1]] = row.gather(1, read)
+        counted += torch.tensor([read.numel(), heads], device=q.device)
+        if candidates is not None:
+            candidates[n] = NONE
+            candidates[n, :, : chosen.shape[1], 0] = found.gather(1, chosen)
+            candidates[n, :, : chosen.shape[1], 1] = begin + chosen.int()
+    return table
+
+
+def keep_best(
+    offered: torch.Tensor,
+    first: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    kvp_rank: int,
+    counted: torch.Tensor,
+) -> None:
+    """Drops pages that are not among the best of all ranks; shapes as in `kernels.sparse.keep_best.keep_best`."""
+    ranks, _, _, topk, _ = offered.shape
+    source = torch.arange(ranks, device=offered.device)[:, None, None, None]
+    score, page = offered.long().unbind(-1)  # [K, N, Hkv, topk]
+    block = page * ranks + (source - starts[:, None, None]) % ranks
+    # Score and block in one number: of equal scores, the earlier block is better.
+    value = score * (1 << 31) - block
+    least = value.permute(1, 2, 0, 3).flatten(2).sort(descending=True).values[..., topk - 1]  # [N, Hkv]
+    lost = (value[kvp_rank] < least[..., None]) & (score[kvp_rank] > NONE)
+    n, head, i = lost.nonzero().unbind(1)
+    table[n, head, first[n].long() + i] = -1
+    counted[0] -= len(n)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Context of a choice among the keys of all ranks that hold parts of the same sequences.
+
+    Ties go to the first rank. The `counts` of a call are then the room for a rank's share: unused entries are -1, and
+    the last keys that do not fit are dropped and counted.
+
+    Attributes:
+        gather: gathers a tensor of each rank -> [ranks, ...]; a collective.
+        rank: this rank's index in that group.
+        counts: [B] int32, contiguous: keys that all ranks choose together.
+        overflow: [1] int64, incremented by the number of dropped keys.
+    """
+
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    rank: int
+    counts: torch.Tensor
+    overflow: torch.Tensor
+
+
+def ordered_fp16(scores: torch.Tensor) -> torch.Tensor:
+    """Maps fp16 to 16-bit numbers of the same order, in int32; NaN is the highest score."""
+    bits = scores.contiguous().view(torch.int16).int()
+    return torch.where(scores.isnan(), NO_NUMBER, (bits ^ ((bits >> 31) | 0x8000)) & 0xFFFF)
+
+
+def select_tokens(
+    scores: torch.Tensor,
+    score_tables: torch.Tensor,
+    block_tables: torch.Tensor,
+    known: torch.Tensor,
+    counts: torch.Tensor,
+    sinks: torch.Tensor,
+    windows: torch.Tensor,
+    fresh: torch.Tensor,
+    table: torch.Tensor,
+    tail: int,
+    *,
+    reach: int = 0,
+    together: Together | None = None,
+) -> None:
+    """Writes tables of the best keys' cache slots; shapes as in `kernels.sparse.select_tokens.select_tokens`."""
+    page_size, heads = scores.shape[4], table.shape[2]
+    for b in range(len(known)):
+        n, k, first, last = (int(x[b]) for x in (known, counts, sinks, windows))
+        if fresh[b]:
+            x = torch.ones(len(scores), heads, n, dtype=torch.int32, device=scores.device)
+        else:
+            pages = score_tables[b, : -(-n // page_size)].long()
+            planes = scores[:, :, pages].transpose(2, 3).flatten(3)[..., :n]  # [L, planes, Hkv, n]
+            x = ordered_fp16(_total(planes))
+        if reach and n:
+            x = torch.nn.functional.pad(x, (reach, 0)).unfold(-1, reach + 1, 1).amax(-1)
+        x[..., :first] = x[..., n - last : n] = FORCED
+        if together is not None:
+            _choose_together(x, block_tables[b], page_size, n, k, int(together.counts[b]), table[:, b], tail, together)
+            continue
+        # Stable, and backwards: ties go to the latest key.
+        chosen = n - 1 - x.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(-1).values.flip(-1)
+        slots = _slots(block_tables[b], page_size)
+        table[:, b, :, :k] = slots[chosen]
+        _write_tail(table[:, b], slots, n, k, tail)
+
+
+def _slots(blocks: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Lists the cache slots of all keys that a block table has room for."""
+    return (blocks[:, None] * page_size + torch.arange(page_size, device=blocks.device)).flatten()
+
+
+def _write_tail(table: torch.Tensor, slots: torch.Tensor, n: int, k: int, tail: int) -> None:
+    after = slots[n : n + tail]
+    table[..., k : k + len(after)] = after.int()
+    table[..., k + len(after) : k + tail] = 0
+
+
+def _choose_together(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    page_size: int,
+    n: int,
+    room: int,
+    of_all: int,
+    table: torch.Tensor,
+    tail: int,
+    together: Together,
+) -> None:
+    """Writes this rank's share [L, heads, width] of the `of_all` best keys; its own score x [L, heads, n]."""
+    most = len(blocks) * page_size
+    own = torch.nn.functional.pad(x.flip(-1), (0, most - n), value=-1)  # the latest first
+    everyone = together.gather(own.contiguous())  # [ranks, L, heads, most]
+    flat = everyone.permute(1, 2, 0, 3).flatten(2)
+    best = flat.sort(dim=-1, descending=True, stable=True).indices[..., :of_all]
+    taken = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, best, True)
+    mine = taken[..., together.rank * most :][..., :n].flip(-1)
+    slots = _slots(blocks, page_size)
+    table[..., :room] = -1
+    for layer, head in ((i, j) for i in range(len(x)) for j in range(x.shape[1])):
+        chosen = slots[:n][mine[layer, head]]
+        table[layer, head, : min(len(chosen), room)] = chosen[:room].int()
+        together.overflow.add_(max(0, len(chosen) - room))
+    _write_tail(table, slots, n, room, tail)
+
+
+def _total(planes: torch.Tensor) -> torch.Tensor:
+    """Sums score planes [L, planes, Hkv, n] to [L, Hkv, n] fp16, in fp32, plane by plane."""
+    if planes.shape[1] == 1:
+        return planes[:, 0]
+    total = torch.zeros_like(planes[:, 0], dtype=torch.float32)
+    for plane in planes.unbind(1):
+        total += plane.float()
+    return total.half()

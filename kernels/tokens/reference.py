@@ -1,0 +1,387 @@
+"""The ops of `kernels.tokens` in plain torch, what their arguments hold, and the formats that kernels share.
+
+A summary of some columns of a row is WIDTH int64: the word of the drawn token, the words of the TOP best tokens in
+order, and the bits of an fp64 number, the sum of exp(logit - best logit). A token's word is the key of its logit
+(`descending_keys`) and its id, so that the least word is the best token, ties to the smallest id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# Streams: draws for one (seed, position) that must be independent use different streams. A position that is drafted
+# again after an earlier rejection has new numbers: see `helix.speculation.drawing`.
+TARGET = 0  # the target's own token, also after accepted drafts
+DRAFT = 1
+ACCEPT = 2
+RECOVER = 3  # the token in place of a rejected one
+
+# splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), as int64 writes them.
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+# Weights in fixed point: the best token weighs 2^40 units, and sums over 2^22 tokens fit int64 and any order.
+MASS_UNITS = 2.0**40
+ALL_KEYS = (1 << 32) - 1  # a last key that keeps every token
+PAST = -2  # padding behind the last token that a sequence takes in a step
+TOKEN_BITS = 24  # of an entry; the salt has the other 39
+# Flags of `Shaping.seen`; the bits above them are a counter.
+IN_PROMPT, ENDS, ONCE = 1, 2, 4
+FORBIDDEN = -1e30  # finite, so that a row without other tokens draws such a token instead of being broken
+
+# Summaries of the best tokens.
+TOP = 20
+WIDTH = TOP + 2
+ID_BITS = 31
+NONE = (1 << 63) - 1  # above every token's word
+
+
+def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor | int) -> Tensor:
+    """Draws random numbers as a pure function of four counters: independent if one of them differs.
+
+    The first three are hashed into the start of a splitmix64 sequence; `index` picks one of its outputs.
+
+    Args:
+        seed, position: int64, broadcast against each other and the others.
+        stream: purpose of the number, one of the constants above.
+        index: for instance a token id.
+
+    Returns:
+        fp64 in the open interval (0, 1): odd multiples of 2^-53, exact.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+    """
+    start = mix((seed + 1) * GOLDEN)
+    for counter in (position, stream, index):
+        if not isinstance(counter, Tensor):  # an int would not wrap as a tensor does; `full` can be captured
+            counter = torch.full((), counter, dtype=torch.int64, device=seed.device)
+        start = mix(start + counter * GOLDEN)
+    # 52 bits and a half: with one more bit, the largest would round to 1.
+    return (_shift(start, 12).double() + 0.5) * 2.0**-52
+
+
+def gumbel(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor | int) -> Tensor:
+    """Draws Gumbel noise from `uniform`: the argmax of log-weights plus noise is a sample by the weights."""
+    return -(-uniform(seed, position, stream, index).log()).log()
+
+
+def mix(x: Tensor) -> Tensor:
+    """Applies the finaliser of splitmix64: a bijection of 64-bit words, in wrapping int64."""
+    x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Shifts right logically; int64's own shift extends the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def best_of_rank(scores: torch.Tensor, first: int) -> torch.Tensor:
+    """Finds each row's best token, as pairs [1, B, 2]; shapes as in `kernels.tokens.best_token.best_of_rank`."""
+    value, column = scores.max(dim=1)  # ties: the first
+    return torch.stack([value.double(), (column + first).double()], dim=1)[None]
+
+
+def best_of_ranks(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds the best of all ranks: score and id; shapes as in `kernels.tokens.best_token.best_of_ranks`."""
+    values, tokens = pairs.unbind(-1)  # [N, B] each
+    best = values.amax(dim=0)
+    token = torch.where(values == best, tokens, torch.inf).amin(dim=0)
+    return best, torch.where(best.isfinite(), token, -1.0).long()
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A rank's columns of T filtered next-token distributions of B sequences, with maxima and cutoffs over all ranks.
+
+    A token's weight is exp((logit - best) / temperature) in fp64, rounded to units; 0 if a filter drops the token.
+
+    Attributes:
+        logits: [B, T, V_local] fp32, last dim contiguous; V_local may be 0.
+        best: largest logit over all ranks [B, T] fp64, contiguous; NaN marks a broken row.
+        last_key: cutoff of top-k and top-p [B, T] int64, contiguous: logits are kept whose key (`descending_keys`) is
+            at most this one; ALL_KEYS keeps all.
+        temperature: [B] fp32, contiguous; 0 is greedy.
+        min_p: [B] fp32, contiguous.
+    """
+
+    logits: Tensor
+    best: Tensor
+    last_key: Tensor
+    temperature: Tensor
+    min_p: Tensor
+
+    def log_weights(self) -> Tensor:
+        """Computes log-weights [B, T, V_local] fp64: 0 for the best token, -inf for dropped ones and broken rows."""
+        temperature = torch.where(self.temperature > 0, self.temperature, 1.0).double()[:, None, None]
+        scaled = (self.logits.double() - self.best[..., None]) / temperature
+        keep = scaled >= self.min_p.double().log()[:, None, None]
+        keep &= descending_keys(self.logits) <= self.last_key[..., None]
+        return torch.where(keep, scaled, -torch.inf)
+
+    def mass(self) -> Tensor:
+        """Computes the weights in fixed point [B, T, V_local] int64."""
+        return (self.log_weights().exp() * MASS_UNITS + 0.5).long()
+
+
+def descending_keys(logits: Tensor) -> Tensor:
+    """Maps fp32 logits to int64 keys in [0, 2^32): larger logits get smaller keys, equal logits equal keys."""
+    bits = (logits + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0
+    return torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)
+
+
+def kept_mass(p: Distribution, tokens: Tensor, first: int) -> Tensor:
+    """Computes this rank's summand of [B, T, 2] int64; shapes as in `kernels.tokens.accept.kept_mass`."""
+    mass = p.mass()
+    tokens = pad(tokens, (0, p.logits.shape[1] - tokens.shape[1]), value=-1)
+    ids = torch.arange(first, first + mass.shape[2], device=mass.device)
+    return torch.stack([mass.sum(-1), (mass * (ids == tokens[..., None])).sum(-1)], dim=-1)
+
+
+def accept(
+    p: Distribution,
+    q: Distribution | None,
+    p_mass: Tensor,
+    q_mass: Tensor | None,
+    draft: Tensor,
+    greedy: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Computes accepted lengths and candidates [1, B, 2]; shapes as in `kernels.tokens.accept.accept`."""
+    B, G = draft.shape
+    drawn = p.temperature > 0
+    at = position[:, None] + torch.arange(G, device=draft.device)
+    p_token = p_mass[:, :G, 1].double() / p_mass[:, :G, 0].double()  # [B, G]
+    q_token = torch.ones_like(p_token) if q_mass is None else q_mass[..., 1].double() / q_mass[..., 0].double()
+    is_likely = (p_token > 0) & (uniform(seed[:, None], at, ACCEPT, 0) * q_token <= p_token)
+    is_accepted = torch.where(drawn[:, None], is_likely, draft == greedy[:, :G]) & (draft >= 0)
+    accepted = pad(~is_accepted, (0, 1), value=True).long().argmax(1)  # [B]
+
+    row = torch.arange(B, device=draft.device)
+    rejected = pad(draft, (0, 1), value=-1)[row, accepted]  # -1: no draft at this position
+    is_proposed = (rejected >= 0)[:, None]
+    columns = p.logits.shape[2]
+    ids = torch.arange(first, first + columns, device=draft.device)
+    rest = p.mass()[row, accepted].double() / p_mass[row, accepted, 0].double()[:, None]  # [B, V_local]
+    if q is None or q_mass is None:
+        rest = torch.where(is_proposed & (ids == rejected[:, None]), 0.0, rest)
+    elif G:
+        behind = accepted.clamp(max=G - 1)
+        rest -= torch.where(is_proposed, q.mass()[row, behind].double() / q_mass[row, behind, 0].double()[:, None], 0.0)
+    stream = torch.where(is_proposed, RECOVER, TARGET)
+    noise = gumbel(seed[:, None], (position + accepted)[:, None], stream, ids)
+    scores = pad(torch.where(rest > 0, rest.log() + noise, -torch.inf), (0, 1), value=-torch.inf)
+    score, column = scores.max(1)  # ties: the first
+    own = greedy[row, accepted]
+    score = torch.where(drawn, score, torch.where(own >= 0, 0.0, -torch.inf))
+    token = torch.where(drawn, column + first, own)
+    return accepted, torch.stack([score, token.double()], dim=-1)[None]
+
+
+def draw(p: Distribution, greedy: Tensor, seed: Tensor, positions: Tensor, stream: int, first: int) -> Tensor:
+    """Computes candidates [1, B * T, 2]; shapes as in `kernels.tokens.draw`."""
+    ids = torch.arange(first, first + p.logits.shape[2], device=p.logits.device)
+    noise = gumbel(seed[:, None, None], positions[..., None], stream, ids)
+    drawn = best_of_rank((p.log_weights() + noise).flatten(0, 1), first)
+    own = torch.stack((torch.where(greedy >= 0, 0.0, -torch.inf).double(), greedy.double()), -1)
+    return torch.where(p.temperature[:, None, None] > 0, drawn.view_as(own), own).view(1, -1, 2)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Candidates of all ranks for the tokens that a step draws; the best is drawn, as `best_of_ranks` says.
+
+    Attributes:
+        pairs: score and token id [N, R, 2] fp64, contiguous, N for each token: of B sequences with n drafts the tokens
+            after the last one and after each draft, R = B * (1 + n); with `accepted`, those after these drafts, R = B.
+        accepted: drafts that rejection sampling accepted [B] int64; None: those equal to the drawn tokens are.
+    """
+
+    pairs: torch.Tensor
+    accepted: torch.Tensor | None = None
+
+
+def commit(
+    drawn: Candidates,
+    drafts: torch.Tensor | None,
+    outcome: torch.Tensor | None,
+    last: torch.Tensor,
+    lengths: torch.Tensor,
+    limits: torch.Tensor,
+    active: torch.Tensor,
+    history: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Commits accepted tokens to lengths and history; shapes as in `kernels.tokens.commit`."""
+    drafts = last.new_empty(len(last), 0) if drafts is None else drafts
+    tokens = best_of_ranks(drawn.pairs)[1].view(len(last), -1)
+    if drawn.accepted is not None:
+        of_drafts = torch.cat((drafts, tokens), 1)
+        tokens = of_drafts.scatter(1, drawn.accepted[:, None], tokens)
+    if outcome is not None:  # broken rows stay broken
+        tokens[:, :-1] = torch.where(tokens[:, :-1] < 0, tokens[:, :-1], outcome)
+    held = ((drafts == tokens[:, :-1]) & (drafts >= 0)).long().cumprod(1).sum(1)
+    count = torch.minimum(held + 1, limits - lengths) * active
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    taken = place < count[:, None]
+    last.copy_(torch.where(count > 0, tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0], last))
+    if history.shape[1]:
+        row = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(tokens)
+        at = (lengths[:, None] + 1 + place)[taken]
+        history[row[taken], at] = tokens[taken].int()
+    before = lengths.clone()
+    lengths += count
+    return torch.where(taken, tokens, PAST), before
+
+
+@dataclass(frozen=True)
+class OtherTexts:
+    """Texts of other sequences, in which those of the same salt are searched too.
+
+    Attributes:
+        entries: ring [N] int64 of `salt << TOKEN_BITS | token`, contiguous; -1: no token.
+        cursor: place of the oldest entry [1] int64.
+        salts: salt of each sequence that is drafted for [B] int64, from 0 on, contiguous.
+    """
+
+    entries: torch.Tensor
+    cursor: torch.Tensor
+    salts: torch.Tensor
+
+
+def suffix(
+    history: torch.Tensor, lengths: torch.Tensor, others: OtherTexts | None, drafts: int, longest: int
+) -> torch.Tensor:
+    L = history.shape[1]
+    place = torch.arange(L, device=history.device)
+    last = lengths[:, None] - 1  # [B, 1]
+
+    def matches(texts: torch.Tensor, inside: torch.Tensor, salt: torch.Tensor | int) -> torch.Tensor:
+        """Counts the tokens before each place [B, n] that equal the suffix."""
+        at, same = torch.arange(texts.shape[1], device=texts.device), inside
+        matched = torch.zeros_like(texts, dtype=torch.int64)
+        for i in range(longest):
+            token = history.gather(1, (last - i).clamp(min=0)) + salt
+            same = same & (at >= i) & (last >= i) & (texts.roll(i, 1) == token)
+            matched += same
+        return matched
+
+    # The longest match, ties to the latest; the suffix itself does not count.
+    own = matches(history, place < last, 0)
+    best = torch.where(place < last, own * L + place, -1).max(1, keepdim=True).values
+    at = torch.where(best >= L, best % L, last - 1)  # no match: repeats the last token
+    turn = torch.arange(drafts, device=history.device)
+    ahead = at + 1 + turn % (last - at).clamp(min=1)
+    of_own = history.gather(1, ahead.clamp(min=0).clamp(max=last)).long()
+    if others is None:
+        return of_own
+    N, salts = len(others.entries), others.salts[:, None]
+    order = torch.arange(N, device=history.device)
+    theirs = others.entries[(others.cursor + order) % N].expand(len(history), N)  # oldest first
+    more = matches(theirs, theirs >= 0, salts << TOKEN_BITS)
+    most = (more * N + order).max(1, keepdim=True).values
+    ahead = most % N + 1 + turn
+    entry = torch.where(ahead < N, theirs.gather(1, ahead.clamp(max=N - 1)), -1)
+    alive = (entry >> TOKEN_BITS == salts).int().cummin(1).values > 0
+    of_others = torch.where(alive, entry & ((1 << TOKEN_BITS) - 1), -1)
+    return torch.where(more.amax(1, keepdim=True) > own.amax(1, keepdim=True), of_others, of_own)
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Changes to each slot's logits before sampling, over this rank's columns.
+
+    Attributes:
+        shaped: slots whose logits are changed [S] bool.
+        repetition: divides positive and multiplies negative logits of tokens in prompt or answer [S] fp32.
+        frequency: subtracted once per occurrence of the token in the answer [S] fp32.
+        presence: subtracted if the answer contains the token [S] fp32.
+        ends_from: first position that may hold a token that ends the sequence [S] int64.
+        bias: added [S, V_local] fp32.
+        seen: [S, V_local] int32: IN_PROMPT, ENDS (it ends the sequence), plus ONCE for each occurrence in the answer.
+        allowed: a bit for each token of the whole vocabulary, lowest first [S, W] int32; tokens without it are masked.
+    """
+
+    shaped: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    ends_from: Tensor
+    bias: Tensor
+    seen: Tensor
+    allowed: Tensor
+
+
+def shape_logits(
+    logits: Tensor, shaping: Shaping, slots: Tensor, last: Tensor, positions: Tensor, first: int
+) -> Tensor:
+    """Applies bias, penalties and masks to logits; shapes as in `kernels.tokens.shape_logits`."""
+    B, V = len(slots), logits.shape[1]
+    out = logits.unflatten(0, (B, -1)).clone()  # [B, T, V]
+    ids = torch.arange(first, first + V, device=logits.device)
+    of_row = [t[slots, None].double() for t in (shaping.repetition, shaping.frequency, shaping.presence)]
+    repetition, frequency, presence = of_row
+    is_shaped = shaping.shaped[slots, None]
+    shaping.seen[slots] += (is_shaped & (ids == last[:, None])).int() * ONCE
+    seen = shaping.seen[slots]
+    count = seen // ONCE
+
+    raw = out[:, 0]
+    x = raw.double() + shaping.bias[slots]
+    ends = (seen & ENDS > 0) & (positions.view(B, -1)[:, :1] < shaping.ends_from[slots, None])
+    x = torch.where(ends, x.clamp(max=FORBIDDEN), x)
+    x = torch.where((seen & IN_PROMPT > 0) | (count > 0), torch.where(x > 0, x / repetition, x * repetition), x)
+    x = x - frequency * count - presence * (count > 0)
+    allowed = shaping.allowed[slots][:, ids // 32] >> (ids % 32) & 1 > 0
+    x = torch.where(allowed, x, -torch.inf)
+    out[:, 0] = torch.where(is_shaped & (raw < torch.inf), x.float(), raw)  # a broken row stays broken
+    return out.flatten(0, 1)
+
+
+def top_of_rank(logits: Tensor, tokens: Tensor, first: int) -> Tensor:
+    """Summarises this rank's columns, [B, WIDTH]; shapes as in `kernels.tokens.top_tokens`."""
+    ids = torch.arange(first, first + logits.shape[1], device=logits.device)
+    words = descending_keys(logits) << ID_BITS | ids
+    drawn = torch.where(ids == tokens[:, None], words, NONE)
+    best = pad(logits.double(), (0, 1), value=-torch.inf).amax(1, keepdim=True)
+    weights = (logits.double() - best.clamp(min=torch.finfo(torch.float64).min)).exp().sum(1)
+    return torch.cat([_least(drawn, 1), _least(words, TOP), weights.view(torch.int64)[:, None]], 1)
+
+
+def top_of_ranks(summaries: Tensor) -> Tensor:
+    """Merges summaries into one of all columns, [B, WIDTH]; shapes as in `kernels.tokens.top_tokens`."""
+    drawn, words, weights = summaries.split((1, TOP, 1), 2)  # [N, B, ..] each
+    logit = _logits(words[..., 0])  # [N, B]
+    share = (logit - logit.amax(0).clamp(min=torch.finfo(torch.float64).min)).exp()
+    weight = (share * weights[..., 0].contiguous().view(torch.float64)).sum(0)
+    best = _least(words.transpose(0, 1).flatten(1), TOP)
+    return torch.cat([drawn.amin(0), best, weight.view(torch.int64)[:, None]], 1)
+
+
+def logprobs(summaries: Tensor) -> tuple[Tensor, Tensor]:
+    """Decodes summaries [B, WIDTH] of all columns into the log-probabilities of the drawn token and the best ones.
+
+    Returns:
+        Ids [B, 1 + TOP] int64, -1 as padding, and their log-probabilities fp32, -inf as padding.
+    """
+    words, weight = summaries.split((1 + TOP, 1), 1)
+    values = _logits(words) - _logits(words[:, 1:2]) - weight.contiguous().view(torch.float64).log()
+    return torch.where(words < NONE, words & ((1 << ID_BITS) - 1), -1), values.float()
+
+
+def _least(words: Tensor, count: int) -> Tensor:
+    """Returns the `count` least words of each row, ascending."""
+    # Padded with NONE; `pad` would round it to fp64.
+    return torch.cat([words, words.new_full((len(words), count), NONE)], 1).sort(1).values[:, :count]
+
+
+def _logits(words: Tensor) -> Tensor:
+    """Decodes the logits of words, fp64; -inf for NONE."""
+    key = words >> ID_BITS
+    bits = torch.where(key >> 31 > 0, key - (1 << 32), (1 << 31) - 1 - key)
+    return torch.where(words < NONE, bits.int().view(torch.float32).double(), -torch.inf)

@@ -1,0 +1,159 @@
+"""Ranks that share one device, with what the kernels between GPUs need of each: boxes, counters and a status."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.dense.reference import rms_norm
+from kernels.peers.all_reduce_norm import all_reduce_norm
+from kernels.peers.all_reduce_norm_long import all_reduce_norm_long
+from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
+from kernels.peers.exchange import PIECE_WORDS, exchange
+
+PIECES = 64
+Sum = tuple[Tensor, Tensor]  # normalised, and before that
+
+
+class Ranks:
+    """The boxes of one collective.
+
+    Args:
+        words: of a rank's boxes, int64.
+        spins: looks at a box before a rank gives up.
+    """
+
+    def __init__(self, count: int, words: int, device: torch.device, spins: int = 3) -> None:
+        self.count, self.spins = count, spins
+        self.boxes = [torch.zeros(words, dtype=torch.int64, device=device) for _ in range(count)]
+        self.peers = torch.tensor([b.data_ptr() for b in self.boxes], device=device)
+        self.counts = [torch.zeros(2, 1, dtype=torch.int64, device=device) for _ in range(count)]
+        self.status = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(count)]
+
+    def gave_up(self) -> list[int]:
+        return [int(s) for s in self.status]
+
+    def given(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A rank's peers, count and status, as collectives of one count take them."""
+        return self.peers, self.counts[rank][0], self.status[rank]
+
+
+class Exchange(Ranks):
+    """An exchange of heads by `shares`."""
+
+    def __init__(self, shares: list[int], device: torch.device, spins: int = 3) -> None:
+        W = len(shares)
+        super().__init__(W, 2 * W * PIECES * PIECE_WORDS, device, spins)
+        self.shares, self.starts = shares, torch.tensor([0, *shares]).cumsum(0).to(device, torch.int32)
+
+    def run(self, rank: int, parts: tuple[Any, ...], like: Tensor, op: Any = exchange, **phase: bool) -> Tensor:
+        """A rank's heads [N, share, D] of all ranks' parts, in the dtype and with the rows of `like` [N, heads, D]."""
+        result = torch.full((len(like), self.shares[rank], like.shape[2]), torch.nan).to(like)
+        counts = self.counts[rank][0], self.counts[rank][1]
+        options = dict(rank=rank, lanes=max(self.shares), pieces=PIECES, spins=self.spins)
+        found: Tensor = op(*parts, result, self.starts, self.peers, counts, self.status[rank], **options, **phase)
+        return found
+
+
+class Sums(Ranks):
+    """Sums of rows, in one of the ways of `summed`."""
+
+    def __init__(
+        self, way: str, count: int, device: torch.device, spins: int = 3, pieces: int = PIECES, size: int = 64
+    ) -> None:
+        words = {"rows": 4 * pieces * size, "long": pieces * (size + 4) // 4}
+        super().__init__(count, words.get(way, (2 * count + 2) * pieces * size), device, spins)
+        self.way, self.pieces, self.size = way, pieces, size
+        # Where the boxes of sums begin, behind those of parts; of long chunks flags of both come behind them.
+        begins = {
+            "rows": (0, 16 * pieces * size),
+            "long": (0, pieces * size, 2 * pieces * size, 2 * pieces * size + 4 * pieces),
+        }
+        self.tables = torch.stack([self.peers + b for b in begins.get(way, (0, 16 * count * pieces * size))])
+        kind = torch.int32 if way == "long" else torch.int64
+        self.own = [torch.zeros(pieces, dtype=kind, device=device) for _ in range(count)]
+
+    def run(self, rank: int, x: Tensor, residual: Tensor | None, weight: Tensor, phases: int = 7) -> Sum:
+        rest = self.own[rank], self.counts[rank][0], self.status[rank]
+        sizes = dict(rank=rank, pieces=self.pieces, size=self.size, spins=self.spins, phases=phases)
+        return summed(self.way, x, residual, weight, self.tables, *rest, **sizes)
+
+    def in_turn(self, parts: list[Tensor], residual: Tensor | None, weight: Tensor) -> list[Sum]:
+        """Each phase runs for all ranks, before the next one does."""
+        for phase in (1, 2, 4):
+            got = [self.run(r, part, residual, weight, phase) for r, part in enumerate(parts)]
+        return got
+
+
+def summed(
+    way: str, x: Tensor, residual: Tensor | None, weight: Tensor, tables: Tensor, own: Tensor, count: Tensor,
+    status: Tensor, *, rank: int, pieces: int, size: int, spins: int, phases: int = 7,
+) -> Sum:  # fmt: skip
+    """The sum over ranks in one shot, in two shots, by rows (`pieces` of `size` words), or of long chunks (bytes)."""
+    given = x, residual, weight, 1e-5, tables
+    if way == "long":
+        return all_reduce_norm_long(*given, own, count, status, rank=rank, room=pieces, spins=spins, box=size)
+    common = dict(rank=rank, spins=spins, phases=phases)
+    if way == "rows":
+        return all_reduce_norm_rows(*given, count, status, rows=pieces, row_words=size, **common)
+    shots = dict(pieces=pieces, slice_words=size, two_shot=way == "two shots")
+    return all_reduce_norm(*given, own, count, status, **shots, **common)
+
+
+def check_sums(got: list[Sum], parts: Tensor, residual: Tensor | None, weight: Tensor, terms: int = 4) -> None:
+    """Each rank's rows and sums are the same, and those of the reference, for sums of up to so many terms."""
+    dtype = weight.dtype
+    wanted = rms_norm(parts.float().sum(0).to(dtype), weight, 1e-5, residual)
+    # The reference rounds the sum once more before it adds the residual: a unit of values up to 8, or 16 for 8 terms.
+    unit = {torch.float32: 0.0, torch.float16: 2**-6, torch.bfloat16: 2**-3}[dtype]
+    for mine in got:
+        torch.testing.assert_close(mine, wanted, atol=max(1e-5, unit * terms / 4), rtol=0)
+        assert torch.equal(mine[0], got[0][0]) and torch.equal(mine[1], got[0][1]), "ranks differ"
+
+
+def emulated_sums(x: list[Tensor], ranks: tuple[int, int], world: int) -> list[Tensor]:
+    """Sums over a world of which two processes emulate a rank each.
+
+    Of every `world` rows, an owner adds its own to all but the other's own, and sends that to all.
+    """
+    rows = [part.view(-1, world, part.shape[-1]) for part in x]
+    owned, found = [], []
+    for p in range(2):
+        from_other = [to for to in range(world) if to != ranks[1 - p]]
+        owned.append(rows[p][:, ranks[p]] + rows[1 - p][:, from_other].sum(1))
+    for p in range(2):
+        total = owned[1 - p][:, None].repeat(1, world, 1)
+        total[:, ranks[p]] = owned[p]
+        found.append(total.view_as(x[p]))
+    return found
+
+
+class Meeting:
+    """Gathers of ranks that are threads, of which one runs at a time: the interpreter is one for all of them.
+
+    Attributes:
+        turn: held by the one that runs.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.turn = threading.Lock()
+        self.parts: list[Tensor | None] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=60)
+
+    def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def gather(x: Tensor) -> Tensor:
+            if x.is_cuda:
+                torch.cuda.synchronize()
+            self.parts[rank] = x.clone()
+            self.turn.release()
+            self.barrier.wait()
+            found = torch.stack([part for part in self.parts if part is not None])
+            self.barrier.wait()
+            self.turn.acquire()
+            return found
+
+        return gather
