@@ -17,7 +17,7 @@ STORED = "a checkpoint says itself how its weights are stored; fp8 rounds unquan
 TOKENS = "tokens, such as 128K or 1M, and not bytes; kv.memory_fraction=0.5 takes half of the free memory"
 Width = Annotated[int, Range(1)]
 Count = Annotated[int, Range(1, 1 << 40)]
-DrafterName = Literal["none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"]
+DrafterName = Literal["none", "suffix", "model", "mtp", "eagle3", "sparse"]
 HopBChunks = Literal["none", "auto", "best", "2", "4", "8"]
 Share = Annotated[float, Range(above=0, most=1)]
 
@@ -194,15 +194,16 @@ class DraftLayoutConfig:
 @dataclass
 class SpeculationConfig:
     """Attributes:
-    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; suffix: the
-        same, also in answers to earlier requests; model: what a smaller model says; mtp: what
-        the checkpoint's layer for multi-token prediction says; sparse: what the model itself says over few keys;
-        eagle3: what a layer with a checkpoint of its own says, trained to read the model's hidden states.
+    drafter: none; suffix: proposes what followed the last earlier occurrence of the sequence's final tokens, in itself
+        or in answers to earlier requests; model: what a smaller model says; mtp: what the checkpoint's layer for
+        multi-token prediction says; sparse: what the model itself says over few keys; eagle3: what a layer with a
+        checkpoint of its own says, trained to read the model's hidden states.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
-    longest: the most final tokens that ngram and suffix compare.
-    remembered: the most tokens of earlier answers in which suffix looks, for requests of the same salt.
+    longest: the most final tokens that suffix compares.
+    remembered: the most tokens of earlier answers in which suffix looks, for requests of the same salt; 0
+        (speculation=ngram): it looks in the sequence alone.
     policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
         by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
         (quest); every key (full).
@@ -221,7 +222,7 @@ class SpeculationConfig:
     gamma: Annotated[int, Range(1, MAX_QUERIES - 1)] = 4
     adaptive: bool = True
     longest: Annotated[int, Range(1, 8)] = 3
-    remembered: Annotated[int, Range(16, 1 << 24)] = 1 << 18
+    remembered: Annotated[int, Range(0, 1 << 24)] = 1 << 18
     policy: Literal["any", "c2q", "window", "quest", "full"] = "any"
     sparsity: Share = 0.07
     noise: Literal["shared", "own"] = "shared"
@@ -352,7 +353,11 @@ class Config:
     seed: int = 0
 
     # For one release; {} is the old value.
-    RENAMED: ClassVar[dict[str, str]] = {"hopb=none": "hopb=off", "decode.max_new_tokens": "decode.max_tokens={}"}
+    RENAMED: ClassVar[dict[str, str]] = {
+        "hopb=none": "hopb=off",
+        "decode.max_new_tokens": "decode.max_tokens={}",
+        "speculation.drafter=ngram": "speculation=ngram",
+    }
 
     @property
     def blocks(self) -> Blocks:

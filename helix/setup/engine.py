@@ -48,8 +48,6 @@ def make_drafter(
 ) -> Drafter:
     """Creates the drafter that a config names."""
     match config.drafter:
-        case "ngram":
-            return SuffixDrafter(config.gamma, config.longest)
         case "suffix":
             return SuffixDrafter(config.gamma, config.longest, config.remembered, sizes.slots, cache.device)
         case "sparse":

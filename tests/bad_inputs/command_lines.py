@@ -466,7 +466,7 @@ BAD_COMMAND_LINES = [
     (
         ["speculation.drafter=oracle"],
         1,
-        "speculation.drafter=oracle must be one of none, ngram, suffix, model, mtp, eagle3, sparse",
+        "speculation.drafter=oracle must be one of none, suffix, model, mtp, eagle3, sparse",
     ),
     (["speculation.gamma=0"], 1, "speculation.gamma=0 must be an integer from 1 to 31"),
     (["speculation.gamma=32"], 1, "speculation.gamma=32 must be an integer from 1 to 31"),

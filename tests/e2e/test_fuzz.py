@@ -66,7 +66,7 @@ def test_a_case_follows_from_its_family_and_seed() -> None:
     policies = ("any", "c2q", "window", "quest", "full")
     wanted = [
         f"drafter={name}"
-        for name in ("none", "ngram", "suffix", "mtp", "eagle3", "model", *(f"sparse {policy}" for policy in policies))
+        for name in ("none", "suffix", "mtp", "eagle3", "model", *(f"sparse {policy}" for policy in policies))
     ]
     wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "tier=host", "hopb=4"]
     wanted += ["layout=dp 1x1x2", "layout=dp 1x1x3"]

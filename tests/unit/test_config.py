@@ -203,7 +203,7 @@ def test_flags_of_others_are_none_of_ours() -> None:
         ("hopb.chunks=3", ["hopb.chunks=3", "none, auto, best, 2, 4, 8"]),
         (
             "speculation.drafter=oracle",
-            ["speculation.drafter", "oracle", "none, ngram, suffix, model, mtp, eagle3, sparse"],
+            ["speculation.drafter", "oracle", "none, suffix, model, mtp, eagle3, sparse"],
         ),
         (
             "speculation.policy=best",

@@ -97,7 +97,7 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         (("layout.mode=dp",), 2, ["layout.kvp=2", "must be 1", "layout.dp"]),
         (("layout.dp=2",), 2, ["layout.dp=2", "mode=dp"]),
         ((*DP, "layout.dp=2"), 3, ["layout.dp = 2 ranks", "3 were started", "change layout.dp"]),
-        ((*DP, "speculation=ngram"), 2, ["layout.mode=dp", "speculation.drafter=ngram", "speculation=none"]),
+        ((*DP, "speculation=ngram"), 2, ["layout.mode=dp", "speculation.drafter=suffix", "speculation=none"]),
         ((*DP, "attention=quest"), 2, ["layout.mode=dp", "attention.policy=block_sparse", "attention=dense"]),
         ((*DP, "hopb=on"), 2, ["layout.mode=dp", "that hopb=on could overlap", "hopb=off"]),
         ((*DP, "speculation=suffix"), 2, ["layout.mode=dp", "speculation.drafter=suffix", "speculation=none"]),
