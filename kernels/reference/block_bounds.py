@@ -1,10 +1,8 @@
-"""fold_blocks in plain torch, and the kinds of page scores."""
+"""fold_blocks in plain torch."""
 
 from __future__ import annotations
 
 import torch
-
-SCORES = ("bounds", "mean")  # statistics in a page's two vectors
 
 
 def full_pages(length: int, start: int, *, kvp: int, kvp_rank: int, append_block: int, page_size: int) -> int:
@@ -22,7 +20,6 @@ def fold_blocks(
     starts: torch.Tensor,
     before: torch.Tensor,
     after: torch.Tensor,
-    score: str,
     *,
     kvp: int,
     kvp_rank: int,
@@ -38,11 +35,7 @@ def fold_blocks(
             k *= scales[:, pages].transpose(2, 3)[..., None]
         if len(pages) == 0:
             continue
-        if score == "bounds":
-            both = k.amax(2), k.amin(2)
-        else:
-            both = 2 * (k.mean(2),)
-        bounds[:, pages] = torch.stack(both, 3).to(bounds.dtype)
+        bounds[:, pages] = torch.stack((k.amax(2), k.amin(2)), 3).to(bounds.dtype)
         if part_bounds is not None:
             parts = k.unflatten(2, (part_bounds.shape[3], -1))  # [layers, n, parts, tokens, Hkv, D]
             both = parts.amax(3), parts.amin(3)

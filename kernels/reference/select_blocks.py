@@ -16,13 +16,12 @@ def ordered(scores: torch.Tensor) -> torch.Tensor:
     return torch.where(scores.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Tensor:
-    """Scores pages for one query: the maximum over a KV head's query heads, fp32.
+def block_scores(q: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Scores pages for one query by upper bounds of q.k: the maximum over a KV head's query heads, fp32.
 
     Args:
         q: [Hq, D].
         bounds: [n, Hkv, 2, D], of n pages.
-        score: bounds: an upper bound of q.k; mean: q times the mean key.
 
     Returns:
         [Hkv, n].
@@ -30,10 +29,7 @@ def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Ten
     heads = bounds.shape[1]
     q = q.float().view(heads, -1, q.shape[-1])  # [Hkv, group, D]
     one, two = bounds.float().permute(2, 1, 3, 0)  # each [Hkv, D, n]
-    if score == "bounds":
-        found = q.clamp(min=0) @ one + q.clamp(max=0) @ two
-    else:
-        found = q @ one
+    found = q.clamp(min=0) @ one + q.clamp(max=0) @ two
     return found.amax(1)  # NaN propagates
 
 
@@ -69,7 +65,6 @@ def select_blocks(
     pages: torch.Tensor,
     topk: int,
     width: int,
-    score: str,
     counted: torch.Tensor,
     *,
     candidates: torch.Tensor | None = None,
@@ -88,7 +83,7 @@ def select_blocks(
         if parts > 1:
             row = (row[..., None] * parts + torch.arange(parts, device=row.device)).flatten(1)
         begin, end, held = int(first[n]), int(last[n]), int(pages[n])
-        found = ordered(block_scores(q[n], _bounds(bounds, row[:, begin:end].long(), parts), score))
+        found = ordered(block_scores(q[n], _bounds(bounds, row[:, begin:end].long(), parts)))
         chosen = torch.cat(
             [at + _best(found[:, at:until], k) for at, until, k in _shares(begin, end, topk, stretch)], 1
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from benchmarks.papers.policies import FULL
 from helix.config import MOST_CHOSEN, Config
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
@@ -305,7 +306,7 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
 
 
 def _self_drafts(page: int, rng: random.Random) -> Settings:
-    policies = ["any", "any", "c2q", "window", "full"]
+    policies = ["any", "any", "c2q", "window", FULL]
     policies += ["quest"] if page >= 16 else []  # of smaller pages a query would choose too many
     return {
         "speculation.policy": rng.choice(policies),
@@ -326,7 +327,6 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
         "attention.policy": "block_sparse",
         "attention.block": page,
         "attention.choice": choice,
-        "attention.score": rng.choice(("bounds", "mean")),
         "attention.sink_blocks": rng.choice((0, 1, 2)),
         "attention.local_blocks": 1 + -(-drafts // page) + rng.choice((0, 0, 1, 3)),
         "attention.topk": rng.choice((0, 1, 2, 5)),
@@ -410,7 +410,7 @@ def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: boo
 
 NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}
 PLAIN = NOTHING | {"attention.policy": "dense", "speculation.drafter": "none", "kv.page_size": 16}
-BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local", "attention.score": "bounds"}
+BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local"}
 BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9, "attention.block": 16}
 GLOBAL = BLOCKS | {"attention.choice": "global", "kv.append_block": 16}
 HOST: Settings = {"kv.tier": "host", "kv.host_bytes": 1e9}

@@ -25,10 +25,10 @@ BLOCKS = {"fp8": (33792, 8448, 1), "k16v8": (24832, 12416, 2)}
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """One query and five drafted ones of a group of seven; pages of 16; candidates, and parts of them."""
     bf16 = torch.bfloat16
-    for dtype, queries, lanes, tiles, score, parts, stretches in (
-        (bf16, 1, LANES, 256, "bounds", 1, 1), (bf16, 5, LANES, 256, "bounds", 1, 1),
-        (bf16, 1, 2048, 2048, "mean", 1, 1), (bf16, 1, LANES, 256, "bounds", 1, 17),
-        (bf16, 5, LANES, 256, "bounds", 1, 17), (bf16, 1, 2048, 128, "bounds", 8, 1),
+    for dtype, queries, lanes, tiles, parts, stretches in (
+        (bf16, 1, LANES, 256, 1, 1), (bf16, 5, LANES, 256, 1, 1),
+        (bf16, 1, 2048, 2048, 1, 1), (bf16, 1, LANES, 256, 1, 17),
+        (bf16, 5, LANES, 256, 1, 17), (bf16, 1, 2048, 128, 8, 1),
     ):  # fmt: skip
         item = {
             "T": queries,
@@ -38,7 +38,6 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             "LANES": lanes,
             "STRETCHES": stretches,
             "PARTS": parts,
-            "SCORE": score,
             "TILE": TILE,
         }
         item |= {"BLOCK_B": 8, "BLOCK_M": max(16, triton.next_power_of_2(7 * queries)), "BLOCK_D": 128}
@@ -48,15 +47,14 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "STRETCHES", "REPORT", "PDL"
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
     grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128}
-    for mean in (False, True):
-        for unscaled in ({"k_scales": None}, {}):
-            whole = grid | {"MEAN": mean, "SLOTS": 32, "part_bounds": None} | unscaled
-            yield "fold", bf16, _fold_blocks_kernel, whole, {"num_warps": 4}
+    for unscaled in ({"k_scales": None}, {}):
+        whole = grid | {"SLOTS": 32, "part_bounds": None} | unscaled
+        yield "fold", bf16, _fold_blocks_kernel, whole, {"num_warps": 4}
     yield (
         "fold-parts",
         bf16,
         _fold_blocks_kernel,
-        grid | {"MEAN": False, "SLOTS": 16, "k_scales": None},
+        grid | {"SLOTS": 16, "k_scales": None},
         {"num_warps": 4},
     )
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}

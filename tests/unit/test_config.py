@@ -207,7 +207,7 @@ def test_flags_of_others_are_none_of_ours() -> None:
         ),
         (
             "speculation.policy=best",
-            ["speculation.policy", "best", "any, c2q, window, quest, full"],
+            ["speculation.policy", "best", "any, c2q, window, quest, or an import path MODULE:NAME"],
         ),
         ("speculation.sparsity=0", ["speculation.sparsity", "above 0"]),
         ("speculation.sparsity=1.5", ["speculation.sparsity", "1.5", "at most 1"]),

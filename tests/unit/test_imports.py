@@ -70,6 +70,7 @@ LEVELS = {
     "benchmarks": [
         {"constants", "jobs", "runner", "schema", "timer"},
         {"ranks"},
+        {"papers.policies"},
         {"kernels", "program", "quality"},
         {"models"},
         {"records"},

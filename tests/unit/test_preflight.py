@@ -312,7 +312,7 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
             ["bench.repeat=0.8", "attention.choice=global", "bench=decode"],
             ["bench.repeat=0.8", "choice=local"],
         ),
-        ("qwen3", ['bench.variants=["attention.score=mean"]'], ["bench.variants", "attention.score=mean", "topk"]),
+        ("qwen3", ['bench.variants=["attention.block=64"]'], ["bench.variants", "attention.block=64", "topk"]),
         ("qwen3", ['bench.variants=["attention.topk=many"]'], ["bench.variants", "attention.topk=many"]),
         ("qwen3", ['bench.variants=["bench.repeat=2"]'], ["bench.variants", "bench.repeat=2", "0 to 1"]),
         ("qwen3", ['bench.variants=["attention.topk=33"]'], ["bench.variants", "attention.topk=32", "the most"]),

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from benchmarks import tune
+from benchmarks.papers.policies import FULL
 from benchmarks.ranks.tuning_file import MeasuredFile, read_measured
 from benchmarks.ranks.tuning_steps import DraftSource, Measured
 from benchmarks.records.tuned import OPTIONS
@@ -43,7 +44,7 @@ def config_of(tmp_path: Path, *more: str) -> Config:
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["speculation.policy=full"], "speculation.policy=full reads every key: there is no sparsity to tune"),
+        ([f"speculation.policy={FULL}"], "need not know a sparsity to tune"),
         (["bench.gammas=[]"], "bench.gammas=[] must be a rising list"),
         (["bench.gammas=[4,2]"], "bench.gammas=[4, 2] must be a rising list"),
         (["bench.gammas=[0,2]"], "bench.gammas=[0, 2] must be a rising list of at least one number above 0"),
