@@ -85,15 +85,10 @@ def check_tier(config: Config) -> None:
         if kv.ahead:
             raise ValueError("kv.ahead=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
         return
-    if config.attention.policy == "dense":
-        raise ValueError(
-            "kv.tier=host with attention.policy=dense would read the whole cache over the link in each step: set "
-            "attention=block_sparse, or kv.tier=gpu"
-        )
     if config.attention.policy != "block_sparse":
         raise ValueError(
-            f"kv.tier=host is for attention.policy=block_sparse, and attention.policy is {config.attention.policy}: "
-            "leave out one of the two"
+            f"kv.tier=host with attention.policy={config.attention.policy} would read the whole cache over the link in "
+            "each step: set attention=block_sparse, or kv.tier=gpu"
         )
     if config.speculation.drafter in ("mtp", "eagle3"):
         raise ValueError(
