@@ -18,11 +18,11 @@ an iteration, Wilson's for the share of drafts that hold. On a CPU in float32, t
   length       tokens of a prompt and what follows it; several with commas (default 8192)
   prompts      of a task, at least 2 (default 30)
   new_tokens   of each prompt (default 128)
-  policies     the product's: any, c2q, window, quest, full; ngram, suffix; mtp or eagle3, beside lookups alone; and,
-               made for comparison: all, accepted, last (the mean of all queries of verification, of those whose drafts
-               held, the last of these), oracle (each draft chooses by its own logits), weights (by weights after the
-               softmax), fixed (any, as many keys as of a text that fills the model's context). Several with commas
-               (default: all without a layer)
+  policies     the product's: any, c2q, window, quest; ngram, suffix; mtp or eagle3, beside lookups alone; and, made
+               for comparison: full (every key), all, accepted, last (the mean of all queries of verification, of those
+               whose drafts held, the last of these), oracle (each draft chooses by its own logits), weights (by
+               weights after the softmax), fixed (any, as many keys as of a text that fills the model's context).
+               Several with commas (default: all without a layer)
   layer        directory of the layer of policies=eagle3; mtp's is in the model's
   gamma        drafts of an iteration (default 7)
   sparsity, noise

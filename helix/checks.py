@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from helix.config import Config, ModelConfig
 from helix.layout import HelixLayout
+from helix.packages import imported
 from helix.schema import build
 
 if TYPE_CHECKING:  # with the families of models
@@ -45,6 +46,13 @@ def check_pages(config: Config) -> None:
         )
 
 
+def check_imports(config: Config) -> None:
+    """Raises ValueError where an import path names nothing."""
+    for key, path in (("attention.policy", config.attention.policy), ("speculation.policy", config.speculation.policy)):
+        if ":" in path:
+            imported(key, path)
+
+
 def check_parts(config: Config) -> None:
     """Raises ValueError where parts of blocks cannot be chosen."""
     attention = config.attention
@@ -54,11 +62,6 @@ def check_parts(config: Config) -> None:
         raise ValueError(
             f"attention.part={attention.part} must be a power of two that cuts attention.block={attention.block} into "
             "equal parts: set another, or leave it out"
-        )
-    if attention.score != "bounds":
-        raise ValueError(
-            f"attention.part={attention.part} needs bounds, and attention.score is {attention.score}: set "
-            "attention.score=bounds, or leave out attention.part"
         )
     if attention.choice == "global":
         raise ValueError(
@@ -82,10 +85,10 @@ def check_tier(config: Config) -> None:
         if kv.ahead:
             raise ValueError("kv.ahead=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
         return
-    if config.attention.policy == "dense":
+    if config.attention.policy != "block_sparse":
         raise ValueError(
-            "kv.tier=host with attention.policy=dense would read the whole cache over the link in each step: set "
-            "attention=block_sparse, or kv.tier=gpu"
+            f"kv.tier=host with attention.policy={config.attention.policy} would read the whole cache over the link in "
+            "each step: set attention=block_sparse, or kv.tier=gpu"
         )
     if config.speculation.drafter in ("mtp", "eagle3"):
         raise ValueError(
@@ -259,7 +262,7 @@ def check_states(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None
 
 
 ALONE: tuple[Callable[[Config], None], ...] = (
-    check_origins, check_pages, check_parts, check_tier, check_snapshots, check_resume,
+    check_origins, check_imports, check_pages, check_parts, check_tier, check_snapshots, check_resume,
 )  # fmt: skip
 TOGETHER: tuple[Callable[[Config, HelixLayout, DecoderSpec], None], ...] = (
     check_cache, check_attention, check_self_drafts, check_own_sequences, check_states,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from helix.sampling_params import SamplingParams
-from helix.schema import FilePath, Range
+from helix.schema import FilePath, ImportPath, Range
 
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
 MOST_SEQUENCES = 1 << 16  # in a batch
@@ -17,7 +17,7 @@ STORED = "a checkpoint says itself how its weights are stored; fp8 rounds unquan
 TOKENS = "tokens, such as 128K or 1M, and not bytes; kv.memory_fraction=0.5 takes half of the free memory"
 Width = Annotated[int, Range(1)]
 Count = Annotated[int, Range(1, 1 << 40)]
-DrafterName = Literal["none", "ngram", "suffix", "model", "mtp", "eagle3", "sparse"]
+DrafterName = Literal["none", "suffix", "model", "mtp", "eagle3", "sparse"]
 HopBChunks = Literal["none", "auto", "best", "2", "4", "8"]
 Share = Annotated[float, Range(above=0, most=1)]
 
@@ -104,7 +104,8 @@ class KVConfig:
 class AttentionConfig:
     """Attributes:
     policy: which keys a query of a decode step reads: dense: all; block_sparse (lossy): the first blocks of the
-        sequence, the last ones, and those between that promise most. Prefill reads all.
+        sequence, the last ones, and those between that promise most, by the bounds of their keys. Prefill reads all.
+        MODULE:NAME: a subclass of helix.attention.block_sparse:BlockSparseAttention, with the same settings.
     block: tokens of a block, which is a page of the cache.
     part: tokens of a part of a block; queries choose parts instead of blocks. Unset: blocks.
     candidates: blocks, the best by their own bounds, whose parts are considered, of all ranks together.
@@ -112,21 +113,18 @@ class AttentionConfig:
         lines of a text of 32K; attention=parts (part=16, candidates=256, topk=128) keeps them.
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
-    score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
-        keys).
     choice: local (each kvp rank takes its share of topk from its own blocks) or global (one choice over all ranks: the
         same blocks on every layout, for one exchange more in each layer).
     from_tokens: shorter sequences read all.
     """
 
-    policy: Literal["dense", "block_sparse"] = "dense"
+    policy: Literal["dense", "block_sparse"] | ImportPath = "dense"
     block: Annotated[int, Range(1, 1 << 14)] = 128
     part: Annotated[int, Range(1, 1 << 13)] | None = None
     candidates: Annotated[int, Range(1, 1024)] = 256
     topk: Annotated[int, Range(0, MOST_CHOSEN)] = 32
     sink_blocks: Annotated[int, Range(0, 1 << 20)] = 1
     local_blocks: Annotated[int, Range(1, 1 << 20)] = 4
-    score: Literal["bounds", "mean"] = "bounds"
     choice: Literal["local", "global"] = "local"
     from_tokens: Annotated[int, Range(0, 1 << 40)] = 32768
 
@@ -194,18 +192,19 @@ class DraftLayoutConfig:
 @dataclass
 class SpeculationConfig:
     """Attributes:
-    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; suffix: the
-        same, also in answers to earlier requests; model: what a smaller model says; mtp: what
-        the checkpoint's layer for multi-token prediction says; sparse: what the model itself says over few keys;
-        eagle3: what a layer with a checkpoint of its own says, trained to read the model's hidden states.
+    drafter: none; suffix: proposes what followed the last earlier occurrence of the sequence's final tokens, in itself
+        or in answers to earlier requests; model: what a smaller model says; mtp: what the checkpoint's layer for
+        multi-token prediction says; sparse: what the model itself says over few keys; eagle3: what a layer with a
+        checkpoint of its own says, trained to read the model's hidden states.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
-    longest: the most final tokens that ngram and suffix compare.
-    remembered: the most tokens of earlier answers in which suffix looks, for requests of the same salt.
+    longest: the most final tokens that suffix compares.
+    remembered: the most tokens of earlier answers in which suffix looks, for requests of the same salt; 0
+        (speculation=ngram): it looks in the sequence alone.
     policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
         by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
-        (quest); every key (full).
+        (quest). MODULE:NAME: a function that makes the attention of drafts for a cache and the engine's sizes.
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
     noise: of sparse, mtp and eagle3. shared: sampled requests draw drafts with the target's noise, and every token is
         the one without drafts; own: drafts are drawn by themselves and kept by rejection, which changes which tokens a
@@ -221,8 +220,8 @@ class SpeculationConfig:
     gamma: Annotated[int, Range(1, MAX_QUERIES - 1)] = 4
     adaptive: bool = True
     longest: Annotated[int, Range(1, 8)] = 3
-    remembered: Annotated[int, Range(16, 1 << 24)] = 1 << 18
-    policy: Literal["any", "c2q", "window", "quest", "full"] = "any"
+    remembered: Annotated[int, Range(0, 1 << 24)] = 1 << 18
+    policy: Literal["any", "c2q", "window", "quest"] | ImportPath = "any"
     sparsity: Share = 0.07
     noise: Literal["shared", "own"] = "shared"
     path: FilePath | None = None
@@ -352,7 +351,11 @@ class Config:
     seed: int = 0
 
     # For one release; {} is the old value.
-    RENAMED: ClassVar[dict[str, str]] = {"hopb=none": "hopb=off", "decode.max_new_tokens": "decode.max_tokens={}"}
+    RENAMED: ClassVar[dict[str, str]] = {
+        "hopb=none": "hopb=off",
+        "decode.max_new_tokens": "decode.max_tokens={}",
+        "speculation.drafter=ngram": "speculation=ngram",
+    }
 
     @property
     def blocks(self) -> Blocks:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 ROOT = _HERE / "_runtime" if (_HERE / "_runtime").is_dir() else _HERE.parent
@@ -40,3 +42,16 @@ def import_package(name: str) -> ModuleType:
             "process of its own, such as `helix serve`"
         )
     return module
+
+
+def imported(key: str, path: str) -> Any:
+    """Returns what `path`, the import path MODULE:NAME that a setting has, names.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{key}={path} cannot be imported: {error}") from error

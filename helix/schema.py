@@ -1,14 +1,14 @@
 """Settings as dataclasses whose annotations say which values are possible, and one sentence for a value that is not.
 
-An annotation is `Literal[...]`, `Annotated[int, Range(1, 31)]` (or float), `FilePath`, a plain type, a list of one, or
-several of these, as in `Literal["auto"] | Annotated[int, Range(1)] | None`.
+An annotation is `Literal[...]`, `Annotated[int, Range(1, 31)]` (or float), `FilePath`, `ImportPath`, a plain
+type, a list of one, or several of these, as in `Literal["auto"] | Annotated[int, Range(1)] | None`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
@@ -47,11 +47,24 @@ class Range(NamedTuple):
         return above and (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
 
-class Literally(NamedTuple):
+@dataclass(frozen=True)
+class Literally:
     """Mark of texts that command lines take as they are, whatever characters they have."""
+
+    def has(self, text: str) -> bool:
+        return text != ""
+
+
+@dataclass(frozen=True)
+class Importable:
+    """Mark of texts that name something in a module."""
+
+    def has(self, text: str) -> bool:
+        return re.fullmatch(r"[\w.]+:\w+", text) is not None
 
 
 FilePath = Annotated[str, Literally()]
+ImportPath = Annotated[str, Importable()]
 
 
 def build(schema: type[S], content: Mapping[str, Any], prefix: str = "") -> S:
@@ -147,7 +160,8 @@ def expected(kind: Any) -> str:
         return f"one of {', '.join(args)}" if len(args) > 1 else str(args[0])
     if origin is Annotated:
         if not isinstance(args[1], Range):
-            return "a path" if args[0] is str else expected(args[0])
+            path = "an import path MODULE:NAME" if Importable() in args else "a path"
+            return path if args[0] is str else expected(args[0])
         return f"{'an integer' if args[0] is int else 'a number'} {args[1]}"
     return PLAIN[kind]
 
@@ -165,7 +179,7 @@ def _converted(value: Any, kind: Any) -> Any:
             return word
     elif origin is Annotated:
         converted = _converted(value, args[0])
-        if args[1].has(converted) if isinstance(args[1], Range) else converted:
+        if converted if isinstance(args[1], str) else args[1].has(converted):
             return converted
     elif origin is list:
         if isinstance(value, list):

@@ -67,22 +67,22 @@ class SparseCase:
         """A table [B, Hkv, topk + 8] of the pages that are read."""
         ranges = self.first, self.last, self.pages
         return select_blocks(
-            self.q[copy], self.bounds, self.tables[copy], *ranges, topk, topk + 8, "bounds", self.counted
+            self.q[copy], self.bounds, self.tables[copy], *ranges, topk, topk + 8, self.counted
         )  # fmt: skip
 
     def candidates(self, count: int, copy: int) -> torch.Tensor:
         """A table [B, Hkv, count + 8] of the pages that are read anyway and of the candidates."""
         ranges = self.first, self.last, self.pages
         return select_blocks(
-            self.q[copy], self.bounds, self.tables[copy], *ranges, count, count + 8, "bounds", self.counted,
+            self.q[copy], self.bounds, self.tables[copy], *ranges, count, count + 8, self.counted,
             stretches=True,
         )  # fmt: skip
 
     def select_parts(self, topk: int, count: int, copy: int, ranges: Ranges) -> torch.Tensor:
         """A table [B, Hkv, topk + 8 * PARTS] of the parts that are read; `ranges` are those of the candidates."""
         return select_blocks(
-            self.q[copy], self.part_bounds, self.candidates(count, copy), *ranges, topk, topk + 8 * PARTS, "bounds",
-            self.counted, most=count * PARTS,
+            self.q[copy], self.part_bounds, self.candidates(count, copy), *ranges, topk, topk + 8 * PARTS, self.counted,
+            most=count * PARTS,
         )  # fmt: skip
 
     def attend(self, table: torch.Tensor, hi: torch.Tensor, copy: int, parts: int = 1) -> torch.Tensor:
@@ -150,7 +150,7 @@ def check(s: SparseCase, topk: int) -> None:
     """Raises AssertionError unless the blocks that are chosen promise as much as the best by torch."""
     table = s.select(topk, 0)
     for b, row in enumerate(s.tables[0].long()):
-        scores = block_scores(s.q[0][b], s.bounds[row], "bounds")[:, SINK:-LOCAL]
+        scores = block_scores(s.q[0][b], s.bounds[row])[:, SINK:-LOCAL]
         count = min(topk, scores.shape[1])
         best = scores.topk(count).values.sort().values
         places = torch.zeros(len(s.k), dtype=torch.long, device=row.device)
@@ -238,11 +238,11 @@ def check_parts(s: SparseCase, topk: int, count: int, ranges: Ranges) -> None:
     for b, looked_at in enumerate(of_candidates[:, :, first:last].long()):
         of_parts = s.part_bounds[looked_at, head].flatten(1, 2).transpose(0, 1)  # [n * PARTS, Hkv, 2, D]
         k = min(topk, len(of_parts))
-        best = block_scores(s.q[0][b], of_parts, "bounds").topk(k).values.sort().values
+        best = block_scores(s.q[0][b], of_parts).topk(k).values.sort().values
         chosen = table[b, :, first * PARTS : first * PARTS + k].long()
         mine = s.part_bounds[chosen // PARTS, head, chosen % PARTS].transpose(0, 1)
         # fp32 sums of 256 products in other orders.
-        torch.testing.assert_close(block_scores(s.q[0][b], mine, "bounds").sort().values, best, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(block_scores(s.q[0][b], mine).sort().values, best, rtol=1e-4, atol=1e-4)
 
 
 def torchs(s: SparseCase, copies: int, device: torch.device) -> Row:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.items import NOT_RECORDED, Item, Table, span
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, span
 from benchmarks.records import sparse_bill, sparse_gates
 from benchmarks.records.fidelity_tables import KEY, LONGEST, pooled
 from benchmarks.records.rows import WORKLOAD, Row, results
@@ -129,149 +132,26 @@ def _prefill() -> str:
     return ", ".join(f"{r['length'] // K}K in {r['prefill_s']:.0f} s ({r['tier']})" for r in rows) or NOT_RECORDED
 
 
+FIGURES: dict[str, Callable[..., str]] = {
+    "bill": partial(_bill, "one NVIDIA"),
+    "count": _count,
+    "flat": _flat,
+    "margins": _margins,
+    "needles": _needles,
+    "newest": _newest,
+    "op": _op,
+    "peers": _peers,
+    "prefill": _prefill,
+    "step": _step,
+    "text": _text,
+    "tier": _tier,
+    "verdicts": _verdicts,
+}
+
+
 def items() -> list[Item]:
-    """Lists the report's items, in its order."""
-    return [
-        Item(
-            "3.2: selection by blocks of 128, sink, last four, top k",
-            "done, one kernel a layer",
-            "as a masked reference",
-            "pytest tests/kernels/test_select_blocks.py",
-        ),
-        Item(
-            "3.2: fused gather-attend, heads of a group share a tile",
-            "done: the decode kernel follows a table of pages",
-            "as a masked reference",
-            "pytest tests/e2e/test_block_sparse.py",
-        ),
-        Item("3.2: one CUDA graph a step", "done", "both modes", "pytest tests/e2e/test_launches.py"),
-        Item("3.3: dense prefill", "done", "-", "pytest tests/e2e/test_block_sparse.py"),
-        Item(
-            "4: the best of all dense backends",
-            "partly: the fastest counts of those that were timed",
-            _peers(),
-            OPS,
-        ),
-        Item(
-            "4: vLLM as an anchor",
-            "partly: eight GPUs, other layouts; constants without a record",
-            "table headline",
-            "helix tables headline",
-        ),
-        Item("Table 1, H1: op at batch 1, 10.2 x at 1M (k=8)", "done but for 512K; one kernel", _op(1, 8), OPS),
-        Item("Table 1: op at batch 8, 41.9 x at 1M (k=8)", f"partly: {_count(8, 8)}; one kernel", _op(8, 8), OPS),
-        Item(
-            "5: a selector in one kernel (left open there)",
-            "done: 5 to 14 us a layer at batch 1, there 56",
-            "column choose",
-            OPS,
-        ),
-        Item("Figure 1: tokens/s over length", "done", f"k=32: {_flat(32)}", STEPS),
-        Item(
-            "Table 2: steps at 8K to 128K, batch 4 at 128K 1.76 x (k=8)",
-            "done",
-            f"k=8 {_step(4, 128 * K, 8)}, k=32 {_step(4, 128 * K, 32)}",
-            STEPS,
-        ),
-        Item("Table 3: 1M, batch 1, 1.77 x (k=32)", "done", _step(1, M, 32), STEPS),
-        Item("Table 3: 128K, batch 8, 1.81 x (k=32)", "done", _step(8, 128 * K, 32), STEPS),
-        Item(
-            "GATE-3, H1 to H3, thresholds of fidelity: pass or fail", "done", _verdicts(), "helix tables sparse-gates"
-        ),
-        Item(
-            "Table 4: window, ours, Quest's pages",
-            "partly: speed on Qwen2.5-7B's shape, needles on the demo model; parts of blocks beside them",
-            f"32K, code: {_newest('needles', 'dense', 'bounds-32', KEEPS, 'quest-64')}, "
-            f"{_needles('window-4736', 32 * K, 'code')}",
-            FIDELITY,
-        ),
-        Item(
-            "Table 5: mean against bounds",
-            "done, on the demo model; bounds find more needles, means follow text better",
-            f"8K, code: {_needles('mean-8', 8 * K, 'code')}, {_needles('bounds-8', 8 * K, 'code')}",
-            FIDELITY,
-        ),
-        Item(
-            "8.2: KL, TV, perplexity on true text",
-            "done, on sources of this repository",
-            f"KL at 8K: {_text('bounds-8', 8 * K, 'kl')}, {_text('bounds-32', 8 * K, 'kl')}",
-            FIDELITY,
-        ),
-        Item("8.2: five windows of text", "done", "spread by text in the table", FIDELITY),
-        Item(
-            "8.2: long generation keeps its bounds",
-            "done: bounds follow each append; `frozen` is without",
-            "table fidelity-generated",
-            FIDELITY,
-        ),
-        Item(
-            "8.2: a second family, 14B",
-            "out of reach: no trained weights here but the demo model's and SmolLM2's",
-            "-",
-            FIDELITY,
-        ),
-        Item(
-            "8.3: agreement 0.906 (k=8), where sure 0.985; k=32 0.9975",
-            "done, on the demo model",
-            f"32K where sure: {_text('bounds-8', 32 * K, 'sure')}, {_text('bounds-32', 32 * K, 'sure')}",
-            FIDELITY,
-        ),
-        Item(
-            "8.3: margins of misses, pooled",
-            "done: all texts of a policy together",
-            _margins(),
-            FIDELITY,
-        ),
-        Item(
-            "8.4, Figure 2: needles over budget and length",
-            "partly: demo model to 32K; Qwen2.5-7B-1M out of reach",
-            f"32K, loop: {_needles('bounds-8', 32 * K, 'loop')}, {_needles('bounds-32', 32 * K, 'loop')}",
-            FIDELITY,
-        ),
-        Item("8.4: 500 trials, lower bounds", "partly: 200 prompts a cell", "Wilson's ranges in the table", FIDELITY),
-        Item(
-            "8.4: real prose is harder, 0.58 at k=8",
-            "done: code is harder here",
-            f"32K, code: {_needles('bounds-8', 32 * K, 'code')}, "
-            f"{_needles('bounds-32', 32 * K, 'code')}, {_needles('dense', 32 * K, 'code')}",
-            FIDELITY,
-        ),
-        Item(
-            "8.4: several facts, multi-hop",
-            "done: four facts, `task=hops`: a fact that names another",
-            f"facts: {_newest('facts', 'dense', 'bounds-32', KEEPS, 'quest-64')}; "
-            f"hops: {_newest('hops', 'dense', 'bounds-32', KEEPS, 'quest-64')}",
-            FIDELITY,
-        ),
-        Item("8.4: 512K and 1M needles", "out of reach: no model of that context here", "-", FIDELITY),
-        Item(
-            "9, equation 2, Figure 3: the bill; 3.05 TB/s, 3.2 ms, 1.7 ms, R² 0.998",
-            "done, with two more terms",
-            _bill("one NVIDIA"),
-            "helix planner bill",
-        ),
-        Item("9: crossover and regime map", "done", "table sparse-crossover", "helix planner bill"),
-        Item(
-            "9: prefill of 1M, 833 s",
-            "done: 256K over host memory, and 976K where no more than 22 GB of the GPU can be allocated",
-            _prefill(),
-            "helix bench tier-prefill",
-        ),
-        Item(
-            "10: cache in host memory, 24 GB card, 6.1 tokens/s",
-            "done: no more than 22 GB of the GPU can be allocated (`bench.gpu_bytes`); PCIe 5",
-            _tier(),
-            TIER,
-        ),
-        Item(
-            "10: needle over host memory at 128K",
-            "partly: 32K, the demo model",
-            "table tier-needles",
-            "helix bench tier-needles",
-        ),
-        Item("11: read, find, store", "done: bill and tier", "table sparse-bill", "helix planner bill"),
-        Item("13: sampling", "done: any request may be sampled", "-", "pytest tests/e2e/test_fuzz.py"),
-    ]
+    """Lists the paper's items, in its order."""
+    return filled_items("gather", FIGURES)
 
 
 def tabled() -> dict[str, Table]:

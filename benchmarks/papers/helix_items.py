@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 from benchmarks.papers.figures import SHORT, Paper
-from benchmarks.papers.items import NOT_RECORDED, Item, Table, span
+from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, span
 from benchmarks.papers.rows import CLAIMS
 from benchmarks.records.columns import page
 from benchmarks.records.hopb_tables import timed
@@ -18,9 +18,7 @@ from benchmarks.records.tables import TABLES
 from launch.inputs.shapes import load_spec
 
 FRONTS, HOSTS = "helix bench fronts", "helix bench hosts"
-LAYOUT = "pytest tests/unit/test_layout.py"
 M = 1 << 20
-CHOSEN = "simulated, with constants chosen so that the headlines agree"
 # The tables that are reprinted, and what makes their records.
 RECORDED = {
     "best-steps": "helix bench step",
@@ -128,190 +126,70 @@ def _longest(model: str) -> str:
     return span([r["ttl_p50_us"] / 1e3 for r in rows], ".1f", "ms")
 
 
-def items() -> list[Item]:
-    """Lists the paper's items, in its order."""
-    paper = simulated()
-    claims: dict[str, list[str]] = {}
-    for model, claim in CLAIMS.items():
-        row = paper.headlines[model]
-        lost = [x for x in paper.lost if x["model"] == model]
-        claims[model] = [
-            f"paper {claim.user:g} x, here {row['user_gain']:.2f} x",
-            f"paper {claim.batch:g} x, here {row['batch_gain']:g} x at the baseline's fastest, "
-            f"{paper.curves[model][3]['batch_gain']:g} x at 80% of it",
-            f"paper {claim.hopb_off:.0%}, here " + " and ".join(f"{x['fixed']:.1%} ({x['exchange']})" for x in lost),
-        ]
-    r1, dense = "deepseek-r1", "llama-3.1-405b"
-    ends = [max(row["end"] for row in paper.csv()["figure-3"] if row["hopb"] == on) for on in ("off", "on")]
-    return [
-        Item(
-            "2.1.1: attention over KVP x TPA, TPA at most K, no copies",
-            "done",
-            "heads and tokens of each rank are tested",
-            LAYOUT,
-        ),
-        Item(
-            "2.1.1: every rank projects the whole batch",
-            "done; of MLA a rank may make its share of queries, and gather",
-            "reads of QKV as in appendix A",
-            LAYOUT,
-        ),
-        Item(
-            "2.1.1: partial output and LSE, one all-to-all, exact",
-            "done",
-            _correct(),
-            "python -m benchmarks.correctness",
-        ),
-        Item("2.1.2: bytes of the exchange independent of S", "done", _exchange(), "helix bench comm"),
-        Item(
-            "2.1.3: HOP-B, chunks of the batch",
-            "done: by chunks, not by tokens; a user sets their number, or `auto` does",
-            f"best chunks on NVLink cost more than they hide; {_hopb('hopb')}",
-            "helix bench hopb",
-        ),
-        Item(
-            "2.2: output projection with TP = N, all-reduce", "done", "hidden columns of each rank are tested", LAYOUT
-        ),
-        Item("2.2: dense FFN with TPF = N", "done", "FFN columns of each rank are tested", LAYOUT),
-        Item(
-            "2.2: MoE on TPF x EP",
-            "done, by one all-reduce over all ranks in place of one within experts and a gather",
-            _grids(),
-            "helix bench step ranks=8",
-        ),
-        Item(
-            "2.3: append of 16 tokens in turns",
-            "done: `kv.append_block`, 16; the first rank differs by sequence",
-            "local lengths are a closed formula",
-            LAYOUT,
-        ),
-        Item(
-            "3.1: simulator of GB200",
-            "done, with constants of our choice: the paper's are not published",
-            "roofline",
-            "helix papers",
-        ),
-        Item(
-            "3.1: GB200 NVL72, FP4",
-            "out of reach: Hopper has neither; bf16 and FP8, eight GPUs at most",
-            "simulated",
-            "helix papers",
-        ),
-        Item(
-            "3.1: baseline TP",
-            "done, but the paper's overlaps some of its communication",
-            _modes("tp"),
-            "helix bench baselines ranks=8",
-        ),
-        Item("3.1: baseline Medha (KVP, FFN on TP)", "done", _modes("medha"), "helix bench baselines ranks=8"),
-        Item(
-            "3.1: baseline EP with data-parallel attention",
-            "partly: `layout.mode=dp`, which sends rows to all ranks, not only to those of their experts; "
-            "no front is measured, and nothing at 1M",
-            _dp(),
-            "helix bench modes",
-        ),
-        Item(
-            "3.1: baseline PP",
-            "partly: simulated; the runtime has no pipeline",
-            "a part of the baseline's front",
-            "helix papers",
-        ),
-        Item(
-            "3.1: 1 to 64 GPUs",
-            "partly: one to eight real ones, ranks of up to 64 emulated on one or two",
-            f"{len(results('fronts', *WORKLOAD, 'device'))} points of fronts recorded",
-            FRONTS,
-        ),
-        Item(
-            "3.1: lengths of a million and more",
-            "partly: 2^20 tokens at most; 4M are simulated",
-            f"Llama-405B at 1 x 1M, FP8: {_longest('llama-3.1-405b')}; DeepSeek-R1: {_longest('deepseek-r1')}",
-            FRONTS,
-        ),
-        Item(
-            "3.1: batch within a TTL",
-            "done: measured, and by the planner",
-            "one table",
-            "helix tables budgets.emulated-8",
-        ),
-        Item(
-            "3.2: over 100,000 configurations",
-            "partly: batches and GPUs are powers of two",
-            f"{paper.searched:,} points that fit, and again for each of {len(paper.sensitivity[r1]) - 1} changes",
-            "helix papers",
-        ),
-        Item(
-            "Figure 1: roofline of reads; appendix A",
-            "done",
-            f"{len(paper.csv()['figure-1'])} points, the paper's formulas",
-            "helix papers",
-        ),
-        Item(
-            "Figures 2, 4: sharding and workflow",
-            "done: they are the runtime's layout",
-            "docs/concepts.md has an example",
-            LAYOUT,
-        ),
-        Item(
-            "Figure 3: 25.6 to 17 units",
-            "done",
-            f"exact {ends[0]:g} to {ends[1]:g}; measured {_timeline()}",
-            "helix bench hopb",
-        ),
-        Item(
-            "Figure 5: front of DeepSeek-R1",
-            f"{CHOSEN}; {_measured(r1)}",
-            claims[r1][0],
-            FRONTS,
-        ),
-        Item("3.2: R1 serves 32 x as many", CHOSEN, claims[r1][1], "helix papers"),
-        Item(
-            "Figure 6: front of Llama-405B",
-            f"{CHOSEN}; {_measured(dense)}",
-            claims[dense][0],
-            FRONTS,
-        ),
-        Item("3.2: 405B serves 4 x as many", CHOSEN, claims[dense][1], "helix papers"),
-        Item(
-            "3.2: Medha does not suit MLA",
-            "done: one rank would hold all experts",
-            _over("medha", "deepseek-v2-lite", 1, M),
-            "helix bench baselines ranks=8",
-        ),
-        Item("Figure 7, R1: 1% lost without HOP-B", CHOSEN, claims[r1][2], "helix papers"),
-        Item("Figure 7, 405B: 12% lost without HOP-B", f"{CHOSEN}; not reproduced", claims[dense][2], "helix papers"),
-        Item(
-            "Figure 7, measured",
-            "partly: eight emulated ranks, two links",
-            f"best chunks, of a step; {_hopb('hopb.emulated-8')}",
-            "helix bench hopb ranks=8",
-        ),
-        Item(
-            "5: short contexts are DP attention and TP FFN",
-            "done: `layout.mode=dp`",
-            "tokens of transformers on every number of ranks",
-            "pytest tests/e2e/test_dp.py",
-        ),
-        Item(
-            "6: sparse attention",
-            "done, though the paper leaves it open",
-            "the page's last table",
-            "helix papers gather",
-        ),
-        Item(
-            "Several hosts",
-            "not in the paper: agents over sockets, exchange predicted",
-            hosts_said(),
-            HOSTS,
-        ),
-    ]
+def _claim(model: str, what: str) -> str:
+    """What the paper claims of a model, beside what is simulated: user, batch or hopb."""
+    paper, claim = simulated(), CLAIMS[model]
+    row, lost = paper.headlines[model], [x for x in paper.lost if x["model"] == model]
+    if what == "user":
+        return f"paper {claim.user:g} x, here {row['user_gain']:.2f} x"
+    if what == "batch":
+        at_80 = paper.curves[model][3]["batch_gain"]
+        return (
+            f"paper {claim.batch:g} x, here {row['batch_gain']:g} x at the baseline's fastest, {at_80:g} x at 80% of it"
+        )
+    return f"paper {claim.hopb_off:.0%}, here " + " and ".join(f"{x['fixed']:.1%} ({x['exchange']})" for x in lost)
 
 
-def hosts_said() -> str:
+def _ends(hopb: str) -> str:
+    return f"{max(row['end'] for row in simulated().csv()['figure-3'] if row['hopb'] == hopb):g}"
+
+
+def _searched() -> str:
+    return f"{simulated().searched:,}"
+
+
+def _changes() -> str:
+    return str(len(simulated().sensitivity["deepseek-r1"]) - 1)
+
+
+def _roofline() -> str:
+    return str(len(simulated().csv()["figure-1"]))
+
+
+def _fronts() -> str:
+    return str(len(results("fronts", *WORKLOAD, "device")))
+
+
+def _hosts() -> str:
     """Says how far predicted exchanges between hosts are off."""
     rows = [r for r in results("hosts", "model", "backend", "batch", "length") if "failed" not in r]
     return span([r["error"] for r in rows], "+.1%", "off")
+
+
+FIGURES: dict[str, Callable[..., str]] = {
+    "changes": _changes,
+    "claim": _claim,
+    "correct": _correct,
+    "dp": _dp,
+    "ends": _ends,
+    "exchange": _exchange,
+    "fronts": _fronts,
+    "grids": _grids,
+    "hopb": _hopb,
+    "hosts": _hosts,
+    "longest": _longest,
+    "measured": _measured,
+    "modes": _modes,
+    "over": _over,
+    "roofline": _roofline,
+    "searched": _searched,
+    "timeline": _timeline,
+}
+
+
+def items() -> list[Item]:
+    """Lists the paper's items, in its order."""
+    return filled_items("helix", FIGURES)
 
 
 def tabled() -> dict[str, Table]:

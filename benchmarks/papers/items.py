@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.records.columns import page
+from helix.schema import value_of
 
 NOT_RECORDED = "not recorded"
+TEXT = Path(__file__).with_name("items.md")
 
 
 class Item(NamedTuple):
@@ -36,6 +40,19 @@ class Table(NamedTuple):
 
     command: str
     lines: Callable[[], Sequence[str]]
+
+
+def filled_items(paper: str, figures: Mapping[str, Callable[..., str]]) -> list[Item]:
+    """Reads the items of a paper, in its order, and fills in its figures."""
+
+    def figure(match: re.Match[str]) -> str:
+        return figures[match[1]](*(value_of(match[0], text, int | str) for text in match[2].split()))
+
+    table = TEXT.read_text(encoding="utf-8").partition(f"\n## {paper}\n")[2].partition("\n## ")[0]
+    assert {*re.findall(r"{(\w+)", table)} == figures.keys(), f"figures that the items of {paper} do not name"
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    filled = [[re.sub(r"{(\w+)([^}]*)}", figure, cell) for cell in row] for row in rows[1:]]
+    return [Item(what, here, ours, command.strip("`")) for what, here, ours, command in filled]
 
 
 def lines_of(items: Sequence[Item]) -> list[str]:

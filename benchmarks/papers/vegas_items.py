@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from benchmarks.papers.items import NOT_RECORDED, Item, Table, span
+from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, span
 from benchmarks.records import tuned_tables
 from benchmarks.records.acceptance_tables import KEY, joined
 from benchmarks.records.draft_gains import DEMO, REAL, best, gained
@@ -21,6 +22,7 @@ from benchmarks.records.tables import TABLES
 ACCEPTANCE, DRAFTS, KERNELS = "helix acceptance", "helix bench self-drafts", "helix bench sparse"
 DRAFTERS, TUNE = "helix bench drafters", "helix tune"
 LONG = 112 * 1024
+MODELS = "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b"
 # The tables that are reprinted, and what makes their records.
 RECORDED = {
     **dict.fromkeys(
@@ -68,10 +70,10 @@ def _choice(policy: str, length: int, name: str) -> Sequence[float]:
     return rows[-1][name] if rows else []
 
 
-def _runs(kind: str, policy: str, needs: str = "kind", **fields: object) -> str:
+def _runs(kind: str, policy: str, length: int | None = None, needs: str = "kind") -> str:
     """How many prompts of which length the lines of a figure had, and on what."""
     rows = [r for r in results("acceptance", *KEY) if (r["kind"], r["policy"]) == (kind, policy) and r.get(needs)]
-    rows = [r for r in rows if all(r[name] == value for name, value in fields.items())]
+    rows = [r for r in rows if length in (None, r["length"])]
     said = dict.fromkeys(f"{r['prompts']} x {tokens(r['length'])}, {r['device'].removeprefix('NVIDIA ')}" for r in rows)
     return "; ".join(said) or NOT_RECORDED
 
@@ -107,14 +109,14 @@ def _attend() -> str:
     return span([r["us"] / one["us"] for r, one in pairs if r["commit"] == one["commit"]], ".2f", "x of single keys")
 
 
-def _gain(models: Sequence[str], rate: str = "0.9") -> str:
+def _gain(rate: str) -> str:
     """The most that drafts gain at a rate, by model, over all recorded points."""
     rows = [
         r
         for r in results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
         if "failed" not in r and r["gamma"]
     ]
-    best = {m: max((r["gain_at_rates"][rate] for r in rows if r["model"] == m), default=None) for m in models}
+    best = {m: max((r["gain_at_rates"][rate] for r in rows if r["model"] == m), default=None) for m in MODELS}
     return (
         ", ".join(f"{m} {'-' if gain is None else format(gain, '.2f')} x" for m, gain in best.items())
         + f" at a rate of {rate}"
@@ -172,159 +174,6 @@ def _refused() -> str:
     return f"any: {likely / count:.0%} of {count} with 0.3 or more" if rows else NOT_RECORDED
 
 
-def items() -> list[Item]:
-    """Lists the paper's items, in its order."""
-    models = ("qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b")
-    return [
-        Item(
-            "Figure 1: iteration of drafts and verification",
-            "done",
-            "tokens are those of plain decoding",
-            "pytest tests/e2e/test_sparse_drafts.py",
-        ),
-        Item(
-            "2.2: 36.9 ms a step, Qwen3-8B, 4 x 128K, H100",
-            "partly: 4 x 112K on an H200",
-            _plain("qwen3-8b", 4),
-            DRAFTS,
-        ),
-        Item(
-            "Figure 2: Quest keeps more than a window", "done, on the demo model", _kept("quest", "window"), ACCEPTANCE
-        ),
-        Item(
-            "Figure 3: breakdown of an iteration",
-            "done, four drafts",
-            f"choice over all else: {_choosing('any', 'c2q', 'window')}; of quest it is a part of each draft",
-            DRAFTERS,
-        ),
-        Item(
-            "Equation 2: keys by all drafts' logits", "done: policy `all`, of the laboratory", _kept("all"), ACCEPTANCE
-        ),
-        Item(
-            "Equation 3: collect two queries",
-            "partly: policy `c2q`; half of the keys are the latest, scores reach 8 keys back, each KV head chooses for "
-            "itself; none of it can be set",
-            _kept("c2q"),
-            ACCEPTANCE,
-        ),
-        Item("3.2: by the last accepted token", "done: policy `last`, of the laboratory", _kept("last"), ACCEPTANCE),
-        Item("Ours: best row of all", "done: policy `any`, the default", _kept("any"), ACCEPTANCE),
-        Item(
-            "Figure 4: shares by place in the chain", "done, on the demo model", "table acceptance-places", ACCEPTANCE
-        ),
-        Item(
-            "3.2: refused drafts' queries help, 3 to 14%",
-            "done: `all` beside `accepted`: no difference here",
-            _kept("all", "accepted"),
-            ACCEPTANCE,
-        ),
-        Item(
-            "Figure 5: how probable refused tokens were",
-            f"partly: by tenths, on the demo model; {_runs('acceptance', 'any', 'refused')}",
-            _refused(),
-            ACCEPTANCE,
-        ),
-        Item(
-            "Figure 6: cost of collecting",
-            "done: all rows in one maximum or mean; the paper 5 to 189%",
-            f"best row {_collect('any')}, each row {_collect('each')}",
-            KERNELS,
-        ),
-        Item(
-            "Table 1: two queries keep what all keep",
-            "done, on the demo model; gamma 7 and 11",
-            f"{_kept('all', 'c2q')}; 11 drafts: {_kept('all', 'c2q', gamma=11)}",
-            ACCEPTANCE,
-        ),
-        Item(
-            "Figure 7: neighbours choose alike",
-            f"partly: 7% of the keys in place of 1,024; {_runs('choices', 'all', length=4096)}",
-            _overlap(),
-            ACCEPTANCE,
-        ),
-        Item(
-            "Figure 8: tokens over the share of keys",
-            f"partly: three shares; {_runs('sweep', 'any', length=8192)}",
-            _sweep(),
-            ACCEPTANCE,
-        ),
-        Item("3.4: three steps of tuning", "done: `helix tune`", tuned_tables.worst(), TUNE),
-        Item("4: page size of one token", "done", _attend(), KERNELS),
-        Item("4: in vLLM", "out of reach: our own engine; vLLM has no such drafts to take", "-", DRAFTS),
-        Item(
-            "5.1: Qwen3-4B, Qwen3-8B, Qwen3-30B, gpt-oss-20b",
-            "partly: shapes with random weights, no Qwen3-4B",
-            _gain(models),
-            DRAFTS,
-        ),
-        Item("5.1: H100 NVL", "partly: H200 and emulated ranks", "-", DRAFTS),
-        Item(
-            "5.1: baselines MagicDec-Stream and -Quest",
-            "done: both in our engine",
-            f"{_beside('any', 'c2q', 'window', 'quest')}; tokens: {_kept('window', 'quest')}",
-            DRAFTERS,
-        ),
-        Item("5.1: baseline SpecExtend", "partly: policy `last` in every layer; not timed", _kept("last"), ACCEPTANCE),
-        Item(
-            "Figure 9: AIME25, CodeElo",
-            "partly: no trained 8B weights; times of Qwen3-8B, batch 4, acceptance of the demo model",
-            f"{_by_length('any')}; {_gain(models, '0.96')}",
-            DRAFTERS,
-        ),
-        Item(
-            "Figure 10a: drafting accuracy",
-            "done, on the demo model",
-            _kept("any", "window", "quest", "last"),
-            ACCEPTANCE,
-        ),
-        Item(
-            "Figure 10b: overhead of choosing, 5.9 to 9.4%",
-            "done, four drafts",
-            f"with the scores that verification keeps {_selecting('any', 'c2q')}; the choice alone "
-            f"{_choosing('any', 'c2q')}",
-            DRAFTERS,
-        ),
-        Item(
-            "Figure 11: LongBench-v2, 96K to 120K",
-            "partly: 4 x 112K, times of random weights, acceptance of the demo model at 4K to 32K",
-            f"{_beside('any', 'c2q', 'window', 'quest', 'ngram')}; SmolLM2's: {_beside('any', 'ngram', model=REAL)}",
-            DRAFTERS,
-        ),
-        Item("Abstract: 1.25 to 2.81 x over vLLM", "partly: beside our own plain steps", _gain(models), DRAFTS),
-        Item("Appendix B: weights in place of logits", "done, in the laboratory", _kept("weights", "any"), ACCEPTANCE),
-        Item("Appendix C: a share or a fixed budget", "done, in the laboratory", _kept("fixed", "any"), ACCEPTANCE),
-        Item("Appendix D, Table 2: page sizes 1 to 16", "done: runs of 1 to 16 keys", _attend(), KERNELS),
-        Item("E.1: sampling parameters", "done: temperature 0.6, top-p, top-k", "table acceptance-sampled", ACCEPTANCE),
-        Item(
-            "Figure 13: map of gamma and share",
-            "done, of the demo model: `helix tune ... bench.grid=true`",
-            "figure tuned",
-            TUNE,
-        ),
-        Item(
-            "Table 3: gammas that were chosen",
-            "partly: of 2, 4 and 6 what gains the most on the worst task; the best is often 6, the largest",
-            f"{_beside('any', 'c2q', 'window')}; {_beyond()}",
-            DRAFTERS,
-        ),
-        Item(
-            "Experts under verification",
-            "not in the paper: a group's rows take different experts",
-            experts_over_inherent("gpt-oss-20b", "Qwen3-30B-A3B"),
-            "helix bench moe",
-        ),
-        Item(
-            "Drafts that do not hold",
-            "not in the paper: `adaptive` weighs the price of a group",
-            _lost(),
-            DRAFTERS,
-        ),
-        Item(
-            "Over several ranks", "not in the paper: each rank chooses its share", "table acceptance-ranks", ACCEPTANCE
-        ),
-    ]
-
-
 def _plain(model: str, batch: int) -> str:
     found = results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
     rows = [
@@ -333,6 +182,35 @@ def _plain(model: str, batch: int) -> str:
         if (r["model"], r["batch"], r["gamma"]) == (model, batch, 0) and "failed" not in r
     ]
     return span(rows, ".1f", "ms")
+
+
+FIGURES: dict[str, Callable[..., str]] = {
+    "attend": _attend,
+    "beside": _beside,
+    "beside_real": partial(_beside, model=REAL),
+    "beyond": _beyond,
+    "by_length": _by_length,
+    "choosing": _choosing,
+    "collect": _collect,
+    "experts": experts_over_inherent,
+    "gain": _gain,
+    "kept": _kept,
+    "kept_11": partial(_kept, gamma=11),
+    "lost": _lost,
+    "overlap": _overlap,
+    "plain": _plain,
+    "refused": _refused,
+    "runs": _runs,
+    "runs_refused": partial(_runs, "acceptance", "any", needs="refused"),
+    "selecting": _selecting,
+    "sweep": _sweep,
+    "tuned": tuned_tables.worst,
+}
+
+
+def items() -> list[Item]:
+    """Lists the paper's items, in its order."""
+    return filled_items("vegas", FIGURES)
 
 
 def tabled() -> dict[str, Table]:

@@ -8,10 +8,9 @@ from itertools import product
 from typing import Any
 
 from benchmarks.quality.agreement import mean_range, wilson
-from benchmarks.quality.drafting import LAYERED, Drafting, Found, Outcome
+from benchmarks.quality.drafting import LAYERED, POLICIES, Drafting, Found, Outcome
 from benchmarks.runner import Row
 from helix.speculation import DraftBudget
-from helix.speculation.sparse import ROWS
 
 DEFAULTS = DraftBudget()
 SCORED = ("sparsity", "recent", "reach")  # what a policy that goes by scores is told
@@ -26,7 +25,7 @@ READS: dict[str, tuple[str, ...]] = {
 def budgets(policy: str, options: dict[str, list[Any]]) -> Iterator[DraftBudget]:
     """Budgets of all combinations of the options that a policy reads."""
     reads = READS.get(policy, SCORED)
-    kind = policy if policy in ROWS else "any"
+    kind = POLICIES.get(policy, "any")
     for told in product(*(options[name] for name in SCORED)):
         yield DraftBudget(kind, **{name: x for name, x in zip(SCORED, told, strict=True) if name in reads})
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from benchmarks.papers.policies import FULL
 from benchmarks.quality.continuations import Continuation
 from benchmarks.quality.draft_meter import DraftMeter
 from benchmarks.quality.draft_variants import FixedBudget, JudgingDrafter, by_weights, oracle
@@ -56,6 +57,7 @@ LONGEST, SUFFIX = 3, 8  # final tokens that ngram looks for, and suffix
 REMEMBERED = 1 << 16  # tokens of others: one prompt says nothing to another here
 LAYERED = ("mtp", "eagle3")  # drafters with a layer of their own, of which a model has one
 SAMPLED = SamplingParams(top_k=20, top_p=0.95)  # of requests with a temperature
+POLICIES = {**{name: name for name in (*ROWS, "quest")}, "full": FULL}  # what speculation.policy is for each
 GIVEN = 7  # tokens of a turn that one step takes, where nothing is drafted
 DEADLINE_S = 6 * 3600.0
 
@@ -169,7 +171,7 @@ def _of_prompts(way: Drafting, runner: ModelRunner) -> Drafter:
 # drafts held; last: the last of these), each draft by its own logits (oracle), by what verification made of keys after
 # the softmax (weights), as many keys as of a text as long as the model's context (fixed).
 DRAFTERS: dict[str, Callable[[Drafting, ModelRunner], Drafter]] = {
-    **dict.fromkeys(ROWS, _sparse), **dict.fromkeys(("all", "accepted", "last"), _judging),
+    **dict.fromkeys(POLICIES, _sparse), **dict.fromkeys(("all", "accepted", "last"), _judging),
     **dict.fromkeys(LAYERED, _of_prompts), "ngram": _ngram, "suffix": _suffix,
     "oracle": _oracle, "weights": _by_weights, "fixed": _fixed,
 }  # fmt: skip

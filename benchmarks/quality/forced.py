@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from benchmarks.papers.policies import fold_means
 from benchmarks.quality.hits import HitMeter
 from benchmarks.quality.prefilled import Subject, prefilled
 from benchmarks.quality.variants import RoundedBounds, SharedChoice
@@ -26,6 +27,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import BlockBudget, Placement
+from helix.worker.follower import Span
 from helix.worker.model_runner import ModelRunner
 
 Hits = dict[float, list[list[int]]]
@@ -39,6 +41,7 @@ class Policy:
     """What a step reads: all keys, or by a budget of blocks of `page` tokens.
 
     Attributes:
+        score: bounds, or mean: of the policy of benchmarks.papers.policies.
         choice: local or global, over the ranks of a kvp group.
         frozen: pages that become full behind the prefill are never chosen; by bounds alone.
         stored: int8 or fp8, how bounds are kept; None: in the cache's dtype.
@@ -188,6 +191,13 @@ def _steps(
 ) -> Tensor:
     """Logits [n, steps, V] of decode steps behind the prompts."""
     state, cache, comm = runner.state, runner.cache, runner.comm
+
+    def fold(span: Span) -> None:
+        if policy.score == "mean":
+            fold_means(cache)
+        else:
+            cache.fold(span)
+
     n, device = len(prompts), comm.device
     rows = torch.arange(n, device=device)
     lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
@@ -199,15 +209,14 @@ def _steps(
             most = min(NEVER, torch.finfo(cache.bounds.dtype).max)
             cache.bounds[..., 0, :] = -most
             cache.bounds[..., 1, :] = most
-        cache.score = policy.score
-        cache.fold(state.span(n, torch.zeros_like(lengths), lengths, int(lengths.max())))
+        fold(state.span(n, torch.zeros_like(lengths), lengths, int(lengths.max())))
     logits = []
     for i in range(steps):
         state.activate(rows, tokens.to(device), lengths)
         hidden = runner.model.hidden(cache, state.decode_step(n), attends)
         logits.append(torch.cat(comm.all_gather_object(runner.model.logits(hidden).float().cpu()), 1))
         if not policy.frozen:
-            cache.fold(state.span(n, lengths, lengths + 1, 1))
+            fold(state.span(n, lengths, lengths + 1, 1))
         lengths = lengths + 1
         if i + 1 < steps:
             tokens = logits[-1].argmax(-1) if given is None else given[:, i]
@@ -219,9 +228,9 @@ def _attention(policy: Policy, placement: Placement, length: int, comm: Communic
         return policy.attends
     place = placement, length, comm.device, comm if policy.choice == "global" else None
     if policy.stored is not None:
-        return RoundedBounds(policy.stored, policy.budget, policy.score, *place)
+        return RoundedBounds(policy.stored, policy.budget, *place)
     if policy.layers > 1:
-        return SharedChoice(policy.layers, policy.budget, policy.score, *place)
+        return SharedChoice(policy.layers, policy.budget, *place)
     if policy.hot:
-        return HitMeter(policy.hot, policy.budget, policy.score, *place)
-    return BlockSparseAttention(policy.budget, policy.score, *place)
+        return HitMeter(policy.hot, policy.budget, *place)
+    return BlockSparseAttention(policy.budget, *place)

@@ -36,13 +36,12 @@ class HitMeter(BlockSparseAttention):
         self,
         shares: Sequence[float],
         budget: BlockBudget,
-        score: str,
         placement: Placement,
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
     ) -> None:
-        super().__init__(budget, score, placement, max_length, device, comm)
+        super().__init__(budget, placement, max_length, device, comm)
         self.shares = shares
         self._guess: dict[int, Tensor] = {}  # by layer, until it chooses
         self._hot: dict[tuple[int, float], HotBlocks] = {}  # without guesses, and with them

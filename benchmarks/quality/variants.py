@@ -43,14 +43,13 @@ class RoundedBounds(BlockSparseAttention):
         self,
         stored: str,
         budget: BlockBudget,
-        score: str,
         placement: Placement,
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
     ) -> None:
-        assert stored in STORED and score == "bounds"
-        super().__init__(budget, score, placement, max_length, device, comm)
+        assert stored in STORED
+        super().__init__(budget, placement, max_length, device, comm)
         self.stored = stored
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
@@ -70,13 +69,12 @@ class SharedChoice(BlockSparseAttention):
         self,
         layers: int,
         budget: BlockBudget,
-        score: str,
         placement: Placement,
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
     ) -> None:
-        super().__init__(budget, score, placement, max_length, device, comm)
+        super().__init__(budget, placement, max_length, device, comm)
         self.layers = layers
         self._layer = 0
         self._table: Tensor | None = None

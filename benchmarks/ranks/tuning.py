@@ -124,9 +124,7 @@ class _Sample:
         if self.comm.device.type == "cuda":
             gc.collect()  # scores and tables of the one before make room
             torch.cuda.empty_cache()
-        own = replace(self.config.speculation, drafter=way.drafter)
-        own = own if way.sparsity is None else replace(own, sparsity=way.sparsity)
-        runner.drafter = make_drafter(own, None, self.model, runner.cache, runner.sizes)
+        runner.drafter = make_drafter(way.over(self.config.speculation), None, self.model, runner.cache, runner.sizes)
         keep_drafts(runner.drafter, self.config.bench.acceptance, self.config.seed, self.model.spec.vocab)
         for admission in runner.admitted.values():
             runner.drafter.admit(admission)

@@ -7,12 +7,12 @@ stopped, and says the same of the same measurements.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Literal
 
-from helix.config import DrafterName
+from helix.config import SpeculationConfig
 
 LEVEL = 0.02  # more accepted tokens that count, of those accepted; and more speed over plain decoding
 DEVIATIONS = 1.96  # of a mean: 95 of 100 lie within
@@ -24,14 +24,20 @@ class DraftSource:
     """How a step gets its drafts.
 
     Attributes:
-        drafter: none, ngram or sparse.
+        drafter: none, ngram (lookup in the sequence itself) or sparse.
         gamma: drafts of a step.
         sparsity: of sparse.
     """
 
-    drafter: DrafterName
+    drafter: Literal["none", "ngram", "sparse"]
     gamma: int = 0
     sparsity: float | None = None
+
+    def over(self, config: SpeculationConfig) -> SpeculationConfig:
+        """Returns settings that draft so, as many as before."""
+        if self.drafter == "ngram":
+            return replace(config, drafter="suffix", remembered=0)
+        return replace(config, drafter=self.drafter, sparsity=self.sparsity or config.sparsity)
 
     def __str__(self) -> str:
         if not self.gamma:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ WRITTEN = f"{HEADER}\n# Written by benchmarks.tune"  # how the files begin that 
 WORDS = ("on", "off", "yes", "no", "true", "false", "null")  # which YAML takes for something else
 OPTIONS = {
     "none": (),
-    "ngram": ("gamma", "adaptive", "longest"),
+    "suffix": ("gamma", "adaptive", "longest", "remembered"),
     "sparse": ("policy", "sparsity", "gamma", "adaptive", "noise"),
 }
 
@@ -54,13 +55,13 @@ def said(tuned: Tuned) -> list[str]:
 def as_yaml(config: Config, tuned: Tuned, where: str) -> str:
     """The file of `conf/speculation/` that speculates as chosen, with what else the config says of that drafter."""
     chosen = tuned.chosen
-    values = {key: getattr(config.speculation, key) for key in OPTIONS[chosen.way.drafter]}
-    values |= {key: getattr(chosen.way, key) for key in ("gamma", "sparsity") if key in values}
+    own = replace(chosen.way.over(config.speculation), gamma=chosen.way.gamma)
+    values = {key: getattr(own, key) for key in ("drafter", *OPTIONS[own.drafter])}
     gain = (
         f"{chosen.rate / tuned.plain.rate:.2f} times plain decoding" if chosen is not tuned.plain else "plain decoding"
     )
     lines = [f"{WRITTEN} for {where}: {gain}.", "speculation:"]
-    lines += [f"  {key}: {_scalar(value)}" for key, value in {"drafter": chosen.way.drafter, **values}.items()]
+    lines += [f"  {key}: {_scalar(value)}" for key, value in values.items()]
     if chosen.way.sparsity is not None:
         lines += [f"# Measured with kv.append_block={config.blocks.append}."]
     return "\n".join(lines) + "\n"

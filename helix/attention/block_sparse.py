@@ -8,7 +8,7 @@ tokens depend neither on the rest of the batch nor on drafts. Prefill and layers
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from comm.base import Communicator
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.placement import BlockBudget, Placement
-from helix.worker.kv_cache import LayerCache
+from helix.worker.kv_cache import KVCache, LayerCache
 from helix.worker.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
@@ -31,28 +31,28 @@ class BlockSparseAttention(AttentionPolicy):
 
     Args:
         budget: budget of a sequence over all ranks.
-        score: score of a block: bounds or mean.
         placement: placement of the cache that steps attend to.
         max_length: most tokens of a sequence.
         comm: communicator for one choice over all ranks of a kvp group; None: each rank chooses its share of `topk`
             from its own blocks.
 
     Attributes:
+        cache: class of the cache on the GPU, which keeps what blocks are judged by.
         share: budget of a rank that chooses its share of `topk` from its own blocks.
         counted: [2] int64, on the device: blocks read by all queries and KV heads, and number of choices.
     """
 
+    cache: ClassVar[type[KVCache]] = KVCache
+
     def __init__(
         self,
         budget: BlockBudget,
-        score: str,
         placement: Placement,
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
     ) -> None:
         self.dense = DenseAttention()
-        self.score = score
         self.comm = comm if placement.layout.kvp > 1 and budget.topk else None
         kvp = placement.layout.kvp
         self.from_tokens = budget.from_tokens
@@ -124,12 +124,12 @@ class BlockSparseAttention(AttentionPolicy):
         first, last, pages, _, _, *of_parts = self.ranges(step, budget)
         blocks = q, cache.bounds, step.block_tables, first, last, pages
         if budget.parts == 1:
-            return select_blocks(*blocks, budget.topk, self.width, self.score, counted, sms=sms, **more)
+            return select_blocks(*blocks, budget.topk, self.width, counted, sms=sms, **more)
         looked_at = select_blocks(
-            *blocks, budget.candidates, self.looked_at, self.score, self._uncounted, stretches=True, sms=sms, **more
+            *blocks, budget.candidates, self.looked_at, self._uncounted, stretches=True, sms=sms, **more
         )  # fmt: skip
         first, last, pages, _ = of_parts
         return select_blocks(
-            q, cache.part_bounds, looked_at, first, last, pages, budget.topk, self.width, self.score, counted,
+            q, cache.part_bounds, looked_at, first, last, pages, budget.topk, self.width, counted,
             most=budget.candidates * budget.parts, sms=sms, **more,
         )  # fmt: skip

@@ -7,6 +7,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
 from helix.config import AttentionConfig, KVConfig
 from helix.errors import ConfigError
+from helix.packages import imported
 from helix.placement import BlockBudget, Placement
 from kernels.sparse.select_blocks import MOST_PAGES
 
@@ -15,6 +16,14 @@ def budget_of(config: AttentionConfig) -> BlockBudget:
     """Returns the budget of a config, over all ranks."""
     read = config.sink_blocks, config.local_blocks, config.topk
     return BlockBudget(*read, config.from_tokens, config.parts, config.candidate_blocks)
+
+
+def policy_of(config: AttentionConfig) -> type[BlockSparseAttention]:
+    """Returns the class of the policy of sparse steps over a cache on the GPU, which the config names."""
+    if config.policy == "block_sparse":
+        return BlockSparseAttention
+    policy: type[BlockSparseAttention] = imported("attention.policy", config.policy)
+    return policy
 
 
 def make_policy(
@@ -34,11 +43,10 @@ def make_policy(
             f"{max_length} tokens have more, in pages of kv.page_size={page} over layout.kvp={kvp} ranks; set "
             f"kv.page_size={-(-max_length // (MOST_PAGES * kvp))} or more, or decode.max_tokens lower"
         )
-    budget = budget_of(config)
     over_all = comm if config.choice == "global" else None
-    given = budget, config.score, placement, max_length, comm.device, over_all
+    given = budget_of(config), placement, max_length, comm.device, over_all
     if kv.tier != "host":
-        return BlockSparseAttention(*given)
+        return policy_of(config)(*given)
     policy = TieredAttention(*given)
     policy.guesses = kv.ahead
     return policy

@@ -41,13 +41,12 @@ class TieredAttention(BlockSparseAttention):
     def __init__(
         self,
         budget: BlockBudget,
-        score: str,
         placement: Placement,
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
     ) -> None:
-        super().__init__(budget, score, placement, max_length, device, comm)
+        super().__init__(budget, placement, max_length, device, comm)
         self.from_tokens = 0  # sequences within the budget are fetched from the host too
         self.blocks = placement.most_blocks(self.budget, max_length)
         on_gpu = device.type == "cuda"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from helix.attention.policies import budget_of, make_policy
+from helix.attention.policies import budget_of, make_policy, policy_of
 from helix.config import Config, SpeculationConfig
 from helix.engine.core import Engine
 from helix.errors import ConfigError
@@ -48,8 +48,6 @@ def make_drafter(
 ) -> Drafter:
     """Creates the drafter that a config names."""
     match config.drafter:
-        case "ngram":
-            return SuffixDrafter(config.gamma, config.longest)
         case "suffix":
             return SuffixDrafter(config.gamma, config.longest, config.remembered, sizes.slots, cache.device)
         case "sparse":
@@ -104,9 +102,9 @@ def make_cache(
         ConfigError: kv.tokens does not fit, or not even one page; or the host cannot pin kv.host_snapshots.
     """
     kv, spec, comm, dtype = config.kv, model.spec, model.comm, dtype_name(model.weights.dtype)
-    sparse = config.attention.policy == "block_sparse"
+    sparse = config.attention.policy != "dense"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
-    score = config.attention.score if sparse else "bounds" if quest else None
+    score = "bounds" if sparse or quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype, kv.dtype)
     parts = budget_of(config.attention).parts if sparse else 1
     keeps = without_long_rings(keeps if score is None else with_bounds(keeps, dtype, parts))
@@ -134,7 +132,8 @@ def make_cache(
             "raise it, set a smaller decode.prefill_chunk, or take a layout whose ranks hold fewer weights"
         )
     of_host = host_states(kv.host_snapshots, keeps, placement, comm, sizes) if kv.host_snapshots else None
-    return KVCache(keeps, placement, replace(sizes, pages=pages), comm.device, score, of_host)
+    kind = policy_of(config.attention).cache if sparse else KVCache
+    return kind(keeps, placement, replace(sizes, pages=pages), comm.device, score, of_host)
 
 
 def build_engine(

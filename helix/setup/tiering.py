@@ -132,7 +132,7 @@ def make_tiered(
         piece_pages(placement.page_size),
         host_states(kv.host_snapshots, keeps, placement, comm, sizes) if kv.host_snapshots else None,
     )
-    cache = TieredCache(keeps, placement, replace(sizes, pages=pages), comm.device, config.attention.score, tier)
+    cache = TieredCache(keeps, placement, replace(sizes, pages=pages), comm.device, tier)
     rooms = (int(kv.host_bytes) // of_page, (room - taken) // of_gpu)
     on_host, on_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in rooms)
     cache.remedy = (

@@ -16,13 +16,13 @@ from torch import Tensor
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.chosen import ChosenAttention, CollectingAttention
-from helix.attention.dense import DenseAttention
 from helix.config import LEAST_KEYS, MOST_CHOSEN
 from helix.engine.decision import Admission, TableWrite
 from helix.layers.specs import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.decoder import Decoder
+from helix.packages import imported
 from helix.placement import BlockBudget, KeyBudget, Placement
 from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
@@ -40,8 +40,8 @@ SINK_TOKENS = 4  # first tokens of a sequence, always read
 # (docs/results/acceptance.md). One choice for all KV heads, over all ranks, or in blocks of keys gained nothing.
 RECENT, REACH = 0.5, 8
 # Queries of verification that count in the score of a key: the maximum over any, or the mean of first and last. None:
-# no scores; drafts then read the latest keys (window), the best blocks by key bounds (quest), or every key (full).
-ROWS = {"any": "any", "c2q": "ends", "window": None, "quest": None, "full": None}
+# no scores, the latest keys are chosen.
+ROWS = {"any": "any", "c2q": "ends", "window": None}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class DraftBudget:
     """Selection of the keys that drafts read.
 
     Attributes:
-        policy: one of ROWS.
+        policy: one of ROWS, whose keys are chosen before drafts; quest: each draft chooses blocks by key bounds; or the
+            import path of what makes the attention of drafts.
         sparsity: share of a rank's keys of a sequence that is read.
         recent: share of that for the first and the latest keys, regardless of score.
         reach: a key's score is the maximum of its own and `reach` preceding ones.
@@ -84,7 +85,7 @@ class DraftBudget:
 
     def planes(self, spec: DecoderSpec, layout: HelixLayout, rank: int, queries: int, dtype: str) -> int:
         """Returns the score planes per layer on a rank, for verification of `queries` queries per sequence."""
-        if ROWS[self.policy] is None:
+        if ROWS.get(self.policy) is None:
             return 0
         of = attention(spec)
         group = len(layout.q_heads(rank, of.q_heads, of.kv_heads)) // len(layout.kv_heads(rank, of.kv_heads))
@@ -97,7 +98,7 @@ class DraftBudget:
 
     def table_bytes(self, spec: DecoderSpec, placement: Placement, rank: int, sizes: EngineSizes) -> int:
         """Counts the bytes of all tables on a rank."""
-        if self.policy in ("full", "quest"):
+        if self.policy not in ROWS:
             return 0
         heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
         columns = self.columns(placement, sizes.length, sizes.drafts)
@@ -147,11 +148,11 @@ class SparseDrafter(Drafter):
         self.scores: ScorePages | None = None
         self.policy: AttentionPolicy
         heads = len(layout.kv_heads(self.comm.rank, model.spec.attention.kv_heads))
-        if budget.policy == "full":
-            self.policy = DenseAttention()
-        elif budget.policy == "quest":
+        if budget.policy == "quest":
             blocks = budget.blocks(placement.page_size, layout.kvp, sizes.length, self.limit)
-            self.policy = BlockSparseAttention(blocks, "bounds", placement, sizes.length, device)
+            self.policy = BlockSparseAttention(blocks, placement, sizes.length, device)
+        elif budget.policy not in ROWS:
+            self.policy = imported("speculation.policy", budget.policy)(cache, sizes)
         else:
             width = budget.columns(placement, sizes.length, self.limit)
             self.policy = self.chosen = ChosenAttention(layers, sizes.slots, heads, width, device)
@@ -160,7 +161,7 @@ class SparseDrafter(Drafter):
                 len(layers), 1, 1, heads, placement.page_size, dtype=torch.float16, device=device
             )
             self._flags = torch.tensor([[False], [True]], device=device).expand(-1, sizes.slots).contiguous()
-        if rows := ROWS[budget.policy]:
+        if rows := ROWS.get(budget.policy):
             shape = len(layers), self._planes(1 + self.limit), sizes.pages, heads, placement.page_size
             planes = torch.empty(shape, dtype=torch.float16, device=device)
             most = placement.stripes.pages_for(sizes.length + self.limit)

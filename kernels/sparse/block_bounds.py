@@ -8,7 +8,6 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.placement import local_length
-from kernels.sparse.reference import SCORES
 from kernels.sparse.reference import fold_blocks as reference
 
 SLOTS = 32  # slots of a page per iteration
@@ -20,7 +19,7 @@ def _fold_blocks_kernel(
     k_layer, k_page, k_slot, k_head, s_layer, s_page, s_head, b_layer, b_page, b_head, b_kind,
     p_layer, p_page, p_head, p_part, p_kind, MOST,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, MEAN: tl.constexpr,
+    BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // MOST
     head = tl.program_id(1)
@@ -34,7 +33,7 @@ def _fold_blocks_kernel(
         d = tl.arange(0, BLOCK_D)
         slot = tl.arange(0, SLOTS)
         row = k_cache + layer * k_layer + page * k_page + head * k_head
-        one = tl.full([BLOCK_D], float("-inf") if not MEAN else 0.0, tl.float32)
+        one = tl.full([BLOCK_D], float("-inf"), tl.float32)
         two = tl.full([BLOCK_D], float("inf"), tl.float32)
         broken = tl.zeros([BLOCK_D], tl.float32)
         for begin in range(0, PAGE, SLOTS):
@@ -43,25 +42,18 @@ def _fold_blocks_kernel(
             if k_scales is not None:
                 at_scales = k_scales + layer * s_layer + page * s_page + head * s_head + begin + slot
                 k *= tl.load(at_scales, mask=begin + slot < PAGE, other=0.0)[:, None]
-            if MEAN:
-                one += tl.sum(k, 0)
-            else:
-                most = tl.max(tl.where(inside, k, float("-inf")), 0)
-                least = tl.min(tl.where(inside, k, float("inf")), 0)
-                no_number = tl.sum(tl.where(k != k, 1.0, 0.0), 0)
-                if part_bounds is not None:  # a part is SLOTS keys
-                    to = part_bounds + layer * p_layer + page * p_page + head * p_head + begin // SLOTS * p_part + d
-                    tl.store(to, tl.where(no_number > 0, float("nan"), most), mask=d < D)
-                    tl.store(to + p_kind, tl.where(no_number > 0, float("nan"), least), mask=d < D)
-                one = tl.maximum(one, most)
-                two = tl.minimum(two, least)
-                broken += no_number
-        if MEAN:
-            one /= PAGE
-            two = one
-        else:  # the maximum of a NaN and a number may be the number
-            one = tl.where(broken > 0, float("nan"), one)
-            two = tl.where(broken > 0, float("nan"), two)
+            most = tl.max(tl.where(inside, k, float("-inf")), 0)
+            least = tl.min(tl.where(inside, k, float("inf")), 0)
+            no_number = tl.sum(tl.where(k != k, 1.0, 0.0), 0)
+            if part_bounds is not None:  # a part is SLOTS keys
+                to = part_bounds + layer * p_layer + page * p_page + head * p_head + begin // SLOTS * p_part + d
+                tl.store(to, tl.where(no_number > 0, float("nan"), most), mask=d < D)
+                tl.store(to + p_kind, tl.where(no_number > 0, float("nan"), least), mask=d < D)
+            one = tl.maximum(one, most)
+            two = tl.minimum(two, least)
+            broken += no_number
+        one = tl.where(broken > 0, float("nan"), one)  # the maximum of a NaN and a number may be the number
+        two = tl.where(broken > 0, float("nan"), two)
         to = block_bounds + layer * b_layer + page * b_page + head * b_head + d
         tl.store(to, one, mask=d < D)
         tl.store(to + b_kind, two, mask=d < D)
@@ -89,23 +81,21 @@ def fold_blocks(
         keys: [layers, pages, page_size, Hkv, D], last dim contiguous.
         scales: [layers, pages, Hkv, page_size] fp32, last dim contiguous: those of keys in e4m3; else None.
         bounds: [layers, pages, Hkv, 2, D] in the dtype of `keys`, or of the model if these are e4m3, last dim
-            contiguous; overwritten for these pages: the largest and the smallest of its keys in each channel (exact),
-            or twice their mean.
+            contiguous; overwritten for these pages: the largest and the smallest of its keys in each channel (exact).
         tables: int32 [n, max_pages], rows contiguous.
         starts: int64 [n], contiguous, the kvp rank of each sequence's first block.
         before, after: int64 [n], contiguous, committed tokens of each sequence over all ranks, before and now.
         most: upper bound of the pages that one sequence fills on a rank in between.
-        score: bounds or mean.
-        part_bounds: [layers, pages, Hkv, parts, 2, D], like `bounds`, of equal parts of a page, written if given; for
-            score=bounds.
+        score: bounds, the kind that is written here; caches of another have a `KVCache.fold` of their own.
+        part_bounds: [layers, pages, Hkv, parts, 2, D], like `bounds`, of equal parts of a page, written if given.
 
     Source:
         Quest (arXiv:2406.10774).
     """
-    assert score in SCORES and (part_bounds is None or score == "bounds")
+    assert score == "bounds"
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block}
     if not dispatch.on_gpu(keys):
-        reference(keys, scales, bounds, tables, starts, before, after, score, **grid, part_bounds=part_bounds)
+        reference(keys, scales, bounds, tables, starts, before, after, **grid, part_bounds=part_bounds)
         return
     layers, _, page_size, heads, D = keys.shape
     assert keys.stride(4) == bounds.stride(4) == tables.stride(1) == 1 and (scales is None or scales.stride(3) == 1)
@@ -119,5 +109,5 @@ def fold_blocks(
         *keys.stride()[:4], *(scales.stride()[:3] if scales is not None else (0, 0, 0)), *bounds.stride()[:4],
         *part_strides, most,
         KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, D=D,
-        BLOCK_D=triton.next_power_of_2(D), SLOTS=slots, MEAN=score == "mean",
+        BLOCK_D=triton.next_power_of_2(D), SLOTS=slots,
     )  # fmt: skip

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import torch
 
-SCORES = ("bounds", "mean")  # statistics in a page's two vectors
 NONE = -(2**31)  # below every score
 TILE = 32  # pages of a tile
 FORCED = 0xFFFF  # above every score
@@ -31,7 +30,6 @@ def fold_blocks(
     starts: torch.Tensor,
     before: torch.Tensor,
     after: torch.Tensor,
-    score: str,
     *,
     kvp: int,
     kvp_rank: int,
@@ -47,11 +45,7 @@ def fold_blocks(
             k *= scales[:, pages].transpose(2, 3)[..., None]
         if len(pages) == 0:
             continue
-        if score == "bounds":
-            both = k.amax(2), k.amin(2)
-        else:
-            both = 2 * (k.mean(2),)
-        bounds[:, pages] = torch.stack(both, 3).to(bounds.dtype)
+        bounds[:, pages] = torch.stack((k.amax(2), k.amin(2)), 3).to(bounds.dtype)
         if part_bounds is not None:
             parts = k.unflatten(2, (part_bounds.shape[3], -1))  # [layers, n, parts, tokens, Hkv, D]
             both = parts.amax(3), parts.amin(3)
@@ -64,13 +58,12 @@ def ordered_fp32(scores: torch.Tensor) -> torch.Tensor:
     return torch.where(scores.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Tensor:
-    """Scores pages for one query: the maximum over a KV head's query heads, fp32.
+def block_scores(q: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Scores pages for one query by upper bounds of q.k: the maximum over a KV head's query heads, fp32.
 
     Args:
         q: [Hq, D].
         bounds: [n, Hkv, 2, D], of n pages.
-        score: bounds: an upper bound of q.k; mean: q times the mean key.
 
     Returns:
         [Hkv, n].
@@ -78,10 +71,7 @@ def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Ten
     heads = bounds.shape[1]
     q = q.float().view(heads, -1, q.shape[-1])  # [Hkv, group, D]
     one, two = bounds.float().permute(2, 1, 3, 0)  # each [Hkv, D, n]
-    if score == "bounds":
-        found = q.clamp(min=0) @ one + q.clamp(max=0) @ two
-    else:
-        found = q @ one
+    found = q.clamp(min=0) @ one + q.clamp(max=0) @ two
     return found.amax(1)  # NaN propagates
 
 
@@ -117,7 +107,6 @@ def select_blocks(
     pages: torch.Tensor,
     topk: int,
     width: int,
-    score: str,
     counted: torch.Tensor,
     *,
     candidates: torch.Tensor | None = None,
@@ -136,7 +125,7 @@ def select_blocks(
         if parts > 1:
             row = (row[..., None] * parts + torch.arange(parts, device=row.device)).flatten(1)
         begin, end, held = int(first[n]), int(last[n]), int(pages[n])
-        found = ordered_fp32(block_scores(q[n], _bounds(bounds, row[:, begin:end].long(), parts), score))
+        found = ordered_fp32(block_scores(q[n], _bounds(bounds, row[:, begin:end].long(), parts)))
         chosen = torch.cat(
             [at + _best(found[:, at:until], k) for at, until, k in _shares(begin, end, topk, stretch)], 1
         )

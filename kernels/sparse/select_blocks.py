@@ -156,8 +156,7 @@ def _stretch(tile, first, last, k, LANES: tl.constexpr, TILE: tl.constexpr):
 def _score_tiles(
     meets_one, meets_two, block_bounds, pages, firsts, lasts, scores, best, first, last, start, stop,
     page_stride, part_stride, kind_stride, score_row, best_row,
-    T: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCORE: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr,
+    T: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Scores the pages of tiles first..last-1 for an item's queries; stores them and the best of each tile."""
     lane = tl.arange(0, TILE)
@@ -176,9 +175,8 @@ def _score_tiles(
         mask = live[:, None] & (d < D)[None, :]
         one = tl.load(block_bounds + where, mask=mask, other=0.0)
         found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
-        if SCORE == "bounds":
-            two = tl.load(block_bounds + where + kind_stride, mask=mask, other=0.0)
-            found = tl.dot(meets_two, tl.trans(two), found, input_precision="ieee")
+        two = tl.load(block_bounds + where + kind_stride, mask=mask, other=0.0)
+        found = tl.dot(meets_two, tl.trans(two), found, input_precision="ieee")
         keys = _ordered(found)  # [BLOCK_M, TILE]
         for query_t in tl.static_range(T):
             top = tl.max(tl.where((t == query_t)[:, None], keys, _NONE), 0)
@@ -206,7 +204,7 @@ def _select_blocks_kernel(
     q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report, counted,
     q_n, q_h, page_stride, head_stride, part_stride, kind_stride, table_b, table_h, score_row, best_row, B, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
-    SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     starts, stops, tiles, ends, run = schedule(
@@ -239,12 +237,8 @@ def _select_blocks_kernel(
         inside = (t < T)[:, None] & (d < D)[None, :]
         at_q = (b * T + t)[:, None] * q_n + (head * GROUP + m % GROUP)[:, None] * q_h + d[None, :]
         query = tl.load(q + at_q, mask=inside, other=0.0)
-        if SCORE == "bounds":
-            meets_one = tl.maximum(query, 0.0).to(query.dtype)
-            meets_two = tl.minimum(query, 0.0).to(query.dtype)
-        else:
-            meets_one = query
-            meets_two = query
+        meets_one = tl.maximum(query, 0.0).to(query.dtype)
+        meets_two = tl.minimum(query, 0.0).to(query.dtype)
         pages = block_table + b * table_b + head * table_h
         stretch_end = item_end
         if STRETCHES > 1 and T == 1:
@@ -258,7 +252,7 @@ def _select_blocks_kernel(
             _score_tiles(
                 meets_one, meets_two, block_bounds + head * head_stride, pages, firsts + b * T, lasts + b * T,
                 scores + row * score_row, tile_best + row * best_row, from_tile, from_tile + done, start, stop,
-                page_stride, part_stride, kind_stride, score_row, best_row, T, GROUP, D, SCORE, TILE, PARTS,
+                page_stride, part_stride, kind_stride, score_row, best_row, T, GROUP, D, TILE, PARTS,
             )  # fmt: skip
         if at == item_begin:
             for query_t in range(T):
@@ -351,7 +345,6 @@ def select_blocks(
     pages: torch.Tensor,
     topk: int,
     width: int,
-    score: str,
     counted: torch.Tensor,
     *,
     candidates: torch.Tensor | None = None,
@@ -377,7 +370,6 @@ def select_blocks(
             read.
         topk: at most MOST_CHOSEN, with `stretches` LANES.
         width: columns of the result, at least the pages that any query reads.
-        score: bounds or mean.
         counted: [2] int64, incremented by the pages in all tables and by the number of tables.
         candidates: [N, Hkv, topk, 2] int32, contiguous, written if given, not for parts: the score of each chosen page,
             as a number of the same order, and its column in the block table; the score of unused entries is the least
@@ -396,7 +388,7 @@ def select_blocks(
     """
     if not dispatch.on_gpu(q):
         return reference(
-            q, bounds, block_table, first, last, pages, topk, width, score, counted, candidates=candidates,
+            q, bounds, block_table, first, last, pages, topk, width, counted, candidates=candidates,
             stretch=LANES if stretches else None,
         )  # fmt: skip
     N, Hq, D = q.shape
@@ -426,7 +418,7 @@ def select_blocks(
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
         q, bounds, block_table, first, last, pages, scores, best, lists, arrived, table, report, counted,
         *q.stride()[:2], page_stride, head_stride, *(part_stride or [0]), kind_stride, *table_strides, scores.stride(0),
-        best.stride(0), B, topk, width, PARTS=parts, GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
+        best.stride(0), B, topk, width, PARTS=parts, GROUP=group, D=D, BLOCK_B=triton.next_power_of_2(B),
         BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)),
         num_stages=STAGES, **item,
     )  # fmt: skip

@@ -437,15 +437,19 @@ BAD_COMMAND_LINES = [
     (
         ["attention.policy=sparse"],
         1,
-        "attention.policy=sparse must be one of dense, block_sparse (did you mean block_sparse?)",
+        "attention.policy=sparse must be one of dense, block_sparse, or an import path MODULE:NAME (did you mean",
     ),
     (["attention.topk=129"], 1, "attention.topk=129 must be an integer from 0 to 128"),
     (["attention.local_blocks=0"], 1, "attention.local_blocks=0 must be an integer from 1 to 1048576"),
-    (["attention.score=max"], 1, "attention.score=max must be one of bounds, mean"),
     (["attention.choice=any"], 1, "attention.choice=any must be one of local, global"),
     (["attention=parts", "attention.part=48"], 1, "attention.part=48 must be a power of two that cuts"),
     (["attention=parts", "attention.part=128"], 1, "attention.part=128 must be a power of two that cuts"),
-    (["attention=parts", "attention.score=mean"], 1, "attention.part=16 needs bounds, and attention.score is mean"),
+    (
+        ["attention.policy=no.such:Policy"],
+        1,
+        "attention.policy=no.such:Policy cannot be imported: No module named 'no'",
+    ),
+    (["speculation.policy=helix.config:Kept"], 1, "speculation.policy=helix.config:Kept cannot be imported: module"),
     (["attention=parts", "attention.choice=global"], 1, "attention.part=16 is chosen by each rank from its own blocks"),
     (
         ["attention=parts", "kv.tier=host", "kv.host_bytes=1e9", "kv.dtype=fp8"],
@@ -466,7 +470,7 @@ BAD_COMMAND_LINES = [
     (
         ["speculation.drafter=oracle"],
         1,
-        "speculation.drafter=oracle must be one of none, ngram, suffix, model, mtp, eagle3, sparse",
+        "speculation.drafter=oracle must be one of none, suffix, model, mtp, eagle3, sparse",
     ),
     (["speculation.gamma=0"], 1, "speculation.gamma=0 must be an integer from 1 to 31"),
     (["speculation.gamma=32"], 1, "speculation.gamma=32 must be an integer from 1 to 31"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from benchmarks.papers.policies import FULL
 from helix.config import MOST_CHOSEN, Config
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
@@ -252,7 +253,7 @@ def settings_of(
     if layout.mode == "dp":  # it has neither chunks of batches nor drafts nor choices of blocks
         return settings | {"hopb.chunks": rng.choice(("none", "auto"))}, rounds
     has_heads = spec is not None and _whole(spec)
-    drafters = ["none", "ngram", "suffix", "model"]
+    drafters = ["none", "suffix", "suffix", "model"]
     if spec is not None and spec.has_states:
         settings["kv.snapshots"] = rng.choice((0, 1, 2, 8))
         drafters.remove("model")  # which would have the family's states
@@ -268,6 +269,8 @@ def settings_of(
     if drafter != "none":
         settings |= {"speculation.drafter": drafter, "speculation.gamma": rng.choice(gammas)}
         settings["speculation.adaptive"] = rng.random() < 0.5
+    if drafter == "suffix":
+        settings["speculation.remembered"] = rng.choice((0, 300, 1 << 18))
     if drafter == "model":
         settings |= _draft_layout(layout, spec, page, rng)
     if drafter in ("mtp", "eagle3"):
@@ -298,12 +301,12 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
                 continue
             ways.append({"mode": mode, "kvp": kvp, "tpa": world // kvp})
     if not ways:
-        return {"speculation.drafter": "ngram"}
+        return {"speculation.drafter": "suffix"}
     return {f"speculation.layout.{key}": value for key, value in rng.choice(ways).items()}
 
 
 def _self_drafts(page: int, rng: random.Random) -> Settings:
-    policies = ["any", "any", "c2q", "window", "full"]
+    policies = ["any", "any", "c2q", "window", FULL]
     policies += ["quest"] if page >= 16 else []  # of smaller pages a query would choose too many
     return {
         "speculation.policy": rng.choice(policies),
@@ -324,7 +327,6 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
         "attention.policy": "block_sparse",
         "attention.block": page,
         "attention.choice": choice,
-        "attention.score": rng.choice(("bounds", "mean")),
         "attention.sink_blocks": rng.choice((0, 1, 2)),
         "attention.local_blocks": 1 + -(-drafts // page) + rng.choice((0, 0, 1, 3)),
         "attention.topk": rng.choice((0, 1, 2, 5)),
@@ -378,7 +380,7 @@ def _prompt(vocab: int, block: int, rng: random.Random) -> tuple[int, ...]:
     near = max(1, min(block * rng.randint(1, 4) - rng.randint(0, 8), LENGTH))
     length = rng.choice((1, rng.randint(2, 40), rng.randint(40, LENGTH), near, near))
     tokens = [rng.randrange(vocab) for _ in range(length)]
-    if rng.random() < 0.3:  # ngram has something to find
+    if rng.random() < 0.3:  # a lookup has something to find
         period = rng.randint(1, 9)
         tokens = [tokens[i % period] for i in range(length)]
     return tuple(tokens)
@@ -408,7 +410,7 @@ def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: boo
 
 NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}
 PLAIN = NOTHING | {"attention.policy": "dense", "speculation.drafter": "none", "kv.page_size": 16}
-BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local", "attention.score": "bounds"}
+BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local"}
 BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9, "attention.block": 16}
 GLOBAL = BLOCKS | {"attention.choice": "global", "kv.append_block": 16}
 HOST: Settings = {"kv.tier": "host", "kv.host_bytes": 1e9}
@@ -479,10 +481,13 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "attention.choice=global hopb.chunks=2": (_whole, GLOBAL | {"hopb.chunks": "2"}),
     "attention.local_blocks=1 speculation.gamma=7": (
         _whole,
-        BLOCKS | {"speculation.drafter": "ngram", "speculation.gamma": 7, "attention.local_blocks": 1},
+        BLOCKS | {"speculation.drafter": "suffix", "speculation.gamma": 7, "attention.local_blocks": 1},
     ),
     "layout.tpa=5": (_any, ONE_RANK | {"layout.tpa": 5}),
-    "layout.mode=dp speculation.drafter=ngram": (_stateless, PLAIN | OWN_SEQUENCES | {"speculation.drafter": "ngram"}),
+    "layout.mode=dp speculation.drafter=suffix": (
+        _stateless,
+        PLAIN | OWN_SEQUENCES | {"speculation.drafter": "suffix"},
+    ),
     "layout.mode=dp attention.policy=block_sparse": (_whole, BLOCKS | OWN_SEQUENCES),
     "layout.mode=dp Gated DeltaNet": (_states, PLAIN | OWN_SEQUENCES | {"hopb.chunks": "none"}),
     "speculation.drafter=sparse Gated DeltaNet": (_states, PLAIN | DRAFTS),

@@ -69,14 +69,15 @@ class Sparse:
         hot: places of each KV head in each layer, if the cache is in host memory; None: it is on the GPU.
         ahead: blocks of a layer are fetched while the layer before it computes.
         chunks: chunks of a step's batch, see `ModelRunner`.
+        policy: class of a policy over a cache on the GPU.
     """
 
     budget: BlockBudget
-    score: str = "bounds"
     choice: str = "global"
     hot: int | None = None
     ahead: bool = False
     chunks: str = "none"
+    policy: type[BlockSparseAttention] = BlockSparseAttention
 
 
 @dataclass(frozen=True)
@@ -188,14 +189,14 @@ def build_engine(
     drafts = 0 if drafter is None else drafter.limit
     sizes = EngineSizes(max_batch, max_length, prefill_chunk, drafts, pages, snapshots, run_steps)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
-    score = sparse.score if sparse else "bounds" if quest else None
+    score = "bounds" if sparse or quest else None
     parts = sparse.budget.parts if sparse else 1
     policy: AttentionPolicy | None = None
     if sparse:
         over_all = comm if sparse.choice == "global" else None
-        given = sparse.budget, sparse.score, placement, max_length, device, over_all
+        given = sparse.budget, placement, max_length, device, over_all
         tiered = sparse.hot is not None
-        policy = TieredAttention(*given) if tiered else BlockSparseAttention(*given)
+        policy = TieredAttention(*given) if tiered else sparse.policy(*given)
         policy.guesses = tiered and sparse.ahead
     size = max(snapshot_bytes(keeps, placement, sizes), 16)
     of_host = HostStore((host_snapshots, size), torch.uint8, device) if host_snapshots else None
@@ -203,17 +204,17 @@ def build_engine(
         assert of_host.tensor is not None
         of_host.tensor.fill_(255)  # NaN in every dtype
     if isinstance(policy, TieredAttention):
-        assert score is not None and sparse is not None and sparse.hot is not None
+        assert sparse is not None and sparse.hot is not None
         block = BlockShape.of(keeps, page_size)
         store = HostStore((len(spec.full), pages * block.heads, block.words), torch.int32, device)
         tier = HostTier(store, sparse.hot, 4, of_host)
         bounded = with_bounds(keeps, dtype_name(dtype), parts)
-        cache: KVCache = TieredCache(bounded, placement, sizes, device, score, tier)
+        cache: KVCache = TieredCache(bounded, placement, sizes, device, tier)
         for tensor in cache.on_gpu:
             tensor.fill_(-1)  # NaN in every dtype
     else:
         keeps = keeps if score is None else with_bounds(keeps, dtype_name(dtype), parts)
-        cache = KVCache(keeps, placement, sizes, device, score, of_host)
+        cache = (sparse.policy.cache if sparse else KVCache)(keeps, placement, sizes, device, score, of_host)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.papers.policies import MeanBlocks
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
@@ -158,7 +159,7 @@ def test_one_choice_over_all_ranks_gives_the_same_tokens_on_every_grid(kvp: int,
 
 
 def test_mean_keys() -> None:
-    found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(BUDGET, "mean"))
+    found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(BUDGET, policy=MeanBlocks))
     assert found == wanted("qwen2", BUDGET, "mean") != wanted("qwen2", BUDGET)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from benchmarks.papers.policies import FULL
 from helix.engine.draft_policy import DraftPolicy
 from helix.placement import Placement
 from helix.sampling_params import SamplingParams
@@ -63,10 +64,10 @@ def test_a_case_follows_from_its_family_and_seed() -> None:
     assert [str(case_of(case.family, case.seed)) for case in cases[:20]] == [str(case) for case in cases[:20]]
     assert str(Options(device="cuda", processes=2).case("qwen3", 5)) != str(Options().case("qwen3", 5))
     drawn = Counter(f"{name}={value}" for case in cases for name, value in case.features.items())
-    policies = ("any", "c2q", "window", "quest", "full")
+    policies = ("any", "c2q", "window", "quest", FULL)
     wanted = [
         f"drafter={name}"
-        for name in ("none", "ngram", "suffix", "mtp", "eagle3", "model", *(f"sparse {policy}" for policy in policies))
+        for name in ("none", "suffix", "mtp", "eagle3", "model", *(f"sparse {policy}" for policy in policies))
     ]
     wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "tier=host", "hopb=4"]
     wanted += ["layout=dp 1x1x2", "layout=dp 1x1x3"]

@@ -53,7 +53,7 @@ def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: py
         ("deepseek-v3-yarn", dict(drafter=SuffixDrafter(3, 2))),
         ("qwen2", dict(drafter="model")),
         ("qwen2", dict(drafter=SelfDrafts(2, DraftBudget(sparsity=0.2)))),
-        ("qwen2", dict(sparse=Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local"))),
+        ("qwen2", dict(sparse=Sparse(BlockBudget(1, 2, 4, 16), "local"))),
     ],
 )
 def test_nothing_is_launched_and_nothing_remains(

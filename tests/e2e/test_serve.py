@@ -113,8 +113,8 @@ def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:
         ("qwen2", SuffixDrafter(2, 2)),
         ("qwen2", "model"),
         ("qwen2", SelfDrafts(2, DraftBudget(sparsity=0.2))),
-        ("qwen2", Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local")),
-        ("gpt-oss", Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local", hot=64)),
+        ("qwen2", Sparse(BlockBudget(1, 2, 4, 16), "local")),
+        ("gpt-oss", Sparse(BlockBudget(1, 2, 4, 16), "local", hot=64)),
     ],
 )
 def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> None:
@@ -309,8 +309,8 @@ def test_what_ends_sooner_than_predicted_is_read_then(monkeypatch: pytest.Monkey
         None,
         SuffixDrafter(2, 2),
         SelfDrafts(2, DraftBudget(sparsity=0.2)),
-        Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local"),
-        Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local", hot=70),
+        Sparse(BlockBudget(1, 2, 4, 16), "local"),
+        Sparse(BlockBudget(1, 2, 4, 16), "local", hot=70),
     ],
     ids=["plain", "ngram", "sparse drafts", "block-sparse", "host memory"],
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.papers.policies import FULL
 from benchmarks.ranks.phases import phase_us
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
@@ -37,7 +38,7 @@ from tests.pool import pool
 from tests.sequences import generated, generated_ids
 
 SLOW = pytest.mark.slow
-POLICIES = ["any", "c2q", "window", "quest", "full"]
+POLICIES = ["any", "c2q", "window", "quest", FULL]
 # Few enough keys that a wrong table shows in what is kept.
 FEW = DraftBudget(sparsity=0.1, recent=0.25, reach=2)
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.sparse.reference import SCORES, block_scores
+from kernels.sparse.reference import block_scores
 from kernels.sparse.reference import select_blocks as reference
 from kernels.sparse.select_blocks import TILE, select_blocks
 from tests.kernels.interleaving import Streams
@@ -59,7 +59,7 @@ def case(shape: str, device: torch.device, *, ties: bool = False, dtype: torch.d
     )  # fmt: skip
 
 
-def check(found: torch.Tensor, c: dict[str, Any], score: str) -> None:
+def check(found: torch.Tensor, c: dict[str, Any]) -> None:
     """Page by page, or part by part, in float64, whose choices are those of fp32 where scores are not within 1e-5."""
     q, bounds, tables = c["q"].double().cpu(), c["bounds"].double().cpu(), c["block_table"].cpu()
     heads, parts = bounds.shape[1], bounds.shape[2] if bounds.dim() == 5 else 1
@@ -72,7 +72,7 @@ def check(found: torch.Tensor, c: dict[str, Any], score: str) -> None:
         for number in numbers[first:last]:
             one, two = bounds[number, h] if parts == 1 else bounds[number // parts, h, number % parts]
             each = q[n, h * group : (h + 1) * group]
-            products = torch.maximum(each * one, each * two) if score == "bounds" else each * one
+            products = torch.maximum(each * one, each * two)
             scores.append(float(products.sum(1).max()))
         best = sorted(range(last - first), key=lambda j: (-scores[j], j))[: c["topk"]]
         read = [*range(first), *(first + j for j in sorted(best)), *range(last, pages)]
@@ -89,10 +89,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @OPS
-@pytest.mark.parametrize("shape, score", [(s, "bounds") for s in SHAPES] + [("drafts", s) for s in SCORES[1:]])
-def test_choices(shape: str, score: str, op: Any, device: torch.device) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_choices(shape: str, op: Any, device: torch.device) -> None:
     c = case(shape, device)
-    check(op(**c, score=score), c, score)
+    check(op(**c), c)
 
 
 def parts_case(parts: int, queries: int, device: torch.device) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_parts(
     monkeypatch.setattr(MODULE, "LANES", lanes)
     c = parts_case(parts, queries, device)
     for _ in range(2):
-        check(op(**c, score="bounds"), c, "bounds")
+        check(op(**c), c)
 
 
 def stretches_of(begin: int, end: int, k: int) -> list[tuple[int, int, int]]:
@@ -151,11 +151,11 @@ def test_stretches(shape: str, op: Any, device: torch.device) -> None:
     c["topk"], c["width"] = 11, c["width"] + 11
     how: dict[str, Any] = {"stretches": True} if op is select_blocks else {"stretch": 64}
     for _ in range(2):
-        found = op(**c, score="bounds", **how).cpu()
+        found = op(**c, **how).cpu()
         for n in range(len(c["q"])):
             first, last, pages = (int(c[x][n]) for x in ("first", "last", "pages"))
             row = c["block_table"][n // (len(c["q"]) // len(c["block_table"]))].cpu()
-            scores = block_scores(c["q"][n].double().cpu(), c["bounds"][row.long().to(device)].double().cpu(), "bounds")
+            scores = block_scores(c["q"][n].double().cpu(), c["bounds"][row.long().to(device)].double().cpu())
             for h, of_head in enumerate(scores.tolist()):
                 read = [*range(first)]
                 for begin, end, k in stretches_of(first, last, min(11, last - first)) if first < last else []:
@@ -176,14 +176,14 @@ def test_looks_and_programs(
     monkeypatch.setattr(MODULE, "LANES", lanes)
     c = case(shape, device)
     for _ in range(2):
-        check(select_blocks(**c, score="bounds", sms=sms), c, "bounds")
+        check(select_blocks(**c, sms=sms), c)
 
 
 @OPS
 @pytest.mark.parametrize("shape", ["many-tiles", "drafts", "one"])
 def test_of_equals_the_earlier(shape: str, op: Any, device: torch.device) -> None:
     c = case(shape, device, ties=True)
-    found = op(**c, score="bounds").cpu()
+    found = op(**c).cpu()
     for n, (first, last) in enumerate(zip(c["first"].tolist(), c["last"].tolist(), strict=True)):
         T = len(c["q"]) // len(c["block_table"])
         count = min(c["topk"], last - first)
@@ -196,7 +196,7 @@ def test_no_number_is_the_highest_score(op: Any, device: torch.device) -> None:
     c = case("many-tiles", device)
     page = int(c["block_table"][0, 5 * TILE + 3])
     c["bounds"][page] = torch.nan
-    assert page in op(**c, score="bounds")[0, 0].tolist()
+    assert page in op(**c)[0, 0].tolist()
 
 
 SCORED = st.one_of(
@@ -215,7 +215,7 @@ def test_any_scores(device: torch.device, scores: list[float], topk: int, begin:
     q[..., 0] = 1.0
     ranges = (torch.tensor([x], dtype=torch.int32, device=device) for x in (begin, n, n))
     table = torch.arange(n, dtype=torch.int32, device=device)[None]
-    given = q.to(device), bounds.to(device), table, *ranges, topk, begin + topk, "mean"
+    given = q.to(device), bounds.to(device), table, *ranges, topk, begin + topk
     counted = torch.zeros(2, dtype=torch.int64, device=device)
     reads = begin + min(topk, len(scores))
     found, wanted = (op(*given, counted)[0, 0, :reads].tolist() for op in (select_blocks, reference))
@@ -231,8 +231,8 @@ def test_long(heads: tuple[int, int], queries: int, dtype: torch.dtype, monkeypa
     shape = dict(ranges=ranges, queries=queries, topk=32, heads=heads, dim=128)
     monkeypatch.setitem(SHAPES, "long", shape)
     c = case("long", torch.device("cuda"), dtype=dtype)
-    found, wanted = select_blocks(**c, score="bounds"), reference(**c, score="bounds")
-    again = select_blocks(**c, score="bounds")
+    found, wanted = select_blocks(**c), reference(**c)
+    again = select_blocks(**c)
     for n, (first, last, held) in enumerate(ranges):
         count = first + min(32, last - first) + held - last
         assert torch.equal(found[n, :, :count], again[n, :, :count])
@@ -245,11 +245,11 @@ def at_once(lanes: tuple[int, int], generator: random.Random) -> bool:
     """Whether two launches on streams of their own choose what each chooses alone, the second of them other blocks."""
     c = case("many-tiles", torch.device("cpu"))
     both = [c, c | {"q": -c["q"]}]
-    alone = [reference(**one, score="bounds") for one in both]
+    alone = [reference(**one) for one in both]
     streams, found = Streams(2, MODULE), []
     for stream, (lane, one) in enumerate(zip(lanes, both, strict=True)):
         with streams.of(stream):
-            found.append(select_blocks(**one, score="bounds", lane=lane))
+            found.append(select_blocks(**one, lane=lane))
     streams.run(generator)
     read = slice(8)  # of the first query: one page before those that it chooses, three behind them
     return all(torch.equal(a[0, :, read], b[0, :, read]) for a, b in zip(found, alone, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.papers.policies import FULL
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.layout import HelixLayout
 from helix.speculation import DraftBudget, SuffixDrafter
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 # hundreds of tokens, and up to 3e-4 where they have 8,000.
 TOLERANCE, LONG_TOLERANCE = 2e-4, 1e-3
 NEW_TOKENS = 16
-POLICIES = ["any", "c2q", "window", "quest", "full"]
+POLICIES = ["any", "c2q", "window", "quest", FULL]
 
 
 def wanted() -> list[Continuation]:
@@ -102,7 +103,7 @@ def test_drafts_of_its_own_over_few_keys(policy: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr("helix.speculation.sparse.LEAST_KEYS", 64)  # hundreds of tokens are long enough
     drafts = SelfDrafts(3, DraftBudget(policy, 0.1))
     share = drafted(lambda world, rank: drafts, HelixLayout.create("helix", 2), wanted()[2:])
-    assert share == 1 if policy == "full" else share > 0.3
+    assert share == 1 if policy == FULL else share > 0.3
 
 
 def test_8k_of_context() -> None:

@@ -203,11 +203,11 @@ def test_flags_of_others_are_none_of_ours() -> None:
         ("hopb.chunks=3", ["hopb.chunks=3", "none, auto, best, 2, 4, 8"]),
         (
             "speculation.drafter=oracle",
-            ["speculation.drafter", "oracle", "none, ngram, suffix, model, mtp, eagle3, sparse"],
+            ["speculation.drafter", "oracle", "none, suffix, model, mtp, eagle3, sparse"],
         ),
         (
             "speculation.policy=best",
-            ["speculation.policy", "best", "any, c2q, window, quest, full"],
+            ["speculation.policy", "best", "any, c2q, window, quest, or an import path MODULE:NAME"],
         ),
         ("speculation.sparsity=0", ["speculation.sparsity", "above 0"]),
         ("speculation.sparsity=1.5", ["speculation.sparsity", "1.5", "at most 1"]),

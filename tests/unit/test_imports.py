@@ -72,6 +72,7 @@ LEVELS = {
     "benchmarks": [
         {"constants", "jobs", "runner", "schema", "timer"},
         {"ranks"},
+        {"papers.policies"},
         {"kernels", "program", "quality"},
         {"models"},
         {"records"},

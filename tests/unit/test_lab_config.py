@@ -109,7 +109,7 @@ def test_points_are_read_before_anything_is_loaded() -> None:
 
 def test_drafts_to_time_are_those_that_are_proposed() -> None:
     PROGRAM.work(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,1,7]"))
-    with pytest.raises(ValueError, match=r"bench\.gammas has 8, but speculation.drafter=ngram .* proposes 7 at most"):
+    with pytest.raises(ValueError, match=r"bench\.gammas has 8, but speculation.drafter=suffix .* proposes 7 at most"):
         PROGRAM.work(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,8]"))
 
 

@@ -195,7 +195,7 @@ def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -
     [
         ("deepseek-v2-lite speculation=sparse acceptance=0.9", "speculation=sparse chooses by the keys of heads, and"),
         ("qwen2.5-7b speculation=sparse", "speculation.drafter=sparse needs acceptance"),
-        ("qwen2.5-7b speculation=ngram", "speculation.drafter=ngram needs acceptance"),
+        ("qwen2.5-7b speculation=ngram", "speculation.drafter=suffix needs acceptance"),
         (
             "qwen2.5-7b speculation=sparse acceptance=0.9 speculation.sparsity=0",
             "must be a number above 0 and at most 1",

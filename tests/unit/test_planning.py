@@ -71,7 +71,7 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
         run = preflight(config, q.gpus)
         assert run.layout == choice.layout and replace(run.spec, draft=None, taps=()) == q.spec
         assert config.blocks.append == choice.append_block
-        assert config.speculation.drafter == ("ngram" if choice.gamma else "none")
+        assert config.speculation.drafter == ("suffix" if choice.gamma else "none")
         free = "batch=" not in question and q.ttl_s is None
         assert config.decode.max_batch == ("auto" if free else choice.batch)
         for key in ("model.weights", "kv.dtype", "kv.tier", "kv.ahead", "comm.backend", "serve.port", "attention.topk"):

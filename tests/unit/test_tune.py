@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from benchmarks import tune
+from benchmarks.papers.policies import FULL
 from benchmarks.ranks.tuning_file import MeasuredFile, read_measured
 from benchmarks.ranks.tuning_steps import DraftSource, Measured
 from benchmarks.records.tuned import OPTIONS
@@ -43,7 +44,7 @@ def config_of(tmp_path: Path, *more: str) -> Config:
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["speculation.policy=full"], "speculation.policy=full reads every key: there is no sparsity to tune"),
+        ([f"speculation.policy={FULL}"], "need not know a sparsity to tune"),
         (["bench.gammas=[]"], "bench.gammas=[] must be a rising list"),
         (["bench.gammas=[4,2]"], "bench.gammas=[4, 2] must be a rising list"),
         (["bench.gammas=[0,2]"], "bench.gammas=[0, 2] must be a rising list of at least one number above 0"),
@@ -55,7 +56,7 @@ def config_of(tmp_path: Path, *more: str) -> Config:
         (["decode.max_tokens=1"], "max_tokens of at least 2"),
         (["decode.prompts=null"], "nothing to tune on: set decode.prompts=FILE.jsonl, or bench.acceptance=0.9"),
         (["decode.prompts=null", "bench.acceptance=0.9", "bench.points=[1x8,2x8]"], "tuning takes one point"),
-        (["speculation=ngram"], "bench=tune tunes speculation=sparse, not speculation.drafter=ngram"),
+        (["speculation=ngram"], "bench=tune tunes speculation=sparse, not speculation.drafter=suffix"),
         (["attention=block_sparse"], "speculation.drafter=sparse is verified over all keys"),
     ],
 )
@@ -151,7 +152,12 @@ def rows(sparse_us: float, ngram_us: float) -> list[dict[str, Any]]:
             {"drafter": "sparse", "gamma": 4, "sparsity": 0.1, "policy": "c2q"},
             "4 drafts over 10% of the keys, 1.5",
         ),
-        (9000, 1000, {"drafter": "ngram", "gamma": 2, "longest": 3}, "Drafts by prompt lookup are the fastest here"),
+        (
+            9000,
+            1000,
+            {"drafter": "suffix", "gamma": 2, "remembered": 0},
+            "Drafts by prompt lookup are the fastest here",
+        ),
         (9000, 9000, {"drafter": "none"}, "Plain decoding is the fastest here: drafts do not pay."),
     ],
 )

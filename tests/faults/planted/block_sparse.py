@@ -19,7 +19,7 @@ FAULTS = [
     Fault(
         "a tile of candidates too few", "kernels/sparse/select_blocks.py",
         "_largest(keys, tiles, SEATS, low)", "_largest(keys, tiles, SEATS // 2, low)",
-        ("tests/kernels/test_select_blocks.py::test_choices[many-tiles-bounds-kernel]",),
+        ("tests/kernels/test_select_blocks.py::test_choices[many-tiles-kernel]",),
     ),
     Fault(
         "the search for the k-th largest ends a key early", "kernels/sparse/select_blocks.py",

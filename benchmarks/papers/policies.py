@@ -1,0 +1,52 @@
+"""Policies that papers compare with the product's, which settings name by import path.
+
+attention.policy=benchmarks.papers.policies:MeanBlocks (Attention Pays Its Bill, Table 5) judges blocks by the mean of
+their keys. speculation.policy=benchmarks.papers.policies:full lets drafts of a model for itself read every key: none is
+refused, which is the other end of Vegas' Figure 8.
+"""
+
+from __future__ import annotations
+
+from helix.attention.block_sparse import BlockSparseAttention
+from helix.attention.dense import DenseAttention
+from helix.worker.follower import Span
+from helix.worker.keeps import EngineSizes
+from helix.worker.kv_cache import KVCache
+
+FULL = f"{__name__}:full"
+
+
+def fold_means(cache: KVCache) -> None:
+    """Writes the mean of each page's keys in place of both of its bounds, whose score is then q times the mean.
+
+    Of all pages, on a GPU without a wait: those that are not full are read whatever is written of them.
+    """
+    for group in cache.groups:
+        if (bounds := group.tensors.get("bounds")) is not None:
+            scales, parts = group.tensors.get("key_scales"), group.tensors.get("part_bounds")
+            for layer, keys in enumerate(group.tensors["keys"]):  # [pages, page_size, Hkv, D]
+                of_layer = keys.float()
+                if scales is not None:
+                    of_layer *= scales[layer].transpose(1, 2)[..., None]
+                bounds[layer] = of_layer.mean(1)[:, :, None]
+                if parts is not None:  # [layers, pages, Hkv, parts, 2, D]
+                    of_parts = of_layer.unflatten(1, (parts.shape[3], -1)).mean(2)
+                    parts[layer] = of_parts.transpose(1, 2)[:, :, :, None]
+
+
+class MeanCache(KVCache):
+    """Cache whose pages are judged by their mean keys."""
+
+    def fold(self, span: Span) -> None:
+        fold_means(self)
+
+
+class MeanBlocks(BlockSparseAttention):
+    """Block-sparse attention to the blocks whose mean keys promise most."""
+
+    cache = MeanCache
+
+
+def full(cache: KVCache, sizes: EngineSizes) -> DenseAttention:
+    """Makes the attention of drafts that read every key."""
+    return DenseAttention()
