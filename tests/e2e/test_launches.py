@@ -133,7 +133,7 @@ def test_one_launch_follows_the_gather(
     def body(world: LoopbackWorld, rank: int) -> list[str]:
         return behind_logits(world.communicator(rank, (0,)), monkeypatch, drafter, sampling)
 
-    assert run_ranks(1, body, timeout_s=120.0) == [[*before, GATHER, COMMIT]]
+    assert run_ranks(1, body, timeout_s=300.0) == [[*before, GATHER, COMMIT]]
 
 
 def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: str, collective: str) -> list[str]:
@@ -148,7 +148,6 @@ def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: s
     return launches.names
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize(
     "collective, exchange",
     [
@@ -157,10 +156,10 @@ def of_attention(comm: Communicator, patch: pytest.MonkeyPatch | None, chunks: s
     ],
 )
 def test_a_chunk_adds_nothing_but_its_attention_and_its_exchange(
-    collective: str, exchange: list[str], chunks: int, monkeypatch: pytest.MonkeyPatch
+    collective: str, exchange: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(world: LoopbackWorld, rank: int) -> list[str]:
         patch = monkeypatch if rank == 0 else None
-        return of_attention(world.communicator(rank, (0, 1)), patch, str(chunks), collective)
+        return of_attention(world.communicator(rank, (0, 1)), patch, "4", collective)
 
-    assert run_ranks(2, body, timeout_s=120.0)[0] == ["_flash_decode_kernel", *exchange] * chunks
+    assert run_ranks(2, body, timeout_s=300.0)[0] == ["_flash_decode_kernel", *exchange] * 4
