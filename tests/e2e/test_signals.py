@@ -60,7 +60,7 @@ def reach(job: Job, phase: str, out: Path) -> None:
 def test_signals_end_everybody(
     phase: str, number: signal.Signals, target: str, command: list[str], tmp_path: Path
 ) -> None:
-    """Of a job whose phases last long enough to be met: a short request, then a long prompt, then many tokens."""
+    """A job has phases that can be met: a short request, then a long prompt, then many tokens."""
     lines = [{"id": "short", "prompt_ids": [1, 2]}, {"id": "long", "prompt_ids": [1, 2, 3] * 700}]
     prompts = write_lines(tmp_path / "p.jsonl", *lines, {"id": "endless", "prompt_ids": [5], "max_tokens": 5000})
     job = Job(
