@@ -105,6 +105,12 @@ def play(layout: HelixLayout, requests: Callable[[], list[Request]], **options: 
     return [s for s, _ in seen]
 
 
+def insistent() -> list[Request]:
+    """What they have drawn they want again."""
+    wants = dict(temperature=0.0, frequency_penalty=-2.0, presence_penalty=-2.0)
+    return [replace(r, sampling=replace(r.sampling, **wants)) for r in make_requests()]
+
+
 def check(ranks: list[Seen], requests: list[Request]) -> None:
     """Every token and log-probability is that of the walk over the raw logits of all ranks, up to the right end."""
     for request in requests:
@@ -140,24 +146,27 @@ CLOSE = dict(max_batch=3, max_length=192, pages=13, schedule=ScheduleConfig(leas
 
 
 @pytest.mark.parametrize(
-    "layout, options",
+    "layout, options, wanted",
     [
-        (HelixLayout.create(), {}),
-        (HelixLayout.create("helix", 2, 2), dict(max_batch=3)),
-        (HelixLayout.create("helix", 2), CLOSE),
-        (HelixLayout.create("helix", 1, 2), dict(drafter=SuffixDrafter(4, 2), adaptive=False)),
-        (HelixLayout.create("dp", dp=3), dict(max_batch=2)),
+        (HelixLayout.create(), {}, make_requests),
+        (HelixLayout.create("helix", 2, 2), dict(max_batch=3), make_requests),
+        (HelixLayout.create("helix", 2), CLOSE, make_requests),
+        (HelixLayout.create("helix", 2), CLOSE, insistent),
+        (HelixLayout.create("helix", 1, 2), dict(drafter=SuffixDrafter(4, 2), adaptive=False), make_requests),
+        (HelixLayout.create("dp", dp=3), dict(max_batch=2), make_requests),
     ],
-    ids=["all at once", "slots change hands", "preempted", "beside drafts", "on ranks of their own"],
+    ids=["all at once", "slots change hands", "preempted", "come back", "beside drafts", "on ranks of their own"],
 )
-def test_tokens_are_those_of_the_walk(layout: HelixLayout, options: dict[str, Any]) -> None:
-    ranks = play(layout, make_requests, **{"max_batch": 8} | options)
-    check(ranks, make_requests())
+def test_tokens_are_those_of_the_walk(
+    layout: HelixLayout, options: dict[str, Any], wanted: Callable[[], list[Request]]
+) -> None:
+    ranks = play(layout, wanted, **{"max_batch": 8} | options)
+    check(ranks, wanted())
     outputs = ranks[0].outputs
     assert len(outputs["biased"].output_ids) == 6, "min_tokens, then what it is biased to"
     assert {*outputs["for ever"].output_ids} <= {*EOS}
     # Who wants nothing draws what it draws alone.
-    plain = play(layout, lambda: make_requests()[:1])[0].outputs["plain"]
+    plain = play(layout, lambda: wanted()[:1])[0].outputs["plain"]
     assert outputs["plain"].output_ids == plain.output_ids
 
 

@@ -148,7 +148,7 @@ FAULTS = [
     Fault(
         "what was drawn before is forgotten", "helix/worker/shaping.py",
         "[len(tokens) - admission.drawn]", "[len(tokens)]",
-        (WISHES + "test_tokens_are_those_of_the_walk[preempted]",),
+        (WISHES + "test_tokens_are_those_of_the_walk[come back]",),
     ),
     Fault(
         "nothing is reported of a step", "helix/worker/model_runner.py",
