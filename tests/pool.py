@@ -42,7 +42,7 @@ _context.set_forkserver_preload(
 )
 
 APART = "nccl, apart"  # a backend: GPUs that do not reach each other's memory, whose messages cross that of the host
-GRACE_S = 5.0  # for peers of a failed rank to report what they saw
+GRACE_S = 60.0  # for peers of a failed rank to report what they saw
 
 
 class PoolError(RuntimeError):
@@ -59,7 +59,7 @@ class Pool:
         self._connections: list[Connection] = []
         self._directory = Path()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 200.0) -> list[Any]:
         """Results of `fn(rank, world_size, *args)`, in rank order.
 
         Raises:
@@ -134,13 +134,14 @@ class Pool:
     def _stack(self, rank: int) -> str:
         """Returns the stack trace of a worker that hangs."""
         path = self._directory / f"stack-{rank}"
-        before = path.stat().st_size if path.exists() else 0
+        if not path.exists():
+            return ""
+        before, text, deadline = path.stat().st_size, "", time.monotonic() + GRACE_S
         os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
-        for _ in range(20):
+        while f"in {_work.__name__}" not in text and time.monotonic() < deadline:  # among the last of its frames
             time.sleep(0.05)
-            if path.exists() and path.stat().st_size > before:
-                break
-        return path.read_text() if path.exists() else ""
+            text = path.read_text()[before:]
+        return text
 
 
 def _work(rank: int, world_size: int, backend: str, directory: Path, connection: Connection) -> None:
@@ -175,7 +176,7 @@ def _init(rank: int, world_size: int, backend: str, directory: Path) -> None:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     store = dist.FileStore(str(directory / "rendezvous"), world_size)
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=120)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from helix.worker.keeps import EngineSizes
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,20 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
 from comm.base import Communicator, PackedPartials
 from comm.hopb import Pipeline
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.attention.base import rows_of
-from helix.worker.warm_up import choose_chunks
-from helix.worker.graph_keys import StepKind
 from helix.engine.core import Engine
-from helix.worker.model_runner import ModelRunner
-from helix.layout import HelixLayout
 from helix.engine.request import Request
+from helix.layout import HelixLayout
 from helix.speculation import SuffixDrafter
-from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
+from helix.worker.graph_keys import StepKind
+from helix.worker.keeps import EngineSizes
+from helix.worker.model_runner import ModelRunner
+from helix.worker.warm_up import choose_chunks
 from launch.job.report import what_hopb_does
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
@@ -42,7 +40,7 @@ NEW_TOKENS = 8
 def same(results: Sequence[Result], others: Sequence[Result]) -> bool:
     """Whether tokens are equal, and logits but for rounding: who shares a step depends on when it was decided.
 
-    Sums of a few hundred fp32 products below 4 are off by some 1e-6; what a wrong chunk leaves differs by 1e-2 and more.
+    Sums of a few hundred fp32 products below 4 are off by some 1e-6; a wrong chunk differs by 1e-2 and more.
     """
     for ours, theirs in zip(results, others, strict=True):
         assert ours.logits and ours.logits.keys() == theirs.logits.keys()
@@ -83,13 +81,22 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
     return results, seen
 
 
-@pytest.mark.parametrize("mode, kvp, tpa", [("helix", 3, 1), ("helix", 2, 2), ("medha", 2, 1)])
-def test_chunked_steps_are_those_of_one_exchange(mode: str, kvp: int, tpa: int) -> None:
-    layout = HelixLayout.create(mode, kvp, tpa)
-    whole, seen = chunked("qwen2", layout, "none")
+@pytest.mark.parametrize(
+    "family, layout, chunks",
+    [
+        ("qwen2", HelixLayout.create("helix", 3), {"2": {2}, "4": {4}, "8": {5}}),
+        ("qwen2", HelixLayout.create("helix", 2, 2), {"2": {2}, "8": {5}}),
+        ("qwen2", HelixLayout.create("medha", 2), {"4": {4}}),
+        ("mistral-windowed", HelixLayout.create("helix", 2), {"4": {4}, "auto": set()}),  # a CPU overlaps nothing
+        ("mistral-windowed", HelixLayout.create("helix", 1, 2), {"4": set()}),  # nobody to exchange with
+    ],
+    ids=str,
+)
+def test_chunked_steps_are_those_of_one_exchange(family: str, layout: HelixLayout, chunks: dict[str, set[int]]) -> None:
+    whole, seen = chunked(family, layout, "none")
     assert not seen
-    for hopb, expected in zip(CHUNKS, ({2}, {4}, {5}), strict=True):
-        results, seen = chunked("qwen2", layout, hopb)
+    for hopb, expected in chunks.items():
+        results, seen = chunked(family, layout, hopb)
         assert same(results, whole) and seen == expected
 
 
@@ -105,39 +112,10 @@ def test_sequences_stay_whole_with_their_drafts() -> None:
     check(run_ranks(2, body, timeout_s=120.0), wanted)
 
 
-def test_windows_and_groups_of_one() -> None:
-    family = "mistral-windowed"
-    whole, _ = chunked(family, HelixLayout.create("helix", 2, 1), "none")
-    assert same(chunked(family, HelixLayout.create("helix", 2, 1), "4")[0], whole)
-    assert chunked(family, HelixLayout.create("helix", 1, 2), "4")[1] == set()  # nobody to exchange with
-    assert chunked(family, HelixLayout.create("helix", 2, 1), "auto")[1] == set()  # a CPU has nothing to overlap
-
-
-def test_a_chunk_with_its_neighbours_bounds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted error: every chunk reads as far as the first one may."""
-    import helix.layers.attention as attention
-
-    layout = HelixLayout.create("helix", 2, 1)
-
-    def wrong(step: attention.Step, rows: slice) -> attention.Step:
-        part = rows_of(step, rows)
-        part.shared = {key: tuple(x[: len(part.tokens)] for x in made) for key, made in step.shared.items()}
-        return part
-
-    monkeypatch.setattr(attention, "rows_of", wrong)
-    with pytest.raises((AssertionError, RuntimeError), match=r"prompt|NaN"):  # memory that nobody wrote is NaN
-        chunked("qwen2", layout, "4")
-
-
 def rank(
-    index: int,
-    world_size: int,
-    kind: type[TorchDistCommunicator],
-    device: str,
-    path: Path,
-    wanted: list[Continuation],
-    hopbs: Sequence[str],
-) -> list[Result]:
+    index: int, world_size: int, kind: type[TorchDistCommunicator], device: str, path: Path,
+    wanted: list[Continuation], hopbs: Sequence[str],
+) -> list[Result]:  # fmt: skip
     """One rank's results for each number of chunks; on a GPU, captured steps have to draw the same tokens."""
     layout = HelixLayout.create("helix", world_size, 1)
     comm: Communicator = kind(
@@ -250,63 +228,50 @@ def test_auto_cuts_no_steps_that_are_too_short(monkeypatch: pytest.MonkeyPatch) 
     assert [runner.chunks(8, length) for length in (6249, 6250, 1 << 20)] == [1, 2, 2]
 
 
-def test_a_chunk_is_exchanged_before_the_next_is_attended() -> None:
-    calls: list[str] = []
-
-    def attend(chunk: int) -> str:
-        calls.append(f"attend {chunk}")
-        return f"attended {chunk}"
-
-    def exchange(chunk: int, found: str) -> None:
-        calls.append(f"exchange {chunk}, {found}")
-
-    Pipeline(None).run(3, attend, exchange)
-    assert calls == [call for i in range(3) for call in (f"attend {i}", f"exchange {i}, attended {i}")]
-
-
-class Stream:
-    """A stream that notes what it is given."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls = name, calls
-
-    def wait_stream(self, other: Stream) -> None:
-        self.calls.append(f"{self.name} waits for {other.name}")
-
-
 @pytest.mark.parametrize("leads", [False, True])
 def test_an_exchange_of_whole_multiprocessors_is_launched_before_the_attention_beside_it(
     leads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    main, side = Stream("main", calls), Stream("side", calls)
+
+    def stream(name: str) -> SimpleNamespace:
+        waits = lambda other: calls.append(f"{name} waits for {other.name}")  # noqa: E731
+        return SimpleNamespace(name=name, device=torch.device("cpu"), wait_stream=waits)
+
+    main, side = stream("main"), stream("side")
     current = [main]
 
     @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
+    def on(stream: SimpleNamespace) -> Iterator[None]:
         current.append(stream)
         yield
         current.pop()
 
-    def call(what: str) -> Callable[..., None]:
-        return lambda *args: calls.append(f"{current[-1].name}: {what}" + f" {args[0]}" * (what != "pause"))
+    def call(what: str) -> Callable[..., str]:
+        def called(*args: object) -> str:
+            words = ["pause"] if what == "pause" else [what, *map(str, args)]
+            calls.append(f"{current[-1].name}: {' '.join(words)}")
+            return f"found {args[0]}"
+
+        return called
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "_sleep", call("pause"))
     pipeline = Pipeline(None)
+    pipeline.run(2, call("attend"), call("exchange"), leads)
+    assert calls == [f"main: {what}" for i in (0, 1) for what in (f"attend {i}", f"exchange {i} found {i}")]
+    calls.clear()
     pipeline._side = side  # type: ignore[assignment]
     pipeline.run(3, call("attend"), call("exchange"), leads)
     beside = [
         call
         for i in range(2)
         for call in (
-            f"main: attend {i}", "side waits for main", f"side: exchange {i}", *["main: pause"] * leads,
+            f"main: attend {i}", "side waits for main", f"side: exchange {i} found {i}", *["main: pause"] * leads,
         )
     ]  # fmt: skip
-    assert calls == [*beside, "main: attend 2", "main waits for side", "main: exchange 2"]
+    assert calls == [*beside, "main: attend 2", "main waits for side", "main: exchange 2 found 2"]
 
 
 @pytest.mark.gpu

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 ENTRY = [sys.executable, "torchrun_entry.py"]
 LABORATORY = [sys.executable, "-m", "benchmarks.entry"]
 PROCESS = subprocess.Popen
-DYING_S = 2.0  # for the ranks of a job that was killed to be gone
+T = TypeVar("T")
+DYING_S = 60.0  # for the ranks of a job that was killed to be gone
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
@@ -48,7 +49,16 @@ def environment(gpus: bool = False) -> dict[str, str]:
 class Ended:
     code: int
     output: str  # stdout and stderr, as a terminal shows them
-    seconds: float
+    seconds: float = 0.0
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, *lines: Mapping[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
 class Copy:
@@ -141,7 +151,7 @@ class Job:
                     env=environment(gpus) | mark,
                 )  # fmt: skip
 
-    def wait(self, timeout_s: float = 90.0) -> Ended:
+    def wait(self, timeout_s: float = 300.0) -> Ended:
         """Waits for the end; kills what is left of a job that has none and fails."""
         begin = time.monotonic()
         try:
@@ -186,21 +196,19 @@ class Job:
                 found |= {int(rank): pid} if name == "helix rank" else {}
         return found
 
-    def rank(self, rank: int, timeout_s: float = 60.0) -> int:
+    def rank(self, rank: int, timeout_s: float = 120.0) -> int:
         """Process id of a rank, once it runs."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if (pid := self.ranks().get(rank)) is not None:
-                return pid
-            time.sleep(0.05)
-        raise AssertionError(f"no rank {rank} within {timeout_s} s:\n{self.log.read_text()}")
+        return self.until(lambda: self.ranks().get(rank), f"no rank {rank}", timeout_s)
 
-    def wait_for(self, path: Path, text: str, timeout_s: float = 60.0) -> None:
-        """Until a file of the job holds a text."""
+    def wait_for(self, path: Path, text: str, timeout_s: float = 120.0) -> None:
+        """Waits until a file of the job holds a text."""
+        self.until(lambda: path.exists() and text in path.read_text(), f"{text!r} not in {path}", timeout_s)
+
+    def until(self, look: Callable[[], T | None], otherwise: str, timeout_s: float = 120.0) -> T:
+        """Looks at a job that runs until it finds something."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if path.exists() and text in path.read_text():
-                return
+        while not (found := look()):
             assert self.process.poll() is None, f"ended early:\n{self.log.read_text()}"
-            time.sleep(0.05)
-        raise AssertionError(f"{text!r} not in {path} within {timeout_s} s:\n{self.log.read_text()}")
+            assert time.monotonic() < deadline, f"{otherwise} within {timeout_s} s:\n{self.log.read_text()}"
+            time.sleep(0.02)
+        return found

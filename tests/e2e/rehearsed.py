@@ -33,6 +33,7 @@ from tests.e2e.parity import build_engine
 from tests.kernels.compile_ahead import NoGPU
 
 ROWS = (1, 2, 4, 8)
+CHUNKS = 24
 met: set[tuple[str, str]] = set()  # in the rehearsal
 new: set[tuple[str, str]] = set()  # afterwards
 
@@ -88,7 +89,7 @@ def body(world: LoopbackWorld, rank: int, family: str, layout: HelixLayout, pads
     most = engine.runner.sizes.chunk
     launch = JITFunction.run
     JITFunction.run = lambda self, *args, **options: launch(self, *args, **options | {"warmup": True})
-    for _ in range(60):
+    for _ in range(CHUNKS):
         n = random.choice([1, 1, 1, 2, 3, 5, 8])
         total = random.choice([random.randint(n, most), random.randint(n, max(n, most // 16))])
         cuts = sorted(random.sample(range(1, total), n - 1)) if total > n else list(range(1, n))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ENTRY, Job
+from tests.e2e.cli import ENTRY, Job, lines_of, write_lines
 
 CODE = "def read_json(path):"
 CHAT = {"messages": [{"role": "user", "content": CODE}], "max_tokens": 8}
@@ -36,11 +36,11 @@ LINES = [
 
 
 def test_they_mean_what_they_mean_to_a_server(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    settings = [f"model.path={DEMO}", f"decode.prompts={tmp_path / 'p.jsonl'}", f"decode.output={tmp_path / 'o.jsonl'}"]
+    prompts = write_lines(tmp_path / "p.jsonl", *LINES)
+    settings = [f"model.path={DEMO}", f"decode.prompts={prompts}", f"decode.output={tmp_path / 'o.jsonl'}"]
     ended = Job(ENTRY, *settings, "kv.tokens=2048", log=tmp_path / "log").wait()
     assert ended.code == 3, ended.output
-    results = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    results = lines_of(tmp_path / "o.jsonl")
     assert [line.get("custom_id", line["id"]) for line in results] == [
         line.get("custom_id", line.get("id")) for line in LINES
     ]

@@ -1,24 +1,20 @@
-"""The command line end to end: results, refusals, resume, records, sweeps, several agents, and failures."""
+"""The command line end to end: results, refusals, resume, records, several agents, and failures."""
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import resource
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.bench import main as bench_main
 from benchmarks.jobs import COMMAND
@@ -34,23 +30,14 @@ from launch.demo import verdict
 from launch.inputs.files import claim
 from launch.job import spawn
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ENTRY, LABORATORY, ROOT, Ended, Job, environment, torchrun
+from tests.e2e.cli import ENTRY, LABORATORY, ROOT, Ended, Job, environment, lines_of, torchrun, write_lines
 from tests.e2e.parity import build_engine
 from tests.sequences import generated_ids
 
 FAMILY = "qwen3"  # no tokenizer: jobs start in three seconds
 KEYS = ["id", "prompt_tokens", "output_ids", "text", "finish_reason", "request"]
 
-pytestmark = pytest.mark.timeout(180)
-
-
-def jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write(path: Path, *lines: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+pytestmark = pytest.mark.timeout(400)
 
 
 def run(tmp_path: Path, *overrides: str, command: list[str] = ENTRY) -> Ended:
@@ -60,7 +47,18 @@ def run(tmp_path: Path, *overrides: str, command: list[str] = ENTRY) -> Ended:
 def decode(tmp_path: Path, *overrides: str, command: list[str] = ENTRY) -> tuple[Ended, list[dict[str, Any]]]:
     out = tmp_path / "out.jsonl"
     ended = run(tmp_path, f"decode.output={out}", *overrides, command=command)
-    return ended, jsonl(out) if out.exists() else []
+    return ended, lines_of(out) if out.exists() else []
+
+
+ASCII = """if True:
+    import sys
+    from launch.job import lifeline
+    from launch.run import entry
+
+    sys.stdout.reconfigure(encoding="ascii")
+    lifeline.begin()
+    sys.exit(entry(sys.argv[1:]))
+"""
 
 
 def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
@@ -69,7 +67,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     Its terminal shows no umlauts.
     """
     code = 'def read_json(path):\n    """Read a JSON file'
-    prompts = write(
+    prompts = write_lines(
         tmp_path / "p.jsonl",
         {"id": "plain", "prompt": code},
         {"prompt": code, "stop": ["Parameters"], "max_tokens": 30},
@@ -84,7 +82,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     ended, lines = decode(
         tmp_path, f"decode.prompts={prompts}", "layout.kvp=2", "decode.max_tokens=12", "kv.tokens=200",
         "speculation=ngram", f"record={record}", "model.config.rope_parameters.factor=4",
-        command=["env", "PYTHONIOENCODING=ascii", *ENTRY],
+        command=[sys.executable, "-c", ASCII],
     )  # fmt: skip
     assert ended.code == 3, ended.output
     assert [line["id"] for line in lines] == ["plain", 1, "empty", "outside", "sampled", "kühl", "long", "longer"]
@@ -112,8 +110,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     assert ended.output.count("warning: model.config.rope_parameters.factor=4 changes nothing") == 1
     assert found["layout"] == {"mode": "helix", "kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "dp": 1, "world_size": 2}
     assert {"torch", "transformers", "python", "triton"} <= set(found["versions"])
-    assert {"preflight_s", "connect_s", "load_s", "decode_s"} <= set(found["phases"])
-    assert found["phases"]["imports_s"] < found["phases"]["launcher_s"] / 3, "a rank has what its launcher imported"
+    assert {"imports_s", "preflight_s", "connect_s", "load_s", "decode_s"} <= set(found["phases"])
     assert 0 < found["ttl_p50_us"] <= found["ttl_p90_us"]
     assert found["speculation"]["mean_drafts"] > 0 and "mean gamma" in ended.output
     assert found["tokens_per_s_gpu"] > 0 and found["tokens_per_s_user"] > 0
@@ -127,27 +124,42 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: Any) -> Path:
-    """Prompts whose decoding takes a while."""
-    path = tmp_path_factory.mktemp("prompts") / "many.jsonl"
-    return write(path, *({"id": f"r{i}", "prompt_ids": [i + 1, 2, 3], "max_tokens": 10 + 20 * i} for i in range(8)))
+    lines = [{"id": f"r{i}", "prompt_ids": [i + 1, 2, 3], "max_tokens": 10 + 5 * i} for i in range(8)]
+    return write_lines(tmp_path_factory.mktemp("prompts") / "many.jsonl", *lines)
 
 
 def common(many: Path) -> list[str]:
     return [f"model.path={checkpoint(FAMILY)}", f"decode.prompts={many}", "decode.max_batch=2", "layout.kvp=2"]
 
 
+HALTS = """if True:
+    import itertools, sys, time
+    from helix.engine.core import Engine
+    from launch.run import entry
+
+    tokens, record = itertools.count(), Engine._record
+    def halts(*given):  # in the middle of its work, until somebody ends it
+        if next(tokens) == 110:
+            time.sleep(600)
+        return record(*given)
+
+    Engine._record = halts
+    sys.exit(entry(sys.argv[1:]))
+"""
+
+
 def test_control_c_ends_the_job_in_a_line_and_what_was_done_is_kept_and_resumed(tmp_path: Path, many: Path) -> None:
     out = tmp_path / "out.jsonl"
-    job = Job(ENTRY, *common(many), f"decode.output={out}", log=tmp_path / "log")
+    job = Job([sys.executable, "-c", HALTS], *common(many), f"decode.output={out}", log=tmp_path / "log")
     job.wait_for(out, "r1")
     with pytest.raises(BlockingIOError, match="another run writes it"):
         claim(out)
     job.send(signal.SIGINT)
     ended = job.wait()
-    assert ended.code == 130 and ended.seconds < 20
+    assert ended.code == 130
     assert "interrupted: results of finished requests are in decode.output" in ended.output
     assert "Traceback" not in ended.output
-    done = {line["id"] for line in jsonl(out)}
+    done = {line["id"] for line in lines_of(out)}
     assert {"r0", "r1"} <= done and len(done) < 8
     with out.open("a") as file:
         file.write('{"id": "r7", "prompt_')
@@ -156,7 +168,7 @@ def test_control_c_ends_the_job_in_a_line_and_what_was_done_is_kept_and_resumed(
     engine = build_engine(
         checkpoint(FAMILY), HelixLayout.create(), LoopbackWorld(1).communicator(0, [0]), 16, max_batch=8
     )
-    asked = jsonl(many)
+    asked = lines_of(many)
     tokens = generated_ids(engine, (Request(line["id"], line["prompt_ids"], line["max_tokens"]) for line in asked))
     assert [(line["id"], tuple(line["output_ids"])) for line in resumed] == sorted(tokens.items())
 
@@ -169,14 +181,14 @@ def test_control_c_ends_the_job_in_a_line_and_what_was_done_is_kept_and_resumed(
 
 
 def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
-    """Files of 2,000 bytes at most stand in for it."""
+    """Files of 900 bytes at most stand in for it."""
     out = tmp_path / "out.jsonl"
     given = [*common(many), f"decode.output={out}", "decode.stream=false"]
     job = Job(ENTRY, *given, log=tmp_path / "log")
-    resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (2000, 2000))  # long before it starts its ranks
+    resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (900, 900))  # long before it starts its ranks
     ended = job.wait()
     done = out.read_bytes().count(b"\n")
-    assert ended.code == 1 and 1 <= done < 8 and out.stat().st_size == 2000, ended.output
+    assert ended.code == 1 and 1 <= done < 8 and out.stat().st_size == 900, ended.output
     said = f"error: decode.output={out} cannot be written: File too large; {done} of 8 results are safe in it"
     assert ended.output.count(said) == 1, ended.output
     assert "Traceback" not in ended.output and "rank 1" not in ended.output, ended.output
@@ -204,25 +216,12 @@ def test_a_rank_whose_memory_runs_out_ends_every_rank_with_one_line(tmp_path: Pa
     assert "Traceback" not in ended.output and "rank 0" not in ended.output, ended.output
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_end_every_rank_with_one_line(value: float, tmp_path: Path, many: Path) -> None:
-    model = shutil.copytree(checkpoint(FAMILY), tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"][0] = value
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    ended = run(tmp_path, *common(many), f"model.path={model}", "layout.kvp=2")
-    assert ended.code == 1 and ended.output.count("error: the model's logits are NaN") == 1, ended.output
-    assert "Traceback" not in ended.output and "rank 1" not in ended.output, ended.output
-
-
-def test_a_reader_who_leaves_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2]})
-    overrides = [f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2"]
+def test_a_reader_who_leaves_ends_the_run_with_one_line(tmp_path: Path, many: Path) -> None:
     read, end = os.pipe()
     os.close(read)
     with open(end, "w") as closed:
         ended = subprocess.run(
-            [*ENTRY, *overrides], cwd=ROOT, env=environment(), stdout=closed, stderr=subprocess.PIPE, text=True
+            [*ENTRY, *common(many)], cwd=ROOT, env=environment(), stdout=closed, stderr=subprocess.PIPE, text=True
         )
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
     assert ended.stderr.startswith("error: nobody reads the output any more: stdout is a pipe")
@@ -231,7 +230,6 @@ def test_a_reader_who_leaves_ends_the_run_with_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, options, overrides",
     [
-        ("layout.kpv is unknown", [], ["layout.kpv=2"]),
         ("3 ranks, but 2 were started", ["--max-restarts=2"], ["layout.kvp=3"]),  # in vain
         ("error: kv.tokens=1000000000000 needs", [], ["layout.kvp=2", "kv.tokens=1000000000000"]),  # weights are in
     ],
@@ -254,23 +252,28 @@ def test_an_error_is_the_last_line_of_every_agent(tmp_path: Path, many: Path) ->
         assert ended.output.count("\n") <= 5, ended.output
 
 
-def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
-    """Found once the weights are in, on all ranks alike, at the only point of a benchmark; in a run: by the sweep."""
-    bench = ["bench=decode", "bench.points=[65536x300]", "bench.steps=1", "kv.tokens=1000000000000"]
-    ended = run(tmp_path, *common(many), *bench, command=LABORATORY)
-    assert ended.code == 1 and ended.output.count("error: kv.tokens=") == 1, ended.output
-    assert "rank 0 failed" not in ended.output and "of the free memory holds" in ended.output, ended.output
-
-
-def test_too_large_a_model_ends_every_rank_with_one_line(tmp_path: Path) -> None:
-    """DeepSeek-R1 over two ranks: half of 1.3 TB on each, of which nothing is taken."""
-    ended = run(
-        tmp_path, "model=deepseek-r1", "model.load=random", "layout.kvp=2", "bench=decode", "bench.points=[1x64]",
-        command=LABORATORY,
-    )  # fmt: skip
-    assert ended.code == 1 and ended.output.count("error: the weights of rank") == 1, ended.output
-    assert "take 67" in ended.output and "GB in bfloat16 (helix kvp=2 tpa=1" in ended.output, ended.output
-    assert "Traceback" not in ended.output
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        # The cache, found once the weights are in, on all ranks alike, at the only point.
+        (
+            ["model.path=MODEL", "bench.points=[65536x300]", "kv.tokens=1000000000000"],
+            ["error: kv.tokens=", "of the free memory holds"],
+        ),
+        # Half of 1.3 TB of weights on each rank, of which nothing is taken.
+        (
+            ["model=deepseek-r1", "model.load=random", "bench.points=[1x64]"],
+            ["error: the weights of rank", "take 67", "GB in bfloat16 (helix kvp=2 tpa=1"],
+        ),
+    ],
+    ids=["cache", "weights"],
+)
+def test_what_is_too_large_ends_every_rank_with_one_line(given: list[str], words: list[str], tmp_path: Path) -> None:
+    overrides = [text.replace("MODEL", str(checkpoint(FAMILY))) for text in given]
+    ended = run(tmp_path, "bench=decode", "layout.kvp=2", "bench.steps=1", *overrides, command=LABORATORY)
+    assert ended.code == 1 and ended.output.count(words[0]) == 1, ended.output
+    assert all(word in ended.output for word in words), ended.output
+    assert "rank 0 failed" not in ended.output and "Traceback" not in ended.output, ended.output
 
 
 def test_prompts_are_timed_where_they_are_served(tmp_path: Path) -> None:
@@ -309,7 +312,7 @@ def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:
     """In the layout that the ranks allow, with a draft model over them: the target itself, so that all is kept."""
     wanted = oracle(FAMILY, (7, 1, 17), 24)
     lines = [{"prompt_ids": c.prompt, "max_tokens": len(c.tokens)} for c in wanted]
-    prompts, out = write(tmp_path / "p.jsonl", *lines), tmp_path / "out.jsonl"
+    prompts, out = write_lines(tmp_path / "p.jsonl", *lines), tmp_path / "out.jsonl"
     jobs = agents(
         tmp_path, 1, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", f"decode.output={out}",
         "layout=auto", "model.dtype=float32", "speculation=model", "speculation.adaptive=false",
@@ -318,27 +321,22 @@ def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:
     ended = [job.wait() for job in jobs]
     assert [e.code for e in ended] == [0, 0], [e.output for e in ended]
     assert "layout=auto takes helix kvp=1 tpa=2" in " ".join(word for e in ended for word in e.output.split())
-    assert [tuple(line["output_ids"]) for line in jsonl(out)] == [c.tokens for c in wanted]
+    assert [tuple(line["output_ids"]) for line in lines_of(out)] == [c.tokens for c in wanted]
     found = json.loads((tmp_path / "record.json").read_text())
     assert found["speculation"]["acceptance_by_place"] == [1.0] * 4
     assert (found["layout"]["kvp"], found["layout"]["tpa"]) == (1, 2) and found["config"]["layout"]["mode"] == "auto"
     assert "6 KV heads" in found["layout_reason"]
 
 
-def test_a_rank_killed_under_one_agent_ends_both(tmp_path: Path, many: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    jobs = agents(tmp_path, 1, *common(many), f"decode.output={out}")
-    deadline = time.monotonic() + 60
-    while not (out.exists() and "r0" in out.read_text()):
-        assert time.monotonic() < deadline and all(j.process.poll() is None for j in jobs), jobs[0].log.read_text()
-        time.sleep(0.1)
-    ranks = {rank: (job, pid) for job in jobs for rank, pid in job.ranks().items()}
-    os.kill(ranks.pop(1)[1], signal.SIGKILL)
-    begin = time.monotonic()
-    while any(pid in job.members() for job, pid in ranks.values()):
-        assert time.monotonic() - begin < 30, [j.log.read_text() for j in jobs]
-        time.sleep(0.2)
-    ended = [job.wait(60) for job in jobs]  # agents wait for each other a little longer
+def test_a_rank_killed_under_one_agent_ends_both(tmp_path: Path) -> None:
+    lines = {"id": "short", "prompt_ids": [1, 2], "max_tokens": 4}, {"prompt_ids": [5], "max_tokens": 5000}
+    prompts, out = write_lines(tmp_path / "p.jsonl", *lines), tmp_path / "out.jsonl"
+    more = f"decode.output={out}", "model.config.max_position_embeddings=9000"
+    jobs = agents(tmp_path, 1, *common(prompts), *more)
+    jobs[0].wait_for(out, "short")
+    ranks = {rank: pid for job in jobs for rank, pid in job.ranks().items()}
+    os.kill(ranks[1], signal.SIGKILL)
+    ended = [job.wait() for job in jobs]
     assert all(e.code == 1 for e in ended)
     assert any("rank 1" in e.output or "rank      : 1" in e.output for e in ended), [e.output for e in ended]
 
@@ -390,51 +388,6 @@ def with_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "run", run_copy)
 
 
-def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
-    """Its last point fails once the weights are in, on both ranks alike, which say so in one line."""
-    prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2, 3], "max_tokens": 4})
-    directory = tmp_path / "sweep"
-    ended = run(
-        tmp_path, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2", "layout.tpa=1,4",
-        "kv.tokens=16,1000000000000", "kv.dtype=auto,fp8_all", f"hydra.sweep.dir={directory}",
-        command=[sys.executable, "-m", "launch.sweep"],
-    )  # fmt: skip
-    with (directory / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == ["ok", *["failed"] * 3, *["skipped"] * 4]
-    assert ended.code == 1, "some points failed"
-    assert rows[0]["kvp"] == "2" and float(rows[0]["ttl_p50_us"]) > 0
-    assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
-    early, late = rows[1]["reason"], rows[2]["reason"]  # found before any point ran, and by a job
-    assert early.startswith("kv.dtype=fp8_all: the model has no index keys") and rows[3]["reason"] == early
-    assert late.startswith("kv.tokens=1000000000000 needs")
-    assert ended.output.count("error: kv.tokens=") == 1 and "rank 0 failed" not in ended.output, ended.output
-    assert (
-        f"point 1, 3 failed: {early}" in " ".join(ended.output.split()) and "layout.tpa=4 does not fit" in ended.output
-    )
-    assert (directory / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert len(jsonl(directory / "0" / "results.jsonl")[0]["output_ids"]) == 4
-
-
-def test_a_sweep_over_hopb_is_an_ablation(tmp_path: Path) -> None:
-    """Two ranks exchange; the second point is the baseline, and draws the same tokens."""
-    prompts = write(tmp_path / "p.jsonl", *({"prompt_ids": [1, 2, i], "max_tokens": 8} for i in range(4)))
-    directory = tmp_path / "sweep"
-    ended = run(
-        tmp_path, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2", "hopb=on,off",
-        f"hydra.sweep.dir={directory}", command=[sys.executable, "-m", "launch.sweep"],
-    )  # fmt: skip
-    assert ended.code == 0 and "tokens: equal in both points" in ended.output, ended.output
-    assert ended.output.count("hopb=on cuts steps of several sequences into 2 chunks") == 1
-    with (directory / "sweep.csv").open() as file:
-        on, off = csv.DictReader(file)
-    assert (on["hopb"], off["hopb"], on["baseline"], off["gain_percent"]) == ("on", "off", "1", "0.0")
-    assert float(on["gain_percent"]) == pytest.approx(100 * (1 - float(on["ttl_p50_us"]) / float(off["ttl_p50_us"])))
-    record = json.loads((directory / "0" / "record.json").read_text())
-    assert record["config"]["hopb"] == {"chunks": "best"} and record["exchange_queries"] == 4
-    assert 0 < record["exchange_us"] == float(on["exchange_us"])
-
-
 def test_benchmarks_run_without_a_gpu(
     tmp_path: Path, with_imports: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -443,7 +396,7 @@ def test_benchmarks_run_without_a_gpu(
         monkeypatch.setattr(sys, "argv", ["benchmarks.bench", what, f"output={out}"])
         bench_main()
         assert "mean nothing" in capsys.readouterr().out
-    kernels, shape, ragged, *rest = jsonl(out)
+    kernels, shape, ragged, *rest = lines_of(out)
     linear, appends = ([row for row in rest if row.get("kind") == kind] for kind in ("linear", "append"))
     baselines = rest[len(linear) + len(appends) :]
     assert (shape["kind"], ragged["kind"]) == ("shape", "ragged") and len(linear) > 2
@@ -453,6 +406,7 @@ def test_benchmarks_run_without_a_gpu(
     assert all(row["ttl_p50_us"] > row["floor_us"] > 0 for row in baselines)
 
 
+@pytest.mark.slow
 def test_speculation_is_timed_without_a_gpu(with_imports: None) -> None:
     plain, drafted, *copies = run_benchmark(speculate.BENCHMARK, Given(torch.device("cpu"), 1))
     assert (plain["gamma"], plain["gain"], plain["tokens_per_step"]) == (0, 1, 1) and drafted["gamma"] == 2
@@ -464,7 +418,7 @@ def test_speculation_is_timed_without_a_gpu(with_imports: None) -> None:
 
 
 def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:
-    lines = jsonl(DEMO.parent / "prompts.jsonl")
+    lines = lines_of(DEMO.parent / "prompts.jsonl")
     needle = next(line for line in lines if "The magic number" in line["prompt"][-60:])
     word, number, _ = needle["id"].split("-")
     assert f"# The magic number for {word} is {number}." in needle["prompt"]

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from comm.loopback import LoopbackWorld, run_ranks
-from comm.torch_dist import TorchDistCommunicator
 from helix.config import Config
 from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request, RequestUpdate
+from helix.engine.scheduler import Scheduler
 from helix.engine.timings import Timings
 from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
@@ -32,56 +28,68 @@ from helix.speculation import SuffixDrafter
 from helix.worker.graph_keys import StepKind
 from kernels.tokens.commit import Candidates
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import build_engine, build_model
-from tests.pool import Pool
-from tests.sequences import Generated, generated, generated_ids, resize, updates_of
+from tests.e2e.parity import build_model
+from tests.e2e.test_serve import KVP_2, alone, engine, left_behind
+from tests.sequences import generated, generated_ids, resize, updates_of
 
 FAMILY = "qwen3"
 PROMPT = tuple(range(1, 20))
 
 
-def engine(world: LoopbackWorld, rank: int, layout: HelixLayout, **options: Any) -> Engine:
-    path: Path = options.pop("path", None) or checkpoint(FAMILY)
-    return build_engine(path, layout, world.communicator(rank, layout.kvp_group(rank)), 16, **options)
+REFUSED = [
+    (Request(0, (), 5), "the prompt is empty"),
+    (Request(1, (1, 257), 5), "token id 257 is outside the vocabulary [0, 257)"),
+    (Request(2, (-1,), 5), "token id -1 is"),
+    (Request(3, (1, 2**31), 5), "token id 2147483648 is"),
+    (Request(4, (1, -(2**70), 2**63), 5), "token id -1180591620717411303424 is"),
+    (Request(5, PROMPT, 3, SamplingParams(logit_bias={257: 1.0})), "logit_bias token 257 is outside the vocabulary"),
+    (Request(6, PROMPT, 0), "max_tokens=0"),
+    (Request(7, PROMPT, 500), "exceed the model's context of 512"),
+    (Request(8, PROMPT, 82), "are 101 tokens of KV, and a sequence may have max_length=100"),
+]
 
 
-def alone(**options: Any) -> Engine:
-    return engine(LoopbackWorld(1), 0, HelixLayout.create(), **options)
+@pytest.mark.parametrize("drafter", [None, SuffixDrafter(4, 3)], ids=["plain", "drafts"])
+@pytest.mark.parametrize("slots", [1, 2])  # 2: the cache would hold what is longer than a sequence may be
+def test_what_cannot_be_served_harms_nobody(slots: int, drafter: SuffixDrafter | None) -> None:
+    e, inbox = alone(max_batch=slots, max_length=100, drafter=drafter), Inbox()
+    good = Request("good", PROMPT, 81)
+    for request in (good, *(request for request, _ in REFUSED), Request("waits", PROMPT, 9), good):
+        inbox.submit(request)
+    for name in ("waits", "nobody"):
+        inbox.abort(name)
+    inbox.close()
+    updates = list(updates_of(e, inbox))
+    ends = {update.id: (update.finish_reason, update.reason) for update in updates if update.finish_reason is not None}
+    assert ends.pop("waits") == ("abort", None) and ends.pop("good") == ("length", None)
+    assert [*ends] == [request.id for request, _ in REFUSED]
+    for (why, reason), (_, words) in zip(ends.values(), REFUSED, strict=True):
+        assert why == "error" and words in (reason or ""), reason
+    (twice,) = (u.reason for u in updates if u.id == "good" and u.finish_reason == "error")
+    assert twice is not None
+    tokens = tuple(t for update in updates for t in update.new_ids)
+    assert len(tokens) == 81 and tokens == generated_ids(alone(), [good])["good"]
+    assert left_behind(e) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "request_, reason",
-    [
-        (Request(0, (), 5), "prompt is empty"),
-        (Request(0, (1, 257), 5), r"token id 257 is outside the vocabulary \[0, 257\)"),
-        (Request(0, (-1,), 5), "token id -1 is"),
-        (Request(0, (1, 2**31), 5), "token id 2147483648 is"),
-        (Request(0, (1, -(2**70), 2**63), 5), "token id -1180591620717411303424 is"),
-        (Request(0, PROMPT, 0), "max_tokens=0"),
-        (Request(0, PROMPT, 500), "exceed the model's context of 512"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_and_the_others_are(request_: Request, reason: str) -> None:
-    outputs = generated(alone(), [request_, Request(1, PROMPT, 3)])
-    assert outputs[0].finish_reason == "error" and outputs[0].output_ids == ()
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(outputs[0].reason)
-    assert outputs[1].finish_reason == "length" and len(outputs[1].output_ids) == 3
+@pytest.mark.parametrize("where", ["refusal", "scheduler"])
+def test_a_failure_while_one_request_is_read_is_its_own(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted, in what no request is known to do."""
+    e = alone()
+    of: Any = e if where == "refusal" else Scheduler
+    read = getattr(of, name := where if where == "refusal" else "submit")
 
+    def reading(*arguments: Any) -> str | None:
+        if arguments[-1 if of is e else 1].id == "bad":
+            raise MemoryError("planted")
+        return read(*arguments)  # type: ignore[no-any-return]
 
-def test_over_the_capacity_is_refused() -> None:
-    small = alone(max_batch=1, max_length=100)
-    outputs = generated(small, [Request(0, PROMPT, 82), Request(1, PROMPT, 81)])
-    assert outputs[0].finish_reason == "error" and "101 tokens" in (outputs[0].reason or "")
-    assert len(outputs[1].output_ids) == 81
-
-
-@pytest.mark.parametrize("drafter", [None, SuffixDrafter(4, 3)])
-def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: SuffixDrafter | None) -> None:
-    small = alone(max_batch=2, max_length=100, drafter=drafter)
-    outputs = generated(small, [Request(0, PROMPT, 82), Request(1, PROMPT, 81)])
-    assert outputs[0].finish_reason == "error" and "max_length=100" in (outputs[0].reason or "")
-    assert len(outputs[1].output_ids) == 81
+    monkeypatch.setattr(of, name, reading)
+    found = generated(e, [Request(request, PROMPT, 12) for request in ("bad", "good")])
+    assert found["bad"].finish_reason == "error" and found["good"].finish_reason == "length"
+    assert found["bad"].reason == "it could not be read: MemoryError: planted"
+    assert found["good"].output_ids == generated_ids(alone(), [Request(0, PROMPT, 12)])[0]
+    assert left_behind(e) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
@@ -145,7 +153,7 @@ def test_a_rank_that_gave_up_in_the_last_step_says_so() -> None:
     """Rank 0 looks before it takes a token; the others, which read none, look when their run of steps ends."""
 
     def body(world: LoopbackWorld, rank: int) -> None:
-        e = engine(world, rank, HelixLayout.create("helix", 2, 1))
+        e = engine(world, rank, KVP_2)
         steps, decode = itertools.count(1), e.runner.decode
 
         def last_step(*args: Any) -> torch.Tensor:
@@ -162,15 +170,6 @@ def test_a_rank_that_gave_up_in_the_last_step_says_so() -> None:
 
     with pytest.raises(RuntimeError, match="waited 300 s for rank 0"):
         run_ranks(2, body, timeout_s=60)
-
-
-def test_every_token_is_an_update_in_order() -> None:
-    updates = list(updates_of(alone(), Inbox.of(Request(i, PROMPT[: 5 + i], 6) for i in range(3))))
-    for i in range(3):
-        mine = [update for update in updates if update.id == i]
-        assert [len(update.new_ids) for update in mine] == [0] + [1] * 6, "its admission, then its tokens"
-        assert [update.prefilled for update in mine] == [0] + [5 + i] * 6
-        assert [update.finish_reason for update in mine] == [None] * 6 + ["length"]
 
 
 @pytest.mark.parametrize("run_steps, prefill_chunk", [(1, 64), (5, 1), (8, 7), (64, 4096)])
@@ -191,24 +190,7 @@ def test_eos_ends_a_request_and_gives_its_slot_on() -> None:
     outputs = generated(e, [Request(0, wanted[3].prompt, 48), Request(1, wanted[2].prompt, 2)])
     assert outputs[0].finish_reason == "stop" and outputs[0].output_ids == tokens[: tokens.index(eos) + 1]
     assert outputs[1].output_ids == wanted[2].tokens[:2]
-    assert sum(t.pool.used for t in e.tables) == 0 and not e.runner.admitted
-
-
-@pytest.mark.parametrize("layout", [HelixLayout.create("helix", 2, 1), HelixLayout.create("dp", dp=2)], ids=str)
-def test_leaving_early_frees_everything_on_every_rank(layout: HelixLayout) -> None:
-    def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, Generated], int, int]:
-        e = engine(world, rank, layout)
-        seen = 0
-        for update in updates_of(e, Inbox.of(Request(i, PROMPT, 30) for i in range(7))):
-            seen += len(update.new_ids)
-            if seen == 5:
-                break
-        again = generated(e, [Request(0, PROMPT, 4)])
-        return again, sum(t.pool.used for t in e.tables), len(e.runner.admitted)
-
-    (again, *held), (_, *held_elsewhere) = run_ranks(2, body, timeout_s=60)
-    assert held == held_elsewhere == [0, 0]
-    assert len(again[0].output_ids) == 4
+    assert left_behind(e) == (0, 0, 0)
 
 
 def raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
@@ -222,57 +204,51 @@ def raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
     return call
 
 
-def fails_by_callback(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftPolicy, "observe", raising(KeyError("planted"), after=2))
-    generated(e, REQUESTS)
-
-
-def fails_by_caller(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    updates = e.serve(Inbox.of(REQUESTS))
-    for _ in range(3):
-        next(updates)
-    updates.throw(KeyError("planted"))
-
-
-def fails_by_control_c(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Timings, "step", raising(KeyboardInterrupt("planted"), after=3))
-    generated(e, REQUESTS)
-
-
-def fails_by_nan(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    updates, weight = e.serve(Inbox.of(REQUESTS)), e.runner.model.norm.read.weight
-    next(updates)
-    before = weight.clone()
-    weight.fill_(torch.nan)
-    try:
-        list(updates)
-    finally:
-        weight.copy_(before)
-
-
 REQUESTS = [Request(i, PROMPT, 9) for i in range(7)]
 
 
+def end_early(e: Engine, how: str) -> None:
+    """Begins to serve the requests, and raises what ends that."""
+    updates, norm = e.serve(Inbox.of(REQUESTS)), e.runner.model.norm.read
+    next(updates)
+    with pytest.MonkeyPatch.context() as patch:
+        match how:
+            case "the caller leaves":
+                updates.close()
+                raise KeyError("planted")
+            case "the caller":
+                updates.throw(KeyError("planted"))
+            case "a callback":
+                patch.setattr(DraftPolicy, "observe", raising(KeyError("planted"), after=2))
+            case "control-C":
+                patch.setattr(Timings, "step", raising(KeyboardInterrupt("planted"), after=3))
+            case "NaN":
+                patch.setattr(norm, "weight", torch.full_like(norm.weight, torch.nan))
+        list(updates)
+
+
 @pytest.mark.parametrize(
-    "fails",
-    [fails_by_callback, fails_by_caller, fails_by_control_c, fails_by_nan],
+    "how, layout",
+    [
+        *((how, KVP_2) for how in ("the caller leaves", "the caller", "a callback", "control-C", "NaN")),
+        ("the caller leaves", HelixLayout.create("dp", dp=2)),
+    ],
+    ids=str,
 )
-def test_an_error_between_steps_ends_the_call_and_no_more(fails: Callable[..., None]) -> None:
-    layout = HelixLayout.create("helix", 2, 1)
+def test_an_error_between_steps_ends_the_call_and_no_more(how: str, layout: HelixLayout) -> None:
     wanted = generated_ids(alone(), REQUESTS)[0]
 
     def body(world: LoopbackWorld, rank: int) -> None:
         e = engine(world, rank, layout)
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 0:
-                with pytest.raises((KeyError, KeyboardInterrupt, RuntimeError), match=r"planted|NaN"):
-                    fails(e, patch)
-            else:
-                generated(e, [])
-        assert sum(t.pool.used for t in e.tables) == 0 and not e.runner.admitted
+        if rank == 0:
+            with pytest.raises((KeyError, KeyboardInterrupt, RuntimeError), match=r"planted|NaN"):
+                end_early(e, how)
+        else:
+            generated(e, [])
+        assert left_behind(e) == (0, 0, 0)
         again = generated(e, REQUESTS)
         assert all(output.output_ids == wanted for output in again.values()) and len(again) == (7 if rank == 0 else 0)
-        assert sum(t.pool.used for t in e.tables) == 0
+        assert left_behind(e) == (0, 0, 0)
 
     run_ranks(2, body, timeout_s=60)
 
@@ -282,7 +258,7 @@ def test_an_error_in_a_step_breaks_the_engine_on_every_rank(culprit: int) -> Non
     broken: dict[int, str] = {}
 
     def body(world: LoopbackWorld, rank: int) -> None:
-        e = engine(world, rank, HelixLayout.create("helix", 2, 1))
+        e = engine(world, rank, KVP_2)
         if rank == culprit:
             e.runner.observer = raising(KeyError("planted"), after=3)
         with pytest.raises((KeyError, RuntimeError), match="planted") as first:
@@ -293,84 +269,47 @@ def test_an_error_in_a_step_breaks_the_engine_on_every_rank(culprit: int) -> Non
         broken[rank] = str(caught.value)
 
     with pytest.raises(RuntimeError, match="planted"):  # what the transport was told
-        run_ranks(2, body, timeout_s=30)
+        run_ranks(2, body, timeout_s=60)
     assert all("engine is broken" in words and "KeyError: 'planted'" in words for words in broken.values()), broken
     assert set(broken) == {0, 1}
 
 
-def test_where_a_call_cannot_be_ended_its_first_error_is_raised_and_says_so() -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_where_a_call_cannot_be_ended_that_is_said(left: bool) -> None:
+    """The first error is raised, with a note; leaving early does not hide that it failed."""
     e = alone()
     updates = e.serve(Inbox.of(REQUESTS))
     next(updates)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(e.comm, "broadcast_object", raising(OSError("no way out")))
-        with pytest.raises(KeyboardInterrupt, match="planted") as caught:
-            updates.throw(KeyboardInterrupt("planted"))
-    assert "no way out" in caught.value.__notes__[0]
+        with pytest.raises(OSError if left else KeyboardInterrupt) as caught:
+            updates.close() if left else updates.throw(KeyboardInterrupt("planted"))
+    assert "no way out" in (str(caught.value) if left else caught.value.__notes__[0])
     with pytest.raises(RuntimeError, match=r"engine is broken.*OSError: no way out"):
         generated(e, REQUESTS)
-
-
-def test_leaving_early_does_not_hide_that_it_failed() -> None:
-    e = alone()
-    updates = e.serve(Inbox.of(REQUESTS))
-    next(updates)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(e.comm, "broadcast_object", raising(OSError("no way out")))
-        with pytest.raises(OSError, match="no way out"):
-            updates.close()
 
 
 def test_one_call_at_a_time() -> None:
     e = alone()
     outer = e.serve(Inbox.of(REQUESTS))
     next(outer)
+    assert not torch.is_inference_mode_enabled()
     with pytest.raises(RuntimeError, match="a call is under way"):
         generated(e, REQUESTS)
     assert {u.id for of_step in outer for u in of_step if u.finish_reason == "length"} == {*range(7)}
     assert len(generated(e, REQUESTS)) == 7
 
 
-def slow_caller(rank: int, world_size: int, path: Path) -> tuple[int, ...]:
-    layout = HelixLayout.create("helix", world_size)
-    dist.barrier()  # under the deadline of the pool: a worker may just have been started
-    comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(seconds=2))
-    e = build_engine(path, layout, comm, 16)
-    found: tuple[int, ...] = ()
-    for count, update in enumerate(updates_of(e, Inbox.of([Request(0, PROMPT, 24)]))):
-        if count == 9:  # within a run of steps
-            time.sleep(3.0)
-        found += update.new_ids
-    comm.close()
-    return found
-
-
-def test_callers_may_take_longer_than_a_collective(gloo_pool: Callable[[int], Pool]) -> None:
-    wanted = generated_ids(alone(), [Request(0, PROMPT, 24)])[0]
-    assert gloo_pool(2).run(slow_caller, checkpoint(FAMILY))[0] == wanted
-
-
-def test_the_caller_is_not_left_in_inference_mode() -> None:
-    for _ in alone().serve(Inbox.of([Request(0, PROMPT, 3)])):
-        assert not torch.is_inference_mode_enabled()
-
-
-def test_nan_is_an_error_and_not_a_token() -> None:
-    e = alone()
-    e.runner.model.norm.read.weight.fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="logits are NaN"):
-        generated(e, [Request(0, PROMPT, 3)])
-
-
-def test_nan_in_one_rank_of_two_ends_both() -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_no_number_in_one_rank_of_two_ends_both(value: float) -> None:
     def body(world: LoopbackWorld, rank: int) -> None:
-        e = engine(world, rank, HelixLayout.create("helix", 2, 1))
+        e = engine(world, rank, KVP_2)
         if rank == 1:
-            e.runner.model.layers[0].ffn.down.weight.fill_(torch.nan)
+            e.runner.model.layers[0].ffn.down.weight.fill_(value)
         generated(e, [Request(0, PROMPT, 3)])
 
     with pytest.raises(RuntimeError, match="logits are NaN"):
-        run_ranks(2, body, timeout_s=30)
+        run_ranks(2, body, timeout_s=60)
 
 
 def test_what_is_measured() -> None:
@@ -379,11 +318,14 @@ def test_what_is_measured() -> None:
 
     def body(world: LoopbackWorld, rank: int) -> Any:
         e = engine(world, rank, layout, max_batch=2)
-        prefilled = {update.id: update.prefilled for update in updates_of(e, Inbox.of(requests))}
-        return e.timings, prefilled
+        return list(updates_of(e, Inbox.of(requests))), e.timings
 
-    timings, prefilled = run_ranks(3, body, timeout_s=60)[0]
-    assert prefilled == {0: 19, 1: 100} and timings.prefill_tokens == 119
+    updates, timings = run_ranks(3, body, timeout_s=60)[0]
+    short, long = ([update for update in updates if update.id == i] for i in range(2))
+    assert [len(update.new_ids) for update in short] == [0] + [1] * 10, "its admission, then its tokens"
+    assert [update.prefilled for update in short] == [0] + [19] * 10 and long[-1].prefilled == 100
+    assert [update.finish_reason for update in short] == [None] * 10 + ["length"]
+    assert timings.prefill_tokens == 119
     assert timings.decode_tokens == 2 * 9
     # Prompts share the first chunk of 64: the first one decodes between the chunks.
     assert 10 <= len(timings.ttl_s) <= 12 and all(t > 0 for t in timings.ttl_s)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 import helix
-from launch.cli import COMMANDS
+from launch.cli import COMMANDS, main
 from launch.client.schemas import Completion
 from launch.llm import LLM, as_prompts, checked_body
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
@@ -25,7 +23,6 @@ from tests.e2e.cli import ROOT, Job, as_copies, torchrun
 
 LENGTHS = (7, 17)
 PYTHON = "def read_json(path):"
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
 
 
 def ranks() -> dict[int, int]:
@@ -70,8 +67,6 @@ def test_a_plain_process_starts_its_ranks_itself() -> None:
         refused = llm.generate([(1, 999), (1, 2)], max_tokens=2)
         assert refused[0].finish_reason == "error" and "has 999, and the vocabulary" in (refused[0].reason or "")
         assert len(refused[1].output_ids) == 2
-        (alone,) = llm.generate(wanted[0].prompt, max_tokens=12)
-        assert alone.output_ids == outputs[0].output_ids
         (longer,) = llm.generate((1, 2, 3), max_tokens=400)
         assert longer.finish_reason == "error" and "exceed what the KV cache can hold" in (longer.reason or "")
         with pytest.raises(ValueError, match="temperature"):
@@ -104,12 +99,16 @@ def test_options_are_those_of_the_settings_where_they_are_unset(demo: LLM) -> No
     assert biased.output_ids == (77, 77, 77)
     (other,) = demo.generate(PYTHON, max_tokens=12, repetition_penalty=2.0)
     assert other.output_ids != longer.output_ids
+    (form,) = demo.generate("x = ", max_tokens=40, schema={"enum": ["yes"]})
+    assert (form.text, form.finish_reason) == ('"yes"', "stop")
+    with pytest.raises(ValueError, match="response_format cannot be followed"):
+        demo.generate("x = ", schema={"type": "nothing"})
     with pytest.raises(ValueError, match=r"max_new_tokens is unknown; known: max_tokens, .*did you mean max_tokens"):
         demo.generate(PYTHON, max_new_tokens=3)
 
 
 FORKS = """
-import multiprocessing, os, sys
+import os, sys
 from helix import LLM
 
 def forked(what):
@@ -123,54 +122,39 @@ def forked(what):
         leave(5)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 
-def generate(): llm.generate("def f(", max_tokens=2)
-def stream(): next(stream)
+def generate(): return llm.generate("def f(", max_tokens=2)[0].output_ids
+def stream(): next(parts)
 def close(): llm.close()
 def another():
     with LLM("assets/demo-model", kvp=1, overrides=["kv.tokens=256"]) as own:
         print("another:", own.generate("def f(", max_tokens=2)[0].output_ids == before, flush=True)
 
 with LLM("assets/demo-model", kvp=1, overrides=["kv.tokens=8192"]) as llm:
-    before = llm.generate("def f(", max_tokens=2)[0].output_ids
-    parts = llm.stream("def f(", max_tokens=400, ignore_eos=True)
+    before = generate()
+    parts = llm.stream("def f(", max_tokens=60, ignore_eos=True)
     next(parts)
-    def stream(): next(parts)
     for what in generate, stream, close, another:
         forked(what)
-    child = multiprocessing.get_context("fork").Process(target=forked, args=(generate,))
-    child.start()
-    child.join()
-    print("child:", child.exitcode)
-    assert os.listdir(llm._directory) and len(list(parts)) > 100
-    assert llm.generate("def f(", max_tokens=2)[0].output_ids == before
+    assert os.listdir(llm._directory) and len(list(parts)) > 10 and generate() == before
 print("closed", os.path.exists(llm._directory))
 """
 
 
-def test_a_fork_of_the_process_fails_at_once_and_leaves_the_ranks_alone() -> None:
-    run = subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=240)
+def test_a_fork_of_the_process_fails_at_once_and_leaves_the_ranks_alone(tmp_path: Path) -> None:
+    ended = Job([sys.executable, "-c", FORKS], log=tmp_path / "log").wait()
     ours = r"this LLM belongs to process \d+, and process \d+ is a fork of that: call it there, .*"
-    lines = [f"generate: {ours}", f"stream: {ours}", "another: True", f"generate: {ours}", "child: 0", "closed False"]
-    assert re.fullmatch("\n".join([*lines, ""]), run.stdout), run.stdout + run.stderr
-    assert not run.stderr and run.returncode == 0, run.stderr
+    lines = [f"generate: {ours}", f"stream: {ours}", "another: True", "closed False", ""]
+    assert ended.code == 0 and re.fullmatch("\n".join(lines), ended.output), ended
 
 
 def test_several_answers_with_their_logprobs(demo: LLM) -> None:
     (output,) = demo.generate(PYTHON, n=3, temperature=1.0, seed=5, logprobs=2, max_tokens=4)
     assert [len(one.output_ids) for one in output.continuations] == [4, 4, 4]
-    assert len({one.text for one in output.continuations}) > 1
     (again,) = demo.generate(PYTHON, temperature=1.0, seed=6, max_tokens=4)
-    assert again.text == output.continuations[1].text, "answer i takes seed + i"
+    assert again.text == output.continuations[1].text != output.text, "answer i takes seed + i"
     assert [len(place.best) for place in output.logprobs] == [2] * 4 and output.logprobs[0].drawn <= 0
     (greedy,) = demo.generate(PYTHON, logprobs=1, max_tokens=2)
     assert [place.best[0][0] for place in greedy.logprobs] == [*greedy.output_ids]
-
-
-def test_answers_follow_a_schema(demo: LLM) -> None:
-    (output,) = demo.generate("x = ", schema=SCHEMA, max_tokens=40)
-    assert json.loads(output.text) == {"a": "x"} and output.finish_reason == "stop"
-    with pytest.raises(ValueError, match="response_format cannot be followed"):
-        demo.generate("x = ", schema={"type": "nothing"})
 
 
 def test_a_stream_is_the_answer(demo: LLM) -> None:
@@ -178,18 +162,15 @@ def test_a_stream_is_the_answer(demo: LLM) -> None:
     pieces = [*stream]
     (whole,) = demo.generate(PYTHON, max_tokens=12)
     assert len(pieces) > 3 and stream.output is not None and "".join(pieces) == whole.text == stream.output.text
+    document = PYTHON * 40
+    first, second = (demo.generate(document + end)[0] for end in (" 7", " 12"))
+    assert first.cached_tokens < 0.9 * first.prompt_tokens < second.cached_tokens < second.prompt_tokens
     left = demo.stream(PYTHON, max_tokens=4000)
     next(left)
     left.close()
     assert demo.generate(PYTHON)[0].finish_reason == "length", "an answer that nobody reads has ended"
     with pytest.raises(ValueError, match="n=2: a stream has one answer"):
         demo.stream(PYTHON, n=2)
-
-
-def test_a_document_is_read_once(demo: LLM) -> None:
-    document = "".join(f"VALUE_{i} = {i * i}\n" for i in range(150))
-    first, second = (demo.generate(document + end)[0] for end in ("VALUE_7", "VALUE_12"))
-    assert first.cached_tokens == 0 < 0.9 * first.prompt_tokens < second.cached_tokens < second.prompt_tokens
 
 
 def test_chats_go_through_the_template(demo: LLM, tmp_path: Path) -> None:
@@ -214,9 +195,8 @@ from helix import LLM
 dist.init_process_group("gloo")
 with LLM(sys.argv[1], kvp=2) as llm:
     outputs = llm.chat([{"role": "user", "content": "def f(x):"}], max_tokens=8)
-    pieces = [*llm.stream("import os", max_tokens=4)]
 dist.barrier()
-print("rank", os.environ["RANK"], len(outputs), len(pieces), flush=True)
+print("rank", os.environ["RANK"], len(outputs), flush=True)
 """
 
 
@@ -224,8 +204,8 @@ print("rank", os.environ["RANK"], len(outputs), len(pieces), flush=True)
 def test_inside_ranks_that_have_a_group_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(INSIDE)
     command = ["env", f"PYTHONPATH={ROOT}", *torchrun(2)[:-1], str(tmp_path / "mine.py"), str(DEMO)]
-    ended = Job(command, log=tmp_path / "log").wait(240)
-    assert ended.code == 0 and {"rank 0 1 4", "rank 1 0 0"} <= {*ended.output.splitlines()}, ended.output
+    ended = Job(command, log=tmp_path / "log").wait()
+    assert ended.code == 0 and {"rank 0 1", "rank 1 0"} <= {*ended.output.splitlines()}, ended.output
 
 
 def test_the_lines_of_the_readme_are_a_whole_program(tmp_path: Path) -> None:
@@ -239,21 +219,23 @@ def test_the_lines_of_the_readme_are_a_whole_program(tmp_path: Path) -> None:
     assert ended.output.endswith("\n1 output of one text\n")
 
 
-def test_what_cannot_be_is_said_before_ranks_start() -> None:
-    with pytest.raises(ValueError, match="tpa=4 does not fit"):
-        LLM(checkpoint("qwen3"), tpa=4)
-    with pytest.raises(ValueError, match="is not a directory"):
-        LLM("/nowhere")
-    with pytest.raises(ValueError, match=r"layout\.kvpp is unknown"):
-        LLM(checkpoint("qwen3"), overrides=["layout.kvpp=2"])
-    with pytest.raises(ValueError, match="hopb=none is now hopb=off"):
-        LLM(checkpoint("qwen3"), hopb="none")
-    with pytest.raises(ValueError, match="hopb=on could overlap: set hopb=off"):
-        LLM(checkpoint("qwen3"), layout="dp", dp=2, overrides=["hopb=on"])
-    with pytest.raises(ValueError, match="layout=auto chooses"):
-        LLM(checkpoint("qwen3"), layout="auto", kvp=2)
-    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
-        helix.LLMs  # noqa: B018
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(tpa=4), "tpa=4 does not fit"),
+        (dict(path="/nowhere"), "is not a directory"),
+        (dict(overrides=["layout.kvpp=2"]), r"layout\.kvpp is unknown"),
+        (dict(hopb="none"), "hopb=none is now hopb=off"),
+        (dict(layout="dp", dp=2, overrides=["hopb=on"]), "hopb=on could overlap: set hopb=off"),
+        (dict(layout="auto", kvp=2), "layout=auto chooses"),
+    ],
+)
+def test_what_cannot_be_is_said_before_ranks_start(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LLM(**{"path": checkpoint("qwen3")} | given)
+
+
+ONE, ALL = r"prompt [01] is .*: give a text or a list of token ids", r"prompts are .*: give a text, a list of token"
 
 
 @pytest.mark.parametrize(
@@ -268,21 +250,16 @@ def test_what_cannot_be_is_said_before_ranks_start() -> None:
         (["text", (5,)], ["text", [5]]),
         ([[]], [[]]),
         ([], []),
+        *((given, ONE) for given in ([b"text"], ["text", 5], [{"prompt": "text"}], [None], [[1, "a"]], [[1.5]])),
+        *((given, ALL) for given in (b"text", {"prompt": "text"}, None, 5)),
     ],
 )
-def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
-    assert as_prompts(given) == prompts
-
-
-@pytest.mark.parametrize("given", [[b"text"], ["text", 5], [{"prompt": "text"}], [None], [[1, "a"]], [[1.5]]])
-def test_what_is_no_prompt(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"prompt [01] is .*: give a text or a list of token ids"):
-        as_prompts(given)
-
-
-@pytest.mark.parametrize("given", [b"text", {"prompt": "text"}, None, 5])
-def test_what_are_no_prompts(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"prompts are .*: give a text, a list of token ids, or a list of either"):
+def test_one_prompt_or_several(given: Any, prompts: list[Any] | str) -> None:
+    """A text in place of prompts: what is said of what is none."""
+    if not isinstance(prompts, str):
+        assert as_prompts(given) == prompts
+        return
+    with pytest.raises(ValueError, match=prompts):
         as_prompts(given)
 
 
@@ -294,13 +271,15 @@ def test_numbers_of_numpy_are_numbers() -> None:
         checked_body(Completion, {"prompt": "text", "stop_token_ids": {3}})
 
 
-def test_the_command_names_all_commands() -> None:
-    def helix(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "launch.cli", *arguments], cwd=ROOT, capture_output=True, text=True
-        )
-
-    assert all(name in helix("--help").stdout for name in COMMANDS)
-    assert "known: run, serve, chat, info, plan, sweep" in helix("dance").stderr and helix("dance").returncode == 1
-    ended = helix("run", f"model.path={DEMO}", "layout.kvp=0")
-    assert ended.returncode == 1 and ended.stderr.startswith("error: layout.kvp=0")
+def test_the_package_and_the_command_name_what_they_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["helix", "--help"])
+    main()
+    said = capsys.readouterr().out
+    assert all(name in said for name in COMMANDS)
+    monkeypatch.setattr(sys, "argv", ["helix", "dance"])
+    with pytest.raises(SystemExit, match=r"error: dance .*known: run, serve, chat, info, plan, sweep"):
+        main()
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        helix.LLMs  # noqa: B018

@@ -59,13 +59,10 @@ def test_prompts_that_share_no_page_are_rehearsed_where_they_fit(monkeypatch: py
 def test_nothing_is_launched_and_nothing_remains(
     family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, layout = LoopbackWorld(1), HelixLayout.create()
+    layout, alone = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
     if options.get("drafter") == "model":
-        draft = ModelDrafts(checkpoint("qwen2-windowed-tied"), layout, LoopbackWorld(1).communicator(0, [0]), 2)
-        options = dict(drafter=draft)
-    e = build_engine(
-        checkpoint(family), layout, world.communicator(0, [0]), 16, max_length=192, prefill_chunk=24, **options
-    )
+        options = dict(drafter=ModelDrafts(checkpoint("qwen2-windowed-tied"), layout, alone, 2))
+    e = build_engine(checkpoint(family), layout, alone, 16, max_length=192, prefill_chunk=24, **options)
     met, launched = set[str](), set[str]()
 
     def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -109,7 +106,7 @@ def test_sequences_that_are_timed_share_no_page() -> None:
 
 @pytest.mark.timeout(400)
 def test_what_is_served_later_needs_no_other_kernel() -> None:
-    """60 chunks of random sizes, prompts and depths, and steps: what they need follows from arguments."""
+    """Chunks of random sizes, prompts and depths, and steps: what they need follows from arguments."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     cases = "qwen2 1", "demo 1 pads", "qwen3-moe 1 pads", "gpt-oss 1", "deepseek-v3-yarn 1 pads", "glm-5 1 pads"
     command = [sys.executable, "-m", "tests.e2e.rehearsed", *cases]
@@ -135,10 +132,8 @@ def test_nothing_is_compiled_while_300_requests_are_served() -> None:
     text = [rng.randrange(4000) for _ in range(29_000)]
     requests = []
     for i in range(300):
-        known, own = (
-            rng.choice([0, 0, rng.randrange(16_000)]),
-            rng.choice([rng.randrange(1, 200), rng.randrange(1, 12_000)]),
-        )
+        known = rng.choice([0, 0, rng.randrange(16_000)])
+        own = rng.choice([rng.randrange(1, 200), rng.randrange(1, 12_000)])
         prompt = (*text[:known], *(rng.randrange(4000) for _ in range(own)))
         sampling = rng.choice(
             [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=9)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,6 @@ from launch.inputs.prompts import PromptFile
 from launch.job.report import Phases
 from launch.job.task import Task
 from tests.e2e.checkpoints import checkpoint
-from tests.e2e.cli import Job
 from tests.laboratory import composed, preflight
 from tests.sequences import generated
 
@@ -88,6 +86,11 @@ def model(layout: HelixLayout, comm: Any) -> Decoder:
     return made
 
 
+def points(config: Config) -> list[Any]:
+    """What each of two ranks has measured."""
+    return run_ranks(2, lambda world, rank: tuning.run(task(config, world, rank))[0]["points"], timeout_s=300.0)
+
+
 def served(config: Config, layout: HelixLayout, path: Path) -> tuple[float, list[float], list[float]]:
     """Tokens of an iteration, and what was kept and tried by place, in the engine."""
 
@@ -105,11 +108,7 @@ def served(config: Config, layout: HelixLayout, path: Path) -> tuple[float, list
 def test_what_is_measured_is_what_the_engine_does(prompts: Path) -> None:
     """Tokens and acceptance by place, for prompts that take turns, whatever was measured before."""
     config = composed(*settings(prompts))
-
-    def body(world: LoopbackWorld, rank: int) -> Any:
-        return tuning.run(task(config, world, rank))[0]["points"]
-
-    rows, others = run_ranks(2, body, timeout_s=120.0)
+    rows, others = points(config)
     assert rows == others, "ranks agree on what was measured"
     lines = Path(str(config.bench.output)).read_text().splitlines()
     assert [json.loads(line) for line in lines[1:]] == rows
@@ -130,71 +129,11 @@ def test_what_is_measured_is_what_the_engine_does(prompts: Path) -> None:
     assert found[DraftSource("none")]["tokens_by_prompt"] == [1.0, 1.0, 1.0]
 
 
-def test_a_second_start_measures_what_is_missing(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines of an interrupted run count as they stand, and the search goes on behind them."""
-    config = composed(*settings(prompts))
-    path = Path(str(config.bench.output))
-
-    def body(world: LoopbackWorld, rank: int) -> Any:
-        return tuning.run(task(config, world, rank))[0]["points"]
-
-    whole = run_ranks(2, body, timeout_s=120.0)[0]
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    measured: list[DraftSource] = []
-    measure = tuning.PromptSample.measure
-
-    def noted(self: Any, way: DraftSource) -> Any:
-        measured.append(way)
-        return measure(self, way)
-
-    monkeypatch.setattr(tuning.PromptSample, "measure", noted)
-    again = run_ranks(2, body, timeout_s=120.0)[0]
-    last = Measured.of(whole[-1]).way
-    assert measured == [last, last], "by both ranks, and nothing else"
-    assert again[:-1] == whole[:-1] and again[-1]["tokens_by_prompt"] == whole[-1]["tokens_by_prompt"]
-    assert len(path.read_text().splitlines()) == 1 + len(whole)
-
-
 def test_forced_drafts_are_timed_over_random_keys(prompts: Path) -> None:
     given = settings(prompts, "bench.acceptance=0.9", "bench.points=[2x96]", "bench.steps=3", "decode.prompts=null")
-    config = composed(*given)
-
-    def body(world: LoopbackWorld, rank: int) -> Any:
-        return tuning.run(task(config, world, rank))[0]["points"]
-
-    rows = run_ranks(2, body, timeout_s=120.0)[0]
+    rows = points(composed(*given))[0]
     assert [(row["drafter"], row["gamma"], row["sparsity"]) for row in rows] == [
         ("none", 0, None), ("sparse", 1, 0.07), ("sparse", 3, 0.07)
     ]  # fmt: skip
     assert [row["tokens_by_prompt"][0] for row in rows] == pytest.approx([1.0, 1.9, 1 + 0.9 + 0.81 + 0.729])
     assert all(row["steps"] == 3 and row["step_us"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_the_command(prompts: Path, tmp_path: Path) -> None:
-    """Two gloo ranks; a second start measures nothing; the file that it writes runs."""
-    name = "tune-test"
-    root = Path(__file__).parents[2]
-    files = [
-        root / "conf" / "speculation" / f"{name}.yaml",
-        *(root / "tuned" / f"{name}.{e}" for e in ("jsonl", "png")),
-    ]
-    arguments = [text for text in settings(prompts) if not text.startswith(("bench=", "speculation=", "bench.output"))]
-    command = [sys.executable, "-m", "benchmarks.tune"]
-    try:
-        ended = Job(command, f"name={name}", *arguments, log=tmp_path / "1.log").wait(240.0)
-        assert ended.code == 0, ended.output
-        assert "Tokens/s of a user: plain decoding" in ended.output and all(file.exists() for file in files)
-        again = Job(command, f"name={name}", *arguments, log=tmp_path / "2.log").wait()
-        assert again.code == 0 and "over gloo" not in again.output, "all was measured"
-        other = Job(command, f"name={name}", *arguments, "seed=3", log=tmp_path / "3.log").wait()
-        assert other.code == 1 and other.output.count("\n") == 1 and "was measured with seed=0, not 3" in other.output
-        entry = [sys.executable, "torchrun_entry.py"]
-        run = Job(
-            entry, f"speculation={name}", f"model.path={checkpoint('qwen2')}", f"decode.prompts={prompts}",
-            log=tmp_path / "4.log",
-        ).wait()  # fmt: skip
-        assert run.code == 0, run.output
-    finally:
-        for file in files:
-            file.unlink(missing_ok=True)

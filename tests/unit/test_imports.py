@@ -292,7 +292,7 @@ def test_kernels_package_is_cheap_and_unversioned() -> None:
 
 
 def test_every_room_is_a_package() -> None:
-    """What a wheel holds of them, `tests/e2e/test_wheel.py` compares."""
+    """What a wheel holds of them, `tests/e2e/test_installed.py` compares."""
     assert {file.parent for file in sources()[1:]} == {file.parent for file in sources() if file.name == "__init__.py"}
 
 

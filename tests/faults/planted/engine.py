@@ -14,7 +14,7 @@ FAULTS = [
     # ---- the control plane
     Fault(
         "a step's time is a grammar's too", "helix/engine/core.py",
-        "run.seconds.append(step.busy_seconds)", "run.seconds.append(seconds)",
+        "run.seconds.append(step.busy_seconds)", "run.seconds.append(step.seconds)",
         (WISHES + "test_what_a_grammar_takes_does_not_delay_the_next_decision",),
     ),
     Fault(
@@ -138,6 +138,21 @@ FAULTS = [
     Fault(
         "a held step is drawn without masks", "helix/worker/model_runner.py",
         "                self._shaper().allow(decision.masks)\n", "                pass\n",
+        (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
+    ),
+    Fault(
+        "what is drawn is not counted", "helix/worker/model_runner.py",
+        "logits, slots, state.uncounted(rows), following)", "logits, slots, 0 * state.uncounted(rows) - 1, following)",
+        (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
+    ),
+    Fault(
+        "what was drawn before is forgotten", "helix/worker/shaping.py",
+        "[len(tokens) - admission.drawn]", "[len(tokens)]",
+        (WISHES + "test_tokens_are_those_of_the_walk[come back]",),
+    ),
+    Fault(
+        "nothing is reported of a step", "helix/worker/model_runner.py",
+        "self._shaper().report(logits[:: step.max_q], taken[:, 0].contiguous(), slots, self.own)", "pass",
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
     Fault(

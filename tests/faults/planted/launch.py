@@ -202,7 +202,7 @@ FAULTS = [
     Fault(
         "a package of the working directory is taken for ours", "helix/packages.py",
         '"PYTHONSAFEPATH": "1"', '"PYTHONSAFEPATH": ""',
-        ("tests/e2e/test_wheel.py::test_it_serves_its_page",),
+        ("tests/e2e/test_installed.py::test_it_serves_its_page",),
     ),
     Fault(
         "a package that another has imported is taken for ours", "helix/packages.py",
