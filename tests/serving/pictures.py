@@ -8,7 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.serving.browser import Page, chat_model, free, picture, press, ready, run, send, turn
+from playwright.async_api import Page, async_playwright
+
+from tests.serving.browser import Teller, opened, press, ready, send, started, turn
+from tests.serving.chats import chat_model
 from tests.serving.front import ROOT, Front
 
 IMAGES = ROOT / "docs" / "images"
@@ -50,20 +53,21 @@ async def converse(front: Front, page: Page, name: str) -> None:
     for line in ANSWER.splitlines(keepends=True):
         await front.job.write(line)
         await asyncio.sleep(0.05)
-    await front.job.write("", "stop")
-    await free(page)
+    await answer(front, page, "")
     await page.locator("#talk").evaluate("one => one.scrollTop = 0")
     await page.mouse.move(0, 0)
-    await picture(page, IMAGES / f"page-{name}.png")
+    await page.screenshot(path=IMAGES / f"page-{name}.png")
 
 
-def main() -> None:
-    argparse.ArgumentParser("python -m tests.serving.pictures", description=__doc__).parse_args()
-    for name, look in LOOKS.items():
-        with tempfile.TemporaryDirectory() as directory:
-            model = chat_model(Path(directory) / "example-8b-instruct")
-            run(lambda front, page, name=name: converse(front, page, name), Path(directory), model, look)
+async def take() -> None:
+    async with async_playwright() as driver, await started(driver) as browser:
+        for name, look in LOOKS.items():
+            with tempfile.TemporaryDirectory() as directory:
+                teller = Teller(chat_model(Path(directory) / "example-8b-instruct"))
+                async with opened(browser, Path(directory), teller, look) as (front, page):
+                    await converse(front, page, name)
 
 
 if __name__ == "__main__":
-    main()
+    argparse.ArgumentParser("python -m tests.serving.pictures", description=__doc__).parse_args()
+    asyncio.run(take())

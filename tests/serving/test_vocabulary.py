@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from launch.answers.matcher import Grammars
-from tests.serving.front import DEMO, READY, FakeJob, Front, run
+from tests.serving.chats import COMPLETIONS
+from tests.serving.front import DEMO, READY, FakeJob, Serve
 
 MORE = "<|more|>"  # token 4096, the first one beyond the logits
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": f"a{MORE}"}]}
@@ -50,24 +51,22 @@ def test_masks_have_a_bit_for_each_logit(vocab: int, model: Path) -> None:
         grammars.begun(json.dumps({"grammars": [{"lark_grammar": f"start: <[{vocab}]>"}]}))
 
 
-@pytest.mark.parametrize(
-    "path, body",
-    [
-        ("completions", {"prompt": f"a{MORE}", "max_tokens": 1}),
-        ("completions", {"prompt": ["a", MORE], "max_tokens": 1, "stream": True}),
-        ("chat/completions", SAID | {"max_tokens": 1}),
-        ("chat/completions", SAID | {"max_tokens": 1, "stream": True}),
-        ("responses", {"input": MORE}),
-        ("messages", SAID | {"max_tokens": 1}),
-    ],
-)
-def test_a_text_with_a_token_beyond_the_logits_is_refused(path: str, body: dict[str, Any], model: Path) -> None:
-    async def check(front: Front) -> None:
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": f"a{MORE}", "max_tokens": 1}),
+    ("completions", {"prompt": ["a", MORE], "max_tokens": 1, "stream": True}),
+    ("chat/completions", SAID | {"max_tokens": 1}),
+    ("chat/completions", SAID | {"max_tokens": 1, "stream": True}),
+    ("responses", {"input": MORE}),
+    ("messages", SAID | {"max_tokens": 1}),
+]
+
+
+async def test_a_text_with_a_token_beyond_the_logits_is_refused(model: Path, serve: Serve) -> None:
+    front = await serve(FakeJob(ready=replace(READY, model=str(model), guided=True)))
+    for path, body in ASKED:
         answer = await front.post(f"/v1/{path}", body)
         what = f"contains '{MORE}', token 4096 of the tokenizer, and the model's vocabulary is [0, 4096)"
         assert answer.status_code == 400 and what in answer.json()["error"]["message"], answer.text
-        # What the model has no token for may be in a form: as text, or not at all.
-        answer = await front.post("/v1/completions", {"prompt": "a", "max_tokens": 1} | FORM)
-        assert answer.status_code == 200, answer.text
-
-    run(check, model, FakeJob(ready=replace(READY, model=str(model), guided=True)))
+    # What the model has no token for may be in a form: as text, or not at all.
+    answer = await front.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1} | FORM)
+    assert answer.status_code == 200, answer.text

@@ -1,0 +1,201 @@
+"""Prompts of chats: what a template makes of a conversation, and what it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from launch.client.errors import ApiError
+from launch.client.schemas import Chat, parsed
+from launch.client.tokens import Tokens
+from tests.serving.chats import CHATS, OF_EFFORT, REFUSALS, SWITCHED, TEMPLATE, TEMPLATES, TRIMMED, USER, Talk
+from tests.serving.front import Front
+
+HAS_CALLS = "{% if m.tool_calls is defined and m.tool_calls is not none %}"
+# Templates of three kinds: of Llama 3, Mistral (before its third version) and gpt-oss.
+REFUSES = "{% if m.tool_calls|length != 1 %}{{ raise_exception('single tool-calls') }}{% endif %}"
+LOSES = "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}({{ m.content or m.thinking }})"
+ONE, EACH = (
+    "{{ m.tool_calls[0].function.arguments.a }}",
+    "{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}",
+)
+KINDS = {
+    "one": REFUSES + ONE,
+    "several": EACH,
+    "first": ONE,
+    "thinking": LOSES + ONE,
+    "reasoning": "({{ m.reasoning }})" + EACH,
+}
+
+
+def called(*calls: str, **more: Any) -> dict[str, Any]:
+    functions = [{"name": "f", "arguments": json.dumps({"a": call})} for call in calls]
+    return {"role": "assistant", "tool_calls": [{"id": f["arguments"], "function": f} for f in functions]} | more
+
+
+def result(call: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": json.dumps({"a": call}), "content": f"={call}"}
+
+
+@pytest.mark.parametrize(
+    "kind, turns, wanted",
+    [
+        *[(kind, [{"role": "assistant", "content": "said", "tool_calls": []}], "said") for kind in KINDS],
+        ("several", [called("A", "B"), result("A"), result("B")], "AB;=A;=B"),
+        ("one", [called("A", "B"), result("A"), result("B")], "A;=A;B;=B"),
+        ("first", [called("A", "B", "C"), result("B"), result("A")], "A;=A;B;=B;C"),
+        ("thinking", [called("A", "B", reasoning_content="T"), result("A")], "(T)A;=A;()B"),
+        ("thinking", [called("A", reasoning_content="T", content="text"), result("A")], "(T\n\ntext)A;=A"),
+        ("thinking", [called("A", thinking="T")], "(T)A"),
+        ("reasoning", [called("A", reasoning_content="T")], "(T)A"),
+        ("reasoning", [called("A", reasoning_content="", reasoning="T")], "(T)A"),
+    ],
+)
+def test_earlier_answers_are_in_the_prompt(kind: str, turns: list[Any], wanted: str, model: Path) -> None:
+    """Text beside an empty list of calls, further calls, and thoughts, under the template's own name."""
+    tokens = Tokens(str(model))
+    shown = f"{HAS_CALLS}{KINDS[kind]}{{% else %}}{{{{ m.content }}}}{{% endif %}};"
+    tokens.tokenizer.chat_templates = {"default": f"{{% for m in messages %}}{shown}{{% endfor %}}"}
+    chat = parsed(Chat, json.dumps({"messages": [USER, *turns]}).encode())
+    assert tokens.encode_chat(chat, None, 1000)[1] == f"{USER['content']};{wanted};"
+
+
+def test_a_template_that_cannot_show_all_calls_is_told(model: Path) -> None:
+    tokens = Tokens(str(model))
+    last = "{{ messages[1].tool_calls[0].function.arguments.a if messages|length == 2 else raise_exception('two') }}"
+    tokens.tokenizer.chat_templates = {"default": last}
+    chat = parsed(Chat, json.dumps({"messages": [USER, called("A", "B")]}).encode())
+    with pytest.raises(ApiError, match="several calls, and it reads the first alone"):
+        tokens.encode_chat(chat, None, 1000)
+
+
+@pytest.mark.parametrize("content", ["is none", "== ''"])
+def test_templates_that_join_texts_read_calls(content: str, model: Path) -> None:
+    """Templates such as DeepSeek's want a null content beside calls, and arguments as a text."""
+    tokens = Tokens(str(model))
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}{% if not m['content'] "
+        + content
+        + " %}{{ m['content'] + '!' }}{% endif %}{{ '(' + m.tool_calls[0].function.arguments + ')' }}"
+        "{% else %}{{ m['content'] + ';' }}{% endif %}{% endfor %}"
+    )
+    tokens.tokenizer.chat_templates = {"default": template}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":"é"}'}}
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": "c", "content": "sunny"})
+    chat = parsed(Chat, json.dumps({"messages": turns}).encode())
+    assert tokens.encode_chat(chat, None, 1000)[1] == f'{USER["content"]};({{"a": "é"}})sunny;'
+
+
+BEGUN = {"role": "assistant", "content": "It is  sunny, and "}
+PLAIN: dict[str, Any] = {"add_generation_prompt": True}
+
+
+@pytest.mark.parametrize(
+    "template, turns, wanted, rendered",
+    [
+        (SWITCHED, [USER], {}, PLAIN),
+        (SWITCHED, [USER], {"add_generation_prompt": False}, {}),
+        (SWITCHED, [USER, BEGUN], {"continue_final_message": True}, {"continue_final_message": True}),
+        (
+            TRIMMED, [USER, BEGUN], {"continue_final_message": True, "add_generation_prompt": False},
+            {"continue_final_message": True},
+        ),
+        (SWITCHED, [USER], {"reasoning_effort": "none"}, PLAIN | {"enable_thinking": False}),
+        (SWITCHED, [USER], {"reasoning_effort": "low"}, PLAIN | {"enable_thinking": True}),
+        (
+            SWITCHED, [USER], {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            PLAIN | {"enable_thinking": False},
+        ),
+        (OF_EFFORT, [USER], {}, PLAIN),
+        (OF_EFFORT, [USER], {"reasoning_effort": "high"}, PLAIN | {"reasoning_effort": "high"}),
+        (OF_EFFORT, [USER], {"chat_template_kwargs": {"style": "terse"}}, PLAIN | {"style": "terse"}),
+        (OF_EFFORT, [USER], {"documents": [{"title": "T"}]}, PLAIN | {"documents": [{"title": "T"}]}),
+        (OF_EFFORT, [USER, BEGUN], {"continue_final_message": True}, {"continue_final_message": True}),
+    ],
+)  # fmt: skip
+async def test_prompts_are_those_of_transformers(
+    template: str, turns: list[Any], wanted: dict[str, Any], rendered: dict[str, Any], talk: Talk, model: Path
+) -> None:
+    front = await talk("x")
+    front.session.tokens.tokenizer.chat_templates = {"default": template}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **rendered)
+    for route in (CHATS, "/tokenize"):
+        answer = await front.post(route, {"messages": turns} | wanted)
+        assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
+    assert front.job.submits[-1].prompt.tolist() == answer.json()["tokens"] == ids
+
+
+def with_arguments(arguments: str) -> dict[str, Any]:
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    return {"messages": [USER, turn, USER]}
+
+
+NONSENSE = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+IN_NONSENSE = {"tools": [{"type": "function", "function": {"name": "x", "parameters": NONSENSE}}]}
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": NONSENSE}}}
+COMPUTED = [
+    {"template": OF_EFFORT + "{{ padding }}", "body": {"chat_template_kwargs": {"padding": True}}, "says": "'padding'"},
+    {
+        "template": "{% for m in messages %}{{ m.role }}{% endfor %}",
+        "body": {"messages": [USER, BEGUN], "continue_final_message": True},
+        "says": "the chat template refuses the messages",
+    },
+    {"template": "{% if %}", "body": {}, "says": "the chat template cannot be read"},
+    {"body": with_arguments("{"), "says": "arguments of 'f' are not JSON"},
+    {"body": with_arguments("[" * 9000), "says": "arguments of 'f' are not JSON"},
+]
+
+
+async def test_what_no_template_reads_is_refused(talk: Talk) -> None:
+    front = await talk("x")
+    tokenizer = front.session.tokens.tokenizer
+    for row in [*REFUSALS["templates"], *COMPUTED]:
+        template = row.get("template", TEMPLATE)
+        tokenizer.chat_templates = {"default": TEMPLATES.get(template, template)}
+        answer = await front.post(CHATS, {"messages": [USER]} | row["body"])
+        assert answer.status_code == 400 and row["says"] in answer.json()["error"]["message"], (row, answer.text)
+    assert front.job.submits == []
+    for arguments in ("", " {} "):
+        tokenizer.chat_templates = {"default": TEMPLATE}
+        assert (await front.post(CHATS, with_arguments(arguments))).status_code == 200
+
+
+async def test_what_cannot_be_followed_is_400(guided: Front) -> None:
+    for body, words in (
+        (FORMAT, "response_format cannot be followed"),
+        (IN_NONSENSE | {"tool_choice": "required"}, "tool_choice cannot be followed"),
+    ):
+        answer = await guided.post(CHATS, {"messages": [USER]} | body)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and words in message and "nonsense" in message and "\n" not in message
+
+
+def test_tokens_of_a_conversation_in_segments(model: Path) -> None:
+    """They are those of the whole, and what a turn before had is looked up."""
+    tokens = Tokens(str(model))
+    assert tokens._special is not None, "segments agree with the whole"
+    turns = [
+        "".join(f"<|im_start|>user\nline {i} of it: é🙂\n\n{'x ' * 40}<|im_end|>\n" for i in range(n)) for n in (20, 21)
+    ]
+    for turn in turns:
+        assert tokens.encode_segments(turn).tolist() == tokens.tokenizer.encode(turn, add_special_tokens=False)
+    assert len(tokens._segments) == 21
+
+
+def test_a_tokenizer_whose_segments_differ_takes_the_whole(model: Path, tmp_path: Path) -> None:
+    """A special token that strips what stands around it joins its segments."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([AddedToken("<|strips|>", lstrip=True, rstrip=True, special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    tokens = Tokens(str(tmp_path))
+    assert tokens._special is None
+    text = "a  <|strips|>  b"
+    assert tokens.encode_segments(text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
