@@ -57,17 +57,16 @@ class Agents:
             first = systems[rng.integers(self.systems)]
             return np.concatenate((first, words(self.long))) if long else first
 
-        due: list[tuple[float, int, bool]] = []
+        due: list[tuple[float, int]] = []  # conversation 0 is the long one, if there is one
         told = {}
         for i in range(self.at_once):
             told[i] = begin(long=i == 0 and self.long > 0)
-            heappush(due, (rng.exponential(self.idle), i, i == 0 and self.long > 0))
+            heappush(due, (rng.exponential(self.idle), i))
         for _ in range(self.turns):
-            now, i, long = heappop(due)
-            prompt, output = (
-                np.concatenate((told[i], words(rng.exponential(self.user)))),
-                words(rng.exponential(self.output)),
-            )
+            now, i = heappop(due)
+            long = i == 0 and self.long > 0
+            prompt = np.concatenate((told[i], words(rng.exponential(self.user))))
+            output = words(rng.exponential(self.output))
             yield prompt, output
             if rng.random() < self.retries:
                 output = words(rng.exponential(self.output))
@@ -76,7 +75,7 @@ class Agents:
             if not long and rng.random() < 1 / self.length:
                 told[i] = begin(long=False)
             idle = self.idle * (self.long_idle if long else 1.0)
-            heappush(due, (now + idle * rng.lognormal(-0.72, 1.2), i, long))
+            heappush(due, (now + idle * rng.lognormal(-0.72, 1.2), i))
 
 
 @dataclass

@@ -60,7 +60,7 @@ USER = {"role": "user", "content": "Hello, what is the weather like?"}
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-REFUSALS: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+REFUSALS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 
 
 def chat_model(directory: Path, template: str = TEMPLATE) -> Path:

@@ -54,9 +54,7 @@ class EngineJob:
         among: requests that have to come before messages are counted: whoever asks later finds no engine.
     """
 
-    def __init__(
-        self, make: Callable[[], Engine], model: Path, deaths: tuple[int, ...] = (), among: int = 1
-    ) -> None:  # fmt: skip
+    def __init__(self, make: Callable[[], Engine], model: Path, deaths: tuple[int, ...] = (), among: int = 1) -> None:
         self._make, self._model, self._among = make, model, among
         self._deaths = [*deaths]
         self._inbox = Inbox()

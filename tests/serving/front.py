@@ -18,7 +18,7 @@ from helix.config import ServeConfig
 from helix.engine.request import Logprobs, Request, RequestUpdate
 from helix.tokenizer import load_tokenizer
 from launch.client.core import Core
-from launch.client.frames import Cancel, FrameDecoder, Message, Ready, encode, encode_tokens
+from launch.client.frames import Cancel, FrameDecoder, Message, Ready, Stop, encode, encode_tokens
 from launch.client.session import Session
 from launch.client.supervisor import Supervisor
 from launch.serving.http import Server, listen, make_server
@@ -117,7 +117,9 @@ class FakeJob:
             while data := await reader.read(1 << 20):
                 for message in decoder.feed(data):
                     self.got.append(message)
-                    if isinstance(message, Request):
+                    if isinstance(message, Stop):
+                        writer.close()
+                    elif isinstance(message, Request):
                         tasks.append(asyncio.create_task(self.script(self, message)))  # type: ignore[arg-type]
         for task in tasks:
             task.cancel()

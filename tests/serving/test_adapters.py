@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import yaml
 from openai import AsyncOpenAI
 
 from launch.client.errors import ApiError
@@ -23,6 +24,16 @@ SAYS = f"Hm.\n</think>\n\nLooking.\n{CALL}"
 CITY = '{"city": "Paris"}'
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 ID = {"x-request-id": "r1"}
+ADAPTERS = yaml.safe_load(Path(__file__).with_name("adapters.yaml").read_text())
+
+
+def filled(value: Any, **facts: Any) -> Any:
+    """A value of the table with what is known once there is an answer."""
+    if isinstance(value, dict):
+        return {name: filled(of, **facts) for name, of in value.items()}
+    if isinstance(value, list):
+        return [filled(of, **facts) for of in value]
+    return facts[value[1:]] if isinstance(value, str) and value[:1] == "$" else value
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -70,51 +81,15 @@ async def test_events_of_a_response(talk: Talk) -> None:
     begun = created["response"]
     assert begun == progress["response"] and begun["output"] == [] and begun["usage"] is None
     assert (begun["id"], begun["status"], begun["metadata"]) == ("resp_r1", "in_progress", {"a": "b"})
-    thought = {"type": "reasoning_text", "text": "Hm."}
-    said = {"type": "output_text", "text": "Looking.", "annotations": [], "logprobs": []}
-    call_id = completed["response"]["output"][2]["call_id"]
-    items = [
-        {"id": "rs_r1_0", "type": "reasoning", "summary": [], "status": "completed", "content": [thought]},
-        {"id": "msg_r1_1", "type": "message", "role": "assistant", "status": "completed", "content": [said]},
-        {
-            "id": "fc_r1_2", "type": "function_call", "status": "completed", "call_id": call_id,
-            "name": "get_weather", "arguments": CITY,
-        },
-    ]  # fmt: skip
-    first, second = ({"item_id": items[i]["id"], "output_index": i, "content_index": 0} for i in (0, 1))
-    third = {"item_id": "fc_r1_2", "output_index": 2}
-    empty = {"content": [], "status": "in_progress"}
-    assert middle == [
-        {"type": "response.output_item.added", "output_index": 0, "item": items[0] | empty},
-        {"type": "response.content_part.added", "part": thought | {"text": ""}} | first,
-        {"type": "response.reasoning_text.delta", "delta": "Hm."} | first,
-        {"type": "response.reasoning_text.done", "text": "Hm."} | first,
-        {"type": "response.content_part.done", "part": thought} | first,
-        {"type": "response.output_item.done", "output_index": 0, "item": items[0]},
-        {"type": "response.output_item.added", "output_index": 1, "item": items[1] | empty},
-        {"type": "response.content_part.added", "part": said | {"text": ""}} | second,
-        {"type": "response.output_text.delta", "delta": "Looking.", "logprobs": []} | second,
-        {"type": "response.output_text.done", "text": "Looking.", "logprobs": []} | second,
-        {"type": "response.content_part.done", "part": said} | second,
-        {"type": "response.output_item.done", "output_index": 1, "item": items[1]},
-        {
-            "type": "response.output_item.added", "output_index": 2,
-            "item": items[2] | {"arguments": "", "status": "in_progress"},
-        },
-        {"type": "response.function_call_arguments.delta", "delta": CITY} | third,
-        {"type": "response.function_call_arguments.done", "name": "get_weather", "arguments": CITY} | third,
-        {"type": "response.output_item.done", "output_index": 2, "item": items[2]},
-    ]  # fmt: skip
     response = completed["response"]
-    assert completed["type"] == "response.completed" and response["output"] == items
-    tokens = front.session.tokens
-    assert response["usage"] == {
-        "input_tokens": len(submit.prompt),
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": len(tokens.encode_segments(SAYS)) + 1,
-        "output_tokens_details": {"reasoning_tokens": len(tokens.encode_segments("Hm."))},
-        "total_tokens": len(submit.prompt) + len(tokens.encode_segments(SAYS)) + 1,
-    }
+    tokens, call_id = front.session.tokens, response["output"][2]["call_id"]
+    drawn = len(tokens.encode_segments(SAYS)) + 1
+    wanted = filled(
+        ADAPTERS["responses"], call=call_id, prompt=len(submit.prompt), drawn=drawn, total=len(submit.prompt) + drawn,
+        thought=len(tokens.encode_segments("Hm.")),
+    )  # fmt: skip
+    assert middle == wanted["events"] and completed["type"] == "response.completed"
+    assert response["output"] == wanted["output"] and response["usage"] == wanted["usage"]
     whole = (await front.post("/v1/responses", body | {"stream": False}, headers=ID)).json()
     new = whole["output"][2]["call_id"]
     assert whole | {"created_at": 0} == json.loads(json.dumps(response).replace(call_id, new)) | {"created_at": 0}
@@ -174,62 +149,9 @@ def chat(schema: Any, convert: Callable[..., Chat], body: dict[str, Any], *more:
     return found.model_dump(exclude_unset=True, exclude_none=True)
 
 
-def texts(kind: str, *parts: str) -> list[dict[str, str]]:
-    return [{"type": kind, "text": part} for part in parts]
-
-
-ASSISTANT = {"role": "assistant", "content": "Hi.", "reasoning_content": "Hm."}
-CALLS = {"tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}]}
-RETURNED = {"role": "tool", "tool_call_id": "c1", "content": "ab"}
-
-
-@pytest.mark.parametrize(
-    "body, expected",
-    [
-        ({"input": "x"}, {"messages": [{"role": "user", "content": "x"}]}),
-        (
-            {
-                "instructions": "s", "temperature": 0.5, "seed": 3, "max_output_tokens": 7, "top_k": 5,
-                "input": [
-                    {"role": "user", "content": texts("input_text", "a", "b")},
-                    {"type": "reasoning", "id": "r", "summary": [], "content": texts("reasoning_text", "Hm.")},
-                    {"type": "message", "role": "assistant", "content": texts("output_text", "Hi.")},
-                    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
-                    {"type": "function_call_output", "call_id": "c1", "output": texts("input_text", "ab")},
-                ],
-            },
-            {
-                "messages": [
-                    {"role": "system", "content": "s"}, {"role": "user", "content": "ab"}, ASSISTANT | CALLS, RETURNED,
-                ],
-                "temperature": 0.5, "seed": 3, "max_tokens": 7, "top_k": 5,
-            },
-        ),
-        (
-            {
-                "input": "x", "tools": [TOOL | {"strict": True}],
-                "tool_choice": {"type": "function", "name": "get_weather"}, "reasoning": {"effort": "low"},
-                "parallel_tool_calls": False,
-            },
-            {
-                "messages": [{"role": "user", "content": "x"}], "reasoning_effort": "low", "parallel_tool_calls": False,
-                "tools": [
-                    {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True}}
-                ],
-                "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-            },
-        ),
-        (
-            {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": PARAMETERS}}},
-            {
-                "messages": [{"role": "user", "content": "x"}],
-                "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}},
-            },
-        ),
-    ],
-)  # fmt: skip
-def test_a_response_is_a_chat(body: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert chat(Responses, of_responses, body) == {"stream": False, "parallel_tool_calls": True} | expected
+@pytest.mark.parametrize("row", ADAPTERS["responses"]["chats"])
+def test_a_response_is_a_chat(row: dict[str, Any]) -> None:
+    assert chat(Responses, of_responses, row["body"]) == {"stream": False, "parallel_tool_calls": True} | row["chat"]
 
 
 # ---- Messages
@@ -259,41 +181,11 @@ async def test_events_of_a_message(model: Path, talk: Talk) -> None:
     assert front.session.tokens.tokenizer.decode(submit.prompt).endswith("assistant\n<think>\n")
     use = found[-5]["content_block"]["id"]
     assert use.startswith("call_")
-    usage = {"input_tokens": len(submit.prompt), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     drawn = len(front.session.tokens.encode_segments(SAYS)) + 1
-    message = {"id": "msg_r1", "type": "message", "role": "assistant", "model": model.name, "content": []}
-    thought = {"type": "thinking", "thinking": "", "signature": ""}
-    called = {"type": "tool_use", "id": use, "name": "get_weather", "input": {}}
-    assert found == [
-        {
-            "type": "message_start",
-            "message": message
-            | {"stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}},
-        },
-        {"type": "content_block_start", "index": 0, "content_block": thought},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
-        {"type": "content_block_stop", "index": 0},
-        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
-        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Looking."}},
-        {"type": "content_block_stop", "index": 1},
-        {"type": "content_block_start", "index": 2, "content_block": called},
-        {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": CITY}},
-        {"type": "content_block_stop", "index": 2},
-        {
-            "type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None},
-            "usage": usage | {"output_tokens": drawn},
-        },
-        {"type": "message_stop"},
-    ]  # fmt: skip
+    facts = {"model": model.name, "prompt": len(submit.prompt), "drawn": drawn}
+    assert found == filled(ADAPTERS["messages"]["events"], call=use, **facts)
     whole = (await front.post("/v1/messages", body | {"stream": False}, headers=ID)).json()
-    use = whole["content"][2]["id"]
-    assert whole == message | {
-        "content": [
-            thought | {"thinking": "Hm."}, {"type": "text", "text": "Looking."},
-            called | {"id": use, "input": {"city": "Paris"}},
-        ],
-        "stop_reason": "tool_use", "stop_sequence": None, "usage": usage | {"output_tokens": drawn},
-    }  # fmt: skip
+    assert whole == filled(ADAPTERS["messages"]["message"], call=whole["content"][2]["id"], **facts)
     counted = await front.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"})
     assert counted.json() == {"input_tokens": len(submit.prompt)}
 
@@ -317,7 +209,8 @@ async def test_how_a_message_ends(stream: bool, talk: Talk) -> None:
 async def test_errors_of_messages_have_their_form(talk: Talk) -> None:
     front = await talk("x")
     for row in REFUSALS["messages"]:
-        answer, status = await front.post("/v1/messages", ASKS | row["body"], headers=ID), row.get("status", 400)
+        body = {name: value for name, value in (ASKS | row["body"]).items() if name != row.get("without")}
+        answer, status = await front.post("/v1/messages", body, headers=ID), row.get("status", 400)
         told, kind = answer.json(), "not_found_error" if status == 404 else "invalid_request_error"
         assert (answer.status_code, told["type"], told["error"]["type"]) == (status, "error", kind), told
         assert row["says"] in told["error"]["message"] and told["request_id"] == "r1", told
@@ -333,64 +226,7 @@ async def test_errors_of_messages_have_their_form(talk: Talk) -> None:
     assert events(answer.text)[1:] == [error]
 
 
-@pytest.mark.parametrize(
-    "body, expected",
-    [
-        ({"messages": [USER]}, {"messages": [USER]}),
-        (
-            {
-                "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}], "top_k": 5,
-                "stop_sequences": ["a"],
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Hi."},
-                            {"type": "tool_use", "id": "c1", "name": "f", "input": {}},
-                        ],
-                    },
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "ab"}]},
-                            {"type": "text", "text": "More."},
-                        ],
-                    },
-                ],
-            },
-            {
-                "messages": [
-                    {"role": "system", "content": "s"}, USER, ASSISTANT | CALLS, RETURNED,
-                    {"role": "user", "content": "More."},
-                ],
-                "top_k": 5, "stop": ["a"],
-            },
-        ),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "So"}]},
-            {"messages": [USER, {"role": "assistant", "content": "So"}], "continue_final_message": True},
-        ),
-        (
-            {
-                "messages": [USER], "tools": [OWN | {"description": "d"}], "thinking": {"type": "disabled"},
-                "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-                "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": PARAMETERS}},
-            },
-            {
-                "messages": [USER], "tool_choice": "required", "parallel_tool_calls": False, "include_reasoning": False,
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {"name": "get_weather", "description": "d", "parameters": PARAMETERS},
-                    }
-                ],
-                "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low",
-                "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": PARAMETERS}},
-            },
-        ),
-    ],
-)  # fmt: skip
-def test_a_message_is_a_chat(body: dict[str, Any], expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize("row", ADAPTERS["messages"]["chats"])
+def test_a_message_is_a_chat(row: dict[str, Any]) -> None:
     more = {"stream": False, "max_tokens": 9, "continue_final_message": False}
-    assert chat(Messages, of_messages, body | {"max_tokens": 9}, {"enable_thinking"}) == more | expected
+    assert chat(Messages, of_messages, row["body"] | {"max_tokens": 9}, {"enable_thinking"}) == more | row["chat"]

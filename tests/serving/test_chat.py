@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+import yaml
 from openai import AsyncOpenAI, OpenAI
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -21,72 +22,27 @@ from tests.serving.chats import CALL, CHATS, COMPLETIONS, USER, WEATHER, Talk, t
 from tests.serving.front import READY, FakeJob, Front, Read, read, saying
 
 PARIS = "get_weather", {"city": "Paris"}
-WITH_TOOLS = {"tools": [WEATHER, tool("now")]}
+WITH_TOOLS: dict[str, Any] = {"tools": [WEATHER, tool("now")]}
 THINKING = {"chat_template_kwargs": {"thinking": True}}
-THOUGHT = "<think>\nHm.\n</think>\n\nYes."
-HALF = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"'
+TOLD = yaml.safe_load(Path(__file__).with_name("chats.yaml").read_text())
 
 
-def goes_on(begun: str) -> dict[str, Any]:
-    return {"messages": [USER, {"role": "assistant", "content": begun}], "continue_final_message": True} | WITH_TOOLS
-
-
-def choice(text: str) -> dict[str, Any]:
-    return {"structured_outputs": {"choice": [text, "x"]}}
-
-
-# What a model says, of which request, and what reaches its client.
-TOLD: dict[str, tuple[str, dict[str, Any], Read]] = {
-    "thought, text and call": (
-        f"Which city?\n</think>\n\nLooking.\n{CALL}", WITH_TOOLS | THINKING,
-        Read("Which city?", "Looking.", [PARIS], "tool_calls"),
-    ),
-    "thought": (THOUGHT, {"include_reasoning": True}, Read("Hm.", "Yes.", [], "stop")),
-    "thought that nobody wants": (THOUGHT, {"include_reasoning": False}, Read("", "Yes.", [], "stop")),
-    "calls that have to come": (
-        f"{CALL}\n{CALL}", WITH_TOOLS | {"tool_choice": "required"}, Read("", "", [PARIS] * 2, "tool_calls"),
-    ),
-    "call of a named tool": (
-        f"{CALL}\n{CALL}", WITH_TOOLS | {"tool_choice": tool("get_weather")}, Read("", "", [PARIS], "tool_calls"),
-    ),
-    "calls that may not be parallel": (
-        f"One.\n{CALL}\n{CALL}\nbehind", WITH_TOOLS | {"parallel_tool_calls": False},
-        Read("", "One.", [PARIS], "tool_calls"),
-    ),
-    # Clients would run half a call.
-    "call that is cut by the limit": (
-        f"Looking.\n{HALF}", WITH_TOOLS | {"max_tokens": 400}, Read("", f"Looking.\n{HALF}", [], "length"),
-    ),
-    "call that is cut by a stop text": (
-        f"Looking.\n{HALF}}}}}\n</tool_call>", WITH_TOOLS | {"stop": "}"}, Read("", f"Looking.\n{HALF}", [], "stop"),
-    ),
-    "choice that begins as a thought": (
-        "<think> is no thought", choice("<think> is no thought"), Read("", "<think> is no thought", [], "stop"),
-    ),
-    "choice with a mark of thoughts": ("I <think> so", choice("I <think> so"), Read("", "I <think> so", [], "stop")),
-    # New text is told, with its spaces, and as part of what the message was at.
-    "text that goes on": (" world. ", goes_on("Hello,"), Read("", " world. ", [], "stop")),
-    "thought that goes on": (
-        "  so?\n</think>\n\nYes.", goes_on("<think>\nIs it"), Read("  so?", "Yes.", [], "stop"),
-    ),
-    "text that goes on behind half a mark": (" b?", goes_on("Is a <"), Read("", " b?", [], "stop")),
-    "end of a thought that goes on": ("ink>\n\nNo.", goes_on("<think>\nYes.</th"), Read("", "No.", [], "stop")),
-    "call that goes on": (
-        CALL.removeprefix("<tool_"), goes_on("Text, then <tool_"), Read("", "", [PARIS], "tool_calls"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("said", TOLD)
-async def test_what_reaches_a_client(said: str, talk: Talk) -> None:
+@pytest.mark.parametrize("name", TOLD)
+async def test_what_reaches_a_client(name: str, guided: Front) -> None:
     """Whole and streamed."""
-    says, body, told = TOLD[said]
-    front = await talk(
-        says, ends="length" if "cut" in said else "stop", guided="tool_choice" in body or "choice" in said
-    )
+    row = TOLD[name]
+    calls = [(tool, arguments) for call in row.get("calls", ()) for tool, arguments in call.items()]
+    told = Read(row.get("thinking", ""), row["content"], calls, row["ends"])
+    body = {"messages": [USER]} | WITH_TOOLS | row.get("body", {})
+    if "begun" in row:
+        body["messages"].append({"role": "assistant", "content": row["begun"]})
+        body["continue_final_message"] = True
+    if "structured_outputs" in body:
+        del body["tools"]
+    guided.job.script = saying(row["says"], "length" if "cut" in name else "stop", guided.job.ready.eos[1])
     for stream in (False, True):
-        assert read(await front.post(CHATS, {"messages": [USER], "stream": stream} | body)) == told
-        assert front.core.flights == {}
+        assert read(await guided.post(CHATS, body | {"stream": stream})) == told
+        assert guided.core.flights == {}
 
 
 async def test_a_call_that_has_to_come(guided: Front) -> None:
@@ -148,7 +104,7 @@ def client(front: Front) -> AsyncOpenAI:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_official_client_reads_thoughts_and_calls(stream: bool, talk: Talk) -> None:
     """And sends them with the next turn."""
-    front = await talk(TOLD["thought, text and call"][0])
+    front = await talk(TOLD["thought, text and call"]["says"])
     answer = await client(front).chat.completions.create(
         model=front.session.name, messages=[USER], tools=[WEATHER], stream=stream, extra_body=THINKING
     )

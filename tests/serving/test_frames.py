@@ -29,17 +29,9 @@ from launch.client.frames import (
 )
 
 IDS = np.array([0, 1, 2**31 - 1], dtype=np.int32)
+SAMPLING = SamplingParams(temperature=0.5, seed=2**63 - 1, logit_bias={7: -1.5}, stop_token_ids=(3, 5))
 MESSAGES: list[Message] = [
-    Request(
-        1,
-        IDS,
-        16,
-        SamplingParams(temperature=0.5, seed=2**63 - 1, logit_bias={7: -1.5}, stop_token_ids=(3, 5)),
-        priority=-1,
-        salt="é\ud83d",
-        grammar='{"type": "object"}',
-        drawn=2,
-    ),
+    Request(1, IDS, 16, SAMPLING, priority=-1, salt="é\ud83d", grammar='{"type": "object"}', drawn=2),
     Request(2, IDS[:0], 1),
     Cancel(1),
     Stop(),
@@ -58,11 +50,9 @@ def same(a: Message, b: Message) -> bool:
     return type(a) is type(b) and plain(asdict(a)) == plain(asdict(b))
 
 
-def plain(values: dict[str, object]) -> dict[str, object]:
-    return {name: plain(of) if isinstance(of, dict) else as_list(of) for name, of in values.items()}
-
-
-def as_list(value: object) -> object:
+def plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: plain(of) for name, of in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
@@ -79,12 +69,6 @@ def test_tokens_of_a_step_are_read_by_request() -> None:
     """Ids that fill their bits are not negative; tokens of one request that stand together are one update."""
     told = FrameDecoder().feed(encode_tokens([1, 2**31 - 1, 1, 5, 7, 0]))
     assert told == [RequestUpdate(1, new_ids=(2**31 - 1, 5)), RequestUpdate(7, new_ids=(0,))]
-
-
-def test_a_million_tokens_are_copied_and_not_parsed() -> None:
-    ids = np.arange(1_000_000, dtype=np.int32)
-    (message,) = FrameDecoder().feed(encode(Request(1, ids, 16)))
-    assert isinstance(message, Request) and np.array_equal(message.prompt, ids)
 
 
 @pytest.mark.parametrize("data", [HEAD.pack(1 << 30, 0, 1), HEAD.pack(2, 3, 1) + b"{}...", b"GET / HTTP/1.1\r\n\r\n"])

@@ -179,7 +179,8 @@ async def test_everybody_else_is_answered_while_chats_are_made(serve: Serve, tmp
             await job.say(submit, [100] * 50, last, logprobs=tuple(best))
 
     most, model = 1 << 17, str(chat_model(tmp_path / "model", CHATML))
-    front = await serve(FakeJob(script, replace(READY, model=model, guided=True, context=most, max_length=most)))
+    ready = replace(READY, model=model, vocab=4100, guided=True, context=most, max_length=most)
+    front = await serve(FakeJob(script, ready))
     await answered_meanwhile(front, OF_CHATS)
 
 

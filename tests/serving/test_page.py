@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from playwright.async_api import Route, expect
 
 from helix.engine.request import RequestUpdate
 from tests.serving.browser import (
     IN_CHROMIUM,
     Browse,
-    Route,
     answer,
-    expect,
     press,
     prompt,
     ready,
@@ -22,6 +21,7 @@ from tests.serving.browser import (
     requested,
     send,
     shown,
+    text_of,
     told,
     turn,
 )
@@ -33,49 +33,8 @@ SHIFTS = (
     "window.shifts ??= 0, new PerformanceObserver(l => { for (const e of l.getEntries()) window.shifts += e.value })"
 )
 # Text against what is behind it, by WCAG 2.2's formula; at least 4.5 can be read.
-CONTRAST = """(() => {
-  const rgb = (c) => c.match(/[\\d.]+/g).map(Number);
-  const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-  const lit = (c) => rgb(c).slice(0, 3).map((v, i) => linear(v / 255) * [.2126, .7152, .0722][i])
-    .reduce((a, b) => a + b);
-  const behind = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
-    if (rgb(c)[3] !== 0) return c; } };
-  const shown = [...document.querySelectorAll("body *")].filter((e) => e.offsetParent && !e.disabled
-    && (e.tagName === "TEXTAREA" || [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim())));
-  return shown.map((e) => [lit(getComputedStyle(e).color), lit(behind(e))])
-    .map(([a, b]) => (Math.max(a, b) + .05) / (Math.min(a, b) + .05)).reduce((a, b) => Math.min(a, b));
-})()"""
-MARKDOWN = """\
-# Owners
-
-A token has *one* **owner**, `t // 16 % kvp`:
-
-- [x] arithmetic
-- [ ] a counter
-
-```python
-def owner(t):
-    return t // 16 % 2
-```
-
-| token | rank |
-|--:|---|
-| 16 | 1<br>alone |
-
-[More](https://example.com/more)
-"""
-HOSTILE = """\
-<script>window.hurt = 1</script> <img src=x onerror="window.hurt = 2">
-
-<iframe srcdoc="<script>parent.hurt = 3</script>"></iframe>
-
-[a](javascript:window.hurt=4) [b](JaVaScRiPt:window.hurt=5) [c](data:text/html,<script>window.hurt=6</script>) \
-[d](/health) ![picture](https://example.com/seen.png) <javascript:window.hurt=7>
-
-```"><img/src=x/onerror=window.hurt=8>
-</code></pre><svg onload="window.hurt = 9">
-```
-"""
+CONTRAST = text_of("contrast.js")
+MARKDOWN, HOSTILE = text_of("markdown.md"), text_of("hostile.md")
 
 
 async def test_a_text_is_continued_and_taken_back(browse: Browse) -> None:

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from playwright.async_api import expect
 
 from tests.serving.browser import (
     IN_CHROMIUM,
     Browse,
     Teller,
     answer,
-    expect,
     press,
     prompt,
     ready,
@@ -21,6 +21,7 @@ from tests.serving.browser import (
     requested,
     send,
     shown,
+    text_of,
     told,
     turn,
 )
@@ -28,20 +29,7 @@ from tests.serving.front import front, until
 
 pytestmark = IN_CHROMIUM
 PHONE = {"viewport": {"width": 360, "height": 700}, "is_mobile": True, "has_touch": True}
-FORMULAS = r"""It is \(a^2 + b_1\), and $x_i$ for $2^n$ tokens; $5 and $10 are prices, $HOME:$PATH is none, nor `\(c\)`.
-
-\[
-\sum_{i=1}^{n} x_i \\
-= \text{all} * y * z
-\]
-
-So $$\frac{1}{2}$$ and \[ d_1 \] of it; \(\wrong{\) is left, \boxed is not: \(\boxed{4}\).
-
-```
-$q$ \(r\)
-```
-
-Unfinished: \(\alpha_1 * b_2 * c"""
+FORMULAS = text_of("formulas.md")
 
 
 async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
 
 from tests.e2e.cli import Job
 from tests.serving.front import DEMO
 from tests.serving.test_server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.clients
 # In a Python of their own, on PATH: smg 1.13.0 and vllm-router 0.1.17 are what has been tried.
 ROUTERS = {
     "smg": ["smg", "launch", "--policy", "power_of_two", "--load-monitor-interval", "1"],
@@ -50,10 +49,6 @@ class Fleet:
     def post(self, path: str, **body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json={"model": "chat", "temperature": 0} | body, timeout=60)
 
-    def answered(self, path: str) -> list[int]:
-        """Requests that each server has answered."""
-        return [server.log.read_text().count(f" POST {path} 200 ") for server in self.servers]
-
 
 @pytest.fixture(params=ROUTERS)
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
@@ -61,9 +56,6 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     if shutil.which(name) is None:
         pytest.skip(f"no {name} on PATH: python -m venv DIR && DIR/bin/pip install {name} && export PATH=$PATH:DIR/bin")
     shutil.copytree(DEMO, tmp_path / "chat")
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "chat")
     jobs: list[Job] = []
     try:
         for number in range(2):
@@ -75,7 +67,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
         workers = ["--health-check-interval-secs=1", "--worker-urls", *(server.url for server in servers)]
         jobs.append(Job([*ROUTERS[name], *where, *workers], log=tmp_path / "router"))
         made = Fleet(f"http://127.0.0.1:{port}", servers, jobs[-1])
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not _routes(made):
             assert time.monotonic() < deadline and made.router.process.poll() is None, made.router.log.read_text()
             time.sleep(0.2)
@@ -94,13 +86,13 @@ def _routes(fleet: Fleet) -> bool:
         return False
 
 
-def texts(lines: Iterator[str], of_chat: bool) -> tuple[str, bool]:
+def streamed(answer: httpx.Response) -> tuple[str, bool]:
     """A stream's text, and whether it came to its end."""
     text, whole = "", False
-    for line in lines:
+    for line in answer.iter_lines():
         if line.startswith("data: {"):
             for choice in json.loads(line[6:]).get("choices", ()):
-                text += (choice["delta"].get("content") or "") if of_chat else choice["text"]
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 whole |= choice["finish_reason"] == "length"
     return text, whole
 
@@ -108,22 +100,21 @@ def texts(lines: Iterator[str], of_chat: bool) -> tuple[str, bool]:
 def test_answers_come_through(fleet: Fleet) -> None:
     """Completions and chats, whole and streamed, as they come without the router; both servers have work."""
     said = {"messages": [{"role": "user", "content": "def f"}]}
-    for path, body in (("/v1/completions", {"prompt": "def f"}), ("/v1/chat/completions", said)):
-        of_chat = "chat" in path
-        body = {"model": "chat", "temperature": 0, "max_tokens": 12} | body
+    for path, more in (("/v1/completions", {"prompt": "def f"}), ("/v1/chat/completions", said)):
+        body = {"model": "chat", "temperature": 0, "max_tokens": 12} | more
         straight = httpx.post(f"{fleet.servers[0].url}{path}", json=body, timeout=60).json()["choices"][0]
-        text = straight["message"]["content"] if of_chat else straight["text"]
+        text = straight["text"] if "text" in straight else straight["message"]["content"]
         through = fleet.post(path, **body)
         assert through.json()["choices"] == [straight], through.text
         assert through.json()["usage"]["completion_tokens"] == 12
         with httpx.stream("POST", f"{fleet.url}{path}", json=body | {"stream": True}, timeout=60) as stream:
-            assert texts(stream.iter_lines(), of_chat) == (text, True)
+            assert streamed(stream) == (text, True)
     refused = fleet.post("/v1/completions", prompt="x", max_tokens=1, best_of=2)
     assert refused.status_code == 400 and "best_of is not supported" in refused.json()["error"]["message"]
     with ThreadPoolExecutor(8) as pool:
         for answer in pool.map(lambda i: fleet.post("/v1/completions", prompt=f"{i} {i}", max_tokens=30), range(16)):
             assert answer.status_code == 200
-    assert min(fleet.answered("/v1/completions")) > 0
+    assert all(" POST /v1/completions 200 " in server.log.read_text() for server in fleet.servers)
 
 
 def test_a_server_that_dies_takes_only_what_it_had_begun(fleet: Fleet) -> None:
@@ -141,7 +132,7 @@ def test_a_server_that_dies_takes_only_what_it_had_begun(fleet: Fleet) -> None:
             with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=60) as answer:
                 begun = body["stream"] and answer.status_code == 200  # the server sends headers at once
                 if begun:
-                    return texts(answer.iter_lines(), False)[1], begun
+                    return streamed(answer)[1], begun
                 return json.loads(answer.read()).get("usage", {}).get("completion_tokens") == TOKENS, begun
         except httpx.HTTPError:
             return False, begun
