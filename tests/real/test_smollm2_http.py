@@ -11,7 +11,8 @@ import pytest
 from openai import BadRequestError
 
 from tests.real.smollm2 import CHATS, MODEL, QUESTION, SYSTEM, continuation, ids_of, tokenizer
-from tests.serving.test_server import Server
+from tests.serving.front import changed
+from tests.serving.test_server import Server, served
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 END = 2  # <|im_end|>
@@ -33,23 +34,17 @@ Write a call as <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>.<|
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), f"model.path={MODEL}")
-    yield server
-    server.kill()
+    with served(tmp_path_factory.mktemp("server"), f"model.path={MODEL}") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The same with a template that tells tools, as its owner puts it into the directory."""
     model = tmp_path_factory.mktemp("models") / "smollm2-tools"
-    model.mkdir()
-    for file in MODEL.iterdir():
-        (model / file.name).symlink_to(file)
-    (model / "chat_template.jinja").unlink()
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    server = Server(tmp_path_factory.mktemp("server"), f"model.path={model}")
-    yield server
-    server.kill()
+    changed(model, {"chat_template.jinja": TEMPLATE}, MODEL)
+    with served(tmp_path_factory.mktemp("server"), f"model.path={model}") as made:
+        yield made
 
 
 GREEDY = {"temperature": 0, "extra_body": {"repetition_penalty": 1}}  # in place of the checkpoint's sampling defaults

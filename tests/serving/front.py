@@ -31,14 +31,20 @@ READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 4096, 8, (0,))
 DEADLINE_S = 60.0
 
 
+def changed(directory: Path, files: dict[str, Any], of: Path = DEMO) -> Path:
+    """A model's directory with other files, texts or JSON."""
+    directory.mkdir()
+    for file in of.iterdir():
+        if file.name not in files:
+            (directory / file.name).symlink_to(file)
+    for name, content in files.items():
+        (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return directory
+
+
 def without_template(directory: Path) -> Path:
-    """The demo model's tokenizer, without a chat template."""
-    (made := directory / "demo-model").mkdir()
-    (made / "tokenizer.json").symlink_to(DEMO / "tokenizer.json")
     settings = json.loads((DEMO / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (made / "tokenizer_config.json").write_text(json.dumps(settings))
-    return made
+    return changed(directory / "demo-model", {"tokenizer_config.json": settings | {"chat_template": None}})
 
 
 Script = Callable[["FakeJob", Request], Awaitable[None]]

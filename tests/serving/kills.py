@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 
 from launch.job.lifeline import status
 from launch.job.report import provenance
-from tests.serving.test_server import Server
+from tests.serving.test_server import Server, served
 
 RANKS = 2
 REFUSED_S, BACK_S, GONE_S = 2.0, 15.0, 15.0  # what is promised
@@ -78,15 +78,6 @@ class Reader(Thread):
         self.join(DEADLINE_S)
         assert self.wrong is None and not self.is_alive(), self.wrong
         return self.text
-
-
-@contextmanager
-def started(directory: Path) -> Iterator[Server]:
-    server = Server(directory, *SETTINGS)
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 def age_s(server: Server) -> float:
@@ -151,7 +142,7 @@ def tried(killed: str, state: str, times: int, kill: Callable[[Server, int], Row
     each = 1 if killed == "front end" or state == "drain" else times
     try:
         for begin in range(0, times, each):
-            with started(directory) as server:
+            with served(directory, *SETTINGS) as server:
                 rows += [kill(server, number) for number in range(begin, begin + each)]
     except AssertionError as error:
         summary["failed"] = str(error)
@@ -160,7 +151,7 @@ def tried(killed: str, state: str, times: int, kill: Callable[[Server, int], Row
 
 
 def kills(times: int, directory: Path) -> Iterator[Row]:
-    with started(directory) as server:
+    with served(directory, *SETTINGS) as server:
         texts = {state: Reader(server, state, -1).ended() for state in STATES}
     for state, text in texts.items():
         yield tried("rank", state, times, lambda *at, s=state, t=text: kill_rank(at[0], s, at[1], t), directory)
@@ -169,21 +160,18 @@ def kills(times: int, directory: Path) -> Iterator[Row]:
         yield tried("front end", state, few, lambda *at, s=state: kill_front(at[0], s), directory)
 
 
-def main(arguments: list[str]) -> int:
+def main(times: str = "20", record: str | None = None) -> int:
     """Returns 1 where a promise is broken."""
-    given = dict(argument.split("=", 1) for argument in arguments)
-    if unknown := set(given) - {"times", "record"}:
-        sys.exit(f"error: {', '.join(sorted(unknown))} unknown; known: times, record")
     failed, facts = False, {"name": "kills", "ranks": RANKS, **provenance(torch.device("cpu"))}
     with tempfile.TemporaryDirectory(prefix="helix-kills-") as folder:
-        for row in kills(int(given.get("times", 20)), Path(folder)):
+        for row in kills(int(times), Path(folder)):
             print(*(f"{key}={value}" for key, value in row.items()), flush=True)
             failed |= "failed" in row
-            if "record" in given:
-                with Path(given["record"]).open("a", encoding="utf-8") as file:
+            if record is not None:
+                with Path(record).open("a", encoding="utf-8") as file:
                     file.write(json.dumps({**facts, **row}) + "\n")
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(**dict(argument.split("=", 1) for argument in sys.argv[1:])))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
@@ -24,40 +26,14 @@ from launch.serving.responses import Responses
 from tests.serving.chats import REFUSALS
 from tests.serving.front import Serve
 
-# Those of vLLM's requests (November 2026), of both, of completions and of chats, and older names.
-SHARED = """
-model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream
-stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty watermarking length_penalty
-stop_token_ids include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
-truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words
-add_special_tokens echo structured_outputs priority request_id session_id return_tokens_as_token_ids
-return_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params
-ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval guided_json guided_regex
-guided_choice guided_grammar structural_tag guided_decoding_backend guided_whitespace_pattern best_of
-early_stopping
-"""
-VLLM = {
-    COMPLETIONS: "prompt suffix prompt_embeds",
-    CHATS: """
-messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning parallel_tool_calls
-add_generation_prompt continue_final_message documents chat_template chat_template_kwargs media_io_kwargs
-mm_processor_kwargs return_prompt_text
-""",
-}
-# Those of Anthropic's messages (anthropic 2.14), which have no types here.
-ANTHROPIC = """
-max_tokens messages model cache_control container diagnostics inference_geo metadata output_config service_tier speed
-stop_sequences stream system temperature thinking tool_choice tools top_k top_p user_profile_id workspace_id
-"""
+OTHERS = {name: of.split() for name, of in yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text()).items()}
+OF_CHATS, OF_COMPLETIONS = of_chats.CompletionCreateParamsBase, of_completions.CompletionCreateParamsBase
 NAMES = {
-    CHATS: [*SHARED.split(), *VLLM[CHATS].split(), *inspect.get_annotations(of_chats.CompletionCreateParamsBase)],
-    COMPLETIONS: [
-        *SHARED.split(), *VLLM[COMPLETIONS].split(),
-        *inspect.get_annotations(of_completions.CompletionCreateParamsBase),
-    ],
+    CHATS: [*OTHERS["both"], *OTHERS["chats"], *inspect.get_annotations(OF_CHATS)],
+    COMPLETIONS: [*OTHERS["both"], *OTHERS["completions"], *inspect.get_annotations(OF_COMPLETIONS)],
     RESPONSES: [*inspect.get_annotations(of_responses.ResponseCreateParamsBase)],
-    MESSAGES: ANTHROPIC.split(),
-}  # fmt: skip
+    MESSAGES: OTHERS["messages"],
+}
 SCHEMAS = {CHATS: Chat, COMPLETIONS: Completion, RESPONSES: Responses, MESSAGES: Messages}
 ROUTES = {
     CHATS: "/v1/chat/completions",

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from openai import APIError, BadRequestError, OpenAI
 from launch import serve
 from tests.e2e.checkpoints import DEMO
 from tests.e2e.cli import ENTRY, ROOT, Job, torchrun
-from tests.serving.front import metrics_of
+from tests.serving.front import changed, metrics_of
 
 SERVE = [sys.executable, "-m", "launch.serve"]
 PROMPTS = ["def read_json(path):\n", "import os\n\n\nclass Path:"]
@@ -75,11 +76,19 @@ class Server(Job):
         )
 
 
+@contextmanager
+def served(directory: Path, *overrides: str) -> Iterator[Server]:
+    server = Server(directory, *overrides)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"), "comm.timeout_s=8")
-    yield server
-    server.kill()
+    with served(tmp_path_factory.mktemp("server"), "comm.timeout_s=8") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +154,9 @@ def test_the_printed_line_works(server: Server) -> None:
 
 
 def test_the_printed_line_fits_a_model_without_template_and_a_server_with_a_key(tmp_path: Path) -> None:
-    (model := tmp_path / "base").mkdir()
-    for file in DEMO.iterdir():
-        (model / file.name).symlink_to(file)
-    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").unlink()
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
-    (model / "generation_config.json").unlink()
-    (model / "generation_config.json").write_text('{"temperature": 0.2}')
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    files = {"tokenizer_config.json": settings, "generation_config.json": {"temperature": 0.2}}
+    model = changed(tmp_path / "base", files)
     server = Server(tmp_path, "--api-key=key-1", f"model.path={model}")
     shown = server.log.read_text()
     line = next(line for line in shown.splitlines() if line.startswith("curl -N "))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from launch.answers.matcher import Grammars
 from tests.serving.chats import COMPLETIONS
-from tests.serving.front import DEMO, READY, FakeJob, Serve
+from tests.serving.front import DEMO, READY, FakeJob, Serve, changed
 
 MORE = "<|more|>"  # token 4096, the first one beyond the logits
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": f"a{MORE}"}]}
@@ -24,12 +23,9 @@ OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object"}}]})
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """The demo model, whose tokenizer has a token more than the model has logits for."""
-    directory = tmp_path / "model"
-    shutil.copytree(DEMO, directory, ignore=shutil.ignore_patterns("*.safetensors"))
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 4096, "content": MORE})
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return directory
+    return changed(tmp_path / "model", {"tokenizer.json": tokenizer})
 
 
 @pytest.mark.parametrize("vocab", [4096, 4097, 4200])
