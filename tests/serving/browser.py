@@ -68,7 +68,6 @@ async def opened(
             page.on("request", lambda request: requests.append(request.url))
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
-            await page.clock.install()  # tests make it run ahead
             await page.goto(f"{made.url}/")
             yield made, page
         assert requests and all(url.startswith(f"{made.url}/") or url == "data:," for url in requests)

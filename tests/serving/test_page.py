@@ -360,10 +360,10 @@ async def test_a_long_answer_scrolls_along_until_its_reader_scrolls(chat: bool, 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1000])
 @pytest.mark.parametrize("chat", [False, True])
-async def test_it_can_be_read_and_reached(chat: bool, width: int, dark: bool, model: Path, browse: Browse) -> None:
+async def test_it_can_be_read_and_reached(chat: bool, width: int, dark: bool, browse: Browse) -> None:
     """On a phone too, by those who do not see it, and where colours are inverted."""
     look = {"viewport": {"width": width, "height": 700}, "color_scheme": "dark" if dark else "light"}
-    front, page = await browse(model if chat else None, look | {"is_mobile": width < 600, "has_touch": width < 600})
+    front, page = await browse(look | {"is_mobile": width < 600, "has_touch": width < 600}, chat)
     await send(front, page, "word " * 40 + "x" * 300, keys="Enter" if chat else "Control+Enter")
     wide = "| " + "wide cell | " * 12 + "\n|" + "---|" * 12 + "\n\n```python\n" + "y" * 300
     wide += '\n@f\ndef f(x: int) -> None:  # "\n    """D"""\n    return print(1, "a")\n```\n\n$$x^2$$\n'

@@ -30,6 +30,14 @@ from tests.serving.front import front, until
 pytestmark = IN_CHROMIUM
 PHONE = {"viewport": {"width": 360, "height": 700}, "is_mobile": True, "has_touch": True}
 FORMULAS = text_of("formulas.md")
+# Whether the browser keeps a message with this text.
+SAVED = """text => new Promise((done) => {
+  const opened = indexedDB.open("helix", 1);
+  opened.onsuccess = () => {
+    const all = opened.result.transaction("messages").objectStore("messages").getAll();
+    all.onsuccess = () => { opened.result.close(); done(all.result.some((one) => one.content === text)); };
+  };
+})"""
 
 
 async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
@@ -40,7 +48,7 @@ async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
     assert "Count" in prompt(front)
     await job.write("<think>Hm.</think>one two")
     await shown(page, "one two")
-    await page.clock.run_for(600)  # it is saved now and then
+    await page.wait_for_function(SAVED, arg="one two")  # it is saved now and then
     await requested(front, page.reload())
     await shown(page, "one two")
     assert prompt(front).endswith("<|im_start|>assistant\none two")
@@ -51,7 +59,7 @@ async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
     await send(front, page, "Letters")
     await job.write("a b")
     await shown(page, "a b")
-    await page.clock.run_for(600)
+    await page.wait_for_function(SAVED, arg="a b")
     other = await page.context.new_page()  # another tab does not answer it too
     await other.goto(page.url)
     await ready(other)
@@ -295,6 +303,7 @@ async def test_an_answer_that_fails_the_server_is_not_asked_again(browse: Browse
     await send(front, page, "Hurt")
     await front.job.write("one")
     await shown(page, "one")
+    await page.clock.install()
     await front.job.say(front.job.submits[-1], [], "error", reason="the engine failed")
     await told(page, re.compile("the engine failed"))
     await page.clock.run_for(10_000)

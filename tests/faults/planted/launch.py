@@ -138,7 +138,8 @@ FAULTS = [
     ),
     Fault(
         "owners of keys share prefixes", "launch/serving/routes.py",
-        "json.dumps([owner, body", "json.dumps([None, body", ("tests/serving/test_access.py::test_keys_and_their_owners",),
+        "json.dumps([owner, body", "json.dumps([None, body",
+        ("tests/serving/test_access.py::test_keys_and_their_owners",),
     ),
     Fault(
         "a stop id is a token like others",
