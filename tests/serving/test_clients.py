@@ -5,19 +5,30 @@ They are installed where somebody wants to run this: `pip install langchain-open
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier, Event
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ROOT
+from tests.e2e.cli import ROOT, Job
 from tests.serving.chats import USER, Talk
+from tests.serving.front import DEMO
 from tests.serving.test_adapters import OWN, SAYS
+from tests.serving.test_server import Server, served
 
 pytestmark = pytest.mark.clients
 KEY, NAME = "secret", "demo-model"
@@ -80,3 +91,108 @@ async def test_anthropic(model: Path, talk: Talk) -> None:
     assert "<|im_start|>tool\nsunny" in front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
     with pytest.raises(anthropic.NotFoundError, match="is not served here"):
         await client.messages.create(**wanted | {"model": "x"})
+
+
+# ---- two servers behind a router: answers are the servers' own, and one of them may die
+
+# In a Python of their own, on PATH: smg 1.13.0 and vllm-router 0.1.17 are what has been tried.
+ROUTERS = {
+    "smg": ["smg", "launch", "--policy", "power_of_two", "--load-monitor-interval", "1"],
+    "vllm-router": ["vllm-router", "--policy", "cache_aware"],
+}
+OPTIONS = f"model.path={DEMO}", "layout.kvp=1", "decode.max_batch=16"
+MODEL, REQUESTS, KILLED_AT, TOKENS = DEMO.name, 24, 8, 40
+
+
+@dataclass
+class Fleet:
+    url: str
+    servers: list[Server]
+    router: Job
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json={"model": MODEL, "temperature": 0} | body, timeout=60)
+
+
+@pytest.fixture(params=ROUTERS)
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    name = request.param
+    if shutil.which(name) is None:
+        pytest.skip(f"no {name} on PATH: python -m venv DIR && DIR/bin/pip install {name} && export PATH=$PATH:DIR/bin")
+    with ExitStack() as jobs:
+        servers = []
+        for number in range(2):
+            (directory := tmp_path / str(number)).mkdir()
+            servers.append(jobs.enter_context(served(directory, *OPTIONS)))
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            port, metrics = one.getsockname()[1], other.getsockname()[1]
+        where = ["--host=127.0.0.1", f"--port={port}", "--prometheus-host=127.0.0.1", f"--prometheus-port={metrics}"]
+        workers = ["--health-check-interval-secs=1", "--worker-urls", *(server.url for server in servers)]
+        router = Job([*ROUTERS[name], *where, *workers], log=tmp_path / "router")
+        jobs.callback(router.process.kill)  # smg writes its title over the mark by which a job's processes are found
+        fleet = Fleet(f"http://127.0.0.1:{port}", servers, router)
+        while not _routes(fleet):
+            assert router.process.poll() is None, router.log.read_text()
+        yield fleet
+
+
+def _routes(fleet: Fleet) -> bool:
+    with suppress(httpx.HTTPError):
+        return fleet.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    return False
+
+
+def streamed(answer: httpx.Response) -> tuple[str, bool]:
+    """A stream's text, and whether it came to its end."""
+    text, whole = "", False
+    for line in answer.iter_lines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:]).get("choices", ()):
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                whole |= choice["finish_reason"] == "length"
+    return text, whole
+
+
+def test_answers_come_through(fleet: Fleet) -> None:
+    """Completions and chats, whole and streamed, as they come without the router; both servers have work."""
+    said = {"messages": [{"role": "user", "content": "def f"}]}
+    for path, more in (("/v1/completions", {"prompt": "def f"}), ("/v1/chat/completions", said)):
+        body = {"model": MODEL, "temperature": 0, "max_tokens": 12} | more
+        straight = httpx.post(f"{fleet.servers[0].url}{path}", json=body, timeout=60).json()["choices"][0]
+        text = straight["text"] if "text" in straight else straight["message"]["content"]
+        through = fleet.post(path, **body).json()
+        assert through["choices"] == [straight] and through["usage"]["completion_tokens"] == 12, through
+        with httpx.stream("POST", f"{fleet.url}{path}", json=body | {"stream": True}, timeout=60) as stream:
+            assert streamed(stream) == (text, True)
+    refused = fleet.post("/v1/completions", prompt="x", max_tokens=1, best_of=2)
+    assert refused.status_code == 400 and "best_of is not supported" in refused.json()["error"]["message"]
+    with ThreadPoolExecutor(8) as pool:
+        for answer in pool.map(lambda i: fleet.post("/v1/completions", prompt=f"{i} {i}", max_tokens=30), range(16)):
+            assert answer.status_code == 200
+    assert all(" POST /v1/completions 200 " in server.log.read_text() for server in fleet.servers)
+
+
+def test_a_server_that_dies_takes_only_what_it_had_begun(fleet: Fleet) -> None:
+    """Streams under way there; all other answers come from the other server, and later ones too."""
+    together, killed = Barrier(KILLED_AT + 1), Event()  # those before the death, and the death
+
+    def complete(number: int) -> tuple[bool, bool]:
+        """Tells whether an answer came whole, and whether it is a stream that had begun."""
+        body = {"model": MODEL, "prompt": f"def f{number}(", "max_tokens": TOKENS, "ignore_eos": True}
+        body["stream"], begun = number % 2 == 0, False
+        together.wait(60) if number <= KILLED_AT else killed.wait(60)
+        if number == KILLED_AT:
+            os.kill(fleet.servers[1].process.pid, signal.SIGKILL)
+            killed.set()
+        with suppress(httpx.HTTPError), httpx.stream("POST", f"{fleet.url}/v1/completions", json=body) as answer:
+            begun = body["stream"] and answer.status_code == 200  # the server sends headers at once
+            if begun:
+                return streamed(answer)[1], begun
+            return json.loads(answer.read()).get("usage", {}).get("completion_tokens") == TOKENS, begun
+        return False, begun
+
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = [*pool.map(complete, range(REQUESTS))]
+    for number, (whole, begun) in enumerate(answers):
+        assert whole or (begun and number <= KILLED_AT), (number, answers, fleet.router.log.read_text()[-2000:])
+    assert sum(whole for whole, _ in answers) > REQUESTS // 2
