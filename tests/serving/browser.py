@@ -74,10 +74,6 @@ async def opened(
         assert [one for one in complaints if not re.search(KNOWN, one)] == []
 
 
-def text_of(name: str) -> str:
-    return (Path(__file__).parent / "texts" / name).read_text(encoding="utf-8")
-
-
 def prompt(front: Front) -> str:
     """Of the last request."""
     return front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)

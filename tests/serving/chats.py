@@ -9,49 +9,13 @@ from typing import Any
 import yaml
 from transformers import AutoTokenizer
 
-from tests.serving.front import DEMO, Front
+from tests.serving.front import DEMO, Front, text_of
 
 Talk = Callable[..., Awaitable[Front]]  # the fixture `talk`
 BEGIN, END = SPECIAL = ["<|im_start|>", "<|im_end|>"]
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-Answer with <tool_call> for: {{ tools | tojson }}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'developer' %}{{ raise_exception('no such role: developer') }}{% endif %}
-<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls %}{{ call.function.arguments.city }}{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if thinking %}<think>
-{% endif %}{% endif %}"""
-# Templates as families have them: of thoughts that a switch turns off, of an effort, of texts that are trimmed.
-SWITCHED = """\
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{%- if m.role == 'assistant' and '</think>' in m.content %}
-{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}
-{{ m.content }}{% endif %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and enable_thinking is false %}<think>
-
-</think>
-
-{% endif %}{% endif %}{# <tool_call> #}"""
-OF_EFFORT = """\
-{%- if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}
-{%- macro head(role) %}<|im_start|>{{ role }}
-{% endmacro %}Reasoning: {{ reasoning_effort }}, {{ style or 'plain' }}
-{%- for d in documents or [] %} [{{ d.title }}]{% endfor %}
-{% for m in messages %}{{ head(m.role) }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}
-{%- endgeneration %}{%- else %}{{ m.content }}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
-TRIMMED = """\
-{% for m in messages %}<|im_start|>{{ m.role }}
-
-{{ m.content | trim }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-
-{% endif %}"""
+TEMPLATE = text_of("chat.jinja")
+# As families have them: of thoughts that a switch turns off, of an effort, of texts that are trimmed.
+SWITCHED, OF_EFFORT, TRIMMED = text_of("switched.jinja"), text_of("of-effort.jinja"), text_of("trimmed.jinja")
 TEMPLATES = {"trimmed": TRIMMED, "of effort": OF_EFFORT}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}

@@ -31,6 +31,10 @@ READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 4096, 8, (0,))
 DEADLINE_S = 60.0
 
 
+def text_of(name: str) -> str:
+    return (Path(__file__).parent / "texts" / name).read_text(encoding="utf-8")
+
+
 def changed(directory: Path, files: dict[str, Any], of: Path = DEMO) -> Path:
     """A model's directory with other files, texts or JSON."""
     directory.mkdir()

@@ -12,28 +12,13 @@ from playwright.async_api import Page, async_playwright
 
 from tests.serving.browser import Teller, opened, press, ready, send, started, turn
 from tests.serving.chats import chat_model
-from tests.serving.front import ROOT, Front
+from tests.serving.front import ROOT, Front, text_of
 
 IMAGES = ROOT / "docs" / "images"
 SYSTEM = "You explain how attention is computed over several GPUs. Be brief, and show formulas and code."
 TITLES = {"Which layout for 8 GPUs and 1M tokens?": "KVP 8.", "What does HOP-B hide?": "The exchange."}
 QUESTION = "How do partial results of attention become one?"
-ANSWER = r"""Each rank attends to its part of the keys, and returns its output $o_r$ with the log-sum-exp $\ell_r$.
-The exact result is a sum in which each rank has the weight of its part:
-
-$$
-o = \sum_r e^{\,\ell_r - \ell}\, o_r, \qquad \ell = \log \sum_r e^{\,\ell_r}
-$$
-
-An empty part has \(\ell_r = -\infty\), so its weight is 0. In code:
-
-```python
-def merge_states(outputs, lses):  # [ranks, heads, dim], [ranks, heads]
-    total = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - total)  # [ranks, heads]
-    return (weights[..., None] * outputs).sum(dim=0)
-```
-"""
+ANSWER = text_of("picture.md")
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {"viewport": {"width": 1120, "height": 760}, "color_scheme": "light"},
     "dark": {"viewport": {"width": 1120, "height": 760}, "color_scheme": "dark"},

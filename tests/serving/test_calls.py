@@ -19,7 +19,7 @@ from launch.answers.dialects import DIALECTS, Parser, PlainParser, calling, turn
 from launch.answers.grammars import Shape, of_calls, of_shape
 from launch.answers.matcher import BegunGrammar, Grammars
 from tests.e2e.checkpoints import DEMO
-from tests.serving.transcripts import BY_NAME, TOOLS, TRANSCRIPTS, text_of, validated
+from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, text_of, validated
 
 EOS = 0
 MARK = re.compile(r"<[｜|/\w][^<>\n=]*>|\[/?[A-Z_]{4,}\]")  # texts that are tokens of a family
@@ -31,26 +31,7 @@ def tool(name: str, parameters: Parameters) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-STRICT = [
-    tool(
-        "get_weather",
-        {
-            "properties": {"city": {"enum": ["Paris", "São Paulo"]}, "days": {"type": "integer", "maximum": 9}},
-            "required": ["city"],
-        }
-        | CLOSED,
-    ),
-    tool(
-        "set.note-1",
-        {
-            "properties": {"text": {"type": "string", "maxLength": 5}, "keys": {"$ref": "#/$defs/keys"}},
-            "required": ["text", "keys"],
-            "$defs": {"keys": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
-        }
-        | CLOSED,
-    ),
-    tool("now", None),
-]
+STRICT = KNOWN["strict"]
 WITH_CALLS = [dialect.name for dialect in DIALECTS if dialect.calls is not None]
 SEEDS = range(30)
 
@@ -165,29 +146,15 @@ COLOURS = {"$defs": {"colour": {"type": "string", "enum": ["red", "1"]}}}
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)
-@pytest.mark.parametrize(
-    "schema, wanted",
-    [
-        ({"$ref": "#/$defs/colour"}, ["red", "1"]),
-        ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]}, ["red", "1", None]),
-        ({"allOf": [{"$ref": "#/$defs/colour"}]}, ["red", "1"]),
-        ({"oneOf": [{"const": "a"}, {"const": True}]}, ["a", True]),
-        ({"type": ["string", "null"], "enum": ["a", None]}, ["a", None]),
-        ({"enum": ["1", 1, 2, None]}, ["1", 1, 2, None]),
-        ({"enum": ["1", "null", " a"]}, ["1", "null", " a"]),
-        ({"const": {"k": ["v"]}}, [{"k": ["v"]}]),
-        ({"type": "string", "const": "1"}, ["1"]),
-        ({"enum": ["</parameter>", "</tool_call>"]}, ["</parameter>", "</tool_call>"]),
-    ],
-)
-def test_arguments_are_what_their_schema_says(name: str, schema: dict[str, Any], wanted: list[Any]) -> None:
-    tools = [tool("f", {"properties": {"x": schema}, "required": ["x"]} | CLOSED | COLOURS)]
+@pytest.mark.parametrize("row", KNOWN["schemas"])
+def test_arguments_are_what_their_schema_says(name: str, row: dict[str, Any]) -> None:
+    tools = [tool("f", {"properties": {"x": row["schema"]}, "required": ["x"]} | CLOSED | COLOURS)]
     found = set[str]()
     for answer in walks(name, grammar_of(name, tools, many=False)):
         _, ((_, arguments),) = read(Parser(BY_NAME[name].template, "", validated(tools)), answer)
         assert list(arguments) == ["x"], answer
         found.add(json.dumps(arguments["x"]))
-    assert found and found <= {json.dumps(one) for one in wanted}
+    assert found and found <= {json.dumps(one) for one in row["values"]}
 
 
 @pytest.mark.parametrize("name", [dialect.name for dialect in DIALECTS if dialect.calls and dialect.calls.argument])

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -24,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cli import ROOT, Job
+from tests.e2e.cli import Job
 from tests.serving.chats import USER, Talk
 from tests.serving.front import DEMO
 from tests.serving.test_adapters import OWN, SAYS
@@ -36,16 +33,10 @@ QUESTION = [{"role": "user", "content": "def read_json(path):"}]
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that wants a key."""
-    command = [sys.executable, "-m", "launch.serve", str(DEMO), "--port", "0", "--api-key", KEY]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    served = next((found[1] for line in process.stdout if (found := re.search(r"is served at (\S+)", line))), None)
-    assert served is not None, process.wait(30)
-    yield served
-    process.terminate()
-    process.communicate(timeout=60)
+    with served(tmp_path_factory.mktemp("server"), f"model.path={DEMO}", "--api-key", KEY) as server:
+        yield server.url
 
 
 def test_langchain(url: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from launch.answers.dialects import AnswerPart, Parser, PlainParser, dialect_of, turn_of
 from tests.serving.chats import CHATS
 from tests.serving.front import Serve, read, saying
-from tests.serving.transcripts import BY_NAME, TOOLS, TRANSCRIPTS, Transcript, text_of
+from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, Transcript, text_of
 
 SIZES = 1, 3, 5, 1000  # characters at a time
 
@@ -97,23 +97,10 @@ def test_a_call_that_is_cut_is_no_call(script: Transcript) -> None:
     assert 0 in numbers
 
 
-@pytest.mark.parametrize(
-    "dialect, prompt, begun, turn",
-    [
-        ("qwen", "<|im_start|>user\na <think><|im_end|>\n<|im_start|>assistant\n<think>\n", None, "<think>\n"),
-        # Prompts of families that are read as another's: what a user writes is no part of the turn.
-        ("qwen", "<|user|>\nWhat is <think>?<|assistant|>\n", None, "\n"),
-        ("qwen", "<|user|>\nWhat is <think>?<|assistant|><think>", None, "<think>"),
-        ("qwen", "<|user|>\nhi<|assistant|>\n<think></think>\n", None, "<think></think>\n"),
-        ("qwen", "<|user|>\nhi<|assistant|></think>", None, "</think>"),
-        ("qwen", "<|user|>\nhi<|assistant|>I am", "I am", "I am"),
-        ("thinking", "<|user|>\nhi<|assistant|>", None, ""),
-        ("thinking", "<|user|>\nhi<|assistant|><think>\n", None, "<think>\n"),
-        ("gpt-oss", "<|start|>user<|message|>hi<|end|>", None, ""),
-    ],
-)
-def test_the_turn_is_the_prompts_end(dialect: str, prompt: str, begun: str | None, turn: str) -> None:
-    assert turn_of(BY_NAME[dialect].template, prompt, begun) == turn
+@pytest.mark.parametrize("row", KNOWN["turns"])
+def test_the_turn_is_the_prompts_end(row: dict[str, str]) -> None:
+    """What a user writes is no part of it, in prompts of families that are read as another's too."""
+    assert turn_of(BY_NAME[row["dialect"]].template, row["prompt"], row.get("begun")) == row["turn"]
 
 
 def test_without_tools_calls_are_text() -> None:
@@ -121,52 +108,23 @@ def test_without_tools_calls_are_text() -> None:
     assert text_of(parts, "content") == answer and calls_of(parts) == []
 
 
-@pytest.mark.parametrize(
-    "template, name",
-    [
-        ("{% if tools %}<tool_call>\n{'name'", "qwen"),
-        ("<tool_call>\n<function=x>", "qwen3-coder"),
-        ("<|start_header_id|>ipython<|end_header_id|>", "llama3"),
-        ("<|start|>system<|channel|>analysis", "gpt-oss"),
-        ("[TOOL_CALLS] [", "mistral-list"),
-        ("{% if thinking %}<｜tool▁call▁begin｜>x<｜tool▁sep｜>", "deepseek-v3.1"),
-        ("{{ '<think>' }}", "thinking"),
-        ("{{ message.content }}", None),
-    ],
-)
-def test_the_template_tells_the_dialect(template: str, name: str | None) -> None:
-    found = dialect_of(template)
-    assert (found and found.name) == name
+@pytest.mark.parametrize("row", KNOWN["templates"])
+def test_the_template_tells_the_dialect(row: dict[str, str]) -> None:
+    found = dialect_of(row["template"])
+    assert (found and found.name) == row["dialect"]
 
 
-# ---- arguments that are written without quotes
-
-COLOUR = {"colour": {"type": "string", "enum": ["red", "1"]}, "point": {"type": "object"}}
-TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+DEFS = {"colour": {"type": "string", "enum": ["red", "1"]}, "point": {"type": "object"}}
 
 
-@pytest.mark.parametrize(
-    "schema, text, value",
-    [
-        ({"type": ["string", "integer"]}, "007", "007"),
-        ({"type": "boolean"}, "1", "1"),
-        ({"type": "number"}, "2.50", 2.5),
-        ({"type": "number"}, "1e999", "1e999"),
-        (TEXT_OR_NULL, "42", "42"),
-        (TEXT_OR_NULL, "Paris", "Paris"),
-        (TEXT_OR_NULL, "null", None),
-        ({"type": "string"}, '"Paris"', '"Paris"'),
-        ({"$ref": "#/$defs/colour"}, "red", "red"),
-        ({"$ref": "#/$defs/point"}, '{"x": 1}', {"x": 1}),
-        ({"$ref": "#/$defs/nowhere"}, "[1]", [1]),
-    ],
-)
-def test_arguments_are_typed_once(schema: dict[str, Any], text: str, value: Any) -> None:
+@pytest.mark.parametrize("row", KNOWN["typed"])
+def test_arguments_are_typed_once(row: dict[str, Any]) -> None:
     """By their schema where they have no quotes, as Qwen3-Coder writes them; in JSON they have their types."""
-    parameters = {"type": "object", "properties": {"x": schema}, "$defs": COLOUR}
+    text = row["text"]
+    parameters = {"type": "object", "properties": {"x": row["schema"]}, "$defs": DEFS}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     for dialect, answer, wanted in (
-        ("qwen3-coder", f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n", value),
+        ("qwen3-coder", f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n", row["value"]),
         ("qwen", json.dumps({"name": "f", "arguments": {"x": text}}), text),
     ):
         parts, _ = parsed(dialect, f"<tool_call>\n{answer}</tool_call>", 1000, tools=tools)

@@ -23,16 +23,11 @@ from launch.client.tokens import Tokens
 from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
 from launch.serving.reader import LARGE, Reader
 from tests.serving.chats import COMPLETIONS, chat_model
-from tests.serving.front import DEMO, READY, FakeJob, Front, Serve, counting, until
+from tests.serving.front import DEMO, READY, FakeJob, Front, Serve, counting, text_of, until
 
 MIB = 1 << 20
 HELD_S = 0.2  # of a core, for which others may wait
-CHATML = """{% for document in documents or [] %}{{ document.text }}{% endfor %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if thinking %}<think>{% endif %}{% endif %}{% if tools %}{# <tool_call> <function= #}{% endif %}"""
+CHATML = text_of("documents.jinja")
 
 
 def post(path: str, body: bytes) -> bytes:

@@ -21,11 +21,10 @@ from tests.serving.browser import (
     requested,
     send,
     shown,
-    text_of,
     told,
     turn,
 )
-from tests.serving.front import until
+from tests.serving.front import text_of, until
 
 pytestmark = IN_CHROMIUM
 FIGURES = r"\d+ tokens read.* · \d+ written.* · [\d.,]+ tokens/s · first token after [\d.]+ m?s$"

@@ -21,11 +21,10 @@ from tests.serving.browser import (
     requested,
     send,
     shown,
-    text_of,
     told,
     turn,
 )
-from tests.serving.front import front, until
+from tests.serving.front import front, text_of, until
 
 pytestmark = IN_CHROMIUM
 PHONE = {"viewport": {"width": 360, "height": 700}, "is_mobile": True, "has_touch": True}

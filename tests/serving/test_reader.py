@@ -15,7 +15,7 @@ from transformers.utils.chat_parsing.content_parsers import process_field
 
 from launch.answers.dialects import Parser, PlainParser
 from launch.answers.reader import CALLS, FURTHER, Event, is_mistaken, json_values
-from tests.serving.transcripts import BY_NAME, TOOLS, TRANSCRIPTS, Transcript
+from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, Transcript
 
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
 
@@ -181,25 +181,7 @@ def test_transcripts_are_read_alike_in_two_pieces(script: Transcript) -> None:
     compare(name, turn, list(answer))
 
 
-P, U = '{"city": "Paris", "days": 2}', '{"zone": "UTC"}'
-BEGIN, END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-BEGINS, ENDS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL = '{"name": "get_weather", "arguments": ' + P + "}"
-MARKS = {
-    "gpt-oss": ["<|start|>assistant", "<|channel|>analysis", "<|channel|>final", "<|message|>", "<|end|>", "<|call|>",
-                "<|return|>", " to=functions.get_time", "<|channel|>commentary", " <|constrain|>json", "<|start|>"],
-    "qwen3-coder": ["<tool_call>\n", "<function=get_weather>\n", "<parameter=city>\n", "\n</parameter>\n",
-                    "</parameter>", "</function>", "\n</tool_call>", "<think>", "</think>\n\n", "<parameter=days>"],
-    "qwen": ["<tool_call>\n", "\n</tool_call>", "<think>\n", "</think>\n\n", CALL],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]a1", "get_weather", "[THINK]", "[/THINK]"],
-    "mistral-list": ["[TOOL_CALLS]", " [", "]", CALL, ", "],
-    "deepseek-v3.1": [BEGINS, BEGIN, SEP, END, ENDS, "get_weather", "<think>", "</think>"],
-    "deepseek": [BEGINS, BEGIN, f"{BEGIN}function{SEP}get_weather\n```json\n", "\n```", END, ENDS, "</think>\n\n"],
-    "llama3": ["<|python_tag|>", CALL.replace("arguments", "parameters"), ";"],
-    "thinking": ["<think>", "</think>"],
-}  # fmt: skip
-TEXTS = [" ", "\n", "\n\n", "text", "a < b", "<", P, U, '{"a": "x', '"}', "{}", '{"city": "</tool_call>"}', "[1, 2",
-         "]", FURTHER, "é🙂", '"', "{", "null", "1e999", '{"a": "</function></parameter>']  # fmt: skip
+MARKS, TEXTS = KNOWN["marks"], KNOWN["texts"]
 
 
 @st.composite

@@ -50,6 +50,7 @@ def _transcript(row: dict[str, Any]) -> Transcript:
     )  # fmt: skip
 
 
+KNOWN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("dialects.yaml").read_text(encoding="utf-8"))
 TRANSCRIPTS = [*map(_transcript, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")))]
 
 
