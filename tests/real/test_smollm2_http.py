@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +18,7 @@ from tests.serving.test_server import Server, served
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 END = 2  # <|im_end|>
 # SmolLM2's own template writes no tools; this one tells them as Qwen's and Hermes's models were taught.
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-You may call these functions: {{ tools | tojson }}
-Write a call as <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>.<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content or '' }}
-{%- for call in message.tool_calls %}<tool_call>
-{{ call.function | tojson }}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+TEMPLATE = Path(__file__).with_name("tools.jinja").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
+import yaml
 from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -38,63 +38,16 @@ PROMPTS: dict[str, dict[str, Any]] = {
     CHATS: {"messages": [{"role": "user", "content": "x"}]},
 }
 
-REGEXES = [
-    r"[0-9]{3}-[0-9]{4}",
-    r"(GET|POST) /[a-z]{1,8}(\?[a-z]=[0-9])?",
-    r"[0-9]{1,2}(é|ü)x?",
-    r"^\"[^\"\\\n]{0,5}\"#$",
-    "yes|no|yesterday",
-]
-CHOICES = ["a.b", "a*", "(x|y)", "yes", "yesterday", 'né\n"q"', "a/b #&~-^$", "\\d"]
-EBNF = """\
-root ::= "SELECT " column " from " table ";"?
-# of either table
-column ::= "col_1" | "col_" [2-4]
-table ::= ("table_" [a-b]{2}) | "x/y"
-"""
-LARK = 'start: "<" pair ("," pair)~1..2 ">"\npair: KEY ":" /[0-9]{1,2}/\nKEY: "a" | "b"\n'
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "yes"]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
-    "required": ["a", "b"],
-}
-CLOSED = SCHEMA | {"additionalProperties": False}
-TAGS = {
-    "type": "structural_tag",
-    "structures": [{"begin": "<f>", "schema": CLOSED, "end": "</f>"}],
-    "triggers": ["<f"],
-}
+FORMS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
 
 
-def is_schema(text: str) -> bool:
-    found = json.loads(text)
+def fits(row: dict[str, Any], text: str) -> bool:
+    if "full" in row:
+        return re.fullmatch(row["full"], text) is not None
+    if "spaces" in row and re.search(r"\s", text):
+        return False
+    found = json.loads(text.replace("_", "") if row.get("spaces") else text)
     return set(found) == {"a", "b"} and found["a"] in ("x", "yes") and all(type(one) is bool for one in found["b"])
-
-
-def full(expression: str) -> Callable[[str], bool]:
-    return lambda text: re.fullmatch(expression, text) is not None
-
-
-FORMS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
-    *(({"structured_outputs": {"regex": regex}}, full(regex)) for regex in REGEXES),
-    ({"guided_regex": REGEXES[0]}, full(REGEXES[0])),
-    ({"structured_outputs": {"choice": CHOICES}}, CHOICES.__contains__),
-    ({"guided_choice": CHOICES[:3]}, CHOICES[:3].__contains__),
-    ({"structured_outputs": {"grammar": EBNF}}, full(r"SELECT (col_[1-4]) from (table_[ab]{2}|x/y);?")),
-    ({"guided_grammar": LARK}, full(r"<[ab]:\d{1,2}(,[ab]:\d{1,2}){1,2}>")),
-    ({"structured_outputs": {"json": CLOSED}}, is_schema),
-    ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_additional_properties": True}}, is_schema),
-    ({"guided_json": CLOSED}, is_schema),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CLOSED}}}, is_schema),
-    (
-        {"structured_outputs": {"json": CLOSED, "disable_any_whitespace": True}},
-        lambda text: is_schema(text) and not re.search(r"\s", text),
-    ),
-    (
-        {"structured_outputs": {"json": CLOSED, "whitespace_pattern": "_?"}},
-        lambda text: is_schema(text.replace("_", "")),
-    ),
-]
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +100,10 @@ async def test_answers_have_their_form(options: dict[str, Any], served: Serve) -
     beside = [asyncio.create_task(made.post(COMPLETIONS, free)) for _ in range(2)]
     kinds = [(route, stream) for route in PROMPTS for stream in (False, True)]
     answers = await asyncio.gather(
-        *(drawn(made, *kinds[at % len(kinds)], at, wanted, n=2) for at, (wanted, _) in enumerate(FORMS))
+        *(drawn(made, *kinds[at % len(kinds)], at, row["wanted"], n=2) for at, row in enumerate(FORMS))
     )
-    for (wanted, fits), texts in zip(FORMS, answers, strict=True):
-        assert all(map(fits, texts)), (wanted, texts)
+    for row, texts in zip(FORMS, answers, strict=True):
+        assert all(fits(row, text) for text in texts), (row, texts)
     assert [read(await one).content for one in beside] == [alone, alone]
 
 

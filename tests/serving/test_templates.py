@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -21,128 +22,49 @@ from tests.serving.chats import (
     COMPLETIONS,
     OF_EFFORT,
     REFUSALS,
-    SWITCHED,
     TEMPLATE,
     TEMPLATES,
-    TRIMMED,
     USER,
     Talk,
 )
 from tests.serving.front import DEMO, READY, FakeJob, Front, Serve, changed
 
-HAS_CALLS = "{% if m.tool_calls is defined and m.tool_calls is not none %}"
-# Templates of three kinds: of Llama 3, Mistral (before its third version) and gpt-oss.
-REFUSES = "{% if m.tool_calls|length != 1 %}{{ raise_exception('single tool-calls') }}{% endif %}"
-LOSES = "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}({{ m.content or m.thinking }})"
-ONE, EACH = (
-    "{{ m.tool_calls[0].function.arguments.a }}",
-    "{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}",
-)
-KINDS = {
-    "one": REFUSES + ONE,
-    "several": EACH,
-    "first": ONE,
-    "thinking": LOSES + ONE,
-    "reasoning": "({{ m.reasoning }})" + EACH,
-}
+PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
+BEGUN = {"role": "assistant", "content": "It is  sunny, and "}
 
 
-def called(*calls: str, **more: Any) -> dict[str, Any]:
-    functions = [{"name": "f", "arguments": json.dumps({"a": call})} for call in calls]
-    return {"role": "assistant", "tool_calls": [{"id": f["arguments"], "function": f} for f in functions]} | more
+def of_turns(tokens: Tokens, template: str, turns: list[dict[str, Any]]) -> str:
+    """The prompt behind a user's x."""
+    tokens.tokenizer.chat_templates = {"default": template}
+    chat = parsed(Chat, json.dumps({"messages": [{"role": "user", "content": "x"}, *turns]}).encode())
+    return tokens.encode_chat(chat, None, 1000)[1]
 
 
-def result(call: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": json.dumps({"a": call}), "content": f"={call}"}
+@pytest.mark.parametrize("row", PROMPTS["earlier"])
+def test_earlier_answers_are_in_the_prompt(row: dict[str, Any], model: Path) -> None:
+    """Text beside an empty list of calls, further calls, and thoughts, under the template's own name.
 
-
-@pytest.mark.parametrize(
-    "kind, turns, wanted",
-    [
-        *[(kind, [{"role": "assistant", "content": "said", "tool_calls": []}], "said") for kind in KINDS],
-        ("several", [called("A", "B"), result("A"), result("B")], "AB;=A;=B"),
-        ("one", [called("A", "B"), result("A"), result("B")], "A;=A;B;=B"),
-        ("first", [called("A", "B", "C"), result("B"), result("A")], "A;=A;B;=B;C"),
-        ("thinking", [called("A", "B", reasoning_content="T"), result("A")], "(T)A;=A;()B"),
-        ("thinking", [called("A", reasoning_content="T", content="text"), result("A")], "(T\n\ntext)A;=A"),
-        ("thinking", [called("A", thinking="T")], "(T)A"),
-        ("reasoning", [called("A", reasoning_content="T")], "(T)A"),
-        ("reasoning", [called("A", reasoning_content="", reasoning="T")], "(T)A"),
-    ],
-)
-def test_earlier_answers_are_in_the_prompt(kind: str, turns: list[Any], wanted: str, model: Path) -> None:
-    """Text beside an empty list of calls, further calls, and thoughts, under the template's own name."""
-    tokens = Tokens(str(model))
-    shown = f"{HAS_CALLS}{KINDS[kind]}{{% else %}}{{{{ m.content }}}}{{% endif %}};"
-    tokens.tokenizer.chat_templates = {"default": f"{{% for m in messages %}}{shown}{{% endfor %}}"}
-    chat = parsed(Chat, json.dumps({"messages": [USER, *turns]}).encode())
-    assert tokens.encode_chat(chat, None, 1000)[1] == f"{USER['content']};{wanted};"
+    Templates such as DeepSeek's, which join texts, want a null content beside calls, and arguments as a text.
+    """
+    assert of_turns(Tokens(str(model)), PROMPTS["kinds"][row["template"]], row["turns"]) == row["prompt"]
 
 
 def test_a_template_that_cannot_show_all_calls_is_told(model: Path) -> None:
-    tokens = Tokens(str(model))
     last = "{{ messages[1].tool_calls[0].function.arguments.a if messages|length == 2 else raise_exception('two') }}"
-    tokens.tokenizer.chat_templates = {"default": last}
-    chat = parsed(Chat, json.dumps({"messages": [USER, called("A", "B")]}).encode())
+    turns = next(row["turns"] for row in PROMPTS["earlier"] if row["template"] == "several" and len(row["turns"]) == 3)
     with pytest.raises(ApiError, match="several calls, and it reads the first alone"):
-        tokens.encode_chat(chat, None, 1000)
+        of_turns(Tokens(str(model)), last, turns[:1])
 
 
-@pytest.mark.parametrize("content", ["is none", "== ''"])
-def test_templates_that_join_texts_read_calls(content: str, model: Path) -> None:
-    """Templates such as DeepSeek's want a null content beside calls, and arguments as a text."""
-    tokens = Tokens(str(model))
-    template = (
-        "{% for m in messages %}{% if m.tool_calls %}{% if not m['content'] "
-        + content
-        + " %}{{ m['content'] + '!' }}{% endif %}{{ '(' + m.tool_calls[0].function.arguments + ')' }}"
-        "{% else %}{{ m['content'] + ';' }}{% endif %}{% endfor %}"
-    )
-    tokens.tokenizer.chat_templates = {"default": template}
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":"é"}'}}
-    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    turns.append({"role": "tool", "tool_call_id": "c", "content": "sunny"})
-    chat = parsed(Chat, json.dumps({"messages": turns}).encode())
-    assert tokens.encode_chat(chat, None, 1000)[1] == f'{USER["content"]};({{"a": "é"}})sunny;'
-
-
-BEGUN = {"role": "assistant", "content": "It is  sunny, and "}
-PLAIN: dict[str, Any] = {"add_generation_prompt": True}
-
-
-@pytest.mark.parametrize(
-    "template, turns, wanted, rendered",
-    [
-        (SWITCHED, [USER], {}, PLAIN),
-        (SWITCHED, [USER], {"add_generation_prompt": False}, {}),
-        (SWITCHED, [USER, BEGUN], {"continue_final_message": True}, {"continue_final_message": True}),
-        (
-            TRIMMED, [USER, BEGUN], {"continue_final_message": True, "add_generation_prompt": False},
-            {"continue_final_message": True},
-        ),
-        (SWITCHED, [USER], {"reasoning_effort": "none"}, PLAIN | {"enable_thinking": False}),
-        (SWITCHED, [USER], {"reasoning_effort": "low"}, PLAIN | {"enable_thinking": True}),
-        (
-            SWITCHED, [USER], {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
-            PLAIN | {"enable_thinking": False},
-        ),
-        (OF_EFFORT, [USER], {}, PLAIN),
-        (OF_EFFORT, [USER], {"reasoning_effort": "high"}, PLAIN | {"reasoning_effort": "high"}),
-        (OF_EFFORT, [USER], {"chat_template_kwargs": {"style": "terse"}}, PLAIN | {"style": "terse"}),
-        (OF_EFFORT, [USER], {"documents": [{"title": "T"}]}, PLAIN | {"documents": [{"title": "T"}]}),
-        (OF_EFFORT, [USER, BEGUN], {"continue_final_message": True}, {"continue_final_message": True}),
-    ],
-)  # fmt: skip
-async def test_prompts_are_those_of_transformers(
-    template: str, turns: list[Any], wanted: dict[str, Any], rendered: dict[str, Any], talk: Talk, model: Path
-) -> None:
-    front = await talk("x")
+@pytest.mark.parametrize("row", PROMPTS["transformers"])
+async def test_prompts_are_those_of_transformers(row: dict[str, Any], talk: Talk, model: Path) -> None:
+    front, template, turns = await talk("x"), TEMPLATES[row["template"]], [USER, BEGUN] if row["begun"] else [USER]
     front.session.tokens.tokenizer.chat_templates = {"default": template}
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
-    ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **rendered)
+    ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **row["theirs"])
     for route in (CHATS, "/tokenize"):
-        answer = await front.post(route, {"messages": turns} | wanted)
+        answer = await front.post(route, {"messages": turns} | row["request"])
         assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
     assert front.job.submits[-1].prompt.tolist() == answer.json()["tokens"] == ids
 
