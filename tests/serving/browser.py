@@ -110,6 +110,13 @@ async def send(front: Front, page: Page, text: str | None = None, keys: str = "E
     await requested(front, page.press("#text", keys))
 
 
+async def begin(front: Front, page: Page, question: str, text: str) -> None:
+    """A question, and the beginning of its answer."""
+    await send(front, page, question)
+    await front.job.write(text)  # type: ignore[attr-defined]
+    await shown(page, text.strip())
+
+
 async def answer(front: Front, page: Page, text: str, finish: str = "stop") -> None:
     """Says the rest of an answer."""
     await front.job.write(text, finish)

@@ -14,6 +14,7 @@ from tests.serving.browser import (
     IN_CHROMIUM,
     Browse,
     answer,
+    begin,
     press,
     prompt,
     ready,
@@ -157,9 +158,7 @@ async def test_what_a_model_writes_does_nothing(browse: Browse) -> None:
 @pytest.mark.parametrize("how", ["Escape", "button"])
 async def test_an_answer_is_stopped(how: str, browse: Browse) -> None:
     front, page = await browse()
-    await send(front, page, "Count")
-    await front.job.write("one two")
-    await shown(page, "two")
+    await begin(front, page, "Count", "one two")
     await (page.keyboard.press("Escape") if how == "Escape" else press(page, "Stop"))
     await until(lambda: front.job.aborts)
     await told(page, re.compile("^Stopped · first token after "))
@@ -254,9 +253,7 @@ async def test_a_long_prompt_has_its_progress_and_the_time_left(browse: Browse) 
 async def test_a_restart_is_told_and_survived(tmp_path: Path, browse: Browse) -> None:
     front, page = await browse()
     job = front.job
-    await send(front, page, "Wait")
-    await job.write("one ")
-    await shown(page, "one")
+    await begin(front, page, "Wait", "one ")
     await job.close()
     job.die()
     await told(page, re.compile("^The server is restarting: .*goes on"))

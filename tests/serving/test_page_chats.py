@@ -14,6 +14,7 @@ from tests.serving.browser import (
     Browse,
     Teller,
     answer,
+    begin,
     press,
     prompt,
     ready,
@@ -55,9 +56,7 @@ async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
     await expect(page.locator(".said")).to_have_text("one two three")
     await expect(page.locator(".thinking p")).to_have_text("Hm.")
 
-    await send(front, page, "Letters")
-    await job.write("a b")
-    await shown(page, "a b")
+    await begin(front, page, "Letters", "a b")
     await page.wait_for_function(SAVED, arg="a b")
     other = await page.context.new_page()  # another tab does not answer it too
     await other.goto(page.url)
@@ -170,9 +169,7 @@ async def test_an_answer_goes_on_while_another_chat_is_read(browse: Browse) -> N
     items = page.locator("nav a")
     await turn(front, page, "First?", "One.")
     await press(page, "New chat")
-    await send(front, page, "Second?")
-    await front.job.write("a b")
-    await shown(page, "a b")
+    await begin(front, page, "Second?", "a b")
     await items.last.click()
     await expect(page.locator(".said")).to_have_text("One.")
     await answer(front, page, " c")
@@ -273,9 +270,7 @@ async def test_a_server_that_ends_is_looked_for_and_the_answer_goes_on(
     tmp_path: Path, model: Path, browse: Browse
 ) -> None:
     ended, page = await browse()
-    await send(ended, page, "Count")
-    await ended.job.write("one")
-    await shown(page, "one")
+    await begin(ended, page, "Count", "one")
     ended.core.draining = True  # as a server does, from its signal to its end
     ended.core.fail("the server has ended")
     await told(page, re.compile("^The server is draining: .* The answer goes on once it is back"))
@@ -299,9 +294,7 @@ async def test_a_server_that_ends_is_looked_for_and_the_answer_goes_on(
 
 async def test_an_answer_that_fails_the_server_is_not_asked_again(browse: Browse) -> None:
     front, page = await browse()
-    await send(front, page, "Hurt")
-    await front.job.write("one")
-    await shown(page, "one")
+    await begin(front, page, "Hurt", "one")
     await page.clock.install()
     await front.job.say(front.job.submits[-1], [], "error", reason="the engine failed")
     await told(page, re.compile("the engine failed"))

@@ -146,7 +146,7 @@ OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object"}}]})
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def larger(tmp_path: Path) -> Path:
     """The demo model, whose tokenizer has a token more than the model has logits for."""
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 4096, "content": MORE})
@@ -154,9 +154,9 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("vocab", [4096, 4097, 4200])
-def test_masks_have_a_bit_for_each_logit(vocab: int, model: Path) -> None:
+def test_masks_have_a_bit_for_each_logit(vocab: int, larger: Path) -> None:
     """End tokens beyond them cannot be drawn either."""
-    grammars = Grammars(model / "tokenizer.json", vocab, [0, 9999])
+    grammars = Grammars(larger / "tokenizer.json", vocab, [0, 9999])
     answer = grammars.begun(OBJECT)
     assert len(answer.allowed()) == -(-vocab // 32)
     (brace,) = np.unpackbits(answer.allowed().view(np.uint8), bitorder="little").nonzero()[0].tolist()
@@ -182,8 +182,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def test_a_text_with_a_token_beyond_the_logits_is_refused(model: Path, serve: Serve) -> None:
-    front = await serve(FakeJob(ready=replace(READY, model=str(model), guided=True)))
+async def test_a_text_with_a_token_beyond_the_logits_is_refused(larger: Path, serve: Serve) -> None:
+    front = await serve(FakeJob(ready=replace(READY, model=str(larger), guided=True)))
     for path, body in ASKED:
         answer = await front.post(f"/v1/{path}", body)
         what = f"contains '{MORE}', token 4096 of the tokenizer, and the model's vocabulary is [0, 4096)"
