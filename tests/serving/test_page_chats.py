@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Page, expect
 
 from tests.serving.browser import (
     IN_CHROMIUM,
@@ -40,6 +41,13 @@ SAVED = """text => new Promise((done) => {
 })"""
 
 
+async def saved(page: Page, text: str) -> None:
+    """Waits until the browser keeps a text: it is saved now and then."""
+    async with asyncio.timeout(60):
+        while not await page.evaluate(SAVED, text):
+            await asyncio.sleep(0.05)
+
+
 async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
     front, page = await browse()
     job = front.job
@@ -48,7 +56,7 @@ async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
     assert "Count" in prompt(front)
     await job.write("<think>Hm.</think>one two")
     await shown(page, "one two")
-    await page.wait_for_function(SAVED, arg="one two")  # it is saved now and then
+    await saved(page, "one two")
     await requested(front, page.reload())
     await shown(page, "one two")
     assert prompt(front).endswith("<|im_start|>assistant\none two")
@@ -57,7 +65,7 @@ async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
     await expect(page.locator(".thinking p")).to_have_text("Hm.")
 
     await begin(front, page, "Letters", "a b")
-    await page.wait_for_function(SAVED, arg="a b")
+    await saved(page, "a b")
     other = await page.context.new_page()  # another tab does not answer it too
     await other.goto(page.url)
     await ready(other)
