@@ -7,7 +7,9 @@ import gzip
 import json
 import re
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -15,48 +17,56 @@ from helix.config import ServeConfig
 from helix.engine.request import Request
 from launch.serving.http import listen
 from tests.serving.chats import CHATS, COMPLETIONS
-from tests.serving.front import FakeJob, Serve, until
+from tests.serving.front import FakeJob, Front, Serve, until
+
+Connect = Callable[[Front, str, Any], Awaitable[asyncio.StreamReader]]
 
 
-async def test_a_slow_reader_gets_larger_pieces_and_then_the_end(serve: Serve) -> None:
-    """While nobody reads, tokens wait as ids; where nobody does for long, the request ends."""
-    stuck = asyncio.Event()
-
-    async def flood(job: FakeJob, submit: Request) -> None:
-        while not stuck.is_set():
-            await job.say(submit, [200] * 1000)
-            await asyncio.sleep(0.001)
-
-    front = await serve(FakeJob(flood), slow_s=0.5)
-    body = {"prompt": [1], "max_tokens": 4000, "stream": True}
-    _reader, writer = await front.connect(COMPLETIONS, body, limit=1)
-    await until(lambda: front.job.aborts)
-    stuck.set()
-    assert front.core.flights == {}
-    writer.close()
-
-
-@pytest.mark.parametrize("reads", [False, True])
-async def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(
-    reads: bool, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would hold the answer's memory for as long as it likes; one that reads on, however slowly, has all of it."""
+@pytest.fixture
+async def narrow(monkeypatch: pytest.MonkeyPatch) -> Connect:
+    """`await narrow(front, path, body)` is a connection with the smallest buffers, which are soon full."""
 
     def listening(serve: ServeConfig) -> socket.socket:
         (made := listen(serve)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made
 
+    async def connect(front: Front, path: str, body: Any) -> asyncio.StreamReader:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", front.port))
+        return (await front.connect(path, body, sock=client, limit=4096))[0]
+
+    monkeypatch.setattr("tests.serving.front.listen", listening)
+    return connect
+
+
+async def test_a_slow_reader_gets_larger_pieces_and_then_the_end(narrow: Connect, serve: Serve) -> None:
+    """While nobody reads, tokens wait as ids; where nobody does for long, the request ends."""
+
+    async def flood(job: FakeJob, submit: Request) -> None:
+        while not job.aborts:
+            await job.say(submit, [200] * 1000)
+            await asyncio.sleep(0.001)
+
+    front = await serve(FakeJob(flood), slow_s=0.5)
+    _reader = await narrow(front, COMPLETIONS, {"prompt": [1], "max_tokens": 4000, "stream": True})
+    await until(lambda: front.job.aborts)
+    assert front.core.flights == {}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(
+    reads: bool, narrow: Connect, serve: Serve
+) -> None:
+    """It would hold the answer's memory for as long as it likes; one that reads on, however slowly, has all of it."""
+
     async def telling(job: FakeJob, submit: Request) -> None:
         every = [(-1.0, [(token, -1.0) for token in range(20)])] * 400
         await job.say(submit, [100] * 400, "length", logprobs=tuple(every))
 
-    monkeypatch.setattr("tests.serving.front.listen", listening)
     front = await serve(FakeJob(telling), slow_s=600)  # the test looks in place of the clock
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.connect(("127.0.0.1", front.port))
-    reader, _ = await front.connect(CHATS, body, sock=client, limit=4096)
+    reader = await narrow(front, CHATS, body)
     await until(lambda: any(one._slow for one in front.server.server_state.connections))
     (connection,) = front.server.server_state.connections
     left, got = connection.transport.get_write_buffer_size(), 0

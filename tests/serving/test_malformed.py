@@ -113,7 +113,7 @@ def test_a_large_mistake_costs_no_more_than_a_small_one(schema: Any, body: dict[
     assert cause is None or (isinstance(cause, ValidationError) and cause.error_count() < 10)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_whatever_a_body_holds_is_read_or_refused_by_name(data: st.DataObject) -> None:
     values = st.recursive(

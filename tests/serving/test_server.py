@@ -192,6 +192,7 @@ def test_a_rank_that_dies_is_a_pause(server: Server, victim: int) -> None:
     assert not reading.is_alive() and "".join(texts) == expected
 
 
+@pytest.mark.slow
 def test_a_log_on_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     """Neither the connection of an answer, nor the server when a rank dies. A limit on files stands in for the disk."""
     server = Server(tmp_path, command=["env", *SERVE])  # copies would begin with the streams of this one
