@@ -315,14 +315,12 @@ async def test_a_prompt_is_told_with_its_logprobs(new: int, stream: bool, serve:
     answer = await front.post(COMPLETIONS, body)
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = [{}, {}]
-    pieces = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:7] == "data: {"]
-    for piece in pieces if stream else [answer.json()]:
-        for choice in piece["choices"]:
-            told = found[choice["index"]]
-            for name, part in choice["logprobs"].items():
-                told[name] = told.get(name, []) + part
-            told["text"] = told.get("text", "") + choice["text"]
-            told["finish_reason"] = choice["finish_reason"]
+    for choice in (choice for piece in pieces(answer) for choice in piece["choices"]):
+        told = found[choice["index"]]
+        for name, part in choice["logprobs"].items():
+            told[name] = told.get(name, []) + part
+        told["text"] = told.get("text", "") + choice["text"]
+        told["finish_reason"] = choice["finish_reason"]
     drawn = [400, 401][:new]
     for told, ids in zip(found, (PROMPT, [300]), strict=True):
         texts = [text(token) for token in [*ids, *drawn]]
