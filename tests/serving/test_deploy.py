@@ -79,7 +79,8 @@ def test_compose_starts_the_image_and_who_watches_it() -> None:
     assert config.serve.api_keys == "/run/secrets/keys" and helix["secrets"] == ["keys"]
     assert helix["ports"] == [f"{config.serve.port}:{config.serve.port}"]
     assert int(helix["stop_grace_period"].removesuffix("s")) > config.serve.drain_s
-    assert SCRAPED["static_configs"][0]["targets"] == [f"helix:{config.serve.port}"]
+    assert SCRAPED["metrics_path"] == "/metrics" and SCRAPED["authorization"]["type"] == "Bearer"
+    assert SCRAPED["static_configs"] == [{"targets": [f"helix:{config.serve.port}"]}]
     (secret,) = services["prometheus"]["secrets"]
     assert SCRAPED["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
     volumes = [volume for service in services.values() for volume in service.get("volumes", ()) if "$" not in volume]
