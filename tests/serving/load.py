@@ -76,7 +76,10 @@ def request(method: str, path: str, body: str = "") -> bytes:
 
 def asked(connection: socket.socket, path: str) -> socket.socket:
     connection.sendall(request("GET", path))
-    assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+    answer = b""
+    while not answer.endswith(b"}"):  # JSON: head and body may come in two pieces
+        answer += connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
     return connection
 
 
