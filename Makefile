@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Or each of the processes that tests start would compile all modules again, and pytest rewrite all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run serve chat test test-all test-real test-gpu test-faults test-page test-load test-kills lint format bench docs clean
+.PHONY: help run serve chat test test-all test-real test-gpu test-faults test-clients test-load test-kills lint format bench docs clean
 .DEFAULT_GOAL := run
 
 help:  ## List the targets.
@@ -50,9 +50,8 @@ test-gpu: $(VENV)/.installed  ## Run the tests that need GPUs, and the kernels' 
 test-faults: $(VENV)/.installed  ## Plant one mistake after another: a test has to notice each.
 	$(BIN)/python -m tests.faults $(ARGS)
 
-test-page: $(VENV)/.installed  ## Use the server's page in Chromium, without a screen.
-	@$(BIN)/python -c "from tests.serving import browser as t; t.BINARY or exit('error: ' + t.MISSING)"
-	$(BIN)/python -m pytest tests/serving/test_page.py tests/serving/test_page_chats.py -m slow $(ARGS)
+test-clients: $(VENV)/.installed  ## Use the server's page in Chromium, and clients and routers of others that are at hand.
+	$(BIN)/python -m pytest tests -m clients -rs $(ARGS)
 
 test-load: $(VENV)/.installed  ## Hold 10,000 connections to a server beside 32 streams, then leave it alone.
 	$(BIN)/python -m tests.serving.load $(ARGS)

@@ -29,7 +29,6 @@ class Agents:
             people go to lunch.
         retries: share of turns that are sent once more.
         long: tokens with which one conversation begins, that goes on for ever; 0 for none.
-        long_idle: how many times longer that one is idle.
     """
 
     turns: int = 1500
@@ -42,7 +41,6 @@ class Agents:
     idle: float = 24.0
     retries: float = 0.05
     long: int = 256_000
-    long_idle: float = 1.0
 
     def prompts(self, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Prompt and output, int32, of each turn, in the order in which they are served."""
@@ -57,26 +55,24 @@ class Agents:
             first = systems[rng.integers(self.systems)]
             return np.concatenate((first, words(self.long))) if long else first
 
-        due: list[tuple[float, int, bool]] = []
+        due: list[tuple[float, int]] = []  # conversation 0 is the long one, if there is one
         told = {}
+        endless = 0 if self.long else None
         for i in range(self.at_once):
-            told[i] = begin(long=i == 0 and self.long > 0)
-            heappush(due, (rng.exponential(self.idle), i, i == 0 and self.long > 0))
+            told[i] = begin(long=i == endless)
+            heappush(due, (rng.exponential(self.idle), i))
         for _ in range(self.turns):
-            now, i, long = heappop(due)
-            prompt, output = (
-                np.concatenate((told[i], words(rng.exponential(self.user)))),
-                words(rng.exponential(self.output)),
-            )
+            now, i = heappop(due)
+            prompt = np.concatenate((told[i], words(rng.exponential(self.user))))
+            output = words(rng.exponential(self.output))
             yield prompt, output
             if rng.random() < self.retries:
                 output = words(rng.exponential(self.output))
                 yield prompt, output
             told[i] = np.concatenate((prompt, output))
-            if not long and rng.random() < 1 / self.length:
+            if i != endless and rng.random() < 1 / self.length:
                 told[i] = begin(long=False)
-            idle = self.idle * (self.long_idle if long else 1.0)
-            heappush(due, (now + idle * rng.lognormal(-0.72, 1.2), i, long))
+            heappush(due, (now + self.idle * rng.lognormal(-0.72, 1.2), i))
 
 
 @dataclass

@@ -64,15 +64,9 @@ def continuation(prompt: tuple[int, ...], new_tokens: int) -> Continuation:
     ids, threads = torch.tensor([prompt]), torch.get_num_threads()
     torch.set_num_threads(2)  # nothing runs beside it
     done = theirs().generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
+        pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
     torch.set_num_threads(threads)
     logits = torch.cat(done.logits).float()  # [new_tokens, V]
     return Continuation(prompt, tuple(done.sequences[0, len(prompt) :].tolist()), logits)

@@ -45,18 +45,14 @@ class DyingLink(Link):
 
 
 class EngineJob:
-    """An engine, and another one each time that it dies.
+    """An engine of one rank, and another one each time that it dies.
 
     Args:
-        make: an engine of one rank.
-        model: what holds its tokenizer.
         deaths: of each engine, after how many messages it dies; those behind them live.
         among: requests that have to come before messages are counted: whoever asks later finds no engine.
     """
 
-    def __init__(
-        self, make: Callable[[], Engine], model: Path, deaths: tuple[int, ...] = (), among: int = 1
-    ) -> None:  # fmt: skip
+    def __init__(self, make: Callable[[], Engine], model: Path, deaths: tuple[int, ...] = (), among: int = 1) -> None:
         self._make, self._model, self._among = make, model, among
         self._deaths = [*deaths]
         self._inbox = Inbox()

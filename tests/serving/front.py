@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvloop
 
 from helix.config import ServeConfig
 from helix.engine.request import Logprobs, Request, RequestUpdate
+from helix.tokenizer import load_tokenizer
 from launch.client.core import Core
-from launch.client.frames import Cancel, FrameDecoder, Message, Ready, encode, encode_tokens
+from launch.client.frames import Cancel, FrameDecoder, Message, Ready, Stop, encode, encode_tokens
 from launch.client.session import Session
 from launch.client.supervisor import Supervisor
 from launch.serving.http import Server, listen, make_server
@@ -29,18 +31,28 @@ READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 4096, 8, (0,))
 DEADLINE_S = 60.0
 
 
+def text_of(name: str) -> str:
+    return (Path(__file__).parent / "texts" / name).read_text(encoding="utf-8")
+
+
+def changed(directory: Path, files: dict[str, Any], of: Path = DEMO) -> Path:
+    """A model's directory with other files, texts or JSON."""
+    directory.mkdir()
+    for file in of.iterdir():
+        if file.name not in files:
+            (directory / file.name).symlink_to(file)
+    for name, content in files.items():
+        (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return directory
+
+
 def without_template(directory: Path) -> Path:
-    """The demo model's tokenizer, without a chat template."""
-    (made := directory / "demo-model").mkdir()
-    (made / "tokenizer.json").symlink_to(DEMO / "tokenizer.json")
     settings = json.loads((DEMO / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (made / "tokenizer_config.json").write_text(json.dumps(settings))
-    return made
+    return changed(directory / "demo-model", {"tokenizer_config.json": settings | {"chat_template": None}})
 
 
 Script = Callable[["FakeJob", Request], Awaitable[None]]
-Check = Callable[["Front"], Awaitable[None]]
+Serve = Callable[..., Awaitable["Front"]]  # of `front`, without a directory: the fixture `serve`
 
 
 async def counting(job: FakeJob, submit: Request) -> None:
@@ -63,6 +75,8 @@ class FakeJob:
     got: list[Message] = field(default_factory=list)
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
     server: asyncio.Server | None = None
+    path: Path = Path()
+    starts: int = 0
 
     @property
     def submits(self) -> list[Request]:
@@ -73,7 +87,13 @@ class FakeJob:
         return [message.id for message in self.got if isinstance(message, Cancel)]
 
     async def listen(self, path: Path) -> None:
+        self.path = path
         self.server = await asyncio.start_unix_server(self._serve, path)
+
+    async def listen_again(self) -> None:
+        """Comes back at the same place, after `close`."""
+        self.path.unlink(missing_ok=True)
+        await self.listen(self.path)
 
     async def say(self, submit: Request, ids: list[int], finish: str | None = None, **more: Any) -> None:
         if ids and finish is None and not more:  # as ranks do
@@ -99,6 +119,7 @@ class FakeJob:
             self.server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.starts += 1
         self.writers.append(writer)
         self.send(self.ready)
         decoder, tasks = FrameDecoder(), []
@@ -106,7 +127,9 @@ class FakeJob:
             while data := await reader.read(1 << 20):
                 for message in decoder.feed(data):
                     self.got.append(message)
-                    if isinstance(message, Request):
+                    if isinstance(message, Stop):
+                        writer.close()
+                    elif isinstance(message, Request):
                         tasks.append(asyncio.create_task(self.script(self, message)))  # type: ignore[arg-type]
         for task in tasks:
             task.cancel()
@@ -115,9 +138,9 @@ class FakeJob:
 @dataclass
 class Front:
     url: str
+    client: httpx.AsyncClient
     core: Core
     api: Api
-    session: Session
     job: FakeJob
     supervisor: Supervisor
     server: Server
@@ -126,13 +149,15 @@ class Front:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
-    async def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=DEADLINE_S, verify=False) as client:
-            return await client.post(f"{self.url}{path}", **({"json": body} if body is not None else {}), **more)
+    @property
+    def session(self) -> Session:
+        return self.api.session  # type: ignore[return-value]
 
-    async def options(self, path: str, **more: Any) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=DEADLINE_S, verify=False) as client:
-            return await client.options(f"{self.url}{path}", **more)
+    async def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        return await self.client.post(path, **({"json": body} if body is not None else {}), **more)
+
+    async def get(self, path: str, **more: Any) -> httpx.Response:
+        return await self.client.get(path, **more)
 
     async def connect(self, path: str, body: Any, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection on which a request has been sent; its bytes are the test's to read."""
@@ -143,16 +168,15 @@ class Front:
         writer.write(head.encode() + content)
         return reader, writer
 
-    async def get(self, path: str, **more: Any) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=DEADLINE_S, verify=False) as client:
-            return await client.get(f"{self.url}{path}", **more)
+    async def metrics(self) -> dict[str, float]:
+        return metrics_of((await self.get("/metrics")).text)
 
 
 @asynccontextmanager
-async def front(directory: Path, job: FakeJob | None = None, **settings: Any) -> AsyncIterator[Front]:
+async def front(directory: Path, job: Any = None, **settings: Any) -> AsyncIterator[Front]:
     """A front end over a job, ready."""
     job = job or FakeJob()
-    path = directory / "job.sock"
+    path = Path(tempfile.mkdtemp(dir=directory)) / "job.sock"
     serve = replace(ServeConfig(), attach=str(path), **{"port": 0, **settings})
     api = Api(serve, Keys(serve.api_keys))
     core = api.core
@@ -163,8 +187,10 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     await job.listen(path)
     tasks = [asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(supervisor.keep())]
     await until(lambda: core.state == "ready" and server.started)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        yield Front(f"http://127.0.0.1:{listener.getsockname()[1]}", core, api, api.session, job, supervisor, server)
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, verify=False) as client:
+            yield Front(url, client, core, api, job, supervisor, server)
     finally:
         server.should_exit = True
         await tasks[0]
@@ -173,15 +199,58 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
         await job.close()
 
 
-def run(check: Check, directory: Path, job: FakeJob | None = None, **settings: Any) -> None:
-    """Runs a check of a front end, in an event loop as the server's."""
+def pieces(answer: httpx.Response) -> list[dict[str, Any]]:
+    """What a stream tells one after the other, or the whole answer."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return [answer.json()]
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
-    async def with_front() -> None:
-        async with front(directory, job, **settings) as made, asyncio.timeout(110):
-            await check(made)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(with_front())
+@dataclass
+class Read:
+    """A choice as its client puts it together.
+
+    Attributes:
+        calls: names and arguments.
+        ends: why it ended.
+    """
+
+    thinking: str = ""
+    content: str = ""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    ends: str | None = None
+
+
+def read(answer: httpx.Response, index: int = 0) -> Read:
+    """A choice of a completion or a chat, whole or streamed."""
+    assert answer.status_code == 200, answer.text
+    found = Read()
+    for choice in (choice for piece in pieces(answer) for choice in piece["choices"] if choice["index"] == index):
+        said = choice.get("delta") or choice.get("message") or choice
+        found.thinking += said.get("reasoning_content") or ""
+        found.content += said.get("content") or said.get("text") or ""
+        for call in said.get("tool_calls") or ():
+            assert call.get("index", len(found.calls)) == len(found.calls)
+            found.calls.append((call["function"]["name"], json.loads(call["function"]["arguments"])))
+        found.ends = choice["finish_reason"]
+    return found
+
+
+@cache
+def tokens_of(text: str, model: str) -> list[int]:
+    return load_tokenizer(model).encode(text, add_special_tokens=False)
+
+
+def saying(text: str, finish: str | None = "stop", end: int = 0) -> Script:
+    """A job that says a text, a token at a time, and how it ends: by a token of the model, or at a limit."""
+
+    async def script(job: FakeJob, submit: Request) -> None:
+        for token in tokens_of(text, job.ready.model):
+            await job.say(submit, [token])
+        if finish:
+            await job.say(submit, [end] if finish == "stop" else [], finish)
+
+    return script
 
 
 def metrics_of(text: str) -> dict[str, float]:
@@ -190,7 +259,18 @@ def metrics_of(text: str) -> dict[str, float]:
     return {name.removeprefix("helix:"): float(value) for name, value in lines}
 
 
-async def until(holds: Callable[[], Any], seconds: float = DEADLINE_S) -> None:
-    async with asyncio.timeout(seconds):
+class Clock:
+    """A clock that a test owns, in place of a module's `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
         while not holds():
             await asyncio.sleep(0.01)

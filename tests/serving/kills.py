@@ -15,50 +15,41 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from launch.job.lifeline import status
 from launch.job.report import provenance
-from tests.serving.test_server import Server
+from tests.serving.test_server import Server, served
 
-STATES = "idle", "prefill", "decode", "drain"
 RANKS = 2
 REFUSED_S, BACK_S, GONE_S = 2.0, 15.0, 15.0  # what is promised
 DEADLINE_S = 120.0  # of whatever is waited for
-LENGTHS = {"idle": 24, "prefill": 24, "decode": 200, "drain": 200}  # of answers, tokens
-SETTINGS = f"layout.kvp={RANKS}", "serve.restarts=100000", "decode.prefill_chunk=128", "serve.drain_s=60"
+STATES = {"idle": 24, "prefill": 24, "decode": 200, "drain": 200}  # and tokens of answers
+SETTINGS = f"layout.kvp={RANKS}", "serve.restarts=1000", "decode.prefill_chunk=128", "serve.drain_s=60"
 Row = dict[str, Any]
 
 
-def body(state: str, number: int) -> dict[str, Any]:
-    """A request that is in a state for seconds; no prefix of it is in the cache."""
-    prompt = "# A line that is read, again and again.\n" * 100 if state == "prefill" else "def f"
-    more = {"temperature": 0.9, "seed": 5, "max_tokens": LENGTHS[state], "cache_salt": f"{state} {number}"}
-    return {"prompt": prompt, "stream": True, "return_progress": True, "ignore_eos": True} | more
-
-
 class Reader(Thread):
-    """A client that reads an answer to its end.
+    """A client that reads an answer to its end: of a request that is in a state for seconds.
 
     Attributes:
-        reads: set once a part of the prompt has been read.
-        writes: set with the first text.
+        reads, writes: set once a part of the prompt has been read, and with the first text.
         text: so far.
         wrong: what went wrong; None where nothing did.
     """
 
-    def __init__(self, server: Server, content: dict[str, Any]) -> None:
+    def __init__(self, server: Server, state: str, number: int) -> None:
         super().__init__(daemon=True)
-        self._request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(content).encode())
+        more = {"return_progress": True, "ignore_eos": True, "cache_salt": f"{state} {number}"}  # nothing is cached
+        prompt = "# A line that is read, again and again.\n" * 100 if state == "prefill" else "def f"
+        options = {"max_tokens": STATES[state], "temperature": 0.9, "seed": 5, "stream": True}
+        self._answer = lambda: server.complete(prompt, **options, extra_body=more)
         self.reads, self.writes = Event(), Event()
         self.text = ""
         self.wrong: str | None = "it did not end"
@@ -66,24 +57,16 @@ class Reader(Thread):
 
     def run(self) -> None:
         try:
-            with urllib.request.urlopen(self._request, timeout=DEADLINE_S) as answer:
-                for line in answer:
-                    if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-                        self._take(json.loads(line[6:]))
-            self.wrong = self.wrong if self.wrong != "it did not end" else None
-        except (OSError, ValueError) as error:
+            for piece in self._answer():
+                told = (piece.model_extra or {}).get("prompt_progress")
+                if told is not None and 0 < told["processed"] < told["total"]:
+                    self.reads.set()
+                for choice in piece.choices:
+                    self.text += choice.text
+                    self.writes.set()
+            self.wrong = None
+        except Exception as error:
             self.wrong = f"{type(error).__name__}: {error}"
-
-    def _take(self, event: dict[str, Any]) -> None:
-        if "error" in event:
-            self.wrong = event["error"]["message"]
-            return
-        told = event.get("prompt_progress")
-        if told is not None and 0 < told["processed"] < told["total"]:
-            self.reads.set()
-        for choice in event["choices"]:
-            self.text += choice["text"]
-            self.writes.set()
 
     def is_in(self, state: str) -> None:
         """Waits until the request is in a state."""
@@ -92,23 +75,9 @@ class Reader(Thread):
         assert state != "prefill" or not self.writes.is_set(), "the prompt has been read already"
 
     def ended(self) -> str:
-        """The whole text.
-
-        Raises:
-            AssertionError: there is none.
-        """
         self.join(DEADLINE_S)
         assert self.wrong is None and not self.is_alive(), self.wrong
         return self.text
-
-
-@contextmanager
-def started(directory: Path) -> Iterator[Server]:
-    server = Server(directory, *SETTINGS)
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 def age_s(server: Server) -> float:
@@ -118,24 +87,26 @@ def age_s(server: Server) -> float:
 
 
 def _is_rank(pid: int) -> bool:
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().startswith("helix rank")
-    except OSError:
-        return False
+    return False
 
 
-def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:
-    """Kills a rank; what became of the server and of the request.
-
-    Raises:
-        AssertionError: it is not what is promised.
-    """
-    victim = server.rank(number % RANKS)
-    reader = None if state == "idle" else Reader(server, body(state, number))
+def reader_in(server: Server, state: str, number: int) -> Reader | None:
+    """A request in a state, and a server that refuses others where it ends."""
+    reader = None if state == "idle" else Reader(server, state, number)
     if reader is not None:
         reader.is_in(state)
     if state == "drain":
-        drain(server)
+        server.process.send_signal(signal.SIGTERM)
+        server.until(503, REFUSED_S)
+    return reader
+
+
+def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:
+    """Kills a rank; what became of the server and of the request."""
+    victim = server.rank(number % RANKS)
+    reader = reader_in(server, state, number)
     begin = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     server.until(503, DEADLINE_S)
@@ -146,7 +117,7 @@ def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:
         row["load_s"] = age_s(server)
         row["back_s"] = time.monotonic() - begin - row["load_s"]
         assert row["back_s"] < BACK_S, f"new ranks were started after {row['back_s']:.1f} s"
-    text = (reader or Reader(server, body(state, number))).ended()
+    text = (reader or Reader(server, state, number)).ended()
     assert text == expected, f"other tokens: {text!r} for {expected!r}"
     if state == "drain":
         assert (code := server.process.wait(DEADLINE_S)) == 0, f"exit code {code}"
@@ -155,92 +126,52 @@ def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:
 
 
 def kill_front(server: Server, state: str) -> Row:
-    """Kills the front end; how long its ranks live.
-
-    Raises:
-        AssertionError: longer than is promised.
-    """
-    if state != "idle":
-        Reader(server, body(state, 0)).is_in(state)
-    if state == "drain":
-        drain(server)
+    """Kills the front end; how long its ranks live."""
+    reader_in(server, state, 0)
     begin = time.monotonic()
     server.process.kill()
     server.process.wait()
-    while left := server.members():
-        assert time.monotonic() < begin + GONE_S, f"processes {left} are left"
-        time.sleep(0.02)
+    server.gone(GONE_S)
     return {"gone_s": time.monotonic() - begin}
 
 
-def drain(server: Server) -> None:
-    """Tells a server to end, and waits until it refuses new requests."""
-    server.process.send_signal(signal.SIGTERM)
-    server.until(503, REFUSED_S)
-
-
-def rank_kills(state: str, times: int, expected: str, directory: Path) -> Iterator[Row]:
-    """Kills ranks in a state; where the server ends in that state, each time another one."""
-    numbers = [[number] for number in range(times)] if state == "drain" else [[*range(times)]]
-    for part in numbers:
-        with started(directory) as server:
-            for number in part:
-                yield kill_rank(server, state, number, expected)
-
-
-def front_kills(state: str, times: int, directory: Path) -> Iterator[Row]:
-    """Kills front ends in a state."""
-    for _ in range(times):
-        with started(directory) as server:
-            yield kill_front(server, state)
-
-
-def tried(process: str, state: str, kills: Iterator[Row]) -> Row:
-    """The worst of some kills, and what was wrong with the first that failed."""
+def tried(killed: str, state: str, times: int, kill: Callable[[Server, int], Row], directory: Path) -> Row:
+    """The worst of some kills, and what was wrong with the first that failed; some end their server."""
     rows: list[Row] = []
-    summary: Row = {"killed": process, "state": state}
+    summary: Row = {"killed": killed, "state": state}
+    each = 1 if killed == "front end" or state == "drain" else times
     try:
-        for row in kills:
-            rows.append(row)
-            print(".", end="", flush=True)
+        for begin in range(0, times, each):
+            with served(directory, *SETTINGS) as server:
+                rows += [kill(server, number) for number in range(begin, begin + each)]
     except AssertionError as error:
         summary["failed"] = str(error)
-    print(flush=True)
-    worst = {f"most_{key}": round(max(row[key] for row in rows), 2) for key in ({} if not rows else rows[0])}
+    worst = {f"most_{key}": round(max(row[key] for row in rows), 2) for key in (rows[0] if rows else ())}
     return summary | {"kills": len(rows)} | worst
 
 
 def kills(times: int, directory: Path) -> Iterator[Row]:
-    """Kills ranks, then front ends, and yields the outcomes, one row per state."""
-    with started(directory) as server:
-        texts = {state: Reader(server, body(state, -1)).ended() for state in STATES}
+    with served(directory, *SETTINGS) as server:
+        texts = {state: Reader(server, state, -1).ended() for state in STATES}
+    for state, text in texts.items():
+        yield tried("rank", state, times, lambda *at, s=state, t=text: kill_rank(at[0], s, at[1], t), directory)
     for state in STATES:
-        yield tried("rank", state, rank_kills(state, times, texts[state], directory))
-    for state in STATES:
-        yield tried("front end", state, front_kills(state, -(-times // len(STATES)), directory))
+        few = -(-times // len(STATES))
+        yield tried("front end", state, few, lambda *at, s=state: kill_front(at[0], s), directory)
 
 
-def main(arguments: list[str]) -> int:
+def main(times: str = "20", record: str | None = None) -> int:
     """Returns 1 where a promise is broken."""
-    given = dict(argument.split("=", 1) for argument in arguments)
-    if unknown := set(given) - {"times", "record"}:
-        sys.exit(f"error: {', '.join(sorted(unknown))} unknown; known: times, record")
-    times = int(given.get("times", 20))
-    rows: list[Row] = []
-    facts = {"name": "kills", "ranks": RANKS, **provenance(torch.device("cpu"))}
+    failed, facts = False, {"name": "kills", "ranks": RANKS, **provenance(torch.device("cpu"))}
     with tempfile.TemporaryDirectory(prefix="helix-kills-") as folder:
-        for row in kills(times, Path(folder)):
-            rows.append(row)
-            if "record" in given:
-                with Path(given["record"]).open("a", encoding="utf-8") as file:
+        for row in kills(int(times), Path(folder)):
+            print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+            failed |= "failed" in row
+            if record is not None:
+                with Path(record).open("a", encoding="utf-8") as file:
                     file.write(json.dumps({**facts, **row}) + "\n")
-    columns = ["killed", "state", "kills", "most_load_s", "most_refused_s", "most_back_s", "most_gone_s", "failed"]
-    table = Table(*columns, title="seconds; load: of new ranks; back: beyond that")
-    for row in rows:
-        table.add_row(*(str(row.get(column, "")) for column in columns))
-    Console(width=140).print(table)
-    return int(any("failed" in row for row in rows))
+    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(**dict(argument.split("=", 1) for argument in sys.argv[1:])))

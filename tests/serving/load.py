@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import socket
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from http.client import HTTPConnection
 from pathlib import Path
+from select import select
 from threading import Event, Thread
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 
 from launch.job.lifeline import status
 from launch.job.report import provenance
-from tests.serving.test_server import Server
+from tests.serving.test_server import Server, served
 
 STREAMS = 32
 TOKENS = 1500  # of a stream: more than it gets
@@ -40,25 +39,24 @@ class Streams(Thread):
 
     Attributes:
         texts: pieces of text that each has got.
+        left: ends it.
     """
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
-        self.texts = [0] * STREAMS
-        self._left = Event()
-        self._selector = selectors.DefaultSelector()
-        for index in range(STREAMS):
+        self.texts, self.left = [0] * STREAMS, Event()
+        self._connections = [connected(port) for _ in range(STREAMS)]
+        for index, connection in enumerate(self._connections):
             body = {"prompt": f"def f{index}(", "stream": True, "max_tokens": TOKENS, "ignore_eos": True}
-            connection = connected(port)
             connection.sendall(request("POST", "/v1/completions", json.dumps(body)))
-            self._selector.register(connection, selectors.EVENT_READ, index)
         self.start()
 
     def run(self) -> None:
-        while not self._left.is_set():
-            for key, _ in self._selector.select(0.1):
-                assert isinstance(key.fileobj, socket.socket)
-                self.texts[key.data] += key.fileobj.recv(1 << 16).count(b'"text"')
+        while not self.left.is_set():
+            for connection in select(self._connections, [], [], 0.1)[0]:
+                self.texts[self._connections.index(connection)] += connection.recv(1 << 16).count(b'"text"')
+        for connection in self._connections:
+            connection.close()
 
     def all_write(self, seconds: float = 120.0) -> None:
         """Waits until each has got a text from now on."""
@@ -66,13 +64,6 @@ class Streams(Thread):
         while any(now == then for now, then in zip(self.texts, before, strict=True)):
             assert time.monotonic() < deadline, f"streams got {self.texts}"
             time.sleep(0.05)
-
-    def leave(self) -> None:
-        self._left.set()
-        self.join()
-        for key in [*self._selector.get_map().values()]:
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
 
 
 def connected(port: int) -> socket.socket:
@@ -83,35 +74,26 @@ def request(method: str, path: str, body: str = "") -> bytes:
     return f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
-def idle_connection(port: int) -> socket.socket:
-    """A connection that has been of use once, and is kept."""
-    connection = connected(port)
-    connection.sendall(request("GET", "/livez"))
-    assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+def asked(connection: socket.socket, path: str) -> socket.socket:
+    connection.sendall(request("GET", path))
+    answer = b""
+    while not answer.endswith(b"}"):  # JSON: head and body may come in two pieces
+        answer += connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
     return connection
 
 
 def health_ms(port: int) -> list[float]:
     """Measures the latencies of `/health`, sorted; every other connection is new."""
-    times, kept = [], HTTPConnection("127.0.0.1", port, timeout=30)
+    times, kept = [], connected(port)
     for number in range(PROBES):
         begin = time.perf_counter()
-        connection = kept if number % 2 else HTTPConnection("127.0.0.1", port, timeout=30)
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        answer.read()
+        connection = asked(kept if number % 2 else connected(port), "/health")
         times.append((time.perf_counter() - begin) * 1e3)
-        assert answer.status == 200, answer.status
         if connection is not kept:
             connection.close()
         time.sleep(BETWEEN_S)
     return sorted(times)
-
-
-def peak_mib(pid: int) -> float:
-    """Most memory that a process has had."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 def worked_s(pids: list[int]) -> list[float]:
@@ -124,16 +106,19 @@ def measured(server: Server, connections: int) -> dict[str, Any]:
     streams = Streams(port)
     streams.all_write()
     with ExitStack() as stack:
-        for _ in range(connections):
-            stack.enter_context(idle_connection(port))
+        for _ in range(connections):  # of use once, and kept
+            stack.enter_context(asked(connected(port), "/livez"))
         begin, texts = time.monotonic(), sum(streams.texts)
         times = health_ms(port)
         rate = (sum(streams.texts) - texts) / (time.monotonic() - begin)
         streams.all_write()  # none has ended
-        row: dict[str, Any] = {"connections": connections, "streams": STREAMS, "pieces_per_s": round(rate, 1)}
-        row |= {f"health_p{p}_ms": round(times[len(times) * p // 100], 1) for p in (50, 99)}
-        row |= {"health_most_ms": round(times[-1], 1), "front_peak_mib": round(peak_mib(front))}
-    streams.leave()
+        lines = Path(f"/proc/{front}/status").read_text().splitlines()
+        peak_mib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+    row: dict[str, Any] = {"connections": connections, "streams": STREAMS, "pieces_per_s": round(rate, 1)}
+    row |= {f"health_p{p}_ms": round(times[len(times) * p // 100], 1) for p in (50, 99)}
+    row |= {"health_most_ms": round(times[-1], 1), "front_peak_mib": round(peak_mib)}
+    streams.left.set()
+    streams.join()
     server.complete("x", max_tokens=1)  # the engine has given the streams up
     time.sleep(2 * TIMEOUT_S)
     pids = [front, *(pid for pid in server.members() if pid != front)]
@@ -144,25 +129,18 @@ def measured(server: Server, connections: int) -> dict[str, Any]:
     return row | {"idle_s": TIMEOUTS * TIMEOUT_S, "idle_cores": [round(share, 4) for share in shares]}
 
 
-def main(arguments: list[str]) -> int:
+def main(connections: str = "10000", record: str | None = None) -> int:
     """Returns 1 where a promise is broken."""
-    given = dict(argument.split("=", 1) for argument in arguments)
-    if unknown := set(given) - {"connections", "record"}:
-        sys.exit(f"error: {', '.join(sorted(unknown))} unknown; known: connections, record")
-    with tempfile.TemporaryDirectory(prefix="helix-load-") as directory:
-        server = Server(Path(directory), *SETTINGS)
-        try:
-            row = measured(server, int(given.get("connections", 10000)))
-        finally:
-            server.kill()
+    with tempfile.TemporaryDirectory(prefix="helix-load-") as directory, served(Path(directory), *SETTINGS) as server:
+        row = measured(server, int(connections))
     for name, value in row.items():
         print(f"{name}: {value}")
-    if "record" in given:
-        with Path(given["record"]).open("a", encoding="utf-8") as file:
+    if record is not None:
+        with Path(record).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"name": "load", **provenance(torch.device("cpu")), **row}) + "\n")
     kept = row["health_p99_ms"] <= MOST_MS and row["front_peak_mib"] < MOST_MIB
     return int(not kept or max(row["idle_cores"]) >= MOST_SHARE)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(**dict(argument.split("=", 1) for argument in sys.argv[1:])))

@@ -8,29 +8,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.serving.browser import Page, chat_model, free, picture, press, ready, run, send, turn
-from tests.serving.front import ROOT, Front
+from playwright.async_api import Page, async_playwright
+
+from tests.serving.browser import Teller, opened, press, ready, send, started, turn
+from tests.serving.chats import chat_model
+from tests.serving.front import ROOT, Front, text_of
 
 IMAGES = ROOT / "docs" / "images"
 SYSTEM = "You explain how attention is computed over several GPUs. Be brief, and show formulas and code."
 TITLES = {"Which layout for 8 GPUs and 1M tokens?": "KVP 8.", "What does HOP-B hide?": "The exchange."}
 QUESTION = "How do partial results of attention become one?"
-ANSWER = r"""Each rank attends to its part of the keys, and returns its output $o_r$ with the log-sum-exp $\ell_r$.
-The exact result is a sum in which each rank has the weight of its part:
-
-$$
-o = \sum_r e^{\,\ell_r - \ell}\, o_r, \qquad \ell = \log \sum_r e^{\,\ell_r}
-$$
-
-An empty part has \(\ell_r = -\infty\), so its weight is 0. In code:
-
-```python
-def merge_states(outputs, lses):  # [ranks, heads, dim], [ranks, heads]
-    total = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - total)  # [ranks, heads]
-    return (weights[..., None] * outputs).sum(dim=0)
-```
-"""
+ANSWER = text_of("picture.md")
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {"viewport": {"width": 1120, "height": 760}, "color_scheme": "light"},
     "dark": {"viewport": {"width": 1120, "height": 760}, "color_scheme": "dark"},
@@ -50,20 +38,21 @@ async def converse(front: Front, page: Page, name: str) -> None:
     for line in ANSWER.splitlines(keepends=True):
         await front.job.write(line)
         await asyncio.sleep(0.05)
-    await front.job.write("", "stop")
-    await free(page)
+    await answer(front, page, "")
     await page.locator("#talk").evaluate("one => one.scrollTop = 0")
     await page.mouse.move(0, 0)
-    await picture(page, IMAGES / f"page-{name}.png")
+    await page.screenshot(path=IMAGES / f"page-{name}.png")
 
 
-def main() -> None:
-    argparse.ArgumentParser("python -m tests.serving.pictures", description=__doc__).parse_args()
-    for name, look in LOOKS.items():
-        with tempfile.TemporaryDirectory() as directory:
-            model = chat_model(Path(directory) / "example-8b-instruct")
-            run(lambda front, page, name=name: converse(front, page, name), Path(directory), model, look)
+async def take() -> None:
+    async with async_playwright() as driver, await started(driver) as browser:
+        for name, look in LOOKS.items():
+            with tempfile.TemporaryDirectory() as directory:
+                teller = Teller(chat_model(Path(directory) / "example-8b-instruct"))
+                async with opened(browser, Path(directory), teller, look) as (front, page):
+                    await converse(front, page, name)
 
 
 if __name__ == "__main__":
-    main()
+    argparse.ArgumentParser("python -m tests.serving.pictures", description=__doc__).parse_args()
+    asyncio.run(take())

@@ -1,4 +1,4 @@
-"""Around all routes: ids, the log, CORS; and what the server says of itself."""
+"""Around all routes: keys, ids, the log, CORS; and what the server says of itself."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import pytest
 
 from helix.checks import check
 from helix.engine.request import Request, RequestUpdate
+from launch.client.errors import ApiError
 from launch.client.frames import Stats
 from launch.client.schemas import Chat, Completion
 from launch.inputs.compose import composed
-from tests.serving.front import READY, FakeJob, Front, metrics_of, run, silent, until
+from launch.serving.security import Keys
+from tests.serving.chats import CHATS, COMPLETIONS
+from tests.serving.front import READY, FakeJob, Serve, front, silent, until
 
-pytestmark = pytest.mark.timeout(120)
 HEX = "[0-9a-f]{32}"
+ORIGIN = "https://chat.example"
 
 
 async def cached(job: FakeJob, submit: Request) -> None:
@@ -25,40 +28,84 @@ async def cached(job: FakeJob, submit: Request) -> None:
     await job.say(submit, [101], "error" if submit.prompt[0] == 9 else "length", reason="planted")
 
 
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    (path := tmp_path / "keys").write_text("# ours\nada key-1\nbob key-2\neve clé-à\n", encoding="utf-8")
+    return str(path)
+
+
+async def test_keys_and_their_owners(keys: str, serve: Serve) -> None:
+    front = await serve(api_keys=keys)
+    body = {"prompt": [1], "max_tokens": 1}
+    for header in ({}, {"authorization": "Bearer key-3"}, {"authorization": "Basic key-1"}):
+        answer = await front.post(COMPLETIONS, body, headers=header)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    answer = await front.post("/v1/messages", body, headers={"x-api-key": "key-3"})
+    assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+    assert (await front.get("/v1/models")).status_code == 401
+    assert (await front.get("/health")).status_code == (await front.get("/livez")).status_code == 200
+    for key, more in ("key-1", {}), ("key-2", {}), ("key-1", {"cache_salt": "s"}), ("key-1", {"cache_salt": "bob"}):
+        answer = await front.post(COMPLETIONS, body | more, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+    assert len({submit.salt for submit in front.job.submits}) == 4
+    said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert (await front.post("/v1/messages", said, headers={"x-api-key": "key-1"})).status_code == 200
+
+
+@pytest.mark.parametrize("other", ["", "Bearer", "Bearer ", "Bearer undefined", "Basic cHJveHk6eA=="])
+def test_a_right_key_in_one_header_is_enough(other: str, keys: str) -> None:
+    """Clients of Anthropic's interface send an empty `Authorization` too, or proxies put theirs there."""
+    known = Keys(keys)
+    assert known.owner({"authorization": other, "x-api-key": "key-1"}) == "ada"
+    assert known.owner({"authorization": "Bearer key-1", "x-api-key": ""}) == "ada"
+    for wrong in ("", "key-3", "cle-a"):
+        with pytest.raises(ApiError, match="a key is needed"):
+            known.owner({"authorization": other, "x-api-key": wrong})
+
+
+def test_a_key_may_have_any_letters(keys: str) -> None:
+    """Clients send UTF-8, and the server sees its bytes one by one."""
+    sent = "clé-à".encode().decode("latin-1")
+    assert Keys(keys).owner({"authorization": f"Bearer {sent}"}) == Keys(keys).owner({"x-api-key": sent}) == "eve"
+
+
+def test_a_file_without_keys_is_refused_beside_an_empty_key_too(tmp_path: Path) -> None:
+    """HELIX_API_KEY may be set to nothing: a server of other hosts would be everybody's."""
+    (empty := tmp_path / "empty").write_text("# none yet\n")
+    for key in (None, "", "key-1"):
+        with pytest.raises(ValueError, match="holds no key"):
+            Keys(str(empty), key)
+
+
 @pytest.mark.parametrize("given, kept", [("ours-1", True), ("two words", False), ("x" * 129, False), (None, False)])
-def test_ids_are_given_back_and_are_in_answers_and_errors(given: str | None, kept: bool, tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        headers = {} if given is None else {"x-request-id": given}
-        for path, body, status in (
-            ("/v1/completions", {"prompt": [1]}, 200),
-            ("/v1/completions", {"prompt": [1], "stream": True}, 200),
-            ("/v1/completions", {"prompt": 1}, 400),
-            ("/v1/nowhere", {}, 404),
-        ):
-            answer = await front.post(path, body, headers=headers)
-            assert answer.status_code == status
-            (found,) = answer.headers.get_list("x-request-id")
-            assert found == given if kept else re.fullmatch(HEX, found)
-            assert (f'"cmpl-{found}"' if status == 200 else f'"request_id":"{found}"') in answer.text
-        answer = await front.post("/v1/completions", {"prompt": [9], "stream": True}, headers=headers)
-        assert f'"request_id":"{answer.headers["x-request-id"]}"' in answer.text
-
-    run(check, tmp_path, FakeJob(cached))
+async def test_ids_are_given_back_and_are_in_answers_and_errors(given: str | None, kept: bool, serve: Serve) -> None:
+    front = await serve(FakeJob(cached))
+    headers = {} if given is None else {"x-request-id": given}
+    for path, body, status in (
+        (COMPLETIONS, {"prompt": [1]}, 200),
+        (COMPLETIONS, {"prompt": [1], "stream": True}, 200),
+        (COMPLETIONS, {"prompt": 1}, 400),
+        ("/v1/nowhere", {}, 404),
+    ):
+        answer = await front.post(path, body, headers=headers)
+        assert answer.status_code == status
+        (found,) = answer.headers.get_list("x-request-id")
+        assert found == given if kept else re.fullmatch(HEX, found)
+        assert (f'"cmpl-{found}"' if status == 200 else f'"request_id":"{found}"') in answer.text
+    answer = await front.post(COMPLETIONS, {"prompt": [9], "stream": True}, headers=headers)
+    assert f'"request_id":"{answer.headers["x-request-id"]}"' in answer.text
 
 
-def test_the_log_has_a_line_for_each_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_log_has_a_line_for_each_request(
+    keys: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With what it took, and nothing of what it said; probes are not logged."""
-    keys = tmp_path / "keys"
-    keys.write_text("ada key-1\n")
-
-    async def check(front: Front) -> None:
+    async with front(tmp_path, FakeJob(cached), api_keys=keys) as made:
         for body in ({"prompt": [1, 2, 3], "n": 2}, {"prompt": [1, 2, 3], "stream": True}, {"prompt": [9]}, {"n": 0}):
             headers = {"authorization": "Bearer key-1", "x-request-id": "its-id"}
-            await front.post("/v1/completions?a=b", body, headers=headers)
+            await made.post("/v1/completions?a=b", body, headers=headers)
         for path in ("/health", "/livez", "/metrics", "/v1/loads", "/v1/models", "/a%0Ab"):
-            await front.get(path, headers={"x-request-id": "i"})
-
-    run(check, tmp_path, FakeJob(cached), api_keys=str(keys))
+            await made.get(path, headers={"x-request-id": "i"})
     seconds = r"\d+\.\d{3}s"
     expected = (
         f"its-id ada POST /v1/completions 200 in=3 cached=2 out=4 end=length,length first={seconds} total={seconds}",
@@ -74,48 +121,25 @@ def test_the_log_has_a_line_for_each_request(tmp_path: Path, capsys: pytest.Capt
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} " + pattern, line), (line, pattern)
 
 
-def test_a_client_that_left_is_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def check(front: Front) -> None:
-        for stream in (False, True):
-            _reader, writer = await front.connect("/v1/completions", {"prompt": [1], "stream": stream})
-            await until(lambda: front.core.flights)
-            writer.close()
-            await until(lambda: not front.core.flights)
-
-    run(check, tmp_path, FakeJob(silent))
-    said = capsys.readouterr().out
-    assert [line.split()[4:9] for line in said.splitlines()] == [
-        ["/v1/completions", status, "in=1", "cached=0", "out=0"] for status in ("499", "200")
-    ]
-    assert said.count("end=abort") == 2
+async def test_pages_of_other_origins_may_use_it_where_they_are_listed(serve: Serve) -> None:
+    front = await serve(cors=[ORIGIN])
+    wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    for origin, status, allowed in ((ORIGIN, 200, ORIGIN), ("https://other.example", 400, None)):
+        answer = await front.client.options(COMPLETIONS, headers={"origin": origin} | wanted)
+        assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (status, allowed)
+        assert answer.headers["access-control-allow-headers"] == "authorization"
+    for body, status in (({"prompt": [1], "stream": True}, 200), ({}, 400)):
+        answer = await front.post(COMPLETIONS, body, headers={"origin": ORIGIN})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
 
 
-ORIGIN = "https://chat.example"
-
-
-def test_pages_of_other_origins_may_use_it_where_they_are_listed(tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-        for origin, status, allowed in ((ORIGIN, 200, ORIGIN), ("https://other.example", 400, None)):
-            answer = await front.options("/v1/completions", headers={"origin": origin} | wanted)
-            assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (status, allowed)
-            assert answer.headers["access-control-allow-headers"] == "authorization"
-        for body, status in (({"prompt": [1], "stream": True}, 200), ({}, 400)):
-            answer = await front.post("/v1/completions", body, headers={"origin": ORIGIN})
-            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
-            assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
-
-    run(check, tmp_path, cors=[ORIGIN])
-
-
-def test_by_default_no_page_of_another_origin_may_use_it(tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
-        assert (await front.options("/v1/completions", headers=headers)).status_code == 405
-        answer = await front.post("/v1/completions", {"prompt": [1]}, headers=headers)
-        assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
-
-    run(check, tmp_path)
+async def test_by_default_no_page_of_another_origin_may_use_it(serve: Serve) -> None:
+    front = await serve()
+    headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    assert (await front.client.options(COMPLETIONS, headers=headers)).status_code == 405
+    answer = await front.post(COMPLETIONS, {"prompt": [1]}, headers=headers)
+    assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "https://", ""])
@@ -125,77 +149,67 @@ def test_what_is_no_origin_is_refused(origin: str) -> None:
     check(composed(["serve.cors=[https://chat.example:8443,app://notes,*]"]))
 
 
-def test_loads_are_what_routers_read(tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        body = {"prompt": [1, 2, 3], "max_tokens": 9}
-        connections = [await front.connect("/v1/completions", body) for _ in range(3)]
-        await until(lambda: len(front.job.submits) == 3)
-        front.job.send(RequestUpdate(1, 3, 0, 0))
-        front.job.send(RequestUpdate(2, 3, 2, 0))
-        front.job.send(RequestUpdate(2, new_ids=(1, 2, 3)))
-        front.job.send(Stats({"pages": 64, "pages_used": 16, "pages_cached": 32, "pages_free": 16}))
-        await until(lambda: front.core.stats)
-        loads = (await front.get("/v1/loads?include=core,queues")).json()
-        (load,) = loads["loads"]
-        rate = load.pop("gen_throughput")
-        assert rate > 0 and load == {
-            "dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 1, "num_total_reqs": 3,
-            "num_waiting_uncached_tokens": 3,
-            "num_used_tokens": READY.kv_tokens // 4, "num_cached_tokens": READY.kv_tokens // 2,
-            "max_total_num_tokens": READY.kv_tokens, "max_running_requests": 8, "token_usage": 0.25,
-            "utilization": 0.25, "cache_hit_rate": 2 / 3,
-        }  # fmt: skip
-        assert loads["dp_rank_count"] == 1 and loads["aggregate"] == {
-            "total_running_reqs": 2, "total_waiting_reqs": 1, "total_reqs": 3, "avg_token_usage": 0.25,
-            "avg_throughput": rate, "avg_utilization": 0.25,
-        }  # fmt: skip
-        values = metrics_of((await front.get("/metrics")).text)
-        assert (values["num_requests_running"], values["num_requests_waiting"]) == (2, 1)
-        for _reader, writer in connections:
-            writer.close()
-        front.core.draining = True
-        assert (await front.get("/v1/loads")).status_code == 503
-
-    run(check, tmp_path, FakeJob(silent))
+async def test_loads_are_what_routers_read(serve: Serve) -> None:
+    front = await serve(FakeJob(silent))
+    body = {"prompt": [1, 2, 3], "max_tokens": 9}
+    connections = [await front.connect(COMPLETIONS, body) for _ in range(3)]
+    await until(lambda: len(front.job.submits) == 3)
+    front.job.send(RequestUpdate(1, 3, 0, 0))
+    front.job.send(RequestUpdate(2, 3, 2, 0))
+    front.job.send(RequestUpdate(2, new_ids=(1, 2, 3)))
+    front.job.send(Stats({"pages": 64, "pages_used": 16, "pages_cached": 32, "pages_free": 16}))
+    await until(lambda: front.core.stats)
+    loads = (await front.get("/v1/loads?include=core,queues")).json()
+    (load,) = loads["loads"]
+    rate = load.pop("gen_throughput")
+    assert rate > 0 and load == {
+        "dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 1, "num_total_reqs": 3,
+        "num_waiting_uncached_tokens": 3,
+        "num_used_tokens": READY.kv_tokens // 4, "num_cached_tokens": READY.kv_tokens // 2,
+        "max_total_num_tokens": READY.kv_tokens, "max_running_requests": 8, "token_usage": 0.25,
+        "utilization": 0.25, "cache_hit_rate": 2 / 3,
+    }  # fmt: skip
+    assert loads["dp_rank_count"] == 1 and loads["aggregate"] == {
+        "total_running_reqs": 2, "total_waiting_reqs": 1, "total_reqs": 3, "avg_token_usage": 0.25,
+        "avg_throughput": rate, "avg_utilization": 0.25,
+    }  # fmt: skip
+    values = await front.metrics()
+    assert (values["num_requests_running"], values["num_requests_waiting"]) == (2, 1)
+    for _reader, writer in connections:
+        writer.close()
+    front.core.draining = True
+    assert (await front.get("/v1/loads")).status_code == 503
 
 
-def test_the_description_is_complete(tmp_path: Path) -> None:
+async def test_the_description_is_complete(serve: Serve) -> None:
     """Each route is in it, each reference leads somewhere, and fields are those of the schemas."""
-
-    async def check(front: Front) -> None:
-        told = (await front.get("/openapi.json")).json()
-        assert told["openapi"].startswith("3.1") and "security" not in told
-        assert {(path, method.upper()) for path, of in told["paths"].items() for method in of} == {
-            (path.replace(":path", ""), method) for path, method, *_ in front.api._routes
-        }
-        schemas = told["components"]["schemas"]
-        assert references(told) <= {f"#/components/schemas/{name}" for name in schemas}
-        for schema in (Chat, Completion):
-            assert schemas[schema.__name__]["properties"].keys() == schema.model_fields.keys()
-            assert all("description" in of for of in schemas[schema.__name__]["properties"].values())
-        chat = told["paths"]["/v1/chat/completions"]["post"]
-        assert chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Chat")
-        assert chat["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
-        assert all(of["summary"] != "None" for path in told["paths"].values() for of in path.values())
-
-    run(check, tmp_path)
+    front = await serve()
+    told = (await front.get("/openapi.json")).json()
+    assert told["openapi"].startswith("3.1") and "security" not in told
+    assert {(path, method.upper()) for path, of in told["paths"].items() for method in of} == {
+        (path.replace(":path", ""), method) for path, method, *_ in front.api._routes
+    }
+    schemas = told["components"]["schemas"]
+    assert references(told) <= {f"#/components/schemas/{name}" for name in schemas}
+    for schema in (Chat, Completion):
+        assert schemas[schema.__name__]["properties"].keys() == schema.model_fields.keys()
+        assert all("description" in of for of in schemas[schema.__name__]["properties"].values())
+    chat = told["paths"][CHATS]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Chat")
+    assert chat["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    assert all(of["summary"] != "None" for path in told["paths"].values() for of in path.values())
 
 
-def test_the_description_says_what_answers_are_and_which_need_a_key(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("ada key-1\n")
-
-    async def check(front: Front) -> None:
-        told = (await front.get("/openapi.json")).json()
-        for path in ("/", "/page/{name}", "/health", "/livez", "/openapi.json", "/metrics", "/v1/models", "/v1/loads"):
-            operation, url = told["paths"][path]["get"], path.format(name="page.css")
-            needed = operation.get("security", told["security"]) != []
-            assert (await front.get(url)).status_code == (401 if needed else 200), path
-            answer = await front.get(url, headers={"authorization": "Bearer key-1"})
-            (kind,) = operation["responses"]["200"]["content"]
-            assert kind in ("*/*", answer.headers["content-type"].partition(";")[0]), path
-
-    run(check, tmp_path, api_keys=str(keys))
+async def test_the_description_says_what_answers_are_and_which_need_a_key(keys: str, serve: Serve) -> None:
+    front = await serve(api_keys=keys)
+    told = (await front.get("/openapi.json")).json()
+    for path in ("/", "/page/{name}", "/health", "/livez", "/openapi.json", "/metrics", "/v1/models", "/v1/loads"):
+        operation, url = told["paths"][path]["get"], path.format(name="page.css")
+        needed = operation.get("security", told["security"]) != []
+        assert (await front.get(url)).status_code == (401 if needed else 200), path
+        answer = await front.get(url, headers={"authorization": "Bearer key-1"})
+        (kind,) = operation["responses"]["200"]["content"]
+        assert kind in ("*/*", answer.headers["content-type"].partition(";")[0]), path
 
 
 def references(value: Any) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import yaml
 from openai import AsyncOpenAI
 
 from launch.client.errors import ApiError
@@ -17,15 +18,22 @@ from launch.serving.messages import Messages
 from launch.serving.messages import chat_of as of_messages
 from launch.serving.responses import Responses
 from launch.serving.responses import chat_of as of_responses
-from tests.serving.front import Front
-from tests.serving.test_chat import CALL, USER, model, run  # noqa: F401
+from tests.serving.chats import CALL, PARAMETERS, REFUSALS, USER, Talk
 
-pytestmark = pytest.mark.timeout(120)
 SAYS = f"Hm.\n</think>\n\nLooking.\n{CALL}"
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 CITY = '{"city": "Paris"}'
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 ID = {"x-request-id": "r1"}
+ADAPTERS = yaml.safe_load(Path(__file__).with_name("adapters.yaml").read_text())
+
+
+def filled(value: Any, **facts: Any) -> Any:
+    """A value of the table with what is known once there is an answer."""
+    if isinstance(value, dict):
+        return {name: filled(of, **facts) for name, of in value.items()}
+    if isinstance(value, list):
+        return [filled(of, **facts) for of in value]
+    return facts[value[1:]] if isinstance(value, str) and value[:1] == "$" else value
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -59,123 +67,81 @@ def joined(found: list[dict[str, Any]], path: tuple[str, ...]) -> list[dict[str,
 TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
 
 
-def test_events_of_a_response(tmp_path: Path, model: Path) -> None:  # noqa: F811
-    async def check(front: Front) -> None:
-        body = {"input": USER["content"], "tools": [TOOL], "stream": True, "metadata": {"a": "b"}} | THINKING
-        answer = await front.post("/v1/responses", body, headers=ID)
-        found = events(answer.text)
-        assert [event.pop("sequence_number") for event in found] == list(range(len(found)))
-        assert "[DONE]" not in answer.text
-        told = joined(found, ("delta",))
-        (submit,) = front.job.submits
-        created, progress, *middle, completed = told
-        assert created["type"] == "response.created" and progress["type"] == "response.in_progress"
-        begun = created["response"]
-        assert begun == progress["response"] and begun["output"] == [] and begun["usage"] is None
-        assert (begun["id"], begun["status"], begun["metadata"]) == ("resp_r1", "in_progress", {"a": "b"})
-        thought = {"type": "reasoning_text", "text": "Hm."}
-        said = {"type": "output_text", "text": "Looking.", "annotations": [], "logprobs": []}
-        call_id = completed["response"]["output"][2]["call_id"]
-        items = [
-            {"id": "rs_r1_0", "type": "reasoning", "summary": [], "status": "completed", "content": [thought]},
-            {"id": "msg_r1_1", "type": "message", "role": "assistant", "status": "completed", "content": [said]},
-            {
-                "id": "fc_r1_2", "type": "function_call", "status": "completed", "call_id": call_id,
-                "name": "get_weather", "arguments": CITY,
-            },
-        ]  # fmt: skip
-        first, second = ({"item_id": items[i]["id"], "output_index": i, "content_index": 0} for i in (0, 1))
-        third = {"item_id": "fc_r1_2", "output_index": 2}
-        empty = {"content": [], "status": "in_progress"}
-        assert middle == [
-            {"type": "response.output_item.added", "output_index": 0, "item": items[0] | empty},
-            {"type": "response.content_part.added", "part": thought | {"text": ""}} | first,
-            {"type": "response.reasoning_text.delta", "delta": "Hm."} | first,
-            {"type": "response.reasoning_text.done", "text": "Hm."} | first,
-            {"type": "response.content_part.done", "part": thought} | first,
-            {"type": "response.output_item.done", "output_index": 0, "item": items[0]},
-            {"type": "response.output_item.added", "output_index": 1, "item": items[1] | empty},
-            {"type": "response.content_part.added", "part": said | {"text": ""}} | second,
-            {"type": "response.output_text.delta", "delta": "Looking.", "logprobs": []} | second,
-            {"type": "response.output_text.done", "text": "Looking.", "logprobs": []} | second,
-            {"type": "response.content_part.done", "part": said} | second,
-            {"type": "response.output_item.done", "output_index": 1, "item": items[1]},
-            {
-                "type": "response.output_item.added", "output_index": 2,
-                "item": items[2] | {"arguments": "", "status": "in_progress"},
-            },
-            {"type": "response.function_call_arguments.delta", "delta": CITY} | third,
-            {"type": "response.function_call_arguments.done", "name": "get_weather", "arguments": CITY} | third,
-            {"type": "response.output_item.done", "output_index": 2, "item": items[2]},
-        ]  # fmt: skip
-        response = completed["response"]
-        assert completed["type"] == "response.completed" and response["output"] == items
-        tokens = front.session.tokens
-        assert response["usage"] == {
-            "input_tokens": len(submit.prompt),
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": len(tokens.encode_segments(SAYS)) + 1,
-            "output_tokens_details": {"reasoning_tokens": len(tokens.encode_segments("Hm."))},
-            "total_tokens": len(submit.prompt) + len(tokens.encode_segments(SAYS)) + 1,
-        }
-        whole = (await front.post("/v1/responses", body | {"stream": False}, headers=ID)).json()
-        new = whole["output"][2]["call_id"]
-        assert whole | {"created_at": 0} == json.loads(json.dumps(response).replace(call_id, new)) | {"created_at": 0}
-
-    run(check, tmp_path, model, SAYS)
+async def test_events_of_a_response(talk: Talk) -> None:
+    front = await talk(SAYS)
+    body = {"input": USER["content"], "tools": [TOOL], "stream": True, "metadata": {"a": "b"}} | THINKING
+    answer = await front.post("/v1/responses", body, headers=ID)
+    found = events(answer.text)
+    assert [event.pop("sequence_number") for event in found] == list(range(len(found)))
+    assert "[DONE]" not in answer.text
+    told = joined(found, ("delta",))
+    (submit,) = front.job.submits
+    created, progress, *middle, completed = told
+    assert created["type"] == "response.created" and progress["type"] == "response.in_progress"
+    begun = created["response"]
+    assert begun == progress["response"] and begun["output"] == [] and begun["usage"] is None
+    assert (begun["id"], begun["status"], begun["metadata"]) == ("resp_r1", "in_progress", {"a": "b"})
+    response = completed["response"]
+    tokens, call_id = front.session.tokens, response["output"][2]["call_id"]
+    drawn = len(tokens.encode_segments(SAYS)) + 1
+    wanted = filled(
+        ADAPTERS["responses"], call=call_id, prompt=len(submit.prompt), drawn=drawn, total=len(submit.prompt) + drawn,
+        thought=len(tokens.encode_segments("Hm.")),
+    )  # fmt: skip
+    assert middle == wanted["events"] and completed["type"] == "response.completed"
+    assert response["output"] == wanted["output"] and response["usage"] == wanted["usage"]
+    whole = (await front.post("/v1/responses", body | {"stream": False}, headers=ID)).json()
+    new = whole["output"][2]["call_id"]
+    assert whole | {"created_at": 0} == json.loads(json.dumps(response).replace(call_id, new)) | {"created_at": 0}
 
 
-def test_the_official_client_reads_responses(tmp_path: Path, model: Path) -> None:  # noqa: F811
-    async def check(front: Front) -> None:
-        client = AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
-        wanted: dict[str, Any] = {"model": model.name, "input": USER["content"], "instructions": "Be brief."}
-        answer = await client.responses.create(**wanted, tools=[TOOL], extra_body=THINKING)
-        assert answer.output_text == "Looking." and answer.status == "completed"
-        assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
-        async with client.responses.stream(**wanted, tools=[TOOL], extra_body=THINKING) as stream:
-            kinds = [event.type async for event in stream]
-            final = await stream.get_final_response()
-        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-        assert final.output_text == "Looking." and final.output[2].arguments == CITY
-        turn = [{"role": "user", "content": "x"}, *(item.model_dump() for item in answer.output)]
-        turn.append({"type": "function_call_output", "call_id": answer.output[2].call_id, "output": "sunny"})
-        await client.responses.create(model=model.name, input=turn)
-        text = front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
-        assert "Paris<|im_end|>" in text and "<|im_start|>tool\nsunny" in text
-        short = await client.responses.create(**wanted, max_output_tokens=16)
-        assert short.usage.output_tokens_details.reasoning_tokens == 0
-        with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported: nothing is kept"):
-            await client.responses.create(**wanted, previous_response_id="resp_1")
-        with pytest.raises(openai.BadRequestError, match="store is not supported"):
-            await client.responses.create(**wanted, store=True)
-        await client.responses.create(**wanted, store=False)
-
-    run(check, tmp_path, model, SAYS)
+async def test_the_official_client_reads_responses(model: Path, talk: Talk) -> None:
+    front = await talk(SAYS)
+    client = AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
+    wanted: dict[str, Any] = {"model": model.name, "input": USER["content"], "instructions": "Be brief."}
+    answer = await client.responses.create(**wanted, tools=[TOOL], extra_body=THINKING)
+    assert answer.output_text == "Looking." and answer.status == "completed"
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+    async with client.responses.stream(**wanted, tools=[TOOL], extra_body=THINKING) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert final.output_text == "Looking." and final.output[2].arguments == CITY
+    turn = [{"role": "user", "content": "x"}, *(item.model_dump() for item in answer.output)]
+    turn.append({"type": "function_call_output", "call_id": answer.output[2].call_id, "output": "sunny"})
+    await client.responses.create(model=model.name, input=turn)
+    text = front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
+    assert "Paris<|im_end|>" in text and "<|im_start|>tool\nsunny" in text
+    short = await client.responses.create(**wanted, max_output_tokens=16)
+    assert short.usage.output_tokens_details.reasoning_tokens == 0
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported: nothing is kept"):
+        await client.responses.create(**wanted, previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="store is not supported"):
+        await client.responses.create(**wanted, store=True)
+    await client.responses.create(**wanted, store=False)
 
 
-def test_a_response_that_is_cut_is_incomplete_and_one_that_fails_says_why(tmp_path: Path, model: Path) -> None:  # noqa: F811
-    async def check(front: Front) -> None:
-        for finish, kind in (("length", "response.incomplete"), ("error", "response.failed")):
+async def test_a_response_that_is_cut_is_incomplete_and_one_that_fails_says_why(talk: Talk) -> None:
+    front = await talk("x")
+    for finish, kind in (("length", "response.incomplete"), ("error", "response.failed")):
 
-            async def script(job: Any, submit: Any, finish: str = finish) -> None:
-                await job.say(submit, [100])
-                await job.say(submit, [], finish, reason="planted")
+        async def script(job: Any, submit: Any, finish: str = finish) -> None:
+            await job.say(submit, [100])
+            await job.say(submit, [], finish, reason="planted")
 
-            front.job.script = script
-            answer = await front.post("/v1/responses", {"input": "x", "stream": True})
-            last = events(answer.text)[-1]
-            assert last["type"] == kind and last["response"]["status"] == kind.removeprefix("response.")
-            said = [i["status"] for i in last["response"]["output"]]
-            assert said == (["incomplete"] if finish == "length" else [])
-            done = [event["item"]["status"] for event in events(answer.text) if event["type"].endswith("item.done")]
-            assert done == said
-            error = last["response"]["error"]
-            assert error == ({"code": "server_error", "message": "planted"} if finish == "error" else None)
-            answer = await front.post("/v1/responses", {"input": "x"})
-            assert answer.status_code == (500 if finish == "error" else 200)
-        assert last["response"]["incomplete_details"] is None
-
-    run(check, tmp_path, model, "x")
+        front.job.script = script
+        answer = await front.post("/v1/responses", {"input": "x", "stream": True})
+        last = events(answer.text)[-1]
+        assert last["type"] == kind and last["response"]["status"] == kind.removeprefix("response.")
+        said = [i["status"] for i in last["response"]["output"]]
+        assert said == (["incomplete"] if finish == "length" else [])
+        done = [event["item"]["status"] for event in events(answer.text) if event["type"].endswith("item.done")]
+        assert done == said
+        error = last["response"]["error"]
+        assert error == ({"code": "server_error", "message": "planted"} if finish == "error" else None)
+        answer = await front.post("/v1/responses", {"input": "x"})
+        assert answer.status_code == (500 if finish == "error" else 200)
+    assert last["response"]["incomplete_details"] is None
 
 
 def chat(schema: Any, convert: Callable[..., Chat], body: dict[str, Any], *more: Any) -> dict[str, Any]:
@@ -183,62 +149,9 @@ def chat(schema: Any, convert: Callable[..., Chat], body: dict[str, Any], *more:
     return found.model_dump(exclude_unset=True, exclude_none=True)
 
 
-def texts(kind: str, *parts: str) -> list[dict[str, str]]:
-    return [{"type": kind, "text": part} for part in parts]
-
-
-ASSISTANT = {"role": "assistant", "content": "Hi.", "reasoning_content": "Hm."}
-CALLS = {"tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}]}
-RETURNED = {"role": "tool", "tool_call_id": "c1", "content": "ab"}
-
-
-@pytest.mark.parametrize(
-    "body, expected",
-    [
-        ({"input": "x"}, {"messages": [{"role": "user", "content": "x"}]}),
-        (
-            {
-                "instructions": "s", "temperature": 0.5, "seed": 3, "max_output_tokens": 7, "top_k": 5,
-                "input": [
-                    {"role": "user", "content": texts("input_text", "a", "b")},
-                    {"type": "reasoning", "id": "r", "summary": [], "content": texts("reasoning_text", "Hm.")},
-                    {"type": "message", "role": "assistant", "content": texts("output_text", "Hi.")},
-                    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
-                    {"type": "function_call_output", "call_id": "c1", "output": texts("input_text", "ab")},
-                ],
-            },
-            {
-                "messages": [
-                    {"role": "system", "content": "s"}, {"role": "user", "content": "ab"}, ASSISTANT | CALLS, RETURNED,
-                ],
-                "temperature": 0.5, "seed": 3, "max_tokens": 7, "top_k": 5,
-            },
-        ),
-        (
-            {
-                "input": "x", "tools": [TOOL | {"strict": True}],
-                "tool_choice": {"type": "function", "name": "get_weather"}, "reasoning": {"effort": "low"},
-                "parallel_tool_calls": False,
-            },
-            {
-                "messages": [{"role": "user", "content": "x"}], "reasoning_effort": "low", "parallel_tool_calls": False,
-                "tools": [
-                    {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True}}
-                ],
-                "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-            },
-        ),
-        (
-            {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": PARAMETERS}}},
-            {
-                "messages": [{"role": "user", "content": "x"}],
-                "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}},
-            },
-        ),
-    ],
-)  # fmt: skip
-def test_a_response_is_a_chat(body: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert chat(Responses, of_responses, body) == {"stream": False, "parallel_tool_calls": True} | expected
+@pytest.mark.parametrize("row", ADAPTERS["responses"]["chats"])
+def test_a_response_is_a_chat(row: dict[str, Any]) -> None:
+    assert chat(Responses, of_responses, row["body"]) == {"stream": False, "parallel_tool_calls": True} | row["chat"]
 
 
 # ---- Messages
@@ -259,210 +172,61 @@ def test_what_comes_back_in_a_response_is_json(number: str) -> None:
         assert refused.value.status == 400
 
 
-def test_events_of_a_message(tmp_path: Path, model: Path) -> None:  # noqa: F811
-    async def check(front: Front) -> None:
-        body = ASKS | {"tools": [OWN], "thinking": {"type": "enabled", "budget_tokens": 1024}, "stream": True}
-        answer = await front.post("/v1/messages", body, headers=ID)
-        found = joined(joined(events(answer.text), ("delta", "text")), ("delta", "thinking"))
-        (submit,) = front.job.submits
-        assert front.session.tokens.tokenizer.decode(submit.prompt).endswith("assistant\n<think>\n")
-        use = found[-5]["content_block"]["id"]
-        assert use.startswith("call_")
-        usage = {"input_tokens": len(submit.prompt), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        drawn = len(front.session.tokens.encode_segments(SAYS)) + 1
-        message = {"id": "msg_r1", "type": "message", "role": "assistant", "model": model.name, "content": []}
-        thought = {"type": "thinking", "thinking": "", "signature": ""}
-        called = {"type": "tool_use", "id": use, "name": "get_weather", "input": {}}
-        assert found == [
-            {
-                "type": "message_start",
-                "message": message
-                | {"stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}},
-            },
-            {"type": "content_block_start", "index": 0, "content_block": thought},
-            {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
-            {"type": "content_block_stop", "index": 0},
-            {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
-            {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Looking."}},
-            {"type": "content_block_stop", "index": 1},
-            {"type": "content_block_start", "index": 2, "content_block": called},
-            {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": CITY}},
-            {"type": "content_block_stop", "index": 2},
-            {
-                "type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None},
-                "usage": usage | {"output_tokens": drawn},
-            },
-            {"type": "message_stop"},
-        ]  # fmt: skip
-        whole = (await front.post("/v1/messages", body | {"stream": False}, headers=ID)).json()
-        use = whole["content"][2]["id"]
-        assert whole == message | {
-            "content": [
-                thought | {"thinking": "Hm."}, {"type": "text", "text": "Looking."},
-                called | {"id": use, "input": {"city": "Paris"}},
-            ],
-            "stop_reason": "tool_use", "stop_sequence": None, "usage": usage | {"output_tokens": drawn},
-        }  # fmt: skip
-        counted = await front.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"})
-        assert counted.json() == {"input_tokens": len(submit.prompt)}
-
-    run(check, tmp_path, model, SAYS)
+async def test_events_of_a_message(model: Path, talk: Talk) -> None:
+    front = await talk(SAYS)
+    body = ASKS | {"tools": [OWN], "thinking": {"type": "enabled", "budget_tokens": 1024}, "stream": True}
+    answer = await front.post("/v1/messages", body, headers=ID)
+    found = joined(joined(events(answer.text), ("delta", "text")), ("delta", "thinking"))
+    (submit,) = front.job.submits
+    assert front.session.tokens.tokenizer.decode(submit.prompt).endswith("assistant\n<think>\n")
+    use = found[-5]["content_block"]["id"]
+    assert use.startswith("call_")
+    drawn = len(front.session.tokens.encode_segments(SAYS)) + 1
+    facts = {"model": model.name, "prompt": len(submit.prompt), "drawn": drawn}
+    assert found == filled(ADAPTERS["messages"]["events"], call=use, **facts)
+    whole = (await front.post("/v1/messages", body | {"stream": False}, headers=ID)).json()
+    assert whole == filled(ADAPTERS["messages"]["message"], call=whole["content"][2]["id"], **facts)
+    counted = await front.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"})
+    assert counted.json() == {"input_tokens": len(submit.prompt)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_how_a_message_ends(stream: bool, tmp_path: Path, model: Path) -> None:  # noqa: F811
-    async def check(front: Front) -> None:
-        for more, reason, stop, text in (
-            ({"stop_sequences": ["nowhere", "wo", " w"]}, "stop_sequence", " w", "Hello"),
-            ({"stop_sequences": ["nowhere"]}, "end_turn", None, "Hello world."),
-            ({"stop_sequences": [" w"], "min_tokens": 99}, "end_turn", None, "Hello world."),
-        ):
-            answer = await front.post("/v1/messages", ASKS | more | {"stream": stream})
-            found = events(answer.text) if stream else [answer.json()]
-            end = found[-2]["delta"] if stream else found[0]
-            assert (end["stop_reason"], end["stop_sequence"]) == (reason, stop)
-            texts = (event["delta"].get("text", "") for event in found if event["type"] == "content_block_delta")
-            assert ("".join(texts) if stream else found[0]["content"][0]["text"]) == text
-
-    run(check, tmp_path, model, "Hello world.")
+async def test_how_a_message_ends(stream: bool, talk: Talk) -> None:
+    front = await talk("Hello world.")
+    for more, reason, stop, text in (
+        ({"stop_sequences": ["nowhere", "wo", " w"]}, "stop_sequence", " w", "Hello"),
+        ({"stop_sequences": ["nowhere"]}, "end_turn", None, "Hello world."),
+        ({"stop_sequences": [" w"], "min_tokens": 99}, "end_turn", None, "Hello world."),
+    ):
+        answer = await front.post("/v1/messages", ASKS | more | {"stream": stream})
+        found = events(answer.text) if stream else [answer.json()]
+        end = found[-2]["delta"] if stream else found[0]
+        assert (end["stop_reason"], end["stop_sequence"]) == (reason, stop)
+        texts = (event["delta"].get("text", "") for event in found if event["type"] == "content_block_delta")
+        assert ("".join(texts) if stream else found[0]["content"][0]["text"]) == text
 
 
-def test_errors_of_messages_have_their_form(tmp_path: Path, model: Path) -> None:  # noqa: F811
-    image = {"type": "image", "source": {"type": "url", "url": "x"}}
+async def test_errors_of_messages_have_their_form(talk: Talk) -> None:
+    front = await talk("x")
+    for row in REFUSALS["messages"]:
+        body = {name: value for name, value in (ASKS | row["body"]).items() if name != row.get("without")}
+        answer, status = await front.post("/v1/messages", body, headers=ID), row.get("status", 400)
+        told, kind = answer.json(), "not_found_error" if status == 404 else "invalid_request_error"
+        assert (answer.status_code, told["type"], told["error"]["type"]) == (status, "error", kind), told
+        assert row["says"] in told["error"]["message"] and told["request_id"] == "r1", told
+    answer = await front.post("/v1/messages", ASKS | {"metadata": {"user_id": "u"}, "service_tier": "auto"})
+    assert answer.headers["x-ignored-fields"] == "metadata,service_tier"
 
-    async def check(front: Front) -> None:
-        for body, status, kind, words in (
-            ({"messages": [USER]}, 400, "invalid_request_error", "max_tokens is required"),
-            (ASKS | {"messages": [{"role": "user", "content": [image]}]}, 400, "invalid_request_error", "'image'"),
-            (ASKS | {"model": "x"}, 404, "not_found_error", "model='x'"),
-            (ASKS | {"container": "x"}, 400, "invalid_request_error", "container is not supported"),
-            (ASKS | {"tools": [{"type": "web_search", "name": "x"}]}, 400, "invalid_request_error", "tools.0.type"),
-            (ASKS | {"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tools"),
-            (ASKS | {"tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "'x'"),
-        ):  # fmt: skip
-            answer = await front.post("/v1/messages", body, headers=ID)
-            told = answer.json()
-            assert (answer.status_code, told["type"], told["error"]["type"]) == (status, "error", kind), told
-            assert words in told["error"]["message"] and told["request_id"] == "r1", told
-        answer = await front.post("/v1/messages", ASKS | {"metadata": {"user_id": "u"}, "service_tier": "auto"})
-        assert answer.headers["x-ignored-fields"] == "metadata,service_tier"
+    async def failing(job: Any, submit: Any) -> None:
+        await job.say(submit, [], "error", reason="planted")
 
-    run(check, tmp_path, model, "x")
+    front.job.script = failing
+    answer = await front.post("/v1/messages", ASKS | {"stream": True}, headers=ID)
+    error = {"type": "error", "error": {"type": "api_error", "message": "planted"}, "request_id": "r1"}
+    assert events(answer.text)[1:] == [error]
 
 
-def test_a_stream_of_messages_ends_with_its_error(tmp_path: Path, model: Path) -> None:  # noqa: F811
-    async def check(front: Front) -> None:
-        async def script(job: Any, submit: Any) -> None:
-            await job.say(submit, [], "error", reason="planted")
-
-        front.job.script = script
-        answer = await front.post("/v1/messages", ASKS | {"stream": True}, headers=ID)
-        error = {"type": "error", "error": {"type": "api_error", "message": "planted"}, "request_id": "r1"}
-        assert events(answer.text)[1:] == [error]
-
-    run(check, tmp_path, model, "x")
-
-
-@pytest.mark.parametrize(
-    "body, expected",
-    [
-        ({"messages": [USER]}, {"messages": [USER]}),
-        (
-            {
-                "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}], "top_k": 5,
-                "stop_sequences": ["a"],
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Hi."},
-                            {"type": "tool_use", "id": "c1", "name": "f", "input": {}},
-                        ],
-                    },
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "ab"}]},
-                            {"type": "text", "text": "More."},
-                        ],
-                    },
-                ],
-            },
-            {
-                "messages": [
-                    {"role": "system", "content": "s"}, USER, ASSISTANT | CALLS, RETURNED,
-                    {"role": "user", "content": "More."},
-                ],
-                "top_k": 5, "stop": ["a"],
-            },
-        ),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "So"}]},
-            {"messages": [USER, {"role": "assistant", "content": "So"}], "continue_final_message": True},
-        ),
-        (
-            {
-                "messages": [USER], "tools": [OWN | {"description": "d"}], "thinking": {"type": "disabled"},
-                "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-                "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": PARAMETERS}},
-            },
-            {
-                "messages": [USER], "tool_choice": "required", "parallel_tool_calls": False, "include_reasoning": False,
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {"name": "get_weather", "description": "d", "parameters": PARAMETERS},
-                    }
-                ],
-                "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low",
-                "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": PARAMETERS}},
-            },
-        ),
-    ],
-)  # fmt: skip
-def test_a_message_is_a_chat(body: dict[str, Any], expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize("row", ADAPTERS["messages"]["chats"])
+def test_a_message_is_a_chat(row: dict[str, Any]) -> None:
     more = {"stream": False, "max_tokens": 9, "continue_final_message": False}
-    assert chat(Messages, of_messages, body | {"max_tokens": 9}, {"enable_thinking"}) == more | expected
-
-
-def test_a_key_may_come_as_anthropic_sends_it(tmp_path: Path) -> None:
-    from tests.serving.front import run as run_front
-
-    (keys := tmp_path / "keys").write_text("ada key-1\n")
-
-    async def check(front: Front) -> None:
-        for key, status in (("key-1", 200), ("key-2", 401)):
-            answer = await front.post("/v1/messages", ASKS, headers={"x-api-key": key})
-            assert answer.status_code == status, answer.text
-        assert answer.json()["error"]["type"] == "authentication_error"
-
-    run_front(check, tmp_path, api_keys=str(keys))
-
-
-@pytest.mark.slow
-def test_the_official_client_reads_messages(tmp_path: Path, model: Path) -> None:  # noqa: F811
-    anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
-
-    async def check(front: Front) -> None:
-        client = anthropic.AsyncAnthropic(base_url=front.url, api_key="-", max_retries=0)
-        wanted: dict[str, Any] = {"model": model.name, "max_tokens": 200, "messages": [USER], "tools": [OWN]}
-        wanted["thinking"] = {"type": "enabled", "budget_tokens": 1024}
-        answer = await client.messages.create(**wanted)
-        assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
-        assert answer.content[2].input == {"city": "Paris"} and answer.stop_reason == "tool_use"
-        async with client.messages.stream(**wanted) as stream:
-            text = "".join([text async for text in stream.text_stream])
-            final = await stream.get_final_message()
-        assert text == "Looking." and final.content[2].input == {"city": "Paris"}
-        assert final.usage == answer.usage
-        counted = await client.messages.count_tokens(**{k: v for k, v in wanted.items() if k != "max_tokens"})
-        assert counted.input_tokens == answer.usage.input_tokens
-        result = {"type": "tool_result", "tool_use_id": answer.content[2].id, "content": "sunny"}
-        turn = [USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-        await client.messages.create(**wanted | {"messages": turn})
-        assert "<|im_start|>tool\nsunny" in front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
-        with pytest.raises(anthropic.NotFoundError, match="is not served here"):
-            await client.messages.create(**wanted | {"model": "x"})
-
-    run(check, tmp_path, model, SAYS)
+    assert chat(Messages, of_messages, row["body"] | {"max_tokens": 9}, {"enable_thinking"}) == more | row["chat"]

@@ -1,4 +1,4 @@
-"""Clients that others make, against a server of the demo model: LangChain, LiteLLM, OpenAI's and Anthropic's own.
+"""Clients that others make: LangChain and LiteLLM against a server of the demo model, and Anthropic's own.
 
 They are installed where somebody wants to run this: `pip install langchain-openai litellm anthropic`.
 """
@@ -6,47 +6,37 @@ They are installed where somebody wants to run this: `pip install langchain-open
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
+import os
+import shutil
+import signal
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
 
+import httpx
 import pytest
-from openai import OpenAI
 
-from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ROOT
+from tests.e2e.cli import Job
+from tests.serving.chats import USER, Talk
+from tests.serving.front import DEMO
+from tests.serving.test_adapters import OWN, SAYS
+from tests.serving.test_server import Server, served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.clients
 KEY, NAME = "secret", "demo-model"
 QUESTION = [{"role": "user", "content": "def read_json(path):"}]
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that wants a key."""
-    command = [sys.executable, "-m", "launch.serve", str(DEMO), "--port", "0", "--api-key", KEY]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    served = next((found[1] for line in process.stdout if (found := re.search(r"is served at (\S+)", line))), None)
-    assert served is not None, process.wait(30)
-    yield served
-    process.terminate()
-    process.communicate(timeout=60)
-
-
-def test_openai(url: str) -> None:
-    client = OpenAI(base_url=f"{url}/v1", api_key=KEY)
-    whole = client.chat.completions.create(model=NAME, messages=QUESTION, max_tokens=8, temperature=0)  # type: ignore[call-overload]
-    pieces = client.chat.completions.create(
-        model=NAME, messages=QUESTION, max_tokens=8, temperature=0, stream=True  # type: ignore[call-overload]
-    )  # fmt: skip
-    said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    assert said == whole.choices[0].message.content and whole.usage.completion_tokens == 8
-    response = client.responses.create(
-        model=NAME, input="def read_json(path):", max_output_tokens=8, temperature=0, store=False
-    )
-    assert response.output_text == said
+    with served(tmp_path_factory.mktemp("server"), f"model.path={DEMO}", "--api-key", KEY) as server:
+        yield server.url
 
 
 def test_langchain(url: str) -> None:
@@ -55,13 +45,7 @@ def test_langchain(url: str) -> None:
     whole = model.invoke("def read_json(path):")
     assert whole.content and whole.usage_metadata["output_tokens"] == 8
     assert "".join(piece.content for piece in model.stream("def read_json(path):")) == whole.content
-    shape = {
-        "title": "answer",
-        "type": "object",
-        "properties": {"n": {"type": "boolean"}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
+    shape = {"title": "answer", "type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
     found = module.ChatOpenAI(base_url=f"{url}/v1", api_key=KEY, model=NAME, max_tokens=64, temperature=0)
     assert isinstance(found.with_structured_output(shape, method="json_schema").invoke("a number")["n"], bool)
 
@@ -76,10 +60,130 @@ def test_litellm(url: str) -> None:
         litellm.completion(model=f"openai/{NAME}", **more | {"api_key": "wrong"})
 
 
-def test_anthropic(url: str) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="no Anthropic client: pip install anthropic")
-    client = anthropic.Anthropic(base_url=url, api_key=KEY)
-    whole = client.messages.create(model=NAME, messages=QUESTION, max_tokens=8, extra_body={"temperature": 0})
-    with client.messages.stream(model=NAME, messages=QUESTION, max_tokens=8, extra_body={"temperature": 0}) as stream:
-        assert "".join(stream.text_stream) == whole.content[0].text
-    assert whole.usage.output_tokens == 8 and json.dumps(whole.to_dict())
+async def test_anthropic(model: Path, talk: Talk) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
+    front = await talk(SAYS)
+    client = anthropic.AsyncAnthropic(base_url=front.url, api_key="-", max_retries=0)
+    wanted: dict[str, Any] = {"model": model.name, "max_tokens": 200, "messages": [USER], "tools": [OWN]}
+    wanted["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    answer = await client.messages.create(**wanted)
+    assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+    assert answer.content[2].input == {"city": "Paris"} and answer.stop_reason == "tool_use"
+    async with client.messages.stream(**wanted) as stream:
+        text = "".join([text async for text in stream.text_stream])
+        final = await stream.get_final_message()
+    assert text == "Looking." and final.content[2].input == {"city": "Paris"}
+    assert final.usage == answer.usage
+    counted = await client.messages.count_tokens(**{k: v for k, v in wanted.items() if k != "max_tokens"})
+    assert counted.input_tokens == answer.usage.input_tokens
+    result = {"type": "tool_result", "tool_use_id": answer.content[2].id, "content": "sunny"}
+    turn = [USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    await client.messages.create(**wanted | {"messages": turn})
+    assert "<|im_start|>tool\nsunny" in front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
+    with pytest.raises(anthropic.NotFoundError, match="is not served here"):
+        await client.messages.create(**wanted | {"model": "x"})
+
+
+# ---- two servers behind a router: answers are the servers' own, and one of them may die
+
+# In a Python of their own, on PATH: smg 1.13.0 and vllm-router 0.1.17 are what has been tried.
+ROUTERS = {
+    "smg": ["smg", "launch", "--policy", "power_of_two", "--load-monitor-interval", "1"],
+    "vllm-router": ["vllm-router", "--policy", "cache_aware"],
+}
+OPTIONS = f"model.path={DEMO}", "layout.kvp=1", "decode.max_batch=16"
+MODEL, REQUESTS, KILLED_AT, TOKENS = DEMO.name, 24, 8, 40
+
+
+@dataclass
+class Fleet:
+    url: str
+    servers: list[Server]
+    router: Job
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json={"model": MODEL, "temperature": 0} | body, timeout=60)
+
+
+@pytest.fixture(params=ROUTERS)
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    name = request.param
+    if shutil.which(name) is None:
+        pytest.skip(f"no {name} on PATH: python -m venv DIR && DIR/bin/pip install {name} && export PATH=$PATH:DIR/bin")
+    with ExitStack() as jobs:
+        servers = []
+        for number in range(2):
+            (directory := tmp_path / str(number)).mkdir()
+            servers.append(jobs.enter_context(served(directory, *OPTIONS)))
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            port, metrics = one.getsockname()[1], other.getsockname()[1]
+        where = ["--host=127.0.0.1", f"--port={port}", "--prometheus-host=127.0.0.1", f"--prometheus-port={metrics}"]
+        workers = ["--health-check-interval-secs=1", "--worker-urls", *(server.url for server in servers)]
+        router = Job([*ROUTERS[name], *where, *workers], log=tmp_path / "router")
+        jobs.callback(router.process.kill)  # smg writes its title over the mark by which a job's processes are found
+        fleet = Fleet(f"http://127.0.0.1:{port}", servers, router)
+        while not _routes(fleet):
+            assert router.process.poll() is None, router.log.read_text()
+        yield fleet
+
+
+def _routes(fleet: Fleet) -> bool:
+    with suppress(httpx.HTTPError):
+        return fleet.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    return False
+
+
+def streamed(answer: httpx.Response) -> tuple[str, bool]:
+    """A stream's text, and whether it came to its end."""
+    text, whole = "", False
+    for line in answer.iter_lines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:]).get("choices", ()):
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                whole |= choice["finish_reason"] == "length"
+    return text, whole
+
+
+def test_answers_come_through(fleet: Fleet) -> None:
+    """Completions and chats, whole and streamed, as they come without the router; both servers have work."""
+    said = {"messages": [{"role": "user", "content": "def f"}]}
+    for path, more in (("/v1/completions", {"prompt": "def f"}), ("/v1/chat/completions", said)):
+        body = {"model": MODEL, "temperature": 0, "max_tokens": 12} | more
+        straight = httpx.post(f"{fleet.servers[0].url}{path}", json=body, timeout=60).json()["choices"][0]
+        text = straight["text"] if "text" in straight else straight["message"]["content"]
+        through = fleet.post(path, **body).json()
+        assert through["choices"] == [straight] and through["usage"]["completion_tokens"] == 12, through
+        with httpx.stream("POST", f"{fleet.url}{path}", json=body | {"stream": True}, timeout=60) as stream:
+            assert streamed(stream) == (text, True)
+    refused = fleet.post("/v1/completions", prompt="x", max_tokens=1, best_of=2)
+    assert refused.status_code == 400 and "best_of is not supported" in refused.json()["error"]["message"]
+    with ThreadPoolExecutor(8) as pool:
+        for answer in pool.map(lambda i: fleet.post("/v1/completions", prompt=f"{i} {i}", max_tokens=30), range(16)):
+            assert answer.status_code == 200
+    assert all(" POST /v1/completions 200 " in server.log.read_text() for server in fleet.servers)
+
+
+def test_a_server_that_dies_takes_only_what_it_had_begun(fleet: Fleet) -> None:
+    """Streams under way there; all other answers come from the other server, and later ones too."""
+    together, killed = Barrier(KILLED_AT + 1), Event()  # those before the death, and the death
+
+    def complete(number: int) -> tuple[bool, bool]:
+        """Tells whether an answer came whole, and whether it is a stream that had begun."""
+        body = {"model": MODEL, "prompt": f"def f{number}(", "max_tokens": TOKENS, "ignore_eos": True}
+        body["stream"], begun = number % 2 == 0, False
+        together.wait(60) if number <= KILLED_AT else killed.wait(60)
+        if number == KILLED_AT:
+            os.kill(fleet.servers[1].process.pid, signal.SIGKILL)
+            killed.set()
+        with suppress(httpx.HTTPError), httpx.stream("POST", f"{fleet.url}/v1/completions", json=body) as answer:
+            begun = body["stream"] and answer.status_code == 200  # the server sends headers at once
+            if begun:
+                return streamed(answer)[1], begun
+            return json.loads(answer.read()).get("usage", {}).get("completion_tokens") == TOKENS, begun
+        return False, begun
+
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = [*pool.map(complete, range(REQUESTS))]
+    for number, (whole, begun) in enumerate(answers):
+        assert whole or (begun and number <= KILLED_AT), (number, answers, fleet.router.log.read_text()[-2000:])
+    assert sum(whole for whole, _ in answers) > REQUESTS // 2

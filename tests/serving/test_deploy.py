@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 import urllib.request
 from configparser import ConfigParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +30,8 @@ DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ROUTES = {path for path, *_ in Api(ServeConfig(), Keys(None))._routes}
 SCRIPTS = sorted(file for file in DEPLOY.iterdir() if file.suffix in (".sh", ".sbatch"))
+SCRAPED = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
 def served(words: list[str]) -> Config:
@@ -42,40 +43,29 @@ def served(words: list[str]) -> Config:
     return config
 
 
-def instructions(text: str) -> list[tuple[str, str]]:
-    """A Dockerfile's instructions and their arguments."""
-    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.M))
-    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in joined.splitlines() if line.strip()]
-
-
 def test_the_image_serves_what_is_built() -> None:
-    found = instructions((DEPLOY / "Dockerfile").read_text())
+    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M))
+    found = [(line.partition(" ")[0], line.partition(" ")[2]) for line in joined.splitlines() if line.strip()]
     stages = [words.split(" AS ")[-1] for name, words in found if name == "FROM"]
-    for name, words in found:
-        if name == "COPY":
-            given = shlex.split(words)
-            options, sources = (
-                [w for w in given if w.startswith("--")],
-                [w for w in given if not w.startswith("--")][:-1],
-            )
-            of_stage = [option for option in options if option.startswith("--from=")]
-            assert all(option.removeprefix("--from=") in stages for option in of_stage)
-            assert of_stage or all((ROOT / source).exists() for source in sources), words
+    for words in (shlex.split(words) for name, words in found if name == "COPY"):
+        of_stage = [word.removeprefix("--from=") for word in words if word.startswith("--from=")]
+        assert {*of_stage} <= {*stages}
+        assert of_stage or all((ROOT / word).exists() for word in words[:-1] if not word.startswith("--")), words
     assert {name for name, _ in found} <= {
         "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD",
     }  # fmt: skip
     last = dict(found)
-    assert last["USER"] not in ("root", "0") and f"useradd --create-home --uid=1000 {last['USER']}" in str(found)
-    assert f"/wheels/{PROJECT['name'].replace('-', '_')}-*.whl" in str(found)
-    assert all(extra in PROJECT["optional-dependencies"] for extra in re.findall(r"\.whl\)\[(\w+)\]", str(found)))
+    assert last["USER"] not in ("root", "0") and f"useradd --create-home --uid=1000 {last['USER']}" in joined
+    assert f"/wheels/{PROJECT['name'].replace('-', '_')}-*.whl" in joined
+    assert {*re.findall(r"\.whl\)\[(\w+)\]", joined)} <= PROJECT["optional-dependencies"].keys()
     program, command, *words = json.loads(last["ENTRYPOINT"])
     assert program in PROJECT["scripts"] and command in COMMANDS
     config = served([*words, *json.loads(last["CMD"])])
     assert last["EXPOSE"] == str(config.serve.port)
-    probe = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
-    (url,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", probe[-1])
-    assert url[0] == last["EXPOSE"] and url[1] in ROUTES
-    compile(probe[-1], "probe", "exec")
+    probe = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])[-1]
+    ((port, path),) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", probe)
+    assert port == last["EXPOSE"] and path in ROUTES
+    compile(probe, "probe", "exec")
     assert ".venv" in (ROOT / ".dockerignore").read_text()
 
 
@@ -88,26 +78,23 @@ def test_compose_starts_the_image_and_who_watches_it() -> None:
     config = served(["serve.host=0.0.0.0", *helix["command"]])
     assert config.serve.api_keys == "/run/secrets/keys" and helix["secrets"] == ["keys"]
     assert helix["ports"] == [f"{config.serve.port}:{config.serve.port}"]
-    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]
-    assert scraped["static_configs"][0]["targets"] == [f"helix:{config.serve.port}"]
+    assert int(helix["stop_grace_period"].removesuffix("s")) > config.serve.drain_s
+    assert SCRAPED["metrics_path"] == "/metrics" and SCRAPED["authorization"]["type"] == "Bearer"
+    assert SCRAPED["static_configs"] == [{"targets": [f"helix:{config.serve.port}"]}]
     (secret,) = services["prometheus"]["secrets"]
-    assert scraped["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
-    mounted = [
-        volume.split(":") for service in services.values() for volume in service.get("volumes", ()) if "$" not in volume
-    ]
-    assert all(
-        (DEPLOY / source).exists() if source[0] == "." else source in composition["volumes"] for source, *_ in mounted
-    )
+    assert SCRAPED["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
+    volumes = [volume for service in services.values() for volume in service.get("volumes", ()) if "$" not in volume]
+    mounted = dict(volume.split(":")[:2] for volume in volumes)
+    assert all((DEPLOY / source).exists() for source in mounted if source[0] == ".")
+    assert {source for source in mounted if source[0] != "."} <= composition["volumes"].keys()
     used = {secret for service in services.values() for secret in service.get("secrets", ())}
     assert used == composition["secrets"].keys()
     assert {one["source"] for one in services["grafana"]["configs"]} == composition["configs"].keys()
     written = {name: yaml.safe_load(config["content"]) for name, config in composition["configs"].items()}
     (provider,) = written["dashboards"]["providers"]
-    assert any(target.startswith(provider["options"]["path"]) for _, target, *_ in mounted)
+    assert any(target.startswith(provider["options"]["path"]) for target in mounted.values())
     assert written["datasources"]["datasources"][0]["url"] == "http://prometheus:9090"
     assert {*re.findall(r"\$\{(\w+):\?", text)} == {"MODEL", "KEYS", "PROMETHEUS_KEY"}
-    seconds = int(helix["stop_grace_period"].removesuffix("s"))
-    assert seconds > config.serve.drain_s
 
 
 def test_the_group_of_pods_is_whole() -> None:
@@ -116,34 +103,29 @@ def test_the_group_of_pods_is_whole() -> None:
     assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
     template = group["spec"]["leaderWorkerTemplate"]
     assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
-    pods: dict[str, Any] = {role: template[f"{role}Template"] for role in ("leader", "worker")}
-    commands = []
-    for pod in pods.values():
-        (container,) = pod["spec"]["containers"]
-        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
-        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    pods = [template["leaderTemplate"], template["workerTemplate"]]
+    (leader,), (worker,) = (pod["spec"]["containers"] for pod in pods)
+    for pod, container in zip(pods, (leader, worker), strict=True):
+        mounts = container["volumeMounts"]
+        assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["spec"]["volumes"]}
         assert pod["spec"]["securityContext"]["runAsNonRoot"]
         program, *words = container["command"]
-        assert f"/usr/local/bin/{program}" in (DEPLOY / "Dockerfile").read_text()
+        assert f"/usr/local/bin/{program}" in DOCKERFILE
         config = served(words)
         assert pod["spec"]["terminationGracePeriodSeconds"] > config.serve.drain_s
         gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
         assert config.layout.kvp * config.layout.tpa == template["size"] * gpus
-        paths = {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert all(
-            any(str(path).startswith(f"{of}/") for of in paths) for path in (config.model.path, config.serve.api_keys)
-        )
-        commands.append(words)
-    assert commands[0] == commands[1], "all nodes of a job have one config"
-    (leader,) = pods["leader"]["spec"]["containers"]
+        for path in (config.model.path, config.serve.api_keys):
+            assert any(str(path).startswith(f"{mount['mountPath']}/") for mount in mounts)
+    assert leader["command"] == worker["command"], "all nodes of a job have one config"
     (port,) = leader["ports"]
     assert port["containerPort"] == config.serve.port
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert leader[name]["httpGet"]["path"] in ROUTES and leader[name]["httpGet"]["port"] == port["name"]
     assert leader["livenessProbe"]["httpGet"]["path"] == "/livez", "a server that restarts its ranks is alive"
-    labels = pods["leader"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= labels.items()
-    assert not service["spec"]["selector"].items() <= pods["worker"]["metadata"]["labels"].items()
+    of_leader, of_worker = (pod["metadata"]["labels"].items() for pod in pods)
+    selector = service["spec"]["selector"].items()
+    assert selector <= of_leader and not selector <= of_worker
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
 
 
@@ -164,104 +146,94 @@ def test_the_unit_starts_what_there_is() -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_scripts_are_understood(script: Path) -> None:
     """By the shell; their examples by the server, and what they start is there."""
-    subprocess.run(["bash", "-n", script], check=True, timeout=10)
+    subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text()
     (example,) = re.findall(r"^#.*deploy/\S+ (model\.path=.*)$", text, re.M)
-    served(shlex.split(example))
+    config = served(shlex.split(example))
     for path in re.findall(r"\b(?:deploy|launch)/[\w./]+\.\w+", text):
         assert (ROOT / path).exists()
     for module in re.findall(r"-m ([\w.]+)", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()
-    assert script.suffix == ".sbatch" or script.stat().st_mode & 0o111
-
-
-def test_slurm_is_told_what_a_node_is() -> None:
-    text = (DEPLOY / "serve.sbatch").read_text()
-    given = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.M))
+    if script.suffix != ".sbatch":
+        assert script.stat().st_mode & 0o111
+        return
+    given = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.M))  # Slurm is told what a node is
     (ranks,) = re.findall(r"\bRANKS=(\d+)", text)
-    config = served(re.findall(r"^#.*serve\.sbatch (.*)$", text, re.M)[0].split())
     assert given["ntasks-per-node"] == "1" and ranks == given["gpus-per-node"]
     assert int(given["nodes"]) * int(ranks) == config.layout.kvp * config.layout.tpa
 
 
-def fake(directory: Path) -> Path:
-    """The script beside commands that last as long, and end as, a test wants."""
-    (directory / "launch").mkdir()
-    (directory / "launch" / "__init__.py").touch()
-    for name in ("agent", "cli"):
-        (directory / "launch" / f"{name}.py").write_text(
-            "import os, signal, sys, time\n"
-            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-            f"print({name!r}, os.environ['NODES'], os.environ['ENDPOINT'], *sys.argv[1:], flush=True)\n"
-            f"seconds, code = os.environ.get({name!r}, '60 9').split()\n"
-            "time.sleep(float(seconds))\nsys.exit(int(code))\n"
-        )
-    (directory / "helix.py").write_text(f"ROOT = {str(directory)!r}\n")
-    (directory / "deploy").mkdir()
-    (script := directory / "deploy" / "node.sh").write_text((DEPLOY / "node.sh").read_text())
-    return script
+# In place of the agent and of the server: each says how it was started, and ends as a test wants once it reads a line.
+FAKE = """\
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print({name!r}, os.environ['NODES'], os.environ['ENDPOINT'], *sys.argv[1:], flush=True)
+with open(os.environ.get({name!r}, 'never')) as line:
+    sys.exit(int(line.read()))
+"""
 
 
 @pytest.mark.parametrize(
-    "node, ends, signalled, code, starts",
+    "node, ends, code, starts",
     [
-        (0, {"agent": "0.2 3"}, False, 3, ["agent", "cli"]),
-        (0, {"cli": "0.2 0"}, False, 0, ["agent", "cli"]),
-        (0, {"cli": "0.2 1"}, False, 1, ["agent", "cli"]),
-        (0, {}, True, 0, ["agent", "cli"]),  # the server ends by itself, once told
-        (1, {"agent": "0.2 4"}, False, 4, ["agent"]),
-        (1, {"agent": "1.5 0"}, True, 0, ["agent"]),  # ranks end when the first node's do
+        (0, ("agent", 3), 3, ["agent", "cli"]),
+        (0, ("cli", 0), 0, ["agent", "cli"]),
+        (0, ("cli", 1), 1, ["agent", "cli"]),
+        (0, None, 0, ["agent", "cli"]),  # the server ends by itself, once told
+        (1, ("agent", 4), 4, ["agent"]),
+        (1, ("agent", 0), 0, ["agent"]),  # ranks end when the first node's do, and not with a signal
     ],
 )
 def test_of_a_node_s_processes_one_takes_the_other_along(
-    node: int, ends: dict[str, str], signalled: bool, code: int, starts: list[str], tmp_path: Path
+    node: int, ends: tuple[str, int] | None, code: int, starts: list[str], tmp_path: Path
 ) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "LWS_WORKER_INDEX": str(node)} | ends
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "__init__.py").touch()
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "LWS_WORKER_INDEX": str(node)}
     environment |= {"LWS_LEADER_ADDRESS": "pod-0", "LWS_GROUP_SIZE": "3", "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(
-        ["bash", fake(tmp_path), "layout.kvp=2"], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    begin = time.monotonic()
-    if signalled:
-        time.sleep(0.7)
+    for name in ("agent", "cli"):
+        (tmp_path / "launch" / f"{name}.py").write_text(FAKE.format(name=name))
+        os.mkfifo(tmp_path / name)
+        environment[name] = str(tmp_path / name)
+    (tmp_path / "helix.py").write_text(f"ROOT = {str(tmp_path)!r}\n")
+    (tmp_path / "deploy").mkdir()
+    (script := tmp_path / "deploy" / "node.sh").write_text((DEPLOY / "node.sh").read_text())
+    process = subprocess.Popen(["bash", script, "layout.kvp=2"], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = sorted(process.stdout.readline().split() for _ in starts)
+    if ends is None or node == 1:
         process.terminate()
-    said, _ = process.communicate(timeout=20)
-    assert process.returncode == code and time.monotonic() - begin < 10
-    lines = sorted(line.split() for line in said.splitlines())
+    if ends is not None:
+        (tmp_path / ends[0]).write_text(str(ends[1]))
+    assert process.wait(60) == code and process.stdout.read() == ""
     assert [line[0] for line in lines] == starts and all(line[1:3] == ["3", "pod-0:29500"] for line in lines)
     assert lines[0][3] == "layout.kvp=2" and lines[0][4].startswith("serve.socket=")
     if node == 0:
         assert lines[1][3:] == ["serve", "layout.kvp=2", lines[0][4].replace("serve.socket", "serve.attach")]
 
 
-def test_a_node_says_what_it_lacks(tmp_path: Path) -> None:
-    for environment, words in (({}, "set ENDPOINT=HOST:PORT"), ({"ENDPOINT": "x:1"}, "set NODE, the number")):
-        ended = subprocess.run(
-            ["bash", DEPLOY / "node.sh"], env={"PATH": "/usr/bin:/bin"} | environment, capture_output=True, text=True,
-            timeout=10,
-        )  # fmt: skip
-        assert ended.returncode == 1 and words in ended.stderr
+@pytest.mark.parametrize(
+    "given, words", [({}, "set ENDPOINT=HOST:PORT"), ({"ENDPOINT": "x:1"}, "set NODE, the number")]
+)
+def test_a_node_says_what_it_lacks(given: dict[str, str], words: str) -> None:
+    environment = {"PATH": "/usr/bin:/bin"} | given
+    ended = subprocess.run(["bash", DEPLOY / "node.sh"], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and words in ended.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_two_nodes_serve_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one host: the first answers, and told to end both end."""
     with socket.socket() as probe, socket.socket() as other:
         probe.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         meeting, port = probe.getsockname()[1], other.getsockname()[1]
-    for name, value in (
-        ("ENDPOINT", f"127.0.0.1:{meeting}"),
-        ("NODES", "2"),
-        ("RANKS", "1"),
-        ("PYTHON", sys.executable),
-    ):
-        monkeypatch.setenv(name, value)
     words = ["layout.kvp=2", "kv.tokens=8192", "decode.max_batch=4", f"serve.port={port}"]
     nodes = []
     for node in range(2):
-        monkeypatch.setenv("NODE", str(node))
+        given = {"ENDPOINT": f"127.0.0.1:{meeting}", "NODES": 2, "RANKS": 1, "PYTHON": sys.executable, "NODE": node}
+        for name, value in given.items():
+            monkeypatch.setenv(name, str(value))
         nodes.append(Job(["bash", "deploy/node.sh"], *words, log=tmp_path / f"node{node}"))
     try:
         nodes[0].wait_for(nodes[0].log, "is served at", 150)

@@ -28,16 +28,27 @@ from launch.job.serve import Link, engine_stats, serve
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.sequences import generated
+from tests.serving.chats import COMPLETIONS
 from tests.serving.engine import EngineJob
-from tests.serving.front import DEMO, READY, FakeJob, Front, counting, run, until
-
-pytestmark = pytest.mark.timeout(120)
+from tests.serving.front import DEMO, READY, FakeJob, Serve, counting, until
 
 
-def test_a_job_that_dies_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class LoadingJob(FakeJob):
+    """A job whose second start fails before it is ready."""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.starts == 1:
+            self.starts += 1
+            writer.transport.abort()
+        else:
+            await super()._serve(reader, writer)
+
+
+@pytest.mark.parametrize("kind", [FakeJob, LoadingJob])
+async def test_a_job_that_dies_is_a_pause(kind: type[FakeJob], monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     """Requests continue from the tokens they have, and get the same tokens as without the death.
 
-    The log cannot be written meanwhile.
+    The log cannot be written meanwhile. A start that fails is no request's fault.
     """
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stderr", full)
@@ -47,86 +58,46 @@ def test_a_job_that_dies_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             await counting(job, submit)
             return
         await job.say(submit, [100 + len(submit.prompt), 101 + len(submit.prompt)])
-        await asyncio.sleep(0.05)
+        await until(lambda: not job.writers or sum(len(f.drawn) for f in front.core.flights.values()) == 4)
         if job.writers:
             job.die()
 
-    async def check(front: Front) -> None:
-        answers = await asyncio.gather(
-            *(front.post("/v1/completions", {"prompt": [1] * n, "max_tokens": 6, "seed": n}) for n in (1, 2))
-        )
-        for n, answer in zip((1, 2), answers, strict=True):
-            ids = [100 + n + i for i in range(6)]
-            assert answer.json()["choices"][0]["text"] == front.session.tokens.decode(ids)
-            assert answer.json()["usage"]["completion_tokens"] == 6
-        again = [submit for submit in front.job.submits if submit.drawn]
-        assert all(
-            s.drawn == 2 and s.max_tokens == 4 and s.prompt.tolist()[-1] == 101 + len(s.prompt) - 2 for s in again
-        )
-        assert {s.sampling.seed for s in again} == {1, 2}
-
-    run(check, tmp_path, FakeJob(dying))
+    front = await serve(kind(dying))
+    answers = await asyncio.gather(
+        *(front.post(COMPLETIONS, {"prompt": [1] * n, "max_tokens": 6, "seed": n}) for n in (1, 2))
+    )
+    for n, answer in zip((1, 2), answers, strict=True):
+        ids = [100 + n + i for i in range(6)]
+        assert answer.json()["choices"][0]["text"] == front.session.tokens.decode(ids)
+        assert answer.json()["usage"]["completion_tokens"] == 6
+    again = [submit for submit in front.job.submits if submit.drawn]
+    assert all(s.drawn == 2 and s.max_tokens == 4 and s.prompt.tolist()[-1] == 101 + len(s.prompt) - 2 for s in again)
+    assert {s.sampling.seed for s in again} == {1, 2}
+    assert front.job.starts == (3 if kind is LoadingJob else 2)
 
 
-class LoadingJob(FakeJob):
-    """A job whose second start fails before it is ready."""
-
-    starts = 0
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.starts += 1
-        if self.starts == 2:
-            writer.transport.abort()
-        else:
-            await super()._serve(reader, writer)
-
-
-def test_a_start_that_fails_is_no_request_s_fault(tmp_path: Path) -> None:
-    async def dying(job: FakeJob, submit: Request) -> None:
-        if submit.drawn:
-            await counting(job, submit)
-            return
-        await job.say(submit, [100 + len(submit.prompt)])
-        await asyncio.sleep(0.05)
-        if job.writers:
-            job.die()
-
-    async def check(front: Front) -> None:
-        answers = await asyncio.gather(
-            *(front.post("/v1/completions", {"prompt": [1] * n, "max_tokens": 4}) for n in (1, 2))
-        )
-        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-        assert all(answer.json()["usage"]["completion_tokens"] == 4 for answer in answers)
-
-    run(check, tmp_path, job := LoadingJob(dying))
-    assert job.starts == 3
-
-
-def test_a_request_that_sees_two_deaths_is_given_up(tmp_path: Path) -> None:
+async def test_a_request_that_sees_two_deaths_is_given_up(serve: Serve) -> None:
     """One that decodes, beside which nothing is new."""
 
     async def deadly(job: FakeJob, submit: Request) -> None:
         await job.say(submit, [100])
-        await asyncio.sleep(0.05)
         job.die()
 
-    async def check(front: Front) -> None:
-        answer = await front.post("/v1/completions", {"prompt": [1]})
-        assert answer.status_code == 500 and "failed 2 times" in answer.json()["error"]["message"]
-        health = await front.get("/health")
-        assert health.status_code == 503 and health.json()["state"] == "restarting"
-        refused = await front.post("/v1/completions", {"prompt": [1]})
-        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
-        assert (await front.get("/livez")).status_code == 200
-        await until(lambda: front.core.state == "ready")
-
-    run(check, tmp_path, FakeJob(deadly))
+    front = await serve(FakeJob(deadly))
+    answer = await front.post(COMPLETIONS, {"prompt": [1]})
+    assert answer.status_code == 500 and "failed 2 times" in answer.json()["error"]["message"]
+    health = await front.get("/health")
+    assert health.status_code == 503 and health.json()["state"] == "restarting"
+    refused = await front.post(COMPLETIONS, {"prompt": [1]})
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+    assert (await front.get("/livez")).status_code == 200
+    await until(lambda: front.core.state == "ready")
 
 
 @pytest.mark.parametrize("admitted", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_only_new_request_is_not_tried_again(
-    admitted: bool, n: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_the_only_new_request_is_not_tried_again(
+    admitted: bool, n: int, caplog: pytest.LogCaptureFixture, serve: Serve
 ) -> None:
     """Nor do those suffer for it that decode, or wait to be admitted; the log says the cause and whose it is."""
 
@@ -137,7 +108,7 @@ def test_the_only_new_request_is_not_tried_again(
             if admitted:
                 job.send(RequestUpdate(submit.id, 1, 0, 0))
             job.send(Failed("MemoryError: of this one"))
-            await asyncio.sleep(0.05)
+            await until(lambda: len(job.submits) == 2 + n)
             if job.writers:
                 job.die()
         elif known == 1 and not submit.drawn:
@@ -145,41 +116,37 @@ def test_the_only_new_request_is_not_tried_again(
         elif known == 1 or len(job.submits) > 2 + n:  # again
             await counting(job, submit)
 
-    async def check(front: Front) -> None:
-        others = []
-        for known in (1, 2):
-            body = {"prompt": [known], "max_tokens": 3}
-            others.append(asyncio.create_task(front.post("/v1/completions", body)))
-            await until(lambda: len(front.job.submits) == len(others))
-        await until(lambda: front.core.waiting == 1)
-        refused = await front.post(
-            "/v1/completions", {"prompt": [3], "n": n, "max_tokens": 5, "top_k": 7}, headers={"x-request-id": "its-id"}
-        )
-        assert refused.status_code == 500
-        message = refused.json()["error"]["message"]
-        assert "began with this request" in message and "MemoryError: of this one" in message
-        assert [(await other).status_code for other in others] == [200, 200]
-        assert sum(submit.prompt[0] == 3 for submit in front.job.submits) == n
-
-    run(check, tmp_path, FakeJob(reading))
+    front = await serve(FakeJob(reading))
+    others = []
+    for known in (1, 2):
+        body = {"prompt": [known], "max_tokens": 3}
+        others.append(asyncio.create_task(front.post(COMPLETIONS, body)))
+        await until(lambda: len(front.job.submits) == len(others))
+    await until(lambda: front.core.waiting == 1)
+    refused = await front.post(
+        COMPLETIONS, {"prompt": [3], "n": n, "max_tokens": 5, "top_k": 7}, headers={"x-request-id": "its-id"}
+    )
+    assert refused.status_code == 500
+    message = refused.json()["error"]["message"]
+    assert "began with this request" in message and "MemoryError: of this one" in message
+    assert [(await other).status_code for other in others] == [200, 200]
+    assert sum(submit.prompt[0] == 3 for submit in front.job.submits) == n
     said = caplog.text
     assert "the ranks failed: MemoryError: of this one" in said
     assert "not tried again: request its-id, a prompt of 1 tokens, 5 to draw, grammar: none, sampling: temp" in said
 
 
-def test_of_several_new_requests_each_is_tried_again(tmp_path: Path) -> None:
+async def test_of_several_new_requests_each_is_tried_again(serve: Serve) -> None:
     async def reading(job: FakeJob, submit: Request) -> None:
         if len(job.submits) == 2:
             job.die()
         elif len(job.submits) > 2:
             await counting(job, submit)
 
-    async def check(front: Front) -> None:
-        body = {"prompt": [1], "max_tokens": 3}
-        answers = await asyncio.gather(*(front.post("/v1/completions", body) for _ in range(2)))
-        assert [answer.status_code for answer in answers] == [200, 200]
-
-    run(check, tmp_path, FakeJob(reading))
+    front = await serve(FakeJob(reading))
+    body = {"prompt": [1], "max_tokens": 3}
+    answers = await asyncio.gather(*(front.post(COMPLETIONS, body) for _ in range(2)))
+    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 class HungJob(EngineJob):
@@ -216,19 +183,16 @@ class HungJob(EngineJob):
         serve(engine, self._inbox if rank == 0 else Inbox(), link if rank == 0 else None, DEMO)
 
 
-@pytest.mark.parametrize("ranks, hung, idle", [(1, 0, False), (2, 0, False), (2, 1, False), (1, 0, True)])
-def test_a_job_without_progress_is_started_again(ranks: int, hung: int, idle: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks, hung, idle", [(1, 0, False), (2, 1, False), (1, 0, True)])
+async def test_a_job_without_progress_is_started_again(ranks: int, hung: int, idle: bool, serve: Serve) -> None:
     """Its statistics still come, and receipts of new requests do."""
-
-    async def check(front: Front) -> None:
-        request = asyncio.create_task(front.post("/v1/completions", {"prompt": [1], "max_tokens": 2}))
-        await until(lambda: front.core.state == "restarting")
-        front.supervisor._serve.hang_s = 600  # a busy machine may stop for seconds
-        job.released.set()
-        assert (await request).status_code == 200
-
     job = HungJob(ranks, hung, idle)
-    run(check, tmp_path, job, hang_s=1)  # type: ignore[arg-type]
+    front = await serve(job, hang_s=1)
+    request = asyncio.create_task(front.post(COMPLETIONS, {"prompt": [1], "max_tokens": 2}))
+    await until(lambda: front.core.state == "restarting")
+    front.supervisor._serve.hang_s = 600  # a busy machine may stop for seconds
+    job.released.set()
+    assert (await request).status_code == 200
 
 
 def test_silence_is_time_without_progress_of_ranks_that_have_work() -> None:
@@ -299,7 +263,9 @@ def test_ranks_that_hang_do_not_keep_a_server_that_ends(tmp_path: Path, monkeypa
     asyncio.run(ended())
 
 
-def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_ranks_that_say_what_nobody_reads_are_started_again(
+    caplog: pytest.LogCaptureFixture, serve: Serve
+) -> None:
     """The request of a message fails alone; behind what is no frame, all is lost."""
 
     async def babbling(job: FakeJob, submit: Request) -> None:
@@ -307,30 +273,13 @@ def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, capl
             job.writers[-1].write(HEAD.pack(2, 0, submit.id) + b"{}")
         elif len(job.submits) == 2:
             await job.say(submit, [100])
-            await asyncio.sleep(0.05)
             job.writers[-1].write(HEAD.pack(1 << 31, 0, submit.id))
         else:
             await counting(job, submit)
 
-    async def check(front: Front) -> None:
-        answer = await front.post("/v1/completions", {"prompt": [1]})
-        assert answer.status_code == 500 and "cannot be read" in answer.json()["error"]["message"]
-        assert front.core.state == "ready"
-        assert (await front.post("/v1/completions", {"prompt": [2], "max_tokens": 2})).status_code == 200
-
-    run(check, tmp_path, FakeJob(babbling))
+    front = await serve(FakeJob(babbling))
+    answer = await front.post(COMPLETIONS, {"prompt": [1]})
+    assert answer.status_code == 500 and "cannot be read" in answer.json()["error"]["message"]
+    assert front.core.state == "ready"
+    assert (await front.post(COMPLETIONS, {"prompt": [2], "max_tokens": 2})).status_code == 200
     assert "the ranks sent data that is not a frame: a header of 2147483648 bytes" in caplog.text
-
-
-def test_a_failure_in_a_stream_is_an_event_and_then_the_end(tmp_path: Path) -> None:
-    async def failing(job: FakeJob, submit: Request) -> None:
-        await job.say(submit, [100])
-        await asyncio.sleep(0.05)
-        job.send(RequestUpdate(submit.id, finish_reason="error", reason="planted"))
-
-    async def check(front: Front) -> None:
-        answer = await front.post("/v1/completions", {"prompt": [1], "stream": True})
-        assert answer.text.endswith("data: [DONE]\n\n")
-        assert 'event: error\ndata: {"error":{"message":"planted"' in answer.text
-
-    run(check, tmp_path, FakeJob(failing))

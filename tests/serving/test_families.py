@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 import launch.job.serve
@@ -23,10 +21,10 @@ from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.sequences import generated_ids
+from tests.serving.chats import CHATS
 from tests.serving.engine import EngineJob, ids_of, name_tokens
-from tests.serving.front import Front, front, metrics_of
+from tests.serving.front import Front, Serve, read
 
-pytestmark = pytest.mark.timeout(120)
 ALONE = HelixLayout.create()
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "seed": 11}
 
@@ -46,21 +44,13 @@ async def complete(front: Front, prompt: tuple[int, ...], tokens: int, **more: A
     return ids_of(answer.json()["choices"][0]["text"]), usage["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama-llama3",
-        "qwen2",
-        "qwen3",
-        "mistral-windowed",
-        "qwen3-moe",
-        "mixtral",
-        "gpt-oss",
-        "deepseek-v2-yarn",
-        "deepseek-v3-yarn",
-    ],
-)
-def test_tokens_are_those_of_decoding(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FAMILIES = ["qwen3", "mistral-windowed", "mixtral", "gpt-oss", "deepseek-v3-yarn"]  # each kind of cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_tokens_are_those_of_decoding(
+    family: str, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch.job.serve, "STATS_S", 0.02)
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     sampled = Request("sampled", wanted[1].prompt, MOE_TOKENS, SamplingParams(**SAMPLED))
@@ -70,41 +60,29 @@ def test_tokens_are_those_of_decoding(family: str, tmp_path: Path, monkeypatch: 
         schedule = ScheduleConfig(lease=2, stall_ms=2.0)
         return make_engine(family, max_batch=3, pages=40, prefill_chunk=24, schedule=schedule)
 
-    async def check(front: Front) -> None:
-        first = [complete(front, c.prompt, len(c.tokens)) for c in wanted[::-1]]
-        drawing = complete(front, wanted[1].prompt, MOE_TOKENS, **SAMPLED)
-        large = [complete(front, prompt, 40) for prompt in (wanted[2].prompt[30:], wanted[2].prompt[:29:-1])]
-        *told, (drawn, _), _, _ = await asyncio.gather(*first, drawing, *large)
-        assert [tokens for tokens, _ in told[::-1]] == [c.tokens for c in wanted]
-        assert drawn == decoded
-        for again in (False, True):
-            tokens, cached = await complete(front, wanted[2].prompt + wanted[2].tokens[:-3], 3)
-            least = 48 if family in ("mistral-windowed", "mixtral", "gpt-oss") else 96
-            assert tokens == wanted[2].tokens[-3:] and (cached >= least or not again)
-        metrics = metrics_of((await front.get("/metrics")).text)
-        assert metrics["restarts_total"] == 1 and metrics["num_preemptions_total"] > 0, metrics
-
-    async def with_front() -> None:
-        job = EngineJob(make, name_tokens(tmp_path, 257), deaths=(12,), among=6)
-        async with front(tmp_path, job) as made, asyncio.timeout(60):  # type: ignore[arg-type]
-            await check(made)
-
-    asyncio.run(with_front())
+    front = await serve(EngineJob(make, name_tokens(tmp_path, 257), deaths=(12,), among=6))
+    first = [complete(front, c.prompt, len(c.tokens)) for c in wanted[::-1]]
+    drawing = complete(front, wanted[1].prompt, MOE_TOKENS, **SAMPLED)
+    large = [complete(front, prompt, 40) for prompt in (wanted[2].prompt[30:], wanted[2].prompt[:29:-1])]
+    *told, (drawn, _), _, _ = await asyncio.gather(*first, drawing, *large)
+    assert [tokens for tokens, _ in told[::-1]] == [c.tokens for c in wanted]
+    assert drawn == decoded
+    for again in (False, True):
+        tokens, cached = await complete(front, wanted[2].prompt + wanted[2].tokens[:-3], 3)
+        least = 48 if family in ("mistral-windowed", "mixtral", "gpt-oss") else 96
+        assert tokens == wanted[2].tokens[-3:] and (cached >= least or not again)
+    metrics = await front.metrics()
+    assert metrics["restarts_total"] == 1 and metrics["num_preemptions_total"] > 0, metrics
 
 
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 2, 9]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 2, 9]}},
-                "required": ["city", "days"],
-                "additionalProperties": False,
-            },
-        },
-    }
+    {"type": "function", "function": {"name": name, "parameters": ARGUMENTS}}
     for name in ("get_weather", "get_forecast")
 ]
 
@@ -112,42 +90,31 @@ TOOLS = [
 @pytest.mark.parametrize(
     "known", ["{# <tool_call> #}{% if tools %}{% endif %}", pytest.param("", marks=pytest.mark.slow)]
 )
-def test_a_model_that_never_learned_to_call_calls(known: str, tmp_path: Path) -> None:
+async def test_a_model_that_never_learned_to_call_calls(known: str, serve: Serve, tmp_path: Path) -> None:
     """It may be of a known family or none, and its engine dies: the next one goes on within a call."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint("demo"))
-    tokenizer.chat_template = known + "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n"
-    tokenizer.save_pretrained(tmp_path)
+    template = known + "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n"
+    model = tmp_path / "model"
+    (tokenizer := AutoTokenizer.from_pretrained(checkpoint("demo"))).chat_template = template
+    tokenizer.save_pretrained(model)
 
     def make() -> Engine:
         engine = make_engine("demo", max_batch=4)
         engine.runner.model.spec = replace(engine.runner.model.spec, eos=(0,))
         return engine
 
-    async def check(front: Front) -> None:
-        client = AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
+    front = await serve(EngineJob(make, model, deaths=(10,), among=2))
 
-        async def called(choice: Any, **more: Any) -> list[tuple[str, Any]]:
-            answer = await client.chat.completions.create(
-                model=tmp_path.name, messages=[{"role": "user", "content": "def f"}], tools=TOOLS, tool_choice=choice,
-                max_tokens=160, **more,
-            )  # fmt: skip
-            assert answer.choices[0].finish_reason == "tool_calls", answer.choices[0].message.content
-            calls = answer.choices[0].message.tool_calls
-            return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    async def called(choice: Any, **more: Any) -> tuple[str, Any]:
+        body = {"messages": [{"role": "user", "content": "def f"}], "tools": TOOLS, "tool_choice": choice}
+        told = read(await front.post(CHATS, body | {"max_tokens": 160, "temperature": 1} | more))
+        assert told.ends == "tool_calls", told
+        (call,) = told.calls
+        return call
 
-        named = {"type": "function", "function": {"name": "get_forecast"}}
-        answers = await asyncio.gather(
-            called("required", temperature=1, seed=3, parallel_tool_calls=False),
-            called(named, temperature=1, seed=4),
-        )
-        for ((name, arguments),) in answers:
-            assert name in ("get_weather", "get_forecast") and arguments.keys() == {"city", "days"}
-            assert arguments["city"] in ("Paris", "Oslo") and arguments["days"] in (1, 2, 9)
-        assert answers[1][0][0] == "get_forecast"
-        assert metrics_of((await front.get("/metrics")).text)["restarts_total"] == 1
-
-    async def with_front() -> None:
-        async with front(tmp_path, EngineJob(make, tmp_path, deaths=(10,), among=2)) as made, asyncio.timeout(100):  # type: ignore[arg-type]
-            await check(made)
-
-    asyncio.run(with_front())
+    named = {"type": "function", "function": {"name": "get_forecast"}}
+    answers = await asyncio.gather(called("required", seed=3, parallel_tool_calls=False), called(named, seed=4))
+    for name, arguments in answers:
+        assert name in ("get_weather", "get_forecast") and arguments.keys() == {"city", "days"}
+        assert arguments["city"] in ("Paris", "Oslo") and arguments["days"] in (1, 2, 9)
+    assert answers[1][0] == "get_forecast"
+    assert (await front.metrics())["restarts_total"] == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
@@ -23,43 +23,17 @@ from launch.client.schemas import Chat, Completion, parsed
 from launch.serving import messages, responses
 from launch.serving.messages import Messages
 from launch.serving.responses import Responses
-from tests.serving.front import front
+from tests.serving.chats import REFUSALS
+from tests.serving.front import Serve
 
-pytestmark = pytest.mark.timeout(120)
-# Those of vLLM's requests (November 2026), of both, of completions and of chats, and older names.
-SHARED = """
-model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream
-stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty watermarking length_penalty
-stop_token_ids include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
-truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words
-add_special_tokens echo structured_outputs priority request_id session_id return_tokens_as_token_ids
-return_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params
-ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval guided_json guided_regex
-guided_choice guided_grammar structural_tag guided_decoding_backend guided_whitespace_pattern best_of
-early_stopping
-"""
-VLLM = {
-    COMPLETIONS: "prompt suffix prompt_embeds",
-    CHATS: """
-messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning parallel_tool_calls
-add_generation_prompt continue_final_message documents chat_template chat_template_kwargs media_io_kwargs
-mm_processor_kwargs return_prompt_text
-""",
-}
-# Those of Anthropic's messages (anthropic 2.14), which have no types here.
-ANTHROPIC = """
-max_tokens messages model cache_control container diagnostics inference_geo metadata output_config service_tier speed
-stop_sequences stream system temperature thinking tool_choice tools top_k top_p user_profile_id workspace_id
-"""
+OTHERS = {name: of.split() for name, of in yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text()).items()}
+OF_CHATS, OF_COMPLETIONS = of_chats.CompletionCreateParamsBase, of_completions.CompletionCreateParamsBase
 NAMES = {
-    CHATS: [*SHARED.split(), *VLLM[CHATS].split(), *inspect.get_annotations(of_chats.CompletionCreateParamsBase)],
-    COMPLETIONS: [
-        *SHARED.split(), *VLLM[COMPLETIONS].split(),
-        *inspect.get_annotations(of_completions.CompletionCreateParamsBase),
-    ],
+    CHATS: [*OTHERS["both"], *OTHERS["chats"], *inspect.get_annotations(OF_CHATS)],
+    COMPLETIONS: [*OTHERS["both"], *OTHERS["completions"], *inspect.get_annotations(OF_COMPLETIONS)],
     RESPONSES: [*inspect.get_annotations(of_responses.ResponseCreateParamsBase)],
-    MESSAGES: ANTHROPIC.split(),
-}  # fmt: skip
+    MESSAGES: OTHERS["messages"],
+}
 SCHEMAS = {CHATS: Chat, COMPLETIONS: Completion, RESPONSES: Responses, MESSAGES: Messages}
 ROUTES = {
     CHATS: "/v1/chat/completions",
@@ -85,38 +59,35 @@ def test_the_table_has_every_field(route: str) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_fields_are_what_the_table_says(route: str, tmp_path: Path) -> None:
-    async def check() -> None:
-        async with front(tmp_path) as made, httpx.AsyncClient(base_url=made.url, timeout=30, verify=False) as client:
+async def test_fields_are_what_the_table_says(route: str, serve: Serve) -> None:
+    front = await serve()
 
-            async def post(more: dict[str, Any]) -> httpx.Response:
-                return await client.post(ROUTES[route], json=BODIES[route] | more)
+    async def post(more: dict[str, Any]) -> httpx.Response:
+        return await front.post(ROUTES[route], BODIES[route] | more)
 
-            if route != COMPLETIONS:  # the demo model has no template
-                made.session.tokens.tokenizer.chat_templates = {"default": "{{ messages[0].content }}"}
-            for field in FIELDS:
-                if field.route not in GROUPS[route] or field.fate == DONE:
-                    continue
-                answer = await post({field.name: {"a": ["wanted"]}})
-                if field.fate == HARMLESS:
-                    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == field.name
-                    continue
-                error = answer.json()["error"]
-                assert answer.status_code == 400, answer.text
-                assert route == MESSAGES or error["param"] == field.name, answer.text
-                assert field.name in error["message"] and field.says in error["message"]
-                for value in (None, *field.neutral):
-                    answer = await post({field.name: value})
-                    assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, (field.name, value)
-            if route in (RESPONSES, MESSAGES):
-                return
-            more = {"user": "u", "nobody": 1, "stream": True, "stream_options": {"include_obfuscation": False}}
-            answer = await post(more | {"use_beam_search": False})
-            assert answer.headers["x-ignored-fields"] == "nobody,stream_options.include_obfuscation,user"
-            answer = await post({"a\0\x7f\nb": 1})
-            assert (answer.status_code, answer.headers["x-ignored-fields"]) == (200, "a   b")
-
-    asyncio.run(check())
+    if route != COMPLETIONS:
+        front.session.tokens.tokenizer.chat_templates = {"default": "{{ messages[0].content }}"}
+    for field in FIELDS:
+        if field.route not in GROUPS[route] or field.fate == DONE:
+            continue
+        answer = await post({field.name: {"a": ["wanted"]}})
+        if field.fate == HARMLESS:
+            assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == field.name
+            continue
+        error = answer.json()["error"]
+        assert answer.status_code == 400, answer.text
+        assert route == MESSAGES or error["param"] == field.name, answer.text
+        assert field.name in error["message"] and field.says in error["message"]
+        for value in (None, *field.neutral):
+            answer = await post({field.name: value})
+            assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, (field.name, value)
+    if route in (RESPONSES, MESSAGES):
+        return
+    more = {"user": "u", "nobody": 1, "stream": True, "stream_options": {"include_obfuscation": False}}
+    answer = await post(more | {"use_beam_search": False})
+    assert answer.headers["x-ignored-fields"] == "nobody,stream_options.include_obfuscation,user"
+    answer = await post({"a\0\x7f\nb": 1})
+    assert (answer.status_code, answer.headers["x-ignored-fields"]) == (200, "a   b")
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -149,62 +120,31 @@ def test_the_best_of_as_many_are_all() -> None:
             parsed(Completion, json.dumps({"prompt": "x", "n": n, "best_of": 4}).encode())
 
 
-LARGE = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": "x" * (1 << 20)}}}]}
-MANY = json.dumps({"enum": [1] * (1 << 20)})
-UNTRIGGERED = {"type": "structural_tag", "structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}
-FORM = {"structured_outputs": {"regex": "a"}}
-CALL = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+MANY = json.dumps({"enum": [1] * (1 << 18)})
+LARGE_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"const": "x" * (1 << 20)}}}
+LARGE_FORMAT = {"type": "json_schema", "json_schema": {"schema": {"const": "x" * (1 << 20)}}}
+COMPUTED = [
+    ({"structured_outputs": {"choice": ["a" * 40000, "b" * 40000]}}, "has 80000 characters, and may have 65536"),
+    ({"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex="),
+    ({"guided_grammar": "a" * 65537}, "guided_grammar="),
+    ({"guided_choice": ["a"] * 65537}, "guided_choice="),
+    ({"guided_json": {"description": "x" * (1 << 24)}}, "guided_json is too large: it may have 524288 char"),
+    ({"structured_outputs": {"json": MANY}}, "structured_outputs.json is too large: it may have 524288"),
+    ({"guided_json": MANY}, "guided_json is too large: it may have 524288"),
+    ({"chat_template_kwargs": {"a": "x" * 40000, "b": "y" * 40000}}, "has texts of 80000 characters, and may have"),
+    ({"guided_json": '{"not":' * 200 + "{}" + "}" * 200}, "guided_json has more than 128 levels"),
+    ({"guided_json": '{"not":' * 9000 + "{}" + "}" * 9000}, "is not a JSON object"),
+    ({"response_format": LARGE_FORMAT}, "response_format.json_schema is too large"),
+    ({"tools": [LARGE_TOOL], "tool_choice": "required"}, "tools is too large"),
+]
 
 
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        (FORM | {"guided_regex": "a"}, "guided_regex and structured_outputs.regex both say"),
-        (FORM | {"response_format": {"type": "json_object"}}, "structured_outputs.regex and response_format both say"),
-        ({"guided_json": {}, "guided_choice": ["a"]}, "guided_json and guided_choice both say"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "has regex and choice, and needs one of json, regex"),
-        ({"structured_outputs": {}}, "has none of them, and needs one of json"),
-        ({"structured_outputs": {"rexeg": "a"}}, "structured_outputs.rexeg"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json='{' is not a JSON object"),
-        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json='[]' is not a JSON object"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object=False"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice=[]"),
-        ({"structured_outputs": {"choice": ["a" * 40000, "b" * 40000]}}, "has 80000 characters, and may have 65536"),
-        ({"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex="),
-        ({"guided_grammar": "a" * 65537}, "guided_grammar="),
-        ({"guided_choice": ["a"] * 65537}, "guided_choice="),
-        ({"guided_json": {"description": "x" * (1 << 24)}}, "guided_json is too large: it may have 524288 char"),
-        ({"structured_outputs": {"json": MANY}}, "structured_outputs.json is too large: it may have 524288"),
-        ({"guided_json": json.dumps({"enum": [1] * (1 << 18)})}, "guided_json is too large: it may have 524288"),
-        (
-            {"chat_template_kwargs": {"a": "x" * 40000, "b": "y" * 40000}},
-            "has texts of 80000 characters, and may have 65536",
-        ),
-        ({"guided_json": '{"not":' * 200 + "{}" + "}" * 200}, "guided_json has more than 128 levels"),
-        ({"guided_json": '{"not":' * 9000 + "{}" + "}" * 9000}, "is not a JSON object"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * (1 << 20)}}}},
-            "response_format.json_schema is too large",
-        ),
-        ({"response_format": {"type": "json_object", "json_schema": {"name": "x"}}}, "json_schema needs a schema"),
-        ({"response_format": {"type": "json_object", "json_schema": {"schema": 5}}}, "json_schema needs a schema"),
-        (LARGE | {"tool_choice": "required"}, "tools is too large"),
-        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern goes with guided_json"),
-        ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structural_tag.format is not supported"),
-        ({"response_format": {"type": "structural_tag", "format": {}}}, "structural_tag.format is not supported"),
-        ({"structured_outputs": {"structural_tag": {"structures": []}}}, "structural_tag.structures"),
-        ({"response_format": UNTRIGGERED}, "starts with none of its triggers"),
-        (FORM | CALL, "tool_choice wants a call, and structured_outputs.regex something else"),
-        ({"continue_final_message": True}, "and the last one is of role 'user'"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt=true begins one"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort='huge'"),
-        ({"documents": [{"a": 1}]}, "documents.0.a=1"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(more: dict[str, Any], words: str) -> None:
-    for route, schema in ((CHATS, Chat), (COMPLETIONS, Completion)):
-        if route == COMPLETIONS and not more.keys() <= Completion.model_fields.keys():
-            continue
-        with pytest.raises(ApiError) as refused:
-            parsed(schema, json.dumps(BODIES[route] | more).encode())
-        assert refused.value.status == 400 and words in refused.value.message and "\n" not in refused.value.message
+def test_what_contradicts_itself_is_refused() -> None:
+    for more, words in [*COMPUTED, *((row["body"], row["says"]) for row in REFUSALS["both"])]:
+        for route, schema in ((CHATS, Chat), (COMPLETIONS, Completion)):
+            if route == COMPLETIONS and not more.keys() <= Completion.model_fields.keys():
+                continue
+            with pytest.raises(ApiError) as refused:
+                parsed(schema, json.dumps(BODIES[route] | more).encode())
+            message = refused.value.message
+            assert refused.value.status == 400 and words in message and "\n" not in message, (words, message)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
+import yaml
 from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
@@ -27,76 +26,28 @@ from helix.speculation import SuffixDrafter
 from launch.answers.matcher import Grammars
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
+from tests.serving.chats import CHATS, COMPLETIONS
 from tests.serving.engine import EngineJob
-from tests.serving.front import Front, front, until
+from tests.serving.front import Front, Serve, read, until
 
-pytestmark = pytest.mark.timeout(120)
 ALONE = HelixLayout.create()
 END = 256
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "x = ["},
     CHATS: {"messages": [{"role": "user", "content": "x"}]},
 }
 
-REGEXES = [
-    r"[0-9]{3}-[0-9]{4}",
-    r"(GET|POST) /[a-z]{1,8}(\?[a-z]=[0-9])?",
-    r"[0-9]{1,2}(é|ü)x?",
-    r"^\"[^\"\\\n]{0,5}\"#$",
-    "yes|no|yesterday",
-]
-CHOICES = ["a.b", "a*", "(x|y)", "yes", "yesterday", 'né\n"q"', "a/b #&~-^$", "\\d"]
-EBNF = """\
-root ::= "SELECT " column " from " table ";"?
-# of either table
-column ::= "col_1" | "col_" [2-4]
-table ::= ("table_" [a-b]{2}) | "x/y"
-"""
-LARK = 'start: "<" pair ("," pair)~1..2 ">"\npair: KEY ":" /[0-9]{1,2}/\nKEY: "a" | "b"\n'
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "yes"]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
-    "required": ["a", "b"],
-}
-CLOSED = SCHEMA | {"additionalProperties": False}
-TAGS = {
-    "type": "structural_tag",
-    "structures": [{"begin": "<f>", "schema": CLOSED, "end": "</f>"}],
-    "triggers": ["<f"],
-}
+FORMS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
 
 
-def is_schema(text: str) -> bool:
-    found = json.loads(text)
+def fits(row: dict[str, Any], text: str) -> bool:
+    if "full" in row:
+        return re.fullmatch(row["full"], text) is not None
+    if "spaces" in row and re.search(r"\s", text):
+        return False
+    found = json.loads(text.replace("_", "") if row.get("spaces") else text)
     return set(found) == {"a", "b"} and found["a"] in ("x", "yes") and all(type(one) is bool for one in found["b"])
-
-
-def full(expression: str) -> Callable[[str], bool]:
-    return lambda text: re.fullmatch(expression, text) is not None
-
-
-FORMS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
-    *(({"structured_outputs": {"regex": regex}}, full(regex)) for regex in REGEXES),
-    ({"guided_regex": REGEXES[0]}, full(REGEXES[0])),
-    ({"structured_outputs": {"choice": CHOICES}}, CHOICES.__contains__),
-    ({"guided_choice": CHOICES[:3]}, CHOICES[:3].__contains__),
-    ({"structured_outputs": {"grammar": EBNF}}, full(r"SELECT (col_[1-4]) from (table_[ab]{2}|x/y);?")),
-    ({"guided_grammar": LARK}, full(r"<[ab]:\d{1,2}(,[ab]:\d{1,2}){1,2}>")),
-    ({"structured_outputs": {"json": CLOSED}}, is_schema),
-    ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_additional_properties": True}}, is_schema),
-    ({"guided_json": CLOSED}, is_schema),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CLOSED}}}, is_schema),
-    (
-        {"structured_outputs": {"json": CLOSED, "disable_any_whitespace": True}},
-        lambda text: is_schema(text) and not re.search(r"\s", text),
-    ),
-    (
-        {"structured_outputs": {"json": CLOSED, "whitespace_pattern": "_?"}},
-        lambda text: is_schema(text.replace("_", "")),
-    ),
-]
 
 
 @pytest.fixture(scope="module")
@@ -114,71 +65,58 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@asynccontextmanager
-async def served(directory: Path, model: Path, **options: Any) -> AsyncIterator[Front]:
-    def make() -> Engine:
-        comm = LoopbackWorld(1).communicator(0, ALONE.kvp_group(0))
-        engine = build_engine(checkpoint("qwen2"), ALONE, comm, 4, page_size=4, max_length=192, max_batch=8, **options)
-        engine.runner.model.spec = replace(engine.runner.model.spec, eos=(END,))
-        return engine
+@pytest.fixture
+def served(model: Path, serve: Serve) -> Serve:
+    """`await served(**options)` is a front end over an engine."""
 
-    async with front(directory, EngineJob(make, model)) as made, asyncio.timeout(100):  # type: ignore[arg-type]
-        yield made
+    async def start(**options: Any) -> Front:
+        def make() -> Engine:
+            comm = LoopbackWorld(1).communicator(0, ALONE.kvp_group(0))
+            most = {"max_length": 192, "max_batch": 8}
+            engine = build_engine(checkpoint("qwen2"), ALONE, comm, 4, page_size=4, **most, **options)
+            engine.runner.model.spec = replace(engine.runner.model.spec, eos=(END,))
+            return engine
+
+        return await serve(EngineJob(make, model))
+
+    return start
 
 
 async def drawn(front: Front, route: str, stream: bool, seed: int, wanted: dict[str, Any], n: int = 1) -> list[str]:
     """The answers to one request, each of which has ended by itself."""
     body = PROMPTS[route] | {"max_tokens": 150, "temperature": 1, "seed": seed, "stream": stream, "n": n} | wanted
     answer = await front.post(route, body)
-    assert answer.status_code == 200, answer.text
-    texts, reasons = [""] * n, [""] * n
-    events = re.findall(r"^data: (\{.*)$", answer.text, re.M) if stream else [answer.text]
-    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
-        said = choice if route == COMPLETIONS else choice["delta" if stream else "message"]
-        texts[choice["index"]] += said.get("text") or said.get("content") or ""
-        reasons[choice["index"]] = choice["finish_reason"]
-    assert reasons == ["stop"] * n, (wanted, texts, reasons)
-    return texts
+    told = [read(answer, index) for index in range(n)]
+    assert [one.ends for one in told] == ["stop"] * n, (wanted, told)
+    return [one.content for one in told]
 
 
 @pytest.mark.parametrize("options", [{}, {"drafter": SuffixDrafter(4, 2), "adaptive": False}], ids=["plain", "drafts"])
-def test_answers_have_their_form(options: dict[str, Any], tmp_path: Path, model: Path) -> None:
+async def test_answers_have_their_form(options: dict[str, Any], served: Serve) -> None:
     """On both routes, in streams, several at a time, beside one that is free."""
-
-    async def check() -> None:
-        async with served(tmp_path, model, **options) as made:
-            free = {"prompt": "x = [1, 2, 1, 2, 1, 2", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-            alone = (await made.post(COMPLETIONS, free)).json()["choices"][0]["text"]
-            beside = [asyncio.create_task(made.post(COMPLETIONS, free)) for _ in range(2)]
-            kinds = [(route, stream) for route in PROMPTS for stream in (False, True)]
-            answers = await asyncio.gather(
-                *(drawn(made, *kinds[at % len(kinds)], at, wanted, n=2) for at, (wanted, _) in enumerate(FORMS))
-            )
-            for (wanted, fits), texts in zip(FORMS, answers, strict=True):
-                assert all(map(fits, texts)), (wanted, texts)
-            assert [(await one).json()["choices"][0]["text"] for one in beside] == [alone, alone]
-
-    asyncio.run(check())
+    made = await served(**options)
+    free = {"prompt": "x = [1, 2, 1, 2, 1, 2", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    alone = read(await made.post(COMPLETIONS, free)).content
+    beside = [asyncio.create_task(made.post(COMPLETIONS, free)) for _ in range(2)]
+    kinds = [(route, stream) for route in PROMPTS for stream in (False, True)]
+    answers = await asyncio.gather(
+        *(drawn(made, *kinds[at % len(kinds)], at, row["wanted"], n=2) for at, row in enumerate(FORMS))
+    )
+    for row, texts in zip(FORMS, answers, strict=True):
+        assert all(fits(row, text) for text in texts), (row, texts)
+    assert [read(await one).content for one in beside] == [alone, alone]
 
 
-def test_an_answer_that_leaves_its_form_is_an_error(tmp_path: Path, model: Path) -> None:
+async def test_an_answer_that_leaves_its_form_is_an_error(served: Serve) -> None:
     """And no short answer: what follows the first letter is no text, which is found only there."""
     dead = {"structured_outputs": {"grammar": 'start: "a" X\nX: /[^\\s\\S]/'}}
-
-    async def check() -> None:
-        async with served(tmp_path, model) as made:
-            answer = await made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | dead)
-            assert (
-                answer.status_code == 500 and "its form cannot be followed further: no text follows it" in answer.text
-            )
-            assert await drawn(made, COMPLETIONS, False, 1, {"guided_choice": ["a"]}) == ["a"]
-
-    asyncio.run(check())
+    made = await served()
+    answer = await made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | dead)
+    assert answer.status_code == 500 and "its form cannot be followed further: no text follows it" in answer.text
+    assert await drawn(made, COMPLETIONS, False, 1, {"guided_choice": ["a"]}) == ["a"]
 
 
-def test_who_leaves_while_a_form_is_compiled_is_forgotten(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_leaves_while_a_form_is_compiled_is_forgotten(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """On rank 0, where others do not wait for it."""
     entered, go_on, submitted = Event(), Event(), list[Request]()
     compile, submit = Grammars._compile, Inbox.submit
@@ -194,18 +132,14 @@ def test_who_leaves_while_a_form_is_compiled_is_forgotten(
 
     monkeypatch.setattr(Grammars, "_compile", slow)
     monkeypatch.setattr(Inbox, "submit", noted)
-
-    async def check() -> None:
-        async with served(tmp_path, model) as made:
-            leaving = asyncio.create_task(made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"guided_regex": "a"}))
-            assert await asyncio.to_thread(entered.wait, 60)
-            free = await made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"max_tokens": 3})
-            assert free.status_code == 200 and not leaving.done()
-            leaving.cancel()
-            await until(lambda: made.core.flights == {})
-            await made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"max_tokens": 3})  # behind the abort
-            go_on.set()
-            assert await drawn(made, COMPLETIONS, False, 1, {"guided_choice": ["b"]}) == ["b"]
-        assert [request.grammar is not None for request in submitted] == [False, False, True]
-
-    asyncio.run(check())
+    made = await served()
+    leaving = asyncio.create_task(made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"guided_regex": "a"}))
+    assert await asyncio.to_thread(entered.wait, 60)
+    free = await made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"max_tokens": 3})
+    assert free.status_code == 200 and not leaving.done()
+    leaving.cancel()
+    await until(lambda: made.core.flights == {})
+    await made.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"max_tokens": 3})  # behind the abort
+    go_on.set()
+    assert await drawn(made, COMPLETIONS, False, 1, {"guided_choice": ["b"]}) == ["b"]
+    assert [request.grammar is not None for request in submitted] == [False, False, True]

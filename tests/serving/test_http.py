@@ -7,136 +7,139 @@ import gzip
 import json
 import re
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helix.config import ServeConfig
 from helix.engine.request import Request
 from launch.serving.http import listen
-from tests.serving.front import FakeJob, Front, run, until
+from tests.serving.chats import CHATS, COMPLETIONS
+from tests.serving.front import FakeJob, Front, Serve, until
 
-pytestmark = pytest.mark.timeout(120)
-
-
-def test_a_slow_reader_gets_larger_pieces_and_then_the_end(tmp_path: Path) -> None:
-    """While nobody reads, tokens wait as ids; where nobody does for long, the request ends."""
-    stuck = asyncio.Event()
-
-    async def flood(job: FakeJob, submit: Request) -> None:
-        while not stuck.is_set():
-            await job.say(submit, [200] * 1000)
-            await asyncio.sleep(0.001)
-
-    async def check(front: Front) -> None:
-        _reader, writer = await front.connect(
-            "/v1/completions", {"prompt": [1], "max_tokens": 4000, "stream": True}, limit=1
-        )
-        await until(lambda: front.job.aborts, 30)
-        stuck.set()
-        assert front.core.flights == {}
-        writer.close()
-
-    run(check, tmp_path, FakeJob(flood), slow_s=0.5)
+Connect = Callable[[Front, str, Any], Awaitable[asyncio.StreamReader]]
 
 
-def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hold the answer's memory for as long as it likes; one that reads on, however slowly, has all of it."""
+@pytest.fixture
+async def narrow(monkeypatch: pytest.MonkeyPatch) -> Connect:
+    """`await narrow(front, path, body)` is a connection with the smallest buffers, which are soon full."""
 
     def listening(serve: ServeConfig) -> socket.socket:
         (made := listen(serve)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made
 
+    async def connect(front: Front, path: str, body: Any) -> asyncio.StreamReader:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", front.port))
+        return (await front.connect(path, body, sock=client, limit=4096))[0]
+
+    monkeypatch.setattr("tests.serving.front.listen", listening)
+    return connect
+
+
+async def test_a_slow_reader_gets_larger_pieces_and_then_the_end(narrow: Connect, serve: Serve) -> None:
+    """While nobody reads, tokens wait as ids; where nobody does for long, the request ends."""
+
+    async def flood(job: FakeJob, submit: Request) -> None:
+        while not job.aborts:
+            await job.say(submit, [200] * 1000)
+            await asyncio.sleep(0.001)
+
+    front = await serve(FakeJob(flood), slow_s=0.5)
+    _reader = await narrow(front, COMPLETIONS, {"prompt": [1], "max_tokens": 4000, "stream": True})
+    await until(lambda: front.job.aborts)
+    assert front.core.flights == {}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(
+    reads: bool, narrow: Connect, serve: Serve
+) -> None:
+    """It would hold the answer's memory for as long as it likes; one that reads on, however slowly, has all of it."""
+
     async def telling(job: FakeJob, submit: Request) -> None:
         every = [(-1.0, [(token, -1.0) for token in range(20)])] * 400
         await job.say(submit, [100] * 400, "length", logprobs=tuple(every))
 
-    async def check(front: Front) -> None:
-        turns = [{"role": "user", "content": "a"}]
-        body = {"messages": turns, "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
-        for reads in (False, True):
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(("127.0.0.1", front.port))
-            reader, _ = await front.connect("/v1/chat/completions", body, sock=client, limit=4096)
-            got = 0
-            if not reads:
-                await asyncio.sleep(3)
-            with suppress(ConnectionError):
-                while piece := await reader.read(4096):
-                    got += len(piece)
-                    if reads and got < 300_000:
-                        await asyncio.sleep(0.03)
-            assert (got > 350_000) == reads, got
-
-    monkeypatch.setattr("tests.serving.front.listen", listening)
-    run(check, tmp_path, FakeJob(telling), slow_s=1.0)
+    front = await serve(FakeJob(telling), slow_s=600)  # the test looks in place of the clock
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
+    reader = await narrow(front, CHATS, body)
+    await until(lambda: any(one._slow for one in front.server.server_state.connections))
+    (connection,) = front.server.server_state.connections
+    left, got = connection.transport.get_write_buffer_size(), 0
+    while reads and connection.transport.get_write_buffer_size() == left:
+        got += len(await reader.read(4096))
+    connection._look(left)
+    with suppress(ConnectionError):
+        while piece := await reader.read(4096):
+            got += len(piece)
+    assert (got > 350_000) == reads, got
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_body_that_is_too_large_is_not_read(declared: bool, tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-        if declared:
-            writer.write(head + b"Content-Length: 1000000000000\r\n\r\n")
-        else:
-            writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
-            for _ in range(20):
-                writer.write(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
-        assert b" 413 " in await reader.readline()
-        writer.close()
-
-    run(check, tmp_path, body_mib=1)
+async def test_a_body_that_is_too_large_is_not_read(declared: bool, serve: Serve) -> None:
+    front = await serve(body_mib=1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    if declared:
+        writer.write(head + b"Content-Length: 1000000000000\r\n\r\n")
+    else:
+        writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(20):
+            writer.write(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
+    assert b" 413 " in await reader.readline()
+    writer.close()
 
 
-def test_a_request_that_does_not_come_whole_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check(front: Front) -> None:
-        for begin, answer in (
-            (b"", b""),
-            (b"POST /v1/completions HTTP/1.1\r\nHost", b""),
-            (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{", b"HTTP/1.1 408"),
-        ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-            writer.write(begin)
-            try:
-                assert (await asyncio.wait_for(reader.read(12), 5)) == answer
-            except ConnectionResetError:
-                assert answer == b""
-            writer.close()
-
-    for module in ("http", "routes"):
-        monkeypatch.setattr(f"launch.serving.{module}.RECEIVE_S", 0.3)
-    run(check, tmp_path)
+@pytest.mark.parametrize(
+    "module, begin, answer",
+    [
+        ("http", b"", b""),
+        ("http", b"POST /v1/completions HTTP/1.1\r\nHost", b""),
+        ("routes", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{", b"HTTP/1.1 408"),
+    ],
+    ids=["nothing", "half a head", "half a body"],
+)
+async def test_a_request_that_does_not_come_whole_is_given_up(
+    module: str, begin: bytes, answer: bytes, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"launch.serving.{module}.RECEIVE_S", 0.1)
+    front = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    writer.write(begin)
+    try:
+        assert await reader.read(12) == answer
+    except ConnectionResetError:
+        assert answer == b""
+    writer.close()
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("cut", [None, 30, -60, -3])
-def test_a_client_that_offers_another_protocol_is_read_in_this_one(
-    cut: int | None, chunked: bool, tmp_path: Path
+async def test_a_client_that_offers_another_protocol_is_read_in_this_one(
+    cut: int | None, chunked: bool, serve: Serve
 ) -> None:
     """Java's HttpClient offers one with each request; two more behind it use the same connection."""
-
-    async def check(front: Front) -> None:
-        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "u" * 99}).encode()
-        framed = b"Transfer-Encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-        length, sent = framed if chunked else (b"Content-Length: %d" % len(body), body)
-        upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
-        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + upgrade + length + b"\r\n\r\n" + sent
-        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-        for request in (post, b"GET /livez HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n", post):
-            writer.write(request[:cut])
-            if cut is not None:
-                await asyncio.sleep(0.05)
-                writer.write(request[cut:])
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            answer = await reader.readexactly(int(re.search(r"content-length: (\d+)", head)[1]))  # type: ignore[index]
-            assert head.startswith("HTTP/1.1 200"), (head, answer)
-        assert [submit.prompt.tolist() for submit in front.job.submits] == [[1, 2, 3]] * 2
-        writer.close()
-
-    run(check, tmp_path)
+    front = await serve()
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "u" * 99}).encode()
+    framed = b"Transfer-Encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    length, sent = framed if chunked else (b"Content-Length: %d" % len(body), body)
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + upgrade + length + b"\r\n\r\n" + sent
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    for request in (post, b"GET /livez HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n", post):
+        writer.write(request[:cut])
+        if cut is not None:
+            await asyncio.sleep(0.05)
+            writer.write(request[cut:])
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        answer = await reader.readexactly(int(re.search(r"content-length: (\d+)", head)[1]))  # type: ignore[index]
+        assert head.startswith("HTTP/1.1 200"), (head, answer)
+    assert [submit.prompt.tolist() for submit in front.job.submits] == [[1, 2, 3]] * 2
+    writer.close()
 
 
 BODY = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
@@ -155,32 +158,9 @@ BODY = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
     ],
     ids=["whole", "plain", "none", "cut", "twice", "large", "other"],
 )
-def test_a_compressed_body_is_read_within_bounds(
-    coding: str, body: bytes, status: int, words: str, tmp_path: Path
+async def test_a_compressed_body_is_read_within_bounds(
+    coding: str, body: bytes, status: int, words: str, serve: Serve
 ) -> None:
-    async def check(front: Front) -> None:
-        answer = await front.post("/v1/completions", None, content=body, headers={"content-encoding": coding})
-        assert answer.status_code == status and words in answer.text, answer.text
-
-    run(check, tmp_path, body_mib=1)
-
-
-def test_an_older_client_gets_a_stream_without_chunks(tmp_path: Path) -> None:
-    """The stream ends with its connection: nginx asks so by default."""
-
-    async def check(front: Front) -> None:
-        for stream in (True, False):
-            body = json.dumps({"prompt": [1], "max_tokens": 2, "stream": stream}).encode()
-            reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-            writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-            head, _, answer = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
-            assert b"transfer-encoding" not in head and b"connection: close" in head
-            if stream:
-                events = [json.loads(e[6:]) for e in answer.split(b"\n\n") if e.startswith(b"data: {")]
-                assert answer.startswith(b": \n\ndata: ") and answer.endswith(b"\n\ndata: [DONE]\n\n")
-                assert events[-1]["choices"][0]["finish_reason"] == "length"
-            else:
-                assert json.loads(answer)["usage"]["completion_tokens"] == 2
-            writer.close()
-
-    run(check, tmp_path)
+    front = await serve(body_mib=1)
+    answer = await front.post(COMPLETIONS, None, content=body, headers={"content-encoding": coding})
+    assert answer.status_code == status and words in answer.text, answer.text

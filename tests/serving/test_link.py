@@ -5,28 +5,37 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helix.engine.inbox import Abort, Inbox
-from helix.engine.request import Request, RequestUpdate
+from helix.engine.request import Logprobs, PromptLogprobs, Request, RequestUpdate
+from helix.sampling_params import SamplingParams
+from launch.client.compiler import MOST_BYTES
 from launch.client.frames import (
     HEAD,
+    MOST_HEADER,
+    Cancel,
     Failed,
     FrameDecoder,
     Message,
     Queued,
     Ready,
     Stats,
+    Stop,
+    Unread,
     encode,
+    encode_tokens,
 )
 from launch.job.serve import Link
 from tests.serving.front import DEMO, READY
 
-pytestmark = pytest.mark.timeout(60)
 IDS = np.array([5, 6], dtype=np.int32)
 
 
@@ -39,7 +48,7 @@ class Front:
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(30)
+        self._socket.settimeout(60)
         self._socket.connect(str(path))
         self._messages = self._read()
         assert isinstance(self.next(), Ready)
@@ -60,22 +69,33 @@ class Front:
             yield from (message for message in decoder.feed(data) if not isinstance(message, Stats))
 
 
+@dataclass
+class Linked:
+    link: Link
+    inbox: Inbox
+    path: Path
+
+    def requests(self, count: int) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < count:
+            assert self.inbox.wait(60)
+            found += self.inbox.take()
+        return found
+
+
 @pytest.fixture
-def link(tmp_path: Path) -> Iterator[tuple[Link, Inbox, Path]]:
-    inbox = Inbox()
-    link = Link(path := tmp_path / "job.sock", inbox)
+def rank(tmp_path: Path) -> Iterator[Linked]:
+    link = Link(path := tmp_path / "job.sock", inbox := Inbox())
     assert link.learn(DEMO, READY.vocab, READY.eos) is None
     link.open(READY, dict)
-    yield link, inbox, path
+    yield Linked(link, inbox, path)
     link.close()
 
 
-def requests(inbox: Inbox, count: int) -> list[Any]:
-    found: list[Any] = []
-    while len(found) < count:
-        assert inbox.wait(30)
-        found += inbox.take()
-    return found
+@pytest.fixture
+def front(rank: Linked) -> Iterator[Front]:
+    yield (made := Front(rank.path))
+    made.close()
 
 
 def with_sampling(number: int, sampling: dict[str, Any]) -> bytes:
@@ -83,19 +103,15 @@ def with_sampling(number: int, sampling: dict[str, Any]) -> bytes:
     return HEAD.pack(len(header), IDS.nbytes, number) + header + IDS.tobytes()
 
 
-def test_what_is_wrong_with_one_request_is_its_own(
-    link: tuple[Link, Inbox, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, inbox, path = link
-    begun = made._grammars.begun  # type: ignore[union-attr]
+def test_what_is_wrong_with_one_request_is_its_own(rank: Linked, front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = rank.link._grammars.begun  # type: ignore[union-attr]
 
     def failing(grammar: str, drawn: Any) -> Any:
         if grammar == "planted":
             raise Panicked("planted")
         return begun(grammar, drawn)
 
-    monkeypatch.setattr(made._grammars, "begun", failing)
-    front = Front(path)
+    monkeypatch.setattr(rank.link._grammars, "begun", failing)
     bad = [
         with_sampling(1, {"temperature": "hot"}),
         with_sampling(2, {"heat": 1}),
@@ -109,59 +125,49 @@ def test_what_is_wrong_with_one_request_is_its_own(
     refused = {message.id: message.reason for message in told if isinstance(message, RequestUpdate)}
     assert sorted(refused) == [1, 2, 3, 4, 5, 6] and all(refused.values()), told
     assert refused[5] == "Panicked: planted"
-    assert [message.id for message in told if isinstance(message, Queued)] == [7] and [
-        request.id for request in requests(inbox, 1)
-    ] == ["1:7"]
-    front.close()
+    assert [message.id for message in told if isinstance(message, Queued)] == [7]
+    assert [request.id for request in rank.requests(1)] == ["1:7"]
 
 
-def test_a_request_is_said_to_be_read_then_admitted_then_that_all_has_ended(link: tuple[Link, Inbox, Path]) -> None:
-    made, inbox, path = link
-    front = Front(path)
+def test_a_request_is_said_to_be_read_then_admitted_then_that_all_has_ended(rank: Linked, front: Front) -> None:
     front.send(Request(1, IDS, 4))
-    (request,) = requests(inbox, 1)
+    (request,) = rank.requests(1)
     assert isinstance(queued := front.next(), Queued) and queued.id == 1
-    made.pass_on(RequestUpdate(request.id, 2, 1, 1, (), None, None))
-    admitted = front.next()
-    assert admitted == RequestUpdate(1, cached_tokens=1, prefilled=1)
-    made.fail("RuntimeError: planted")
-    made.close()
+    rank.link.pass_on(RequestUpdate(request.id, 2, 1, 1, (), None, None))
+    assert front.next() == RequestUpdate(1, cached_tokens=1, prefilled=1)
+    rank.link.fail("RuntimeError: planted")
+    rank.link.close()
     assert isinstance(failed := front.next(), Failed) and failed.reason == "RuntimeError: planted"
     assert front.next() is None, "the front end need not wait for the end of a process"
-    front.close()
 
 
 def test_what_is_no_frame_ends_the_connection_and_the_log_says_why(
-    link: tuple[Link, Inbox, Path], capsys: pytest.CaptureFixture[str]
+    rank: Linked, front: Front, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The next front end finds the ranks as they were."""
-    _, inbox, path = link
-    front = Front(path)
     front.send(HEAD.pack(1 << 31, 0, 1))
     assert front.next() is None
     assert "not a frame: a header of 2147483648 bytes" in capsys.readouterr().err
     front.close()
-    front = Front(path)
-    front.send(Request(1, IDS, 4))
-    assert requests(inbox, 1)[0].id == "2:1"
-    front.close()
+    again = Front(rank.path)
+    again.send(Request(1, IDS, 4))
+    assert rank.requests(1)[0].id == "2:1"
+    again.close()
 
 
-def test_tokens_of_a_step_are_one_message(link: tuple[Link, Inbox, Path]) -> None:
+def test_tokens_of_a_step_are_one_message(rank: Linked, front: Front) -> None:
     """In order with all other news of their requests; those of a front end that has left are nobody's."""
-    made, inbox, path = link
-    front = Front(path)
     front.send(Request(1, IDS, 4), Request(2, IDS, 4))
-    one, two = requests(inbox, 2)
+    one, two = rank.requests(2)
     assert [type(front.next()) for _ in range(2)] == [Queued, Queued]
 
     def news(request: Any, ids: tuple[int, ...], finish: str | None = None) -> None:
-        made.pass_on(RequestUpdate(request.id, 2, 0, 2, ids, finish, None))
+        rank.link.pass_on(RequestUpdate(request.id, 2, 0, 2, ids, finish, None))
 
-    made.flush()
+    rank.link.flush()
     news(one, (5, 6))
     news(two, (7,))
-    made.flush()
+    rank.link.flush()
     news(one, (8,))
     news(two, (9,), "stop")
     assert [front.next() for _ in range(4)] == [
@@ -173,14 +179,14 @@ def test_tokens_of_a_step_are_one_message(link: tuple[Link, Inbox, Path]) -> Non
 
     news(one, (10,))
     front.close()
-    front = Front(path)
+    front = Front(rank.path)
     front.send(Request(1, IDS, 4))
     news(one, (11,))
-    made.flush()
+    rank.link.flush()
     assert isinstance(front.next(), Queued), "and no token of another's first request"
-    again = next(request for request in requests(inbox, 2) if not isinstance(request, Abort))
+    again = next(request for request in rank.requests(2) if not isinstance(request, Abort))
     news(again, (12,))
-    made.flush()
+    rank.link.flush()
     assert front.next() == RequestUpdate(1, new_ids=(12,))
     front.close()
 
@@ -193,3 +199,76 @@ def test_who_left_before_it_was_served_is_nobody(tmp_path: Path) -> None:
     link.open(READY, dict)
     Front(path).close()
     link.close()
+
+
+# ---- frames: messages come out as they went in, in whatever pieces their bytes come
+
+IDS = np.array([0, 1, 2**31 - 1], dtype=np.int32)
+SAMPLING = SamplingParams(temperature=0.5, seed=2**63 - 1, logit_bias={7: -1.5}, stop_token_ids=(3, 5))
+MESSAGES: list[Message] = [
+    Request(1, IDS, 16, SAMPLING, priority=-1, salt="é\ud83d", grammar='{"type": "object"}', drawn=2),
+    Request(2, IDS[:0], 1),
+    Cancel(1),
+    Stop(),
+    Ready("/models/m", "helix kvp=2", 2, 1 << 20, 1 << 19, 4096, 1 << 21, 8, (0, 7), True),
+    RequestUpdate(1, cached_tokens=7, new_ids=(5,), logprobs=(Logprobs(-0.5, ((3, -0.5), (1, -2.0))),)),
+    RequestUpdate(1, finish_reason="error", reason="too long"),
+    RequestUpdate(1, cached_tokens=17, prefilled=10**6),
+    RequestUpdate(1, scored=PromptLogprobs(3, IDS.reshape(1, 3), np.array([[-0.25, -3.5, -np.inf]], np.float32))),
+    Queued(1),
+    Failed("NaN"),
+    Stats({"running": 1, "hit_tokens": 0.0}),
+]
+
+
+def same(a: Message, b: Message) -> bool:
+    return type(a) is type(b) and plain(asdict(a)) == plain(asdict(b))
+
+
+def plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: plain(of) for name, of in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+@given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(1, 200)))
+def test_messages_come_out_as_they_went_in(messages: list[Message], cuts: list[int]) -> None:
+    data, decoder, got = b"".join(map(encode, messages)), FrameDecoder(), []
+    for cut in [*cuts, len(data)]:
+        got += decoder.feed(data[:cut])
+        data = data[cut:]
+    assert len(got) == len(messages) and all(map(same, got, messages))
+
+
+def test_tokens_of_a_step_are_read_by_request() -> None:
+    """Ids that fill their bits are not negative; tokens of one request that stand together are one update."""
+    told = FrameDecoder().feed(encode_tokens([1, 2**31 - 1, 1, 5, 7, 0]))
+    assert told == [RequestUpdate(1, new_ids=(2**31 - 1, 5)), RequestUpdate(7, new_ids=(0,))]
+
+
+@pytest.mark.parametrize("data", [HEAD.pack(1 << 30, 0, 1), HEAD.pack(2, 3, 1) + b"{}...", b"GET / HTTP/1.1\r\n\r\n"])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        FrameDecoder().feed(data)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{}", b"[]", b"no", b"\xff", b"[" * 100_000, b'{"kind":"abort"}', b'{"kind":"stop","more":12}']
+)
+def test_a_frame_that_is_no_message_is_its_own_matter(header: bytes) -> None:
+    """Its request is known, and those before and behind it are read."""
+    bad = HEAD.pack(len(header), 4, 17) + header + b"tail"
+    first, unread, last = FrameDecoder().feed(encode(MESSAGES[0]) + bad + encode(MESSAGES[2]))
+    assert same(first, MESSAGES[0]) and same(last, MESSAGES[2])
+    assert isinstance(unread, Unread) and unread.id == 17 and unread.reason
+
+
+def test_what_is_written_can_be_read() -> None:
+    """A million tokens, and a grammar as large as may be compiled, however its characters are written."""
+    ids = np.arange(1_000_000, dtype=np.int32)
+    for character in '"', "\U0001f600":
+        sent = Request(1, ids, 1, grammar=character * MOST_BYTES)
+        (message,) = FrameDecoder().feed(encode(sent))
+        assert same(message, sent)
+    with pytest.raises(ValueError, match=str(MOST_HEADER)):
+        encode(Request(1, IDS, 1, grammar="x" * MOST_HEADER))

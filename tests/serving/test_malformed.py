@@ -2,77 +2,64 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
-import time
-from pathlib import Path
+import socket
+from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from tests.serving.front import front, until
+from launch.client.errors import ApiError
+from launch.client.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
+from launch.serving.messages import Count, Messages
+from launch.serving.responses import Responses
+from tests.serving.chats import CHATS, COMPLETIONS, REFUSALS
+from tests.serving.front import Serve
 
-pytestmark = pytest.mark.timeout(120)
-POSTS = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+POSTS = COMPLETIONS, CHATS, "/tokenize", "/detokenize"
 MESSAGES = [{"role": "user", "content": "x"}]
 GOOD: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "x", "max_tokens": 2},
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    COMPLETIONS: {"prompt": "x", "max_tokens": 2},
+    CHATS: {"messages": MESSAGES, "max_tokens": 2},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
-# No values of these fields, whatever the others are.
 WRONG: dict[str, list[Any]] = {
-    "prompt": [None, 3, 1.5, True, {}, [{}], [None], ["x", 3], [3, "x"], [[["x"]]], [1.5], [-1], [1 << 31], [True]],
-    "messages": [None, 3, "x", {}, [], ["x"], [{}], [{"role": "x"}], [{"role": "user", "content": 3}], [[MESSAGES]]],
-    "tokens": [None, "x", 3, {}, ["x"], [-1], [1 << 40], [1.5], [[1]]],
-    "model": [3, [], {}],
-    "stream": ["x", 1, []],
-    "stream_options": ["x", 1, [], {}],
-    "max_tokens": ["x", -1, 1.5, True, [], {}, 1 << 31, 10**4299],
-    "n": ["x", 0, -1, 129, 1.5, [], {}],
-    "temperature": ["x", -0.1, 101, [], {}, True],
-    "top_p": ["x", 0, -1, 1.1, [], {}],
-    "top_k": ["x", -2, 1.5, 1 << 31, [], {}],
-    "min_p": ["x", -0.1, 1.1, [], {}],
-    "seed": ["x", 1.5, 1 << 63, [], {}],
-    "stop": [3, [3], [""], "", ["x"] * 17, {}, [["x"]]],
-    "stop_token_ids": ["x", 3, [-1], ["x"], [1.5], {}, [4096]],
-    "min_tokens": ["x", -1, 1.5, [], {}, 1 << 31],
-    "ignore_eos": ["x", 1, []],
-    "logit_bias": ["x", 3, [], {"x": 1}, {"5": "x"}, {"5": 101}, {"-5": 1}, {"4096": 1}, {"5": None}],
-    "presence_penalty": ["x", -2.1, 2.1, []],
-    "frequency_penalty": ["x", -2.1, 2.1, []],
-    "repetition_penalty": ["x", 0, 101, []],
-    "priority": ["x", 1.5, 1 << 31, []],
-    "cache_salt": [3, "", "x" * 257, []],
-    "return_progress": ["x", 1],
-    "response_format": ["x", 3, {}, {"type": "x"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}],
-    "structured_outputs": ["x", 3, [], {}, {"x": 1}, {"regex": 3}, {"choice": [3]}, {"json": 3}, {"json": "["}],
-    "guided_json": [3, [], "x"],
-    "guided_regex": [3, [], {}],
-    "guided_choice": [3, [], {}, "x", [3]],
-    "guided_grammar": [3, [], {}],
-    "skip_special_tokens": ["x", 1],
-    "add_generation_prompt": ["x", 1, []],
-    "continue_final_message": ["x", 1, True],
-    "reasoning_effort": ["x", 3, []],
-    "documents": ["x", 3, {}, [3], [{"a": 1}]],
-    "include_reasoning": ["x", 1],
-    "echo": ["x", 1],
-    "logprobs": ["x", -1, 21, [], {}],
-    "suffix": ["x"],
-    "best_of": [2],
+    **REFUSALS["wrong"],  # type: ignore[dict-item]
+    "max_tokens": [*REFUSALS["wrong"]["max_tokens"], 10**4299],
+    "stop": [*REFUSALS["wrong"]["stop"], ["x"] * 17],
+    "cache_salt": [*REFUSALS["wrong"]["cache_salt"], "x" * 257],
 }
 OF_CHATS = "add_generation_prompt", "continue_final_message", "reasoning_effort", "documents", "include_reasoning"
 OF = {
     "/tokenize": ("prompt", "messages", "model", "add_generation_prompt", "continue_final_message"),
     "/detokenize": ("tokens", "model"),
-    "/v1/chat/completions": tuple({*WRONG} - {"prompt", "tokens", "echo", "suffix", "best_of"}),
-    "/v1/completions": tuple({*WRONG} - {"messages", "tokens", *OF_CHATS}),
+    CHATS: tuple({*WRONG} - {"prompt", "tokens", "echo", "suffix", "best_of"}),
+    COMPLETIONS: tuple({*WRONG} - {"messages", "tokens", *OF_CHATS}),
 }
+
+
+COMPUTED = {
+    "4096 tokens": {"prompt": [1] * 4096},
+    "not a token id": {"prompt": "x", "logit_bias": {"0" * 5000: 1}},
+    "301 keys": {"prompt": "x", "logit_bias": {str(i): "x" for i in range(301)}},
+    "300 continuations": {"prompt": [[1]] * 300},
+}
+
+
+def bodies_and_words() -> Iterator[tuple[str, bytes, int, str]]:
+    """Routes, bodies, and status and words of their refusals."""
+    for route, body in bodies():
+        yield route, body, 400, ""
+    for says, content in COMPUTED.items():
+        yield COMPLETIONS, json.dumps(content).encode(), 400, says
+    for part, path in {"completions": COMPLETIONS, "chats": CHATS, "other routes": ""}.items():
+        for row in REFUSALS[part]:
+            yield row.get("path", path), json.dumps(row["body"]).encode(), row.get("status", 400), row["says"]
 
 
 def bodies() -> list[tuple[str, bytes]]:
@@ -83,9 +70,9 @@ def bodies() -> list[tuple[str, bytes]]:
     raw += [b'{"prompt": %s' % rest for rest in (b"x}", b'"x",}', b'"\n"}', b'"\\ud800"}', b'"\\x"}', b'"\xff"}')]
     raw += [b"[" * 100_000, b'{"prompt":' * 50_000]
     found = [(route, body) for route in POSTS for body in raw]
-    found += [("/v1/completions", whole[:end]) for end in range(2, len(whole))]
+    found += [(COMPLETIONS, whole[:end]) for end in range(2, len(whole))]
     numbers = b"NaN", b"Infinity", b"1e999", b"01", b"+1", b".5"
-    found += [("/v1/completions", b'{"prompt": "x", "temperature": %s}' % number) for number in numbers]
+    found += [(COMPLETIONS, b'{"prompt": "x", "temperature": %s}' % number) for number in numbers]
     for route, fields in OF.items():
         for field in fields:
             content = {k: v for k, v in GOOD[route].items() if (k, field) != ("prompt", "messages")}
@@ -93,35 +80,61 @@ def bodies() -> list[tuple[str, bytes]]:
     return found
 
 
-def test_malformed_bodies_are_refused_and_reach_no_rank(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with front(tmp_path) as made, httpx.AsyncClient(base_url=made.url, timeout=30, verify=False) as client:
-            wrong = bodies()
-            assert len(wrong) >= 200
-            for route, body in wrong:
-                answer = await client.post(route, content=body)
-                assert answer.status_code == 400, (route, body[:200], answer.status_code, answer.text[:200])
-                error = answer.json()["error"]
-                assert set(error) == {"message", "type", "param", "code"}, answer.text
-                assert error["type"] == "invalid_request_error" and error["message"] and len(answer.content) < 1000
-            assert made.job.got == [] and made.core.flights == {} and made.core.state == "ready"
-            answer = await client.post("/v1/completions", json=GOOD["/v1/completions"])
-            assert answer.status_code == 200
-            await until(lambda: made.core.flights == {})
-
-    asyncio.run(check())
+async def test_malformed_bodies_are_refused_and_reach_no_rank(serve: Serve) -> None:
+    front = await serve()
+    wrong = [*bodies_and_words()]
+    assert len(wrong) >= 200
+    for route, body, status, words in wrong:
+        answer = await front.post(route, content=body)
+        assert answer.status_code == status, (route, body[:200], answer.status_code, answer.text[:200])
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}, answer.text
+        assert words in error["message"] and error["message"] and "\n" not in error["message"], (route, body, error)
+        assert status != 400 or (error["type"] == "invalid_request_error" and len(answer.content) < 1000)
+    assert front.job.got == [] and front.core.flights == {} and front.core.state == "ready"
+    assert (await front.post(COMPLETIONS, GOOD[COMPLETIONS])).status_code == 200
 
 
-def test_an_answer_does_not_wait_for_the_clients_acknowledgement(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schema, body",
+    [
+        (Completion, {"prompt": [{}] * 400_000}),
+        (Completion, {"prompt": [[{}]] * 200_000}),
+        (Completion, {"prompt": "x", "stop": [0] * 400_000}),
+        (Chat, {"messages": MESSAGES, "chat_template_kwargs": {str(i): [] for i in range(200_000)}}),
+    ],
+    ids=["prompts", "lists of prompts", "stop", "chat_template_kwargs"],
+)
+def test_a_large_mistake_costs_no_more_than_a_small_one(schema: Any, body: dict[str, Any]) -> None:
+    """Without an end at the first one, each takes seconds in which nobody else is answered."""
+    with pytest.raises(ApiError) as refused:
+        parsed(schema, json.dumps(body).encode())
+    cause = refused.value.__cause__
+    assert cause is None or (isinstance(cause, ValidationError) and cause.error_count() < 10)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_whatever_a_body_holds_is_read_or_refused_by_name(data: st.DataObject) -> None:
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=8,
+    )
+    schema = data.draw(st.sampled_from([Completion, Chat, Tokenize, Detokenize, Responses, Messages, Count]))
+    body = data.draw(st.dictionaries(st.sampled_from([*schema.model_fields, *REFUSED, "else"]), values, max_size=6))
+    try:
+        parsed(schema, json.dumps(body).encode())
+    except ApiError as error:
+        refused = error
+    else:
+        return
+    assert refused.status == 400 and refused.message and "\n" not in refused.message, refused.message
+
+
+async def test_an_answer_does_not_wait_for_the_clients_acknowledgement(serve: Serve) -> None:
     """Headers and body are two pieces; clients acknowledge the first after 40 ms, where the second does not come."""
-
-    async def check() -> None:
-        async with front(tmp_path) as made, httpx.AsyncClient(base_url=made.url, timeout=30, verify=False) as client:
-            times = []
-            for _ in range(40):
-                begin = time.monotonic()
-                assert (await client.get("/livez")).status_code == 200
-                times.append(time.monotonic() - begin)
-            assert sorted(times)[20] < 0.03, times
-
-    asyncio.run(check())
+    front = await serve()
+    await front.get("/livez")
+    (connection,) = front.server.server_state.connections
+    assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

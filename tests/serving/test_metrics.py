@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from pathlib import Path
 
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from helix.config import ServeConfig
 from helix.engine.request import Request, RequestUpdate
-from launch.client.frames import Stats
-from tests.serving.front import READY, ROOT, FakeJob, Front, run, until
+from launch.client.frames import Queued, Stats
+from launch.serving import acceptance
+from launch.serving.acceptance import AcceptanceWatch
+from launch.serving.routes import Api
+from launch.serving.security import Keys
+from tests.serving.chats import COMPLETIONS
+from tests.serving.front import READY, ROOT, Clock, FakeJob, Front, Serve, counting, silent, until
 
-pytestmark = pytest.mark.timeout(120)
 # What dashboards, routers and llm-d's endpoint picker read of vLLM.
 READ = """
 vllm:num_requests_waiting vllm:num_requests_running vllm:kv_cache_usage_perc vllm:cache_config_info
@@ -23,6 +27,8 @@ vllm:e2e_request_latency_seconds_count vllm:prompt_tokens_total vllm:generation_
 vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:request_success_total vllm:gpu_cache_usage_perc
 vllm:request_queue_time_seconds_bucket vllm:request_prompt_tokens_bucket vllm:num_preemptions_total
 """
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+MODEL = ("model_name", "demo-model")
 
 
 async def cached(job: FakeJob, submit: Request) -> None:
@@ -33,9 +39,9 @@ async def cached(job: FakeJob, submit: Request) -> None:
     await job.say(submit, [101, 102], "length")
 
 
-def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    found = {}
-    for family in text_string_to_metric_families(text):
+async def samples(front: Front) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families((await front.get("/metrics")).text):
         for sample in family.samples:
             key = sample.name, tuple(sorted(sample.labels.items()))
             assert key not in found, "each once"
@@ -43,39 +49,110 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return found
 
 
-def test_what_vllm_s_readers_read_is_there(tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        await front.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3})
-        await until(lambda: front.core.stats)
-        found = samples((await front.get("/metrics")).text)
-        model = ("model_name", "demo-model")
-        assert {name for name, _ in found} >= {*READ.split()}
-        for (name, labels), value in found.items():
-            if name.startswith("vllm:"):
-                assert model in labels
-                own = name.replace("gpu_cache", "kv_cache").replace("time_per_output_token", "inter_token_latency")
-                rest = tuple(label for label in labels if label != model)
-                assert found[own.replace("vllm:", "helix:"), rest] == value
-        expected: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
-            ("vllm:kv_cache_usage_perc", (model,)): 0.25,
-            (
-                "vllm:cache_config_info",
-                (("block_size", str(READY.kv_tokens // 64)), model, ("num_gpu_blocks", "64")),
-            ): 1,
-            ("vllm:prefix_cache_queries_total", (model,)): 3,
-            ("vllm:prefix_cache_hits_total", (model,)): 2,
-            ("vllm:request_success_total", (("finished_reason", "length"), model)): 1,
-            ("vllm:generation_tokens_total", (model,)): 3,
-            ("vllm:spec_decode_num_drafts_total", (model,)): 10,
-            ("vllm:spec_decode_num_accepted_tokens_per_pos_total", (model, ("position", "1"))): 3,
-            ("vllm:time_to_first_token_seconds_count", (model,)): 1,
-        }
-        assert {key: found.get(key) for key in expected} == expected
+async def test_metrics_count_what_went_through(serve: Serve) -> None:
+    """Under our names, and what vLLM's readers read under theirs too."""
+    front = await serve(FakeJob(cached))
+    body = {"prompt": [[1, 2, 3], [1, 2, 4]], "n": 2, "max_tokens": 3}
+    usage = (await front.post(COMPLETIONS, body)).json()["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (6, {"cached_tokens": 4})
+    await until(lambda: front.core.stats)
+    expected = {
+        "time_to_first_token_seconds_count": 4, "inter_token_latency_seconds_count": 4,
+        "request_queue_time_seconds_count": 4, "e2e_request_latency_seconds_count": 4,
+        "request_prefill_time_seconds_count": 4, "request_decode_time_seconds_count": 4,
+        "request_prompt_tokens_sum": 12, "request_generation_tokens_sum": 12,
+        "prefix_cache_queries_total": 12, "prefix_cache_hits_total": 8,
+        "prompt_tokens_total": 12, "generation_tokens_total": 12,
+        'request_success_total{finished_reason="length"}': 4, "num_requests_running": 0,
+        "num_requests_waiting": 0, "kv_pages_used": 16, "kv_pages_free": 48, "restarts_total": 0,
+    }  # fmt: skip
+    values = await front.metrics()
+    assert {name: values[name] for name in expected} == expected
+    found = await samples(front)
+    assert {name for name, _ in found} >= {*READ.split()}
+    for (name, labels), value in found.items():
+        if name.startswith("vllm:"):
+            assert MODEL in labels
+            own = name.replace("gpu_cache", "kv_cache").replace("time_per_output_token", "inter_token_latency")
+            rest = tuple(label for label in labels if label != MODEL)
+            assert found[own.replace("vllm:", "helix:"), rest] == value
+    pages = ("block_size", str(READY.kv_tokens // 64)), MODEL, ("num_gpu_blocks", "64")
+    theirs: Samples = {
+        ("vllm:kv_cache_usage_perc", (MODEL,)): 0.25,
+        ("vllm:cache_config_info", pages): 1,
+        ("vllm:prefix_cache_hits_total", (MODEL,)): 8,
+        ("vllm:request_success_total", (("finished_reason", "length"), MODEL)): 4,
+        ("vllm:spec_decode_num_drafts_total", (MODEL,)): 10,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", (MODEL, ("position", "1"))): 3,
+        ("vllm:time_to_first_token_seconds_count", (MODEL,)): 4,
+    }
+    assert {key: found.get(key) for key in theirs} == theirs
 
-    run(check, tmp_path, FakeJob(cached))
+
+async def test_the_time_in_the_queue_ends_with_admission(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the first token, behind a prompt that takes long; one that is refused was in no queue."""
+    clock = Clock()
+    for module in ("core", "answer"):
+        monkeypatch.setattr(f"launch.client.{module}.time", clock)
+    monkeypatch.setattr("launch.serving.metrics.time", clock)
+
+    async def slow(job: FakeJob, submit: Request) -> None:
+        if submit.prompt[0] == 1:
+            job.send(RequestUpdate(submit.id, finish_reason="error", reason="planted"))
+            return
+        job.send(Queued(submit.id))
+        clock.now += 3
+        job.send(RequestUpdate(submit.id, 1, 0, 0))
+        await until(lambda: front.core.waiting == 0)
+        clock.now += 7
+        await counting(job, submit)
+
+    front = await serve(FakeJob(slow))
+    for first in (1, 2):
+        await front.post(COMPLETIONS, {"prompt": [first], "max_tokens": 1})
+    values = await front.metrics()
+    assert values["request_queue_time_seconds_count"] == 1
+    assert values["request_queue_time_seconds_sum"] == 3
+    assert values["time_to_first_token_seconds_sum"] == 10
 
 
-def test_the_dashboard_reads_what_there_is(tmp_path: Path) -> None:
+async def test_every_documented_metric_moves(serve: Serve) -> None:
+    """The page names all that there are, and none of them stays at 0 whatever happens."""
+    documented = set(re.findall(r"`helix:(\w+)`", (ROOT / "docs" / "serving.md").read_text()))
+    moved: set[str] = set()
+
+    async def look() -> dict[str, float]:
+        values = await front.metrics()
+        names = {name: re.sub(r"(_bucket|_count|_sum)?(\{.*)?$", "", name) for name in values}
+        # These come with the engine's first gauges.
+        assert {*names.values(), "cache_config_info", "spec_decode_num_accepted_tokens_per_pos_total"} == documented
+        moved.update(names[name] for name, value in values.items() if value)
+        return values
+
+    front = await serve(FakeJob(silent))
+    request = asyncio.create_task(front.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 4}))
+    await until(lambda: front.job.submits)
+    assert (await look())["num_requests_waiting"] == 1
+    front.job.send(RequestUpdate(1, 3, 2, 0))
+    gauges = {"pages": 9, "pages_used": 2, "pages_cached": 3, "pages_free": 4, "preemptions": 5}
+    front.job.send(Stats(gauges | {"drafts": 3, "drafts_kept_0": 2}))
+    await until(lambda: front.core.stats)
+    assert (await look())["num_requests_running"] == 1
+    (submit,) = front.job.submits
+    await front.job.say(submit, [7, 7])
+    await until(lambda: front.core.flights[1].drawn)
+    front.job.die()
+    await until(lambda: len(front.job.submits) == 2)
+    await front.job.say(submit, [7, 7], "length")
+    assert (await request).status_code == 200
+    front.job.send(Stats({"pages": 9, "preemptions": 2}))  # the new job's own
+    await until(lambda: front.core.stats["preemptions"] == 2)
+    values = await look()
+    assert (values["num_preemptions_total"], values["restarts_total"]) == (7, 1)
+    assert moved == documented
+
+
+async def test_the_dashboard_reads_what_there_is(serve: Serve) -> None:
     """And shows all kinds of metrics."""
     dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
@@ -83,24 +160,55 @@ def test_the_dashboard_reads_what_there_is(tmp_path: Path) -> None:
     read = {name for query in queries for name in re.findall(r"\b(?:vllm|helix):\w+", query)}
     assert len(queries) > 30 and len(read) > 15
     grouped = {label for query in queries for labels in re.findall(r"by \((.*?)\)", query) for label in labels.split()}
-
-    async def check(front: Front) -> None:
-        await front.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3})
-        await until(lambda: front.core.stats)
-        found = samples((await front.get("/metrics")).text)
-        assert read - {name for name, _ in found} == set()
-        assert grouped <= {label for _, labels in found for label, _ in labels}
-        kinds = {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in found if name.startswith("vllm:")}
-        shown = {name.removesuffix("_bucket") for name in read}
-        older = {"vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds"}
-        assert kinds - shown == {*older, "vllm:cache_config_info"}
-
-    run(check, tmp_path, FakeJob(cached))
+    front = await serve(FakeJob(cached))
+    await front.post(COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 3})
+    await until(lambda: front.core.stats)
+    found = await samples(front)
+    assert read - {name for name, _ in found} == set()
+    assert grouped <= {label for _, labels in found for label, _ in labels}
+    kinds = {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in found if name.startswith("vllm:")}
+    shown = {name.removesuffix("_bucket") for name in read}
+    older = {"vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds"}
+    assert kinds - shown == {*older, "vllm:cache_config_info"}
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard["panels"]]
     assert len({*places}) == len(places) and len({p["id"] for p in dashboard["panels"]}) == len(places)
 
 
-def test_prometheus_scrapes_the_metrics() -> None:
-    (job,) = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())["scrape_configs"]
-    assert job["metrics_path"] == "/metrics" and job["static_configs"] == [{"targets": ["helix:8000"]}]
-    assert job["authorization"]["type"] == "Bearer"
+# ---- a log that says when a third fewer drafts are kept than before
+
+
+def test_a_fall_of_acceptance_is_told_once() -> None:
+    watch, told = AcceptanceWatch(), []
+    # Minutes, with the share of first drafts that were kept.
+    for minute, share in [*((m, 0.9) for m in range(30)), *((m, 0.55) for m in range(30, 60))]:
+        told.append(watch.add(400, 400 * share, 60.0 * minute))
+    first = next(i for i, line in enumerate(told) if line)
+    assert 34 <= first <= 40, "within two shares of five minutes"
+    assert told[first].startswith("drafts: 55% of first drafts are kept, and 90% were"), told[first]
+    assert [i for i, line in enumerate(told) if line] == [first]
+    # It rises, and falls again.
+    again = [watch.add(400, 400 * share, 3600.0 + 60 * m) for m, share in enumerate([0.9] * 20 + [0.5] * 20)]
+    assert sum(line is not None for line in again) == 1
+
+
+@pytest.mark.parametrize(
+    "after, tried, every_s",
+    [
+        pytest.param(0.65, 400, 60.0, id="less than a third"),
+        pytest.param(0.5, 2, 60.0, id="too few drafts"),
+        pytest.param(0.5, 400, 3700.0, id="longer than an hour ago"),
+    ],
+)
+def test_no_fall_is_told(after: float, tried: int, every_s: float) -> None:
+    watch = AcceptanceWatch()
+    for i in range(60):
+        assert watch.add(tried, tried * (0.9 if i < 30 else after), every_s * i) is None
+
+
+def test_a_server_tells_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Counters of a job grow; those of the next one begin at 0."""
+    monkeypatch.setattr(acceptance, "EACH_S", 0.0)
+    core = Api(ServeConfig(), Keys(None)).core
+    for drafts, kept in [(1000, 900), (2000, 1800), (1000, 850), (2000, 1400)]:
+        core._take(Stats({"drafts": drafts, "drafts_kept_0": kept, "drafts_kept_1": kept // 2}))
+    assert [line[:49] for line in caplog.messages] == ["drafts: 55% of first drafts are kept, and 90% wer"]

@@ -1,382 +1,321 @@
-"""What the page keeps and shows of chats, in a real browser. `make test-page`."""
+"""What the page keeps and shows of chats, in a real browser. `make test-clients`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
 
 import pytest
+from playwright.async_api import Page, expect
 
 from tests.serving.browser import (
-    BINARY,
-    MISSING,
-    Page,
+    IN_CHROMIUM,
+    Browse,
     Teller,
-    chat_model,
-    expect,
-    free,
-    picture,
+    answer,
+    begin,
     press,
+    prompt,
     ready,
+    reload,
     requested,
-    run,
     send,
     shown,
     told,
     turn,
 )
-from tests.serving.front import Front, front, until
+from tests.serving.front import front, text_of, until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(BINARY is None, reason=MISSING),
-]
+pytestmark = IN_CHROMIUM
 PHONE = {"viewport": {"width": 360, "height": 700}, "is_mobile": True, "has_touch": True}
-FORMULAS = r"""It is \(a^2 + b_1\), and $x_i$ for $2^n$ tokens; $5 and $10 are prices, $HOME:$PATH is none, nor `\(c\)`.
-
-\[
-\sum_{i=1}^{n} x_i \\
-= \text{all} * y * z
-\]
-
-So $$\frac{1}{2}$$ and \[ d_1 \] of it; \(\wrong{\) is left, \boxed is not: \(\boxed{4}\).
-
-```
-$q$ \(r\)
-```
-
-Unfinished: \(\alpha_1 * b_2 * c"""
+FORMULAS = text_of("formulas.md")
+# Whether the browser keeps a message with this text.
+SAVED = """text => new Promise((done) => {
+  const opened = indexedDB.open("helix", 1);
+  opened.onsuccess = () => {
+    const all = opened.result.transaction("messages").objectStore("messages").getAll();
+    all.onsuccess = () => { opened.result.close(); done(all.result.some((one) => one.content === text)); };
+  };
+})"""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_model(tmp_path_factory.mktemp("chat-model"))
+async def saved(page: Page, text: str) -> None:
+    """Waits until the browser keeps a text: it is saved now and then."""
+    async with asyncio.timeout(60):
+        while not await page.evaluate(SAVED, text):
+            await asyncio.sleep(0.05)
 
 
-def test_a_reload_loses_nothing_and_goes_on(tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        job = front.job
-        await ready(page)
-        await send(front, page, "Count")
-        await requested(front, page.reload())  # before a word came
-        assert "Count" in job.prompt()
-        await job.write("<think>Hm.</think>one two")
-        await shown(page, "one two")
-        await page.wait_for_timeout(600)  # it is saved now and then
-        await requested(front, page.reload())
-        await shown(page, "one two")
-        assert job.prompt().endswith("<|im_start|>assistant\none two")
-        await job.write(" three", "stop")
-        await free(page)
-        await expect(page.locator(".said")).to_have_text("one two three")
-        await expect(page.locator(".thinking p")).to_have_text("Hm.")
+async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
+    front, page = await browse()
+    job = front.job
+    await send(front, page, "Count")
+    await requested(front, page.reload())  # before a word came
+    assert "Count" in prompt(front)
+    await job.write("<think>Hm.</think>one two")
+    await shown(page, "one two")
+    await saved(page, "one two")
+    await requested(front, page.reload())
+    await shown(page, "one two")
+    assert prompt(front).endswith("<|im_start|>assistant\none two")
+    await answer(front, page, " three")
+    await expect(page.locator(".said")).to_have_text("one two three")
+    await expect(page.locator(".thinking p")).to_have_text("Hm.")
 
-        await send(front, page, "Letters")
-        await job.write("a b")
-        await shown(page, "a b")
-        await page.wait_for_timeout(600)
-        other = await page.context.new_page()  # another tab does not answer it too
-        await other.goto(page.url)
-        await ready(other)
-        await shown(other, "a b")
-        assert len(job.submits) == 4
-        await other.close()
-        await press(page, "Stop")
-        await page.reload()
-        await ready(page)  # what was stopped goes on if somebody wants it
-        await requested(front, press(page, "Continue"))
-        assert job.prompt().endswith("<|im_start|>assistant\na b")
-        await job.write(" c", "stop")
-        await free(page)
-        await expect(page.locator(".said").last).to_have_text("a b c")
-        await expect(page.get_by_role("button", name="Continue")).to_have_count(0)
-
-    run(check, tmp_path, model)
+    await begin(front, page, "Letters", "a b")
+    await saved(page, "a b")
+    other = await page.context.new_page()  # another tab does not answer it too
+    await other.goto(page.url)
+    await ready(other)
+    await shown(other, "a b")
+    assert len(job.submits) == 4
+    await other.close()
+    await press(page, "Stop")
+    await reload(page)  # what was stopped goes on if somebody wants it
+    await requested(front, press(page, "Continue"))
+    assert prompt(front).endswith("<|im_start|>assistant\na b")
+    await answer(front, page, " c")
+    await expect(page.locator(".said").last).to_have_text("a b c")
+    await expect(page.get_by_role("button", name="Continue")).to_have_count(0)
 
 
-def test_formulas_are_rendered(tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        said, source = page.locator(".said"), "all => all.map(one => one.textContent)"
-        await ready(page)
-        await send(front, page, "Formulas")
-        begin, end = FORMULAS.split(r"\\")
-        await front.job.write(begin)
-        await shown(page, r"\[ \sum_{i=1}^{n} x_i")  # a text for as long as it is not whole
-        await front.job.write(rf"\\{end}", "stop")
-        await free(page)
-        await picture(page, tmp_path / "formulas.png")
-        found = await said.locator("annotation").evaluate_all(source)
-        inline = ["a^2 + b_1", "x_i", "2^n", r"\boxed{4}"]
-        assert sorted(one.strip() for one in found if one in inline) == sorted(inline) and len(found) == 7
-        display = await said.locator(".katex-display annotation").evaluate_all(source)
-        assert [one.strip()[:5] for one in display] == [r"\sum_", r"\frac", "d_1"]
-        for text in ("; $5 and $10 are prices, $HOME:$PATH is none", r"\(\wrong{\)", r"\(\alpha_1 * b_2 * c"):
-            await expect(said).to_contain_text(text)
-        assert await said.locator("code").evaluate_all(source) == [r"\(c\)", "$q$ \\(r\\)\n"]
-        await page.evaluate("document.fonts.ready")
-        fonts = await page.evaluate("[...document.fonts].filter(f => f.status === 'loaded').map(f => f.family)")
-        assert "KaTeX_Math" in fonts and "KaTeX_Main" in fonts
-
-    run(check, tmp_path, model)
+async def test_formulas_are_rendered(browse: Browse) -> None:
+    front, page = await browse()
+    said, source = page.locator(".said"), "all => all.map(one => one.textContent)"
+    await send(front, page, "Formulas")
+    begin, end = FORMULAS.split(r"\\")
+    await front.job.write(begin)
+    await shown(page, r"\[ \sum_{i=1}^{n} x_i")  # a text for as long as it is not whole
+    await answer(front, page, rf"\\{end}")
+    found = await said.locator("annotation").evaluate_all(source)
+    inline = ["a^2 + b_1", "x_i", "2^n", r"\boxed{4}"]
+    assert sorted(one.strip() for one in found if one in inline) == sorted(inline) and len(found) == 7
+    display = await said.locator(".katex-display annotation").evaluate_all(source)
+    assert [one.strip()[:5] for one in display] == [r"\sum_", r"\frac", "d_1"]
+    for text in ("; $5 and $10 are prices, $HOME:$PATH is none", r"\(\wrong{\)", r"\(\alpha_1 * b_2 * c"):
+        await expect(said).to_contain_text(text)
+    assert await said.locator("code").evaluate_all(source) == [r"\(c\)", "$q$ \\(r\\)\n"]
+    await page.evaluate("document.fonts.ready")
+    fonts = await page.evaluate("[...document.fonts].filter(f => f.status === 'loaded').map(f => f.family)")
+    assert "KaTeX_Math" in fonts and "KaTeX_Main" in fonts
 
 
-def test_code_is_highlighted(tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        await ready(page)
-        code = 'def f(x):  # <b>"\n    return "a" if x > 1 else None\n'
-        await turn(front, page, "Code", f"```python\n{code}```\n\n```\nplain\n```\n\n```nonsense\ndef f\n```")
-        await expect(page.locator("pre").first).to_have_text(code)
-        await expect(page.locator(".hljs-keyword")).to_have_text(["def", "return", "if", "else"])
-        plain = await page.locator("pre").first.evaluate("one => getComputedStyle(one).color")
-        assert await page.locator(".hljs-keyword").first.evaluate("one => getComputedStyle(one).color") != plain
-        await expect(page.locator("pre").nth(1)).to_have_text("plain\n")
-        await page.locator(".code button").first.click()
-        assert await page.evaluate("navigator.clipboard.readText()") == code
-
-    run(check, tmp_path, model)
+async def test_code_is_highlighted(browse: Browse) -> None:
+    front, page = await browse()
+    code = 'def f(x):  # <b>"\n    return "a" if x > 1 else None\n'
+    await turn(front, page, "Code", f"```python\n{code}```\n\n```\nplain\n```\n\n```nonsense\ndef f\n```")
+    await expect(page.locator("pre").first).to_have_text(code)
+    await expect(page.locator(".hljs-keyword")).to_have_text(["def", "return", "if", "else"])
+    plain = await page.locator("pre").first.evaluate("one => getComputedStyle(one).color")
+    assert await page.locator(".hljs-keyword").first.evaluate("one => getComputedStyle(one).color") != plain
+    await expect(page.locator("pre").nth(1)).to_have_text("plain\n")
+    await page.locator(".code button").first.click()
+    assert await page.evaluate("navigator.clipboard.readText()") == code
 
 
 @pytest.mark.parametrize("phone", [False, True])
-def test_chats_are_listed(phone: bool, tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        items, chats = page.locator("nav a"), page.get_by_role("button", name="Chats", exact=True)
-        change = page.get_by_role("button", name="Rename, export or delete")
+async def test_chats_are_listed(phone: bool, browse: Browse) -> None:
+    front, page = await browse(PHONE if phone else None)
+    items, chats = page.locator("nav a"), page.get_by_role("button", name="Chats", exact=True)
+    change = page.get_by_role("button", name="Rename, export or delete")
 
-        async def list_chats() -> None:
-            if phone:
-                await expect(page.locator("nav")).to_be_hidden()
-                await chats.click()
-
-        await ready(page)
-        await turn(front, page, "First question?\nWith more.", "One *answer*.")
-        await press(page, "New chat")
-        await turn(front, page, "Second question?", "Two.")
-        await page.reload()
-        await ready(page)
-        await list_chats()
-        await expect(items).to_have_text(["Second question?", "First question?"])
-        await expect(page.locator("nav [aria-current=page]")).to_have_text("Second question?")
-        await picture(page, tmp_path / "list.png")
-        await items.last.click()
-        await expect(page.locator(".said")).to_have_text("One answer.")
-        await page.go_back()
-        await expect(page.locator(".said")).to_have_text("Two.")
-        await list_chats()
-        await change.last.click()
-        title = page.get_by_label("Title")
-        await expect(title).to_have_value("First question?")
-        await picture(page, tmp_path / "change.png")
-        assert await page.locator("#chat").evaluate("one => one.scrollWidth <= one.clientWidth")
-        await title.fill("Renamed")
-        markdown = "# Renamed\n\n## Question\n\nFirst question?\nWith more.\n\n## "
-        for name, expected in {"Markdown": markdown, "JSON": ""}.items():
-            async with page.expect_download() as saving:
-                await press(page, f"Save as {name}")
-            saved = await saving.value
-            assert saved.suggested_filename == ("Renamed.md" if name == "Markdown" else "Renamed.json")
-            text = Path(await saved.path()).read_text()
-            assert text.startswith(expected)
-        messages = json.loads(text)["messages"]
-        assert [one["role"] for one in messages] == ["user", "assistant"] and messages[1]["content"] == "One *answer*."
-        await title.press("Enter")
-        await expect(items).to_have_text(["Second question?", "Renamed"])
-        await change.first.click()
-        await press(page, "Delete")
-        await expect(items).to_have_count(2)
-        await press(page, "Delete for good")
-        await expect(items).to_have_text(["Renamed"])
-        await expect(page.locator("#turns")).to_be_empty()  # it was open
-        if phone:
-            for closes in (page.keyboard.press("Escape"), page.touchscreen.tap(350, 300)):  # or beside it
-                await closes
-                await list_chats()
-        await page.reload()
-        await ready(page)
-        await expect(items).to_have_text(["Renamed"])
-        await expect(page.locator("#turns")).to_be_empty()
+    async def list_chats() -> None:
         if phone:
             await expect(page.locator("nav")).to_be_hidden()
+            await chats.click()
 
-    run(check, tmp_path, model, PHONE if phone else None)
+    await turn(front, page, "First question?\nWith more.", "One *answer*.")
+    await press(page, "New chat")
+    await turn(front, page, "Second question?", "Two.")
+    await reload(page)
+    await list_chats()
+    await expect(items).to_have_text(["Second question?", "First question?"])
+    await expect(page.locator("nav [aria-current=page]")).to_have_text("Second question?")
+    await items.last.click()
+    await expect(page.locator(".said")).to_have_text("One answer.")
+    await page.go_back()
+    await expect(page.locator(".said")).to_have_text("Two.")
+    await list_chats()
+    await change.last.click()
+    title = page.get_by_label("Title")
+    await expect(title).to_have_value("First question?")
+    assert await page.locator("#chat").evaluate("one => one.scrollWidth <= one.clientWidth")
+    await title.fill("Renamed")
+    markdown = "# Renamed\n\n## Question\n\nFirst question?\nWith more.\n\n## "
+    for name, expected in {"Markdown": markdown, "JSON": ""}.items():
+        async with page.expect_download() as saving:
+            await press(page, f"Save as {name}")
+        saved = await saving.value
+        assert saved.suggested_filename == ("Renamed.md" if name == "Markdown" else "Renamed.json")
+        text = Path(await saved.path()).read_text()
+        assert text.startswith(expected)
+    messages = json.loads(text)["messages"]
+    assert [one["role"] for one in messages] == ["user", "assistant"] and messages[1]["content"] == "One *answer*."
+    await title.press("Enter")
+    await expect(items).to_have_text(["Second question?", "Renamed"])
+    await change.first.click()
+    await press(page, "Delete")
+    await expect(items).to_have_count(2)
+    await press(page, "Delete for good")
+    await expect(items).to_have_text(["Renamed"])
+    await expect(page.locator("#turns")).to_be_empty()  # it was open
+    if phone:
+        for closes in (page.keyboard.press("Escape"), page.touchscreen.tap(350, 300)):  # or beside it
+            await closes
+            await list_chats()
+    await reload(page)
+    await expect(items).to_have_text(["Renamed"])
+    await expect(page.locator("#turns")).to_be_empty()
+    if phone:
+        await expect(page.locator("nav")).to_be_hidden()
 
 
-def test_an_answer_goes_on_while_another_chat_is_read(tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        items = page.locator("nav a")
-        await ready(page)
-        await turn(front, page, "First?", "One.")
-        await press(page, "New chat")
-        await send(front, page, "Second?")
-        await front.job.write("a b")
-        await shown(page, "a b")
-        await items.last.click()
-        await expect(page.locator(".said")).to_have_text("One.")
-        await front.job.write(" c", "stop")
-        await free(page)
-        await expect(page.locator(".said")).to_have_text("One.")
-        await items.first.click()
-        await expect(page.locator(".said")).to_have_text("a b c")
-        assert front.job.aborts == []
-
-    run(check, tmp_path, model)
+async def test_an_answer_goes_on_while_another_chat_is_read(browse: Browse) -> None:
+    front, page = await browse()
+    items = page.locator("nav a")
+    await turn(front, page, "First?", "One.")
+    await press(page, "New chat")
+    await begin(front, page, "Second?", "a b")
+    await items.last.click()
+    await expect(page.locator(".said")).to_have_text("One.")
+    await answer(front, page, " c")
+    await expect(page.locator(".said")).to_have_text("One.")
+    await items.first.click()
+    await expect(page.locator(".said")).to_have_text("a b c")
+    assert front.job.aborts == []
 
 
-def test_a_changed_question_keeps_what_it_was(tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        articles, versions = page.locator("article > :first-child, .said"), page.locator(".versions")
+async def test_a_changed_question_keeps_what_it_was(browse: Browse) -> None:
+    front, page = await browse()
+    articles, versions = page.locator("article > :first-child, .said"), page.locator(".versions")
 
-        async def reads(*texts: str) -> None:
-            await expect(page.locator(".user > p, .said")).to_have_text(list(texts))
+    async def reads(*texts: str) -> None:
+        await expect(page.locator(".user > p, .said")).to_have_text(list(texts))
 
-        await ready(page)
-        await turn(front, page, "One?", "First.")
-        await turn(front, page, "Two?", "Second.")
-        await page.locator(".user").first.hover()
-        await page.locator(".edit").first.click()
-        area = page.locator(".user textarea")
-        await area.fill("Eins?")
-        await requested(front, area.press("Enter"))
-        await front.job.write("Erstens.", "stop")
-        await free(page)
-        await reads("Eins?", "Erstens.")
-        await requested(front, press(page, "Regenerate"))
-        await front.job.write("Zuerst.", "stop")
-        await free(page)
-        await reads("Eins?", "Zuerst.")
-        await page.reload()
-        await ready(page)
-        await expect(versions).to_have_text(["‹2/2›", "‹2/2›"])
-        await page.get_by_role("button", name="Previous version").first.click()
-        await reads("One?", "First.", "Two?", "Second.")
-        await expect(versions.first).to_have_text("‹1/2›")
-        await picture(page, tmp_path / "versions.png")
-        await page.reload()  # what is shown lasts
-        await ready(page)
-        await reads("One?", "First.", "Two?", "Second.")
-        await send(front, page, "Three?")  # and goes on
-        assert re.search(r"One\?.*First.*Two\?.*Second.*Three\?", front.job.prompt(), re.S)
-        await front.job.write("Third.", "stop")
-        await free(page)
-        await page.get_by_role("button", name="Next version").first.click()
-        await reads("Eins?", "Zuerst.")
-        await expect(articles.first).to_be_visible()
-
-    run(check, tmp_path, model)
+    await turn(front, page, "One?", "First.")
+    await turn(front, page, "Two?", "Second.")
+    area = page.locator(".user textarea")
+    await page.press("#text", "ArrowUp")  # the last question
+    await expect(area).to_have_value("Two?")
+    await area.press("Escape")
+    await expect(page.locator("#text")).to_be_focused()
+    await page.locator(".user").first.hover()
+    await page.locator(".edit").first.click()
+    await expect(area).to_be_focused()
+    await area.fill("Eins?")
+    await requested(front, area.press("Enter"))
+    assert "Eins?" in prompt(front) and not re.search(r"One|First|Two|Second", prompt(front))
+    await answer(front, page, "Erstens.")
+    await reads("Eins?", "Erstens.")
+    await requested(front, press(page, "Regenerate"))
+    await answer(front, page, "Zuerst.")
+    await reads("Eins?", "Zuerst.")
+    await reload(page)
+    await expect(versions).to_have_text(["‹2/2›", "‹2/2›"])
+    await page.get_by_role("button", name="Previous version").first.click()
+    await reads("One?", "First.", "Two?", "Second.")
+    await expect(versions.first).to_have_text("‹1/2›")
+    await reload(page)  # what is shown lasts
+    await reads("One?", "First.", "Two?", "Second.")
+    await send(front, page, "Three?")  # and goes on
+    assert re.search(r"One\?.*First.*Two\?.*Second.*Three\?", prompt(front), re.S)
+    await answer(front, page, "Third.")
+    await page.get_by_role("button", name="Next version").first.click()
+    await reads("Eins?", "Zuerst.")
+    await expect(articles.first).to_be_visible()
 
 
 @pytest.mark.parametrize("how", ["Escape", "Close", "beside it"])
-def test_settings_are_closed_alike(how: str, tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        async def close() -> None:
-            if how == "Escape":
-                await page.keyboard.press("Escape")
-            elif how == "Close":
-                await press(page, "Close")
-            else:
-                await page.mouse.click(5, 5)
-            await expect(page.locator("dialog[open]")).to_have_count(0)
+async def test_settings_are_closed_alike(how: str, browse: Browse) -> None:
+    front, page = await browse()
 
-        await ready(page)
-        await press(page, "Settings")
-        await page.get_by_label("Temperature").fill("0.5")
-        await page.get_by_label("Top-p").fill("7")
-        await close()
-        await told(page, re.compile("^Top-p is left out: "))
-        await press(page, "Settings")
-        await expect(page.get_by_label("Temperature")).to_have_value("0.5")
-        await expect(page.get_by_label("Top-p")).to_have_value("")
-        await close()
-        await turn(front, page, "Hello", "Hi.")
-        assert front.job.submits[-1].sampling.temperature == 0.5 and front.job.submits[-1].sampling.top_p == 1
-        await page.get_by_role("button", name="Rename, export or delete").click()
-        await page.get_by_label("Title").fill("Renamed")
-        await close()
-        await expect(page.locator("nav a")).to_have_text(["Renamed"])
+    async def close() -> None:
+        if how == "Escape":
+            await page.keyboard.press("Escape")
+        elif how == "Close":
+            await press(page, "Close")
+        else:
+            await page.mouse.click(5, 5)
+        await expect(page.locator("dialog[open]")).to_have_count(0)
 
-    run(check, tmp_path, model)
+    await press(page, "Settings")
+    await page.get_by_label("Temperature").fill("0.5")
+    await page.get_by_label("Top-p").fill("7")
+    await close()
+    await told(page, re.compile("^Top-p is left out: "))
+    await press(page, "Settings")
+    await expect(page.get_by_label("Temperature")).to_have_value("0.5")
+    await expect(page.get_by_label("Top-p")).to_have_value("")
+    await close()
+    await turn(front, page, "Hello", "Hi.")
+    assert front.job.submits[-1].sampling.temperature == 0.5 and front.job.submits[-1].sampling.top_p == 1
+    await page.get_by_role("button", name="Rename, export or delete").click()
+    await page.get_by_label("Title").fill("Renamed")
+    await close()
+    await expect(page.locator("nav a")).to_have_text(["Renamed"])
 
 
-def test_the_system_prompt_is_shown(tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        system = page.locator("#system")
-        await ready(page)
-        await expect(system).to_be_hidden()
-        await press(page, "Settings")
-        await page.get_by_label("System prompt").fill("Speak like a sailor. " * 20 + "\nAnd no more.")
-        await page.keyboard.press("Escape")
-        await turn(front, page, "Hello", "Aye.")
-        assert "And no more." in front.job.prompt()
-        await page.reload()
-        await ready(page)
-        await expect(system).to_contain_text("System promptSpeak like a sailor.")
-        assert (await system.bounding_box() or {})["height"] < 40  # a line
-        await expect(page.get_by_text("And no more.")).to_be_hidden()
-        await system.locator("summary").click()
-        await expect(page.get_by_text("And no more.")).to_be_visible()
-        await picture(page, tmp_path / "system.png")
-
-    run(check, tmp_path, model)
+async def test_the_system_prompt_is_shown(browse: Browse) -> None:
+    front, page = await browse()
+    system = page.locator("#system")
+    await expect(system).to_be_hidden()
+    await press(page, "Settings")
+    await page.get_by_label("System prompt").fill("Speak like a sailor. " * 20 + "\nAnd no more.")
+    await page.keyboard.press("Escape")
+    await turn(front, page, "Hello", "Aye.")
+    assert "And no more." in prompt(front)
+    await reload(page)
+    await expect(system).to_contain_text("System promptSpeak like a sailor.")
+    assert (await system.bounding_box() or {})["height"] < 40  # a line
+    await expect(page.get_by_text("And no more.")).to_be_hidden()
+    await system.locator("summary").click()
+    await expect(page.get_by_text("And no more.")).to_be_visible()
 
 
-def test_a_server_that_ends_is_looked_for_and_the_answer_goes_on(tmp_path: Path, model: Path) -> None:
-    async def check(ended: Front, page: Page) -> None:
-        await ready(page)
-        await send(ended, page, "Count")
-        await ended.job.write("one")
-        await shown(page, "one")
-        ended.core.draining = True  # as a server does, from its signal to its end
-        ended.core.fail("the server has ended")
-        await told(page, re.compile("^The server is draining: .* The answer goes on once it is back"))
-        ended.server.should_exit = True
-        await told(page, re.compile("^The server does not answer. The answer goes on once it is back"))
-        await picture(page, tmp_path / "away.png")
-        await expect(page.locator(".said")).to_have_text("one")
-        (again := tmp_path / "again").mkdir()
-        async with front(again, Teller(model), port=ended.port) as back:
-            await until(lambda: back.job.submits)
-            assert back.job.prompt().endswith("<|im_start|>assistant\none")
-            await back.job.write(" two", "stop")
-            await free(page)
-            await expect(page.locator(".said")).to_have_text("one two")
-        await page.fill("#text", "And then?")
-        await page.press("#text", "Enter")
-        await told(page, re.compile("goes on once it is back"))
-        (third := tmp_path / "third").mkdir()
-        async with front(third, Teller(model), port=ended.port) as back:
-            await until(lambda: back.job.submits)
-            assert "And then?" in back.job.prompt()
-            await back.job.write("Three.", "stop")
-            await free(page)
-            await expect(page.locator(".said")).to_have_text(["one two", "Three."])
-
-    run(check, tmp_path, model)
+async def test_a_server_that_ends_is_looked_for_and_the_answer_goes_on(
+    tmp_path: Path, model: Path, browse: Browse
+) -> None:
+    ended, page = await browse()
+    await begin(ended, page, "Count", "one")
+    ended.core.draining = True  # as a server does, from its signal to its end
+    ended.core.fail("the server has ended")
+    await told(page, re.compile("^The server is draining: .* The answer goes on once it is back"))
+    ended.server.should_exit = True
+    await told(page, re.compile("^The server does not answer. The answer goes on once it is back"))
+    await expect(page.locator(".said")).to_have_text("one")
+    async with front(tmp_path, Teller(model), port=ended.port) as back:
+        await until(lambda: back.job.submits)
+        assert prompt(back).endswith("<|im_start|>assistant\none")
+        await answer(back, page, " two")
+        await expect(page.locator(".said")).to_have_text("one two")
+    await page.fill("#text", "And then?")
+    await page.press("#text", "Enter")
+    await told(page, re.compile("goes on once it is back"))
+    async with front(tmp_path, Teller(model), port=ended.port) as back:
+        await until(lambda: back.job.submits)
+        assert "And then?" in prompt(back)
+        await answer(back, page, "Three.")
+        await expect(page.locator(".said")).to_have_text(["one two", "Three."])
 
 
-def test_an_answer_that_fails_the_server_is_not_asked_again(tmp_path: Path, model: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        await ready(page)
-        await send(front, page, "Hurt")
-        await front.job.write("one")
-        await shown(page, "one")
-        await front.job.say(front.job.submits[-1], [], "error", reason="the engine failed")
-        await told(page, re.compile("the engine failed"))
-        await page.wait_for_timeout(2500)
-        assert len(front.job.submits) == 1
-        await shown(page, "one")
-        await requested(front, press(page, "Continue"))
-
-    run(check, tmp_path, model)
+async def test_an_answer_that_fails_the_server_is_not_asked_again(browse: Browse) -> None:
+    front, page = await browse()
+    await begin(front, page, "Hurt", "one")
+    await page.clock.install()
+    await front.job.say(front.job.submits[-1], [], "error", reason="the engine failed")
+    await told(page, re.compile("the engine failed"))
+    await page.clock.run_for(10_000)
+    assert len(front.job.submits) == 1
+    await shown(page, "one")
+    await requested(front, press(page, "Continue"))
 
 
-def test_a_phone_shows_the_models_name(tmp_path: Path) -> None:
-    async def check(front: Front, page: Page) -> None:
-        name = page.locator("#name")
-        await ready(page)
-        await expect(name).to_have_text("A-Model-8B-Instruct")
-        assert await name.evaluate("one => one.scrollWidth <= one.clientWidth")
-        assert 0 < (await name.bounding_box() or {})["x"] < 100
-        await expect(page.locator("#facts")).to_have_text("helix kvp=2")
-
-    run(check, tmp_path, chat_model(tmp_path / "A-Model-8B-Instruct"), PHONE)
+async def test_a_phone_shows_the_models_name(browse: Browse) -> None:
+    _front, page = await browse(PHONE, named="A-Model-8B-Instruct")
+    name = page.locator("#name")
+    await expect(name).to_have_text("A-Model-8B-Instruct")
+    assert await name.evaluate("one => one.scrollWidth <= one.clientWidth")
+    assert 0 < (await name.bounding_box() or {})["x"] < 100
+    await expect(page.locator("#facts")).to_have_text("helix kvp=2")

@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import process_field
 
-from launch.answers.dialects import DIALECTS, Parser, PlainParser, turn_of
+from launch.answers.dialects import Parser, PlainParser
 from launch.answers.reader import CALLS, FURTHER, Event, is_mistaken, json_values
-from tests.serving.test_dialects import BEGIN, END, ENDS, KEPT, RECORDED, SEP, TOOLS, P, U
-from tests.serving.test_dialects import CALLS as BEGINS
+from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, Transcript
 
-GIVEN = [tool.model_dump(exclude_none=True) for tool in TOOLS]
-TEMPLATES = {dialect.name: dialect.template for dialect in DIALECTS}
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
 
 
@@ -159,8 +156,9 @@ def events_of(theirs: list[dict[str, Any]]) -> list[Event]:
 def outcome(name: str, turn: str, pieces: list[str], cut: bool = False, tools: bool = True, many: bool = True) -> Any:
     """Parts that each piece completes; of plain JSON too, behind a thought."""
     read: list[Any] = []
-    parsers = [Parser(TEMPLATES[name], turn, GIVEN if tools else [], many)]
-    parsers += [PlainParser(TEMPLATES[name], turn, function) for function in (None, "get_time")]
+    template = BY_NAME[name].template
+    parsers = [Parser(template, turn, TOOLS if tools else [], many)]
+    parsers += [PlainParser(template, turn, function) for function in (None, "get_time")]
     for parser in parsers:
         for parts in (*map(parser.feed, pieces), parser.finish(cut)):
             read.append([(part.kind, part.text, part.name) for part in parts])
@@ -174,34 +172,16 @@ def compare(*args: Any, **more: Any) -> None:
     assert outcome(*args, **more) == theirs
 
 
-ANSWERS = [(name, turn_of(TEMPLATES[name], prompt), answer) for name, prompt, answer, *_ in RECORDED]
-ANSWERS += [(name, "", answer) for name, answer, *_ in KEPT]
-
-
-@pytest.mark.parametrize("name, turn, answer", ANSWERS)
-def test_recorded_answers_are_read_alike_in_two_pieces(name: str, turn: str, answer: str) -> None:
+@pytest.mark.parametrize("script", TRANSCRIPTS, ids=lambda script: script.id)
+def test_transcripts_are_read_alike_in_two_pieces(script: Transcript) -> None:
+    name, turn, answer = script.dialect.name, script.turn, script.answer
     for at in range(len(answer) + 1):
         compare(name, turn, [answer[:at], answer[at:]], tools=at % 8 != 0)
         compare(name, turn, [answer[:at]], True, many=at % 2 == 0)
     compare(name, turn, list(answer))
 
 
-CALL = '{"name": "get_weather", "arguments": ' + P + "}"
-MARKS = {
-    "gpt-oss": ["<|start|>assistant", "<|channel|>analysis", "<|channel|>final", "<|message|>", "<|end|>", "<|call|>",
-                "<|return|>", " to=functions.get_time", "<|channel|>commentary", " <|constrain|>json", "<|start|>"],
-    "qwen3-coder": ["<tool_call>\n", "<function=get_weather>\n", "<parameter=city>\n", "\n</parameter>\n",
-                    "</parameter>", "</function>", "\n</tool_call>", "<think>", "</think>\n\n", "<parameter=days>"],
-    "qwen": ["<tool_call>\n", "\n</tool_call>", "<think>\n", "</think>\n\n", CALL],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]a1", "get_weather", "[THINK]", "[/THINK]"],
-    "mistral-list": ["[TOOL_CALLS]", " [", "]", CALL, ", "],
-    "deepseek-v3.1": [BEGINS, BEGIN, SEP, END, ENDS, "get_weather", "<think>", "</think>"],
-    "deepseek": [BEGINS, BEGIN, f"{BEGIN}function{SEP}get_weather\n```json\n", "\n```", END, ENDS, "</think>\n\n"],
-    "llama3": ["<|python_tag|>", CALL.replace("arguments", "parameters"), ";"],
-    "thinking": ["<think>", "</think>"],
-}  # fmt: skip
-TEXTS = [" ", "\n", "\n\n", "text", "a < b", "<", P, U, '{"a": "x', '"}', "{}", '{"city": "</tool_call>"}', "[1, 2",
-         "]", FURTHER, "é🙂", '"', "{", "null", "1e999", '{"a": "</function></parameter>']  # fmt: skip
+MARKS, TEXTS = KNOWN["marks"], KNOWN["texts"]
 
 
 @st.composite

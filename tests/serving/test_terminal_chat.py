@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import SO_LINGER, SOL_SOCKET
@@ -23,75 +22,83 @@ from tests.e2e.cli import ROOT
 from tests.real.smollm2 import MODEL
 
 
-class Double:
+class Double(ThreadingHTTPServer):
     """A server whose answers are the words that it was asked, one a piece; `slow` never ends."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.ended = Event()
-        double = self
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        Thread(target=self.serve_forever, daemon=True).start()
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *of: object) -> None:
-                pass
 
-            def do_GET(self) -> None:
-                double.keys.append(self.headers.get("Authorization"))
-                self.reply(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+class Handler(BaseHTTPRequestHandler):
+    server: Double
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                double.bodies.append(body)
-                question = body["messages"][-1]["content"]
-                if question == "wrong":
-                    return self.reply(400, b'{"error": {"message": "no such word"}}')
-                self.send_response(200)
-                self.end_headers()
-                if question == "think":
-                    self.event({"choices": [{"delta": {"reasoning_content": "well, "}}]})
-                    self.event({"choices": [{"delta": {"reasoning_content": "yes. ", "content": "I "}}]})
-                for word in question.split():
-                    self.event({"choices": [{"delta": {"content": word + " "}}]})
-                if question == "halfway":
-                    self.event({"error": {"message": "the ranks died"}})
-                try:
-                    while question == "slow":
-                        self.event({"choices": [{"delta": {"content": "."}}]})
-                        time.sleep(0.01)
-                except OSError:
-                    double.ended.set()
-                    return None
-                if question == "reset":
-                    self.connection.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
-                    return self.connection.close()
-                if question != "cut":
-                    self.wfile.write(b"data: [DONE]\n\n")
-                return None
+    def log_message(self, *of: object) -> None:
+        pass
 
-            def event(self, of: dict[str, Any]) -> None:
-                self.wfile.write(f"data: {json.dumps(of)}\n\n".encode())
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers.get("Authorization"))
+        self.reply(200, b'{"data": [{"id": "tiny"}]}')
 
-            def reply(self, code: int, data: bytes) -> None:
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        question = body["messages"][-1]["content"]
+        if question == "wrong":
+            return self.reply(400, b'{"error": {"message": "no such word"}}')
+        self.send_response(200)
+        self.end_headers()
+        if question == "think":
+            self.delta(reasoning_content="well, ")
+            self.delta(reasoning_content="yes. ", content="I ")
+        for word in question.split():
+            self.delta(content=word + " ")
+        if question == "halfway":
+            self.event({"error": {"message": "the ranks died"}})
+        try:
+            while question == "slow":
+                self.delta(content=".")
+        except OSError:
+            return self.server.ended.set()
+        if question == "reset":
+            self.connection.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+        elif question != "cut":
+            self.wfile.write(b"data: [DONE]\n\n")
+        return None
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        Thread(target=self.server.serve_forever, daemon=True).start()
+    def delta(self, **of: str) -> None:
+        self.event({"choices": [{"delta": of}]})
+
+    def event(self, of: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(of)}\n\n".encode())
+
+    def reply(self, code: int, data: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
 
 @pytest.fixture
 def double() -> Iterator[Double]:
     made = Double()
     yield made
-    made.server.shutdown()
+    made.shutdown()
+
+
+def told(double: Double) -> list[str]:
+    """The turns of the last request."""
+    return [turn["content"] for turn in double.bodies[-1]["messages"]]
 
 
 def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    typed = iter(["/system be brief", "one two", "", "three", "/retry", "wrong", "halfway", "/help", "/new", "four"])
+    escapes = "a\x1b]52;c;eA==\x07b\u009b2J"  # they could write the clipboard, or hide what was said
+    typed = iter(["/system be brief", "one two", "", "three", "/retry", "wrong", "halfway", "/help", "/new", escapes])
 
     def read(prompt: str) -> str:
         if (text := next(typed, None)) is None:
@@ -103,11 +110,12 @@ def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys:
     shown = capsys.readouterr().out
     assert shown.startswith(f"tiny is served at {double.url}\n") and "one two \n[" in shown
     assert "error: " in shown and "no such word" in shown and "the ranks died" in shown
-    told = [[turn["content"] for turn in body["messages"]] for body in double.bodies]
+    assert "a]52;c;eA==b2J \n" in shown and not {"\x1b", "\x07", "\u009b"} & {*shown}, "a terminal obeys no model"
+    turns = [[turn["content"] for turn in body["messages"]] for body in double.bodies]
     brief, first = "be brief", ["one two", "one two "]
     again = [brief, *first, "three"]
-    assert told == [
-        [brief, "one two"], again, again, [*again, "three ", "wrong"], [*again, "three ", "halfway"], [brief, "four"],
+    assert turns == [
+        [brief, "one two"], again, again, [*again, "three ", "wrong"], [*again, "three ", "halfway"], [brief, escapes],
     ]  # fmt: skip
     assert all(body["stream"] and body["max_tokens"] == 9 and body["temperature"] == 0 for body in double.bodies)
     assert double.keys == ["Bearer secret"]
@@ -134,24 +142,14 @@ def test_a_question_that_was_stopped_before_a_word_is_not_told_with_the_next(
         with pytest.raises(KeyboardInterrupt):
             list(chat.ask("one"))
     assert list(chat.ask("two")) == ["two "]
-    assert [turn["content"] for turn in double.bodies[-1]["messages"]] == ["two"]
+    assert told(double) == ["two"]
 
 
 def test_thoughts_are_shown_and_not_told_again(double: Double) -> None:
     chat = Talk(double.url, None, {})
     assert "".join(chat.ask("think")) == "well, yes. I think "
     list(chat.ask("one"))
-    assert [turn["content"] for turn in double.bodies[-1]["messages"]] == ["think", "I think ", "one"]
-
-
-def test_a_terminal_obeys_no_model(
-    double: Double, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Escapes could write the clipboard, or hide what was said."""
-    typed = iter(["a\x1b]52;c;eA==\x07b\u009b2J", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    converse(Talk(double.url, None, {}))
-    assert "\na]52;c;eA==b2J \n" in capsys.readouterr().out.replace("control-C   stop an answer", "")
+    assert told(double) == ["think", "I think ", "one"]
 
 
 def test_what_is_said_where_nobody_answers() -> None:
@@ -169,9 +167,7 @@ def test_control_c_stops_an_answer_and_control_d_ends(double: Double) -> None:
 
     def until(text: bytes) -> None:
         nonlocal seen
-        deadline = time.monotonic() + 60
         while text not in seen:
-            assert time.monotonic() < deadline, seen
             seen += os.read(here, 4096)
         seen = seen[seen.index(text) + len(text) :]
 
@@ -180,18 +176,16 @@ def test_control_c_stops_an_answer_and_control_d_ends(double: Double) -> None:
     until(b"....")
     process.send_signal(signal.SIGINT)
     until(b"(stopped)")
-    assert double.ended.wait(10), "the server is not asked for more"
+    assert double.ended.wait(60), "the server is not asked for more"
     until(b"> ")
     os.write(here, b"\x04")
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     os.close(here)
 
 
 @pytest.mark.real
 def test_a_model_is_served_for_a_chat_and_ends_with_it() -> None:
     command = [sys.executable, "-m", "launch.chat", str(MODEL), "--max-tokens", "8", "--temperature", "0"]
-    done = subprocess.run(
-        command, cwd=ROOT, input="What is the capital of France?\n", capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run(command, cwd=ROOT, input="What is the capital of France?\n", capture_output=True, text=True)
     assert done.returncode == 0 and "Paris" in done.stdout, done
     assert "is served at" in done.stdout

@@ -109,12 +109,12 @@ FAULTS = [
     Fault(
         "an answer that goes on begins a message", "launch/client/tokens.py",
         "conversation, chat.continue_final_message, more", "conversation, False, more",
-        ("tests/serving/test_chat.py::test_prompts_are_those_of_transformers",),
+        ("tests/serving/test_templates.py::test_prompts_are_those_of_transformers",),
     ),
     Fault(
         "spaces where a message goes on are lost", "launch/answers/dialects.py",
         "self._parts(self._reader.begun)", "pass",
-        ("tests/serving/test_chat.py::test_an_answer_goes_on_where_a_message_ends",),
+        ("tests/serving/test_chat.py::test_what_reaches_a_client",),
     ),
     Fault(
         "a form begins within a thought", "launch/answers/grammars.py",
@@ -124,7 +124,7 @@ FAULTS = [
     Fault(
         "unknown variables of templates are dropped", "launch/client/tokens.py",
         "if unread := sorted(found.keys() - free):", "if unread := []:",
-        ("tests/serving/test_chat.py::test_what_no_template_reads_is_refused",),
+        ("tests/serving/test_templates.py::test_what_no_template_reads_is_refused",),
     ),
     Fault(
         "ranks that are started again begin at the prompt", "launch/client/core.py",
@@ -138,7 +138,8 @@ FAULTS = [
     ),
     Fault(
         "owners of keys share prefixes", "launch/serving/routes.py",
-        "json.dumps([owner, body", "json.dumps([None, body", (FRONT + "test_keys_and_their_owners",),
+        "json.dumps([owner, body", "json.dumps([None, body",
+        ("tests/serving/test_access.py::test_keys_and_their_owners",),
     ),
     Fault(
         "a stop id is a token like others",
@@ -148,7 +149,7 @@ FAULTS = [
     Fault(
         "segments are never compared with the whole", "launch/client/tokens.py",
         "return all(np.array_equal(a", "return True or all(np.array_equal(a",
-        ("tests/serving/test_chat.py::test_a_tokenizer_whose_segments_differ_takes_the_whole",),
+        ("tests/serving/test_templates.py::test_a_tokenizer_whose_segments_differ_takes_the_whole",),
     ),
     Fault(
         "an answer waits for its client's acknowledgement", "launch/serving/http.py",
@@ -181,7 +182,7 @@ FAULTS = [
     Fault(
         "what follows the only call is told", "launch/answers/dialects.py",
         "return self.calls > 0 and not self._many", "return False",
-        ("tests/serving/test_chat.py::test_calls_that_may_not_be_parallel_end_with_the_first",),
+        ("tests/serving/test_chat.py::test_what_reaches_a_client",),
     ),
     Fault(
         "spaces in JSON have no bound", "launch/answers/grammars.py",
@@ -191,7 +192,7 @@ FAULTS = [
     Fault(
         "a new job's preemptions are lost", "launch/serving/metrics.py",
         "now - known if now >= known else now", "max(0, now - known)",
-        (FRONT + "test_every_documented_metric_moves",),
+        ("tests/serving/test_metrics.py::test_every_documented_metric_moves",),
     ),
     Fault(
         "a hang is nobody's business", "launch/client/supervisor.py",

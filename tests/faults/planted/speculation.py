@@ -121,6 +121,6 @@ FAULTS = [
     Fault(
         "acceptance may fall by two thirds", "launch/serving/acceptance.py",
         "share <= (1 - FALL) * before", "share <= FALL * before",
-        ("tests/serving/test_acceptance_alarm.py::test_a_fall_of_acceptance_is_told_once",),
+        ("tests/serving/test_metrics.py::test_a_fall_of_acceptance_is_told_once",),
     ),
 ]  # fmt: skip

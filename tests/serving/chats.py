@@ -1,0 +1,39 @@
+"""A model for chats: the demo model's tokenizer with a template of the kind that Qwen's models have."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoTokenizer
+
+from tests.serving.front import DEMO, Front, text_of
+
+Talk = Callable[..., Awaitable[Front]]  # the fixture `talk`
+BEGIN, END = SPECIAL = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = text_of("chat.jinja")
+# As families have them: of thoughts that a switch turns off, of an effort, of texts that are trimmed.
+SWITCHED, OF_EFFORT, TRIMMED = text_of("switched.jinja"), text_of("of-effort.jinja"), text_of("trimmed.jinja")
+TEMPLATES = {"switched": SWITCHED, "of effort": OF_EFFORT, "trimmed": TRIMMED}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+USER = {"role": "user", "content": "Hello, what is the weather like?"}
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+REFUSALS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+
+
+def chat_model(directory: Path, template: str = TEMPLATE) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}

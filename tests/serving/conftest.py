@@ -1,0 +1,96 @@
+"""Servers of a test, which end with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, Page, async_playwright
+
+from tests.serving.browser import Browse, Teller, opened, ready, started
+from tests.serving.chats import END, Talk, chat_model
+from tests.serving.front import READY, FakeJob, Front, Serve, front, saying, tokens_of, without_template
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}  # as the server
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.client.compiler.COMPILE_S", 60.0)  # this machine may be busy
+
+
+@pytest.fixture
+async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
+    """`await serve(job, **settings)` is a front end over a job."""
+    async with AsyncExitStack() as servers:
+
+        async def start(job: Any = None, **settings: Any) -> Front:
+            return await servers.enter_async_context(front(tmp_path, job, **settings))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's tokenizer with special tokens of a chat, and a template."""
+    return chat_model(tmp_path_factory.mktemp("chat-model"))
+
+
+@pytest.fixture
+def talk(serve: Serve, model: Path) -> Talk:
+    """`await talk(says)` is a front end over a job that says a text and ends the turn."""
+    (end,) = tokens_of(END, str(model))
+
+    async def start(says: str) -> Front:
+        ready = replace(READY, model=str(model), vocab=4100, eos=(0, end))
+        return await serve(FakeJob(saying(says, end=end), ready))
+
+    return start
+
+
+@pytest.fixture(scope="module")
+async def _guided(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
+    (end,) = tokens_of(END, str(model))
+    job = FakeJob(ready=replace(READY, model=str(model), vocab=4100, eos=(0, end), guided=True))
+    async with front(tmp_path_factory.mktemp("guided"), job) as made:
+        made.session.compiler.workers._work_s = 60
+        yield made
+
+
+@pytest.fixture
+def guided(_guided: Front) -> Iterator[Front]:
+    """A front end that compiles forms, whose processes take a second to start: one for all tests of a file."""
+    tokenizer, dialect = _guided.session.tokens.tokenizer, _guided.session._dialect
+    template = tokenizer.chat_templates
+    _guided.job.got.clear()
+    yield _guided
+    tokenizer.chat_templates, _guided.session._dialect = template, dialect
+
+
+@pytest.fixture(scope="session")
+async def chromium() -> AsyncIterator[Browser]:
+    async with async_playwright() as driver, await started(driver) as browser:
+        yield browser
+
+
+@pytest.fixture
+async def browse(chromium: Browser, model: Path, tmp_path: Path) -> AsyncIterator[Browse]:
+    """`await browse(look, **settings)` is a front end and a page of it, for chats or to continue text."""
+    async with AsyncExitStack() as pages:
+
+        async def start(look: Any = None, chat: bool = True, named: str = "", **settings: Any) -> tuple[Front, Page]:
+            of_chats = chat_model(tmp_path / named) if named else model
+            teller = Teller(of_chats if chat else without_template(tmp_path))
+            made, page = await pages.enter_async_context(opened(chromium, tmp_path, teller, look, **settings))
+            if "api_keys" not in settings:
+                await ready(page)
+            return made, page
+
+        yield start

@@ -1,0 +1,193 @@
+"""Prompts of chats: what a template makes of a conversation, and what it cannot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from launch.answers.matcher import Grammars
+from launch.client.errors import ApiError
+from launch.client.schemas import Chat, parsed
+from launch.client.tokens import Tokens
+from tests.serving.chats import (
+    CHATS,
+    COMPLETIONS,
+    OF_EFFORT,
+    REFUSALS,
+    TEMPLATE,
+    TEMPLATES,
+    USER,
+    Talk,
+)
+from tests.serving.front import DEMO, READY, FakeJob, Front, Serve, changed
+
+PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
+BEGUN = {"role": "assistant", "content": "It is  sunny, and "}
+
+
+def of_turns(tokens: Tokens, template: str, turns: list[dict[str, Any]]) -> str:
+    """The prompt behind a user's x."""
+    tokens.tokenizer.chat_templates = {"default": template}
+    chat = parsed(Chat, json.dumps({"messages": [{"role": "user", "content": "x"}, *turns]}).encode())
+    return tokens.encode_chat(chat, None, 1000)[1]
+
+
+@pytest.mark.parametrize("row", PROMPTS["earlier"])
+def test_earlier_answers_are_in_the_prompt(row: dict[str, Any], model: Path) -> None:
+    """Text beside an empty list of calls, further calls, and thoughts, under the template's own name.
+
+    Templates such as DeepSeek's, which join texts, want a null content beside calls, and arguments as a text.
+    """
+    assert of_turns(Tokens(str(model)), PROMPTS["kinds"][row["template"]], row["turns"]) == row["prompt"]
+
+
+def test_a_template_that_cannot_show_all_calls_is_told(model: Path) -> None:
+    last = "{{ messages[1].tool_calls[0].function.arguments.a if messages|length == 2 else raise_exception('two') }}"
+    turns = next(row["turns"] for row in PROMPTS["earlier"] if row["template"] == "several" and len(row["turns"]) == 3)
+    with pytest.raises(ApiError, match="several calls, and it reads the first alone"):
+        of_turns(Tokens(str(model)), last, turns[:1])
+
+
+@pytest.mark.parametrize("row", PROMPTS["transformers"])
+async def test_prompts_are_those_of_transformers(row: dict[str, Any], talk: Talk, model: Path) -> None:
+    front, template, turns = await talk("x"), TEMPLATES[row["template"]], [USER, BEGUN] if row["begun"] else [USER]
+    front.session.tokens.tokenizer.chat_templates = {"default": template}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **row["theirs"])
+    for route in (CHATS, "/tokenize"):
+        answer = await front.post(route, {"messages": turns} | row["request"])
+        assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
+    assert front.job.submits[-1].prompt.tolist() == answer.json()["tokens"] == ids
+
+
+def with_arguments(arguments: str) -> dict[str, Any]:
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    return {"messages": [USER, turn, USER]}
+
+
+NONSENSE = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+IN_NONSENSE = {"tools": [{"type": "function", "function": {"name": "x", "parameters": NONSENSE}}]}
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"schema": NONSENSE}}}
+COMPUTED = [
+    {"template": OF_EFFORT + "{{ padding }}", "body": {"chat_template_kwargs": {"padding": True}}, "says": "'padding'"},
+    {
+        "template": "{% for m in messages %}{{ m.role }}{% endfor %}",
+        "body": {"messages": [USER, BEGUN], "continue_final_message": True},
+        "says": "the chat template refuses the messages",
+    },
+    {"template": "{% if %}", "body": {}, "says": "the chat template cannot be read"},
+    {"body": with_arguments("{"), "says": "arguments of 'f' are not JSON"},
+    {"body": with_arguments("[" * 9000), "says": "arguments of 'f' are not JSON"},
+]
+
+
+async def test_what_no_template_reads_is_refused(talk: Talk) -> None:
+    front = await talk("x")
+    tokenizer = front.session.tokens.tokenizer
+    for row in [*REFUSALS["templates"], *COMPUTED]:
+        template = row.get("template", TEMPLATE)
+        tokenizer.chat_templates = {"default": TEMPLATES.get(template, template)}
+        answer = await front.post(CHATS, {"messages": [USER]} | row["body"])
+        assert answer.status_code == 400 and row["says"] in answer.json()["error"]["message"], (row, answer.text)
+    assert front.job.submits == []
+    for arguments in ("", " {} "):
+        tokenizer.chat_templates = {"default": TEMPLATE}
+        assert (await front.post(CHATS, with_arguments(arguments))).status_code == 200
+
+
+async def test_what_cannot_be_followed_is_400(guided: Front) -> None:
+    for body, words in (
+        (FORMAT, "response_format cannot be followed"),
+        (IN_NONSENSE | {"tool_choice": "required"}, "tool_choice cannot be followed"),
+    ):
+        answer = await guided.post(CHATS, {"messages": [USER]} | body)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and words in message and "nonsense" in message and "\n" not in message
+
+
+def test_tokens_of_a_conversation_in_segments(model: Path) -> None:
+    """They are those of the whole, and what a turn before had is looked up."""
+    tokens = Tokens(str(model))
+    assert tokens._special is not None, "segments agree with the whole"
+    turns = [
+        "".join(f"<|im_start|>user\nline {i} of it: é🙂\n\n{'x ' * 40}<|im_end|>\n" for i in range(n)) for n in (20, 21)
+    ]
+    for turn in turns:
+        assert tokens.encode_segments(turn).tolist() == tokens.tokenizer.encode(turn, add_special_tokens=False)
+    assert len(tokens._segments) == 21
+
+
+def test_a_tokenizer_whose_segments_differ_takes_the_whole(model: Path, tmp_path: Path) -> None:
+    """A special token that strips what stands around it joins its segments."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([AddedToken("<|strips|>", lstrip=True, rstrip=True, special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    tokens = Tokens(str(tmp_path))
+    assert tokens._special is None
+    text = "a  <|strips|>  b"
+    assert tokens.encode_segments(text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+# ---- tokenizers that know more tokens than the model has logits for, or fewer
+
+MORE = "<|more|>"  # token 4096, the first one beyond the logits
+SAID: dict[str, Any] = {"messages": [{"role": "user", "content": f"a{MORE}"}]}
+FORM = {"response_format": {"type": "json_object"}}
+OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object"}}]})
+
+
+@pytest.fixture
+def larger(tmp_path: Path) -> Path:
+    """The demo model, whose tokenizer has a token more than the model has logits for."""
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 4096, "content": MORE})
+    return changed(tmp_path / "model", {"tokenizer.json": tokenizer})
+
+
+@pytest.mark.parametrize("vocab", [4096, 4097, 4200])
+def test_masks_have_a_bit_for_each_logit(vocab: int, larger: Path) -> None:
+    """End tokens beyond them cannot be drawn either."""
+    grammars = Grammars(larger / "tokenizer.json", vocab, [0, 9999])
+    answer = grammars.begun(OBJECT)
+    assert len(answer.allowed()) == -(-vocab // 32)
+    (brace,) = np.unpackbits(answer.allowed().view(np.uint8), bitorder="little").nonzero()[0].tolist()
+    same = Grammars(DEMO / "tokenizer.json", 4096, [0]).begun(OBJECT)
+    for token in (brace, brace + 2, 0):  # {}
+        for one in (answer, same):
+            one.take(token)
+        assert answer.allowed()[:128].tolist() == same.allowed().tolist()
+    for token in range(4096, vocab, 50):
+        named = json.dumps({"grammars": [{"lark_grammar": f"start: <[{token}]>"}]})
+        assert grammars.begun(named).allowed()[token // 32] == 1 << token % 32
+    with pytest.raises(ValueError, match="Token range end too large"):
+        grammars.begun(json.dumps({"grammars": [{"lark_grammar": f"start: <[{vocab}]>"}]}))
+
+
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": f"a{MORE}", "max_tokens": 1}),
+    ("completions", {"prompt": ["a", MORE], "max_tokens": 1, "stream": True}),
+    ("chat/completions", SAID | {"max_tokens": 1}),
+    ("chat/completions", SAID | {"max_tokens": 1, "stream": True}),
+    ("responses", {"input": MORE}),
+    ("messages", SAID | {"max_tokens": 1}),
+]
+
+
+async def test_a_text_with_a_token_beyond_the_logits_is_refused(larger: Path, serve: Serve) -> None:
+    front = await serve(FakeJob(ready=replace(READY, model=str(larger), guided=True)))
+    for path, body in ASKED:
+        answer = await front.post(f"/v1/{path}", body)
+        what = f"contains '{MORE}', token 4096 of the tokenizer, and the model's vocabulary is [0, 4096)"
+        assert answer.status_code == 400 and what in answer.json()["error"]["message"], answer.text
+    # What the model has no token for may be in a form: as text, or not at all.
+    answer = await front.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1} | FORM)
+    assert answer.status_code == 200, answer.text
