@@ -14,7 +14,6 @@ from hydra.core.global_hydra import GlobalHydra
 
 from helix.checks import check
 from helix.config import Config
-from helix.schema import types
 from launch.inputs import commands, compose, flags, front
 from launch.inputs.compose import ROOT, points
 from launch.inputs.front import RUN
@@ -40,26 +39,6 @@ def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
     config = composed(f"{group}={option}")
     check(config)
     assert isinstance(config, Config)
-
-
-def test_the_command_line_of_the_documentation() -> None:
-    line = (
-        "model.path=DIR model.dtype=float32 model.load=checkpoint layout.kvp=2 layout.tpa=2 layout.tpf=4 layout.ep=1 "
-        "kv.append_block=16 kv.page_size=64 decode.prompts=FILE.jsonl decode.output=OUT.jsonl "
-        "decode.max_tokens=32 decode.temperature=0 comm.backend=auto record=RECORD.json"
-    )
-    config = composed(*line.split())
-    assert config.layout.tpf == 4 and config.record == "RECORD.json" and config.decode.max_tokens == 32
-
-
-def test_unknown_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="kvpp"):
-        composed("layout.kvpp=2")
-    for override in ("+layout.kvpp=2", "+speculation.model.gama=9", "+kvp=2"):
-        key = override[1:].split("=")[0]
-        with pytest.raises(ValueError, match=f"{key} is unknown; known: "):
-            composed(override)
-    assert composed("+model.config.num_hidden_layers=3").model.config == {"num_hidden_layers": 3}
 
 
 def told(*arguments: str) -> str | None:
@@ -193,91 +172,6 @@ def test_flags_of_others_are_none_of_ours() -> None:
         assert set(named) <= known and set(re.findall(r"(?<!\w)-[-\w]+", answer)) <= ours | hydra, flag
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("model.dtype=int8", ["model.dtype", "int8", "bfloat16"]),
-        ("model.load=magic", ["model.load", "magic", "checkpoint"]),
-        ("attention.policy=sparse", ["attention.policy", "sparse", "dense, block_sparse"]),
-        ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
-        ("hopb.chunks=3", ["hopb.chunks=3", "none, auto, best, 2, 4, 8"]),
-        (
-            "speculation.drafter=oracle",
-            ["speculation.drafter", "oracle", "none, ngram, suffix, model, mtp, eagle3, sparse"],
-        ),
-        (
-            "speculation.policy=best",
-            ["speculation.policy", "best", "any, c2q, window, quest, full"],
-        ),
-        ("speculation.sparsity=0", ["speculation.sparsity", "above 0"]),
-        ("speculation.sparsity=1.5", ["speculation.sparsity", "1.5", "at most 1"]),
-        ("speculation.gamma=32", ["speculation.gamma", "32", "from 1 to 31"]),
-        ("speculation.longest=0", ["speculation.longest", "0", "from 1 to 8"]),
-        ("kv.append_block=0", ["kv.append_block", "0", "from 1"]),
-        ("kv.page_size=-1", ["kv.page_size", "-1"]),
-        ("kv.tokens=0", ["kv.tokens", "0"]),
-        ("kv.memory_fraction=1.5", ["kv.memory_fraction", "1.5", "at most 1"]),
-        ("decode.max_batch=0", ["decode.max_batch", "0"]),
-        ("decode.prefill_chunk=0", ["decode.prefill_chunk"]),
-        ("kv.page_size=16385", ["kv.page_size", "16385", "from 1 to 16384"]),
-        ("comm.timeout_s=0", ["comm.timeout_s"]),
-        ("schedule.stall_ms=0", ["schedule.stall_ms=0", "from 1 to 60000"]),
-        ("schedule.decode_share=1", ["schedule.decode_share=1", "from 0.0 to 0.99"]),
-        ("schedule.run_ms=0", ["schedule.run_ms"]),
-        ("schedule.patience_s=-1", ["schedule.patience_s"]),
-        ("schedule.lease=0", ["schedule.lease=0", "from 1 to"]),
-        ("comm.timeout_s=inf", ["comm.timeout_s", "inf", "from 0.1 to 600"]),
-        ("decode.resume=true", ["decode.resume", "decode.output"]),
-        ("layout.mode=foo", ["layout.mode", "foo", "helix, tp, medha, dp, auto"]),
-    ],
-)
-def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        check(composed(override))
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        (
-            "layout.kpv=2",
-            "layout.kpv is unknown; known: layout.mode, layout.kvp, layout.tpa, layout.tpf, ",
-        ),
-        ("kvp=2", "(did you mean layout.kvp?)"),
-        ("speculation.model.pth=x", "known: speculation.model.path, "),
-        ("layout.kvp.x=2", "layout.kvp.x is unknown: layout.kvp has no keys"),
-        ("hardware=h100", "hardware is unknown; known: model, "),
-        ("layout=nonsense", "layout has no option nonsense; known: auto, dp, helix, medha, tp"),
-        ("layout.kvp=1,2", "for several use `helix sweep ...`, or -m"),
-        ("layout=tp,helix", "for several use `helix sweep ...`, or -m"),
-        ("layout.kvp=abc", "layout.kvp=abc must be an integer of at least 1"),
-        ("layout.kvp=null", "layout.kvp=null must be an integer of at least 1"),
-        ("kv.tokens=1.5", "kv.tokens=1.5 must be an integer from 1 to 1125899906842624, or null"),
-        ("seed=9223372036854775808", "must be an integer of at most 64 bits"),
-        ("decode.temperature=hot", "decode.temperature=hot must be a number"),
-        ("decode.resume=maybe", "decode.resume=maybe must be true or false"),
-        ("decode.stop=3", "decode.stop=3 must be a list of texts, such as [a,b]"),
-        ("decode.stop=[[1]]", "decode.stop=[[1]] must be a list of texts"),
-        ("record=", "record= must be a path, or null"),
-        ("decode.stop=['a", "the value cannot be read; put it in quotes"),
-        ("speculation.model=x", "speculation.model is set by its keys: speculation.model.path, "),
-        ("record=${nothing}", "Interpolation key 'nothing' not found"),
-        ("record=${", "record='${' must be a path, or null"),
-        ("", "'': a setting is KEY=VALUE"),
-        ("=3", "'=3': a setting is KEY=VALUE"),
-        ("+layout.kvp=2", "layout.kvp is there already: leave out the +"),
-        ("~layout.kvpp", "layout.kvpp is unknown"),
-        ("layout.kvp", "'layout.kvp': a setting is KEY=VALUE"),
-        ("hydra.run.dir=x", "Hydra's own settings are of --multirun: add -m"),
-    ],
-)
-def test_mistakes_of_a_command_line_are_named(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        composed(text)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("key", ["layout", "model.config.num_hidden_layers", "+model.config.rope_theta"])
 def test_options_and_keys_of_the_model_s_config_are_taken(key: str) -> None:
     config = composed("layout=auto" if key == "layout" else f"{key}=4")
@@ -365,10 +259,3 @@ def test_a_program_of_hydra_s_keeps_its_own(tmp_path: Path) -> None:
     assert not GlobalHydra.instance().is_initialized()
     with ThreadPoolExecutor(4) as pool:
         assert [c.seed for c in pool.map(lambda n: composed(f"seed={n}"), range(12))] == [*range(12)]
-
-
-def test_the_schema_has_these_groups() -> None:
-    assert set(types(Config)) == {
-        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "schedule", "serve",
-        "record", "seed",
-    }  # fmt: skip
