@@ -5,17 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import re
-import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks.models.search import best_at, frontier, search, taken
+from benchmarks.models.search import frontier, taken
 from benchmarks.papers import rows as paper_rows
-from benchmarks.papers.figures import PAGE, recorded, with_tables, write_figures
+from benchmarks.papers.figures import recorded, write_figures
 from benchmarks.records import style
 from helix.checks import check_layout
 from helix.layout import HelixLayout
@@ -35,19 +34,6 @@ GB200 = paper_rows.Setting(load_hardware("gb200"))
 BF16 = Options(weights="bf16", kv="bf16", messages="bf16")
 
 
-def test_a_hundred_thousand_points_in_seconds_and_the_same_frontier_in_any_order() -> None:
-    spec = load_spec("llama-3.1-405b")
-    begin = time.perf_counter()
-    found = search(spec, GB200.hardware, M // 8, paper_rows.PAPER, gpus=range(1, 65), batches=np.arange(1, 513))
-    best = frontier(found)
-    seconds = time.perf_counter() - begin
-    rows = np.array([getattr(found.points, field.name) for field in fields(Points)]).T
-    assert len(np.unique(rows, axis=0)) == len(rows) >= 100_000 and found.fits.all()
-    assert 1e5 / len(rows) * seconds < 5  # measured: 1.1 s for 1e5 on one core; other work may share it
-    order = np.random.default_rng(0).permutation(len(rows))
-    assert np.array_equal(rows[best], rows[order][frontier(taken(found, order))])
-
-
 def test_the_frontier_is_what_nothing_beats() -> None:
     found = GB200.run(load_spec("llama-3.1-405b"), MODES)
     best = frontier(found)
@@ -55,10 +41,8 @@ def test_the_frontier_is_what_nothing_beats() -> None:
     for i in range(len(found.points)):
         as_good = (found.user[best] >= found.user[i] * (1 - 1e-9)) & (found.gpu[best] >= found.gpu[i] * (1 - 1e-9))
         assert as_good.any()
-
-
-def test_best_at_where_nothing_is_fast_enough() -> None:
-    assert best_at(GB200.run(load_spec("llama-3.1-405b"), ("tp",)), 1e9) == (None, None)
+    order = np.random.default_rng(0).permutation(len(found.points))
+    assert np.array_equal(found.user[best], found.user[order][frontier(taken(found, order))]), "whatever the order"
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-405b", "deepseek-r1", "qwen2.5-7b", "gpt-oss-20b"])
@@ -66,6 +50,7 @@ def test_layouts_of_the_runtime_s_modes_are_those_that_the_runtime_takes(model: 
     spec = load_spec(model)
     found = layouts(spec, [12], ("tp", "medha", "helix"), pp=False)
     ours = {row for row in found if row[2] == 1}  # without data parallelism
+    assert len(set(found)) == len(found)
     expected = set()
     for mode in ("tp", "medha", "helix"):
         for kvp in (1, 2, 3, 4, 6, 12):
@@ -78,11 +63,6 @@ def test_layouts_of_the_runtime_s_modes_are_those_that_the_runtime_takes(model: 
                 if (kvp > 1) == (mode != "tp"):
                     expected.add((MODES.index(mode), 1, 1, kvp, 12 // kvp, layout.tpf, ep))
     assert ours == expected and expected
-
-
-def test_no_layout_is_listed_twice() -> None:
-    found = layouts(load_spec("deepseek-r1"), range(1, 65))
-    assert len(set(found)) == len(found) > 1000
 
 
 @pytest.mark.parametrize(
@@ -101,21 +81,6 @@ def test_headlines_with_one_set_of_constants(
     bare = replace(GB200, hardware=paper_rows.scaled(GB200.hardware, kernel=0, collective=0, link=1e30))
     row, _, _ = paper_rows.headline(spec, bare)
     assert row["user_gain"] == pytest.approx(alone, abs=0.005) and row["batch_gain"] == batch_alone
-
-
-def test_away_from_the_corner_the_gain_is_small() -> None:
-    row, base, helix = paper_rows.headline(load_spec("deepseek-r1"), GB200)
-    gains = [r["gpu_gain"] for r in paper_rows.curve(base, helix)]
-    assert gains[0] == row["gpu_gain"] and gains[1] == pytest.approx(4.3, abs=0.05)
-    assert max(gains[3:]) < 1.1
-
-
-def test_figure_3_ends_where_the_paper_s_does() -> None:
-    rows = paper_rows.figure_3()
-    ends = {on: max(r["end"] for r in rows if r["hopb"] == on) for on in ("off", "on")}
-    assert ends == pytest.approx({"off": 25.6, "on": 17.2}, rel=1e-9)
-    for row in rows:
-        assert row["end"] - row["start"] == pytest.approx({"attention": 2, "exchange": 1.2}[row["phase"]])
 
 
 # ---- against what was recorded
@@ -172,13 +137,6 @@ def test_a_description_that_lacks_something_is_refused() -> None:
         Hardware.from_mapping({"name": "x", "gpus": 1, "flops": {}, "collectives": ops})
 
 
-def test_unknown_names_are_answered_with_those_known() -> None:
-    with pytest.raises(ValueError, match="known: b200, gb200, h100, h200"):
-        load_hardware("a100")
-    with pytest.raises(SystemExit, match="the nearest are gpt-oss-20b"):
-        main(["point", "hardware=h200", "model=gpt-5"])
-
-
 @pytest.mark.parametrize(
     "mode, widths, options, message",
     [
@@ -218,11 +176,6 @@ def test_what_is_not_modelled_is_refused() -> None:
         predict(load_spec("llama-3.1-8b"), load_hardware("h200"), Points.of("tp"), 0, BF16)
 
 
-def test_where_nothing_fits_it_is_said_how_much_is_missing() -> None:
-    with pytest.raises(ValueError, match=r"no layout of 8 GPUs has memory for one sequence.*GB a GPU are needed"):
-        search(load_spec("deepseek-r1"), load_hardware("h100"), M, BF16, gpus=[8], batches=np.array([1]))
-
-
 def test_the_runtime_s_layout_of_a_point() -> None:
     assert Points.of("helix", kvp=4, tpa=2).layout(0) == HelixLayout.create("helix", 4, 2)
     with pytest.raises(ValueError, match="neither pipeline stages nor groups of several ranks"):
@@ -248,17 +201,6 @@ def test_figures_and_tables_are_those_of_the_code(tmp_path: Path, monkeypatch: p
     for picture in tmp_path.glob("*.png"):
         assert (ROOT / "benchmarks" / "figures" / picture.name).is_file() and picture.stat().st_size > 10_000
     assert len(list(tmp_path.glob("*.png"))) == 6
-
-
-def test_the_page_has_the_tables_of_the_kept_results() -> None:
-    text = PAGE.read_text()
-    for row in csv.DictReader((ROOT / "benchmarks/results/simulate/sensitivity.csv").open()):
-        assert f"| {row['change']} |" in text
-    for half, name in (("held out", "held out: all"), ("fitted", "fitted")):
-        assert f"| {name} | {sum(row['half'] == half for row in recorded())} |" in text, "run helix papers"
-    assert with_tables("a <!-- table t -->\nold\n<!-- end --> b", {"t": [("x", "y"), ("1", "2")]}) == (
-        "a <!-- table t -->\n| x | y |\n|---|---|\n| 1 | 2 |\n<!-- end --> b"
-    )
 
 
 STEP = """\
@@ -308,8 +250,7 @@ def test_a_point_phase_by_phase(
     [
         *(
             (f"point hardware=h200 model=phi-4 {key}={value}", f"{key}={value} must be an integer of at least 1")
-            for key in ("pp", *(f"layout.{width}" for width in ("dp", "kvp", "tpa", "tpf", "ep")), "batch")
-            for value in (0, -1)
+            for key, value in (("pp", 0), ("layout.kvp", 0), ("layout.ep", -1), ("batch", 0))
         ),
         ("point hardware=h200 model=llama-3.1-70b context=0", f"context=0 must be an integer from 1 to {1 << 40}"),
         ("point hardware=h200 model=llama-3.1-70b layout.ep=3", "ep=3 does not divide the 1 FFN ranks"),
@@ -350,10 +291,3 @@ def test_where_the_time_of_a_step_goes() -> None:
     assert axes.get_xlabel() == f"time (ms), of {1e3 * step.ttl_s[0]:.2f} a step" and not illegible(figure)
     assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(1e3 * step.ttl_s[0])
     style.plt.close(figure)
-
-
-def test_the_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["point", "--help"])
-    example = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  helix simulate p"))
-    main(example.split()[2:])
-    assert "helix kvp=2 tpa=4" in capsys.readouterr().out
