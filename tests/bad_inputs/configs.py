@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 1e4}
+
 # (family of the checkpoint, what config.json says instead, what the message names)
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     # sizes of other types
@@ -75,7 +77,9 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "factor=0"),
     ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": "4", "rope_theta": 1e4}}, "factor='4'"),
     ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta='1e4'"),
-    ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "rope_theta=1.0 must be above 1"),
+    ("qwen3", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta=1.0 must be above 1"),
+    ("qwen3", {"rope_parameters": YARN | {"original_max_position_embeddings": -256}}, "embeddings=-256: positive"),
+    ("qwen3", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4}}, "longrope"),
     (
         "qwen3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},

@@ -231,8 +231,13 @@ def test_many_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_sampling_defaults_come_along_and_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    """And keys that change no answer are taken."""
     given = dict(temp=0.6, top_k=20, top_p=0.95, min_p=0.1, penalty_repeat=1.1, penalty_last_n=-1, mirostat=0)
-    keys = {f"general.sampling.{key}": value for key, value in given.items()}
+    keys = {f"general.sampling.{key}": value for key, value in given.items()} | {
+        "general.source.url": "x", "general.tags": ["x"], "mradermacher.quantized_by": "x", "split.count": 0,
+        "quantize.imatrix.file": "x", "tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.fim_pre_token_id": 1,
+        "general.sampling.mirostat_tau": 5.0, "tokenizer.ggml.scores": [0.5],
+    }  # fmt: skip
     write(tmp_path / "x.gguf", "llama", change=lambda writer: [add(k, v)(writer) for k, v in keys.items()])
     write(tmp_path / "y.gguf", "llama", change=add("llama.rope.scaling.factor", 4.0))
     out = converted(tmp_path)
@@ -244,16 +249,6 @@ def test_sampling_defaults_come_along_and_a_factor_without_a_type_is_linear(tmp_
     convert.main([str(tmp_path / "y.gguf"), str(tmp_path / "linear")])
     rope = json.loads((tmp_path / "linear" / "config.json").read_text())["rope_parameters"]
     assert rope == {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-
-
-def test_keys_that_change_no_answer_are_taken(tmp_path: Path) -> None:
-    keys = {
-        "general.source.url": "x", "general.tags": ["x"], "mradermacher.quantized_by": "x", "split.count": 0,
-        "quantize.imatrix.file": "x", "tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.fim_pre_token_id": 1,
-        "general.sampling.mirostat_tau": 5.0, "tokenizer.ggml.scores": [0.5],
-    }  # fmt: skip
-    write(tmp_path / "x.gguf", "llama", change=lambda writer: [add(k, v)(writer) for k, v in keys.items()])
-    assert (converted(tmp_path) / "config.json").exists()
 
 
 # ---- the tokenizer
@@ -568,7 +563,7 @@ def test_numbers_that_cannot_be_stored(
     assert "output_norm.weight" in said and words in said
 
 
-@pytest.mark.parametrize("quantised", [None, GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("quantised", [None, GGMLQuantizationType.Q8_0])
 def test_the_other_byte_order_is_refused(
     quantised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -584,10 +579,3 @@ def test_without_the_package_one_line_says_what_to_install(
     file = write(tmp_path / "x.gguf", "llama")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install 'gguf>=0.17'" in refused(capsys, str(file), str(tmp_path / "out"))
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    convert.main(["--help"])
-    said = capsys.readouterr().out
-    assert "helix convert FILE.gguf DIR" in said and "dtype=auto" in said
-    assert all(name in said for name in SPLITTINGS)

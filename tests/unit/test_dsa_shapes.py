@@ -83,24 +83,6 @@ def test_a_token_keeps_index_keys_where_layers_choose() -> None:
         assert sum(map(token_bytes, keeps)) == 78 * of_latent + 21 * of_index
 
 
-@pytest.mark.parametrize(
-    "s, words",
-    [
-        (lambda: v32(indexer_rope_interleave=True), "indexer_rope_interleave=True"),
-        (lambda: glm(indexer_rope_interleave=False), "indexer_rope_interleave=False"),
-        (lambda: v32(index_head_dim=32), "index_head_dim=32.*qk_rope_head_dim=64"),
-        (lambda: v32(index_topk=0), "index_topk=0: positive"),
-        (lambda: v32(q_lora_rank=0), "q_lora_rank=0: positive"),
-        (lambda: glm(indexer_types=["shared"] * 12), "indexer_types=.*full for the first"),
-        (lambda: glm(indexer_types=["full"] * 11), "indexer_types=.*num_hidden_layers=12"),
-        (lambda: v32(scoring_func="softmax"), "scoring_func='softmax'"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(s: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        s()
-
-
 def test_a_plan_counts_what_is_kept_and_read() -> None:
     glm52, hardware = spec_of("glm-5.2"), load_hardware("h200")
     options = Options(weights="e4m3", experts="e4m3", other="bf16", messages="bf16", kv="bf16", arithmetic="bf16")

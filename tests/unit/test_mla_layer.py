@@ -99,35 +99,6 @@ def test_prompts_gather_queries_before_they_grow() -> None:
     assert not mla.gathers_first(replace(r1, nope=600), 10_000, NVLINK)
 
 
-@pytest.mark.parametrize(
-    "s, words",
-    [
-        (lambda: v3(quantization_config={"quant_method": "fp8", "weight_block_size": [0, 128]}), r"\[0, 128\]"),
-        (lambda: v3(attention_bias=True), "attention_bias=True"),
-        (lambda: v3(kv_lora_rank=None), "kv_lora_rank.*expected int"),
-        (lambda: v3(q_lora_rank=0), "q_lora_rank=0: positive"),
-        (lambda: v3(topk_method="greedy"), "topk_method='greedy'.*noaux_tc"),
-        (lambda: v3(scoring_func="softmax"), "scoring_func='softmax'"),
-        (lambda: v3(n_group=7), "n_routed_experts=256.*n_group=7"),
-        (lambda: v3(n_group=8, topk_group=9), "topk_group=9"),
-        (lambda: v3(n_group=256, topk_group=256), "fewer than two"),
-        (lambda: v3(n_routed_experts=None), "n_routed_experts.*expected int"),
-        (lambda: v2(norm_topk_prob=True), "norm_topk_prob=True"),
-        (lambda: v2(topk_method="noaux_tc"), "topk_method='noaux_tc'.*greedy, group_limited_greedy"),
-        (lambda: v2(moe_layer_freq=2), "moe_layer_freq=2"),
-        (lambda: v2(mlp_bias=True), "mlp_bias=True"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(s: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        s()
-
-
-def test_all_layers_may_be_dense() -> None:
-    s = v3(first_k_dense_replace=61)
-    assert s.experts is None
-
-
 def test_tensor_parallel_heads_are_refused_with_what_fits() -> None:
     with pytest.raises(ValueError, match=r"layout\.tpa=2 .* 128 query and 1 KV heads .*MLA has one.*kvp=8 tpa=1"):
         check_layout(HelixLayout.create("helix", 4, 2), v3())

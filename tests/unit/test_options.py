@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.client.options import CALL_OPTIONS, DEFAULTED
+from launch.client.options import CALL_OPTIONS
 from launch.llm import LLM
 
 ROOT = Path(__file__).parents[2]
@@ -25,10 +25,6 @@ PRODUCT = [file for folder in ("helix", "launch") for file in sorted((ROOT / fol
 def test_a_parameter_is_named_where_it_is_declared_and_where_it_is_used(name: str, users: set[str]) -> None:
     found = {str(file.relative_to(ROOT)) for file in PRODUCT if re.search(rf"\b{name}\b", file.read_text())}
     assert found == users | {"helix/sampling_params.py"}
-
-
-def test_settings_stand_for_these_options() -> None:
-    assert [*DEFAULTED] == ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"]
 
 
 @pytest.mark.parametrize("call", [LLM.generate, LLM.chat, LLM.stream])

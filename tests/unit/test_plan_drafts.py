@@ -46,50 +46,9 @@ def phases(found: StepCost) -> dict[str, float]:
     return {phase.name: float(phase.seconds[0]) for phase in found.phases}
 
 
-def gain(model: str, batch: int, length: int, acceptance: float, sparsity: float = 0.07, **widths: int) -> float:
-    """What the best number of drafts gains over plain decoding."""
-    plain = step(model, batch, length, None, **widths).ttl_s[0]
-    tried = (Speculation(gamma, acceptance, sparsity=sparsity) for gamma in range(1, 17))
-    return max(plain / float(step(model, batch, length, drafts, **widths).ttl_s[0]) for drafts in tried)
-
-
 def check_question(**more: Any) -> Ranking:
     given = {"gpus": 8, "context": M, "batch": 8, "acceptance": 0.9, "sparsity": 0.07} | more
     return plan(Question(load_spec("qwen2.5-7b"), H200, **given))
-
-
-# Expected on an H200 before any was measured, from recorded plain steps less the keys that a draft leaves out. At
-# 8 x 1M that difference of two large times is 0.2 ms less than a draft's own phases come to.
-@pytest.mark.parametrize(
-    "model, batch, length, plain_ms, draft_ms, gains",
-    [
-        ("qwen2.5-7b", 1, 128 * K, 1.37, 1.18, (None, None, None)),
-        ("qwen2.5-7b", 1, M, 2.87, 1.32, (1.23, 1.41, 1.58)),
-        ("qwen2.5-7b", 8, 128 * K, 3.03, 1.48, (1.20, 1.36, 1.47)),
-        ("qwen2.5-7b", 8, M, 14.57, None, (2.04, 2.71, 3.41)),
-        ("llama-3.1-8b", 1, M, 5.11, 1.56, (1.50, 1.82, 2.12)),
-        ("llama-3.1-8b", 8, 128 * K, 5.29, 1.74, (1.45, 1.68, 1.92)),
-    ],
-)
-def test_expected_gains_over_eight_gpus(
-    model: str, batch: int, length: int, plain_ms: float, draft_ms: float | None, gains: tuple[float | None, ...]
-) -> None:
-    assert 1e3 * step(model, batch, length, None, **EIGHT).ttl_s[0] == pytest.approx(plain_ms, rel=0.02)
-    drafted = phases(step(model, batch, length, Speculation(4, 0.9, sparsity=0.07), **EIGHT))
-    if draft_ms is not None:
-        assert 1e3 * drafted["drafts"] / 4 == pytest.approx(draft_ms, rel=0.05)
-    for acceptance, expected in zip((0.8, 0.9, 0.95), gains, strict=True):
-        if expected is not None:
-            assert gain(model, batch, length, acceptance, **EIGHT) == pytest.approx(expected, rel=0.06)
-
-
-@pytest.mark.parametrize(
-    "model, batch, length, expected",
-    [("qwen2.5-7b", 1, M, 1.78), ("qwen2.5-7b", 8, 128 * K, 1.72), ("qwen2.5-7b", 4, M, 2.69),
-     ("llama-3.1-8b", 1, M, 2.25), ("llama-3.1-8b", 8, 128 * K, 2.19)],
-)  # fmt: skip
-def test_expected_gains_over_two_gpus(model: str, batch: int, length: int, expected: float) -> None:
-    assert gain(model, batch, length, 0.9, kvp=2) == pytest.approx(expected, rel=0.03)
 
 
 def test_an_iteration_is_its_drafts_its_verification_and_the_choice() -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -92,13 +93,16 @@ def test_recorded_steps_that_the_constants_were_not_fitted_on() -> None:
     assert np.median(held_out) <= 0.10 and np.quantile(held_out, 0.9) <= 0.20
 
 
+shape = cache(spec_of)
+
+
 def test_memory_is_what_the_runtime_took() -> None:
     """KV bytes per rank of recorded runs, which hold some tokens more than the length: within 3%."""
     rows = [json.loads(line) for line in (ROOT / "benchmarks/results/step.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "kv_bytes_per_rank" in row]
     assert len({row["model"] for row in rows}) >= 6
     for row in rows:
-        spec = spec_of(row["model"], *([f"model.config.num_hidden_layers={row['layers']}"] if "layers" in row else []))
+        spec = shape(row["model"], *([f"model.config.num_hidden_layers={row['layers']}"] if "layers" in row else []))
         if spec.windows.count(None) < len(spec.layers):
             continue  # recorded when layers with a window kept every token
         layout = dict(word.split("=") for word in row["layout"].split()[1:3])

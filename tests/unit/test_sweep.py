@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.program import PROGRAM
-from launch.inputs import compose
-from launch.inputs.front import Line
 from launch.inputs.points import Point
 from launch.job import spawn
 from launch.job.sweep import check, run
@@ -56,14 +54,6 @@ def test_figures_are_of_each_timed_point_and_of_this_sweep(
     if not code:
         assert [row["reason"] for row in rows] == ["", "no room"]
         assert [(row["batch"], row["kv_bytes_per_rank_max"]) for row in rows] == [(1, 4), (9, None)]
-
-
-@pytest.mark.parametrize("text", ["layout.kvp=range(1,1)", "layout.tpa=range(5,1)"])
-def test_a_range_without_values_is_a_mistake(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no point: a sweep has no values"):
-        compose.points(Line([text]), tmp_path)
-    with pytest.raises(ValueError, match="Invalid range values"):
-        compose.points(Line(["decode.temperature=range(0,1,0.0)"]), tmp_path)
 
 
 def measured(tmp_path: Path, *ttls: tuple[str, float | None]) -> list[Point]:

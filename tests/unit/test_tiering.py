@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ranks.variants import variants
-from benchmarks.schema import LabConfig
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.checks import check
 from helix.config import AttentionConfig, Config, KVConfig
@@ -169,15 +167,6 @@ def test_what_does_not_go_together(change: dict[str, object], said: str) -> None
     given = replace(config(1e9, None), **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
         check(given)
-
-
-def test_variants_switch_what_comes_early() -> None:
-    """Over one cache; all else stays."""
-    given = LabConfig(**vars(config(1e9, 1e8)))
-    given.bench.variants = ["kv.ahead=true", ""]
-    found = [x.kv.ahead for x in variants(given).values()]
-    assert found == [True, False]
-    assert all(x.kv.gpu_bytes == 1e8 and x.attention == given.attention for x in variants(given).values())
 
 
 def test_drafts_that_are_verified_over_all_keys_are_refused() -> None:
