@@ -6,22 +6,25 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.program import PROGRAM as LABORATORY
 from helix.config import Config, DecodeConfig, ModelConfig
-from launch import agent, run
+from launch import agent, plan, run, simulate
 from launch.inputs.files import claim
 from launch.inputs.preflight import preflight
+from launch.inputs.prompts import PromptFile
 from launch.inputs.work import RUNTIME, Program
 from launch.job import spawn
-from tests.bad_inputs.configs import CONFIGS
+from tests import laboratory
 from tests.bad_inputs.files import CASES as FILES
 from tests.bad_inputs.files import REQUESTS, Setup
+from tests.bad_inputs.tables import lines
+from tests.e2e import mtp
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.cli import ENTRY, Job
+from tests.laboratory import composed
 
 PROMPT = '{"id": "a", "prompt_ids": [1, 2, 3]}\n'
 Refused = Callable[..., None]
@@ -41,12 +44,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return check
 
 
-def lines(name: str) -> list[Any]:
-    """Cases of a table in a file: words that are typed, and words of the answer."""
-    rows = [line.split(" -> ") for line in (Path(__file__).parent / name).read_text().splitlines() if line[0] != "#"]
-    return [pytest.param(typed.split(), words, id=typed) for typed, words in rows]
-
-
 # What has blanks in it, or no text at all.
 MORE = [
     ("", "'': a setting is KEY=VALUE"),
@@ -64,6 +61,39 @@ MORE = [
 )
 def test_command_lines(arguments: list[str], words: str, tmp_path: Path, refused: Refused) -> None:
     check_command_line(arguments, words, tmp_path, refused)
+
+
+def stands_for() -> dict[str, str]:
+    """Words of the table of runs over several ranks."""
+    return {
+        "DP": "layout.mode=dp layout.kvp=1 layout.dp=2",
+        "HOST": "kv.tier=host kv.host_bytes=1e9",
+        "SPARSE": "attention=block_sparse",
+        "DRAFT": f"layout.kvp=4 bench=decode speculation=model speculation.model.path={checkpoint('qwen3')}",
+        "STATES": f"speculation=model speculation.model.path={checkpoint('qwen3-next')}",
+    }
+
+
+@pytest.mark.parametrize("arguments, words", lines("preflight.txt"))
+def test_runs_of_several_ranks(arguments: list[str], words: str, tmp_path: Path) -> None:
+    """Every rank finds what is wrong, before any collective."""
+    (tmp_path / "p.jsonl").write_text(PROMPT)
+    family, ranks, *typed = arguments
+    model = mtp.with_layer(family[4:]) if family.startswith("mtp+") else checkpoint(family)
+    typed = [text for word in typed for text in stands_for().get(word, word).split()]
+    given = f"model.path={model}", f"decode.prompts={tmp_path / 'p.jsonl'}", "layout.kvp=2"
+    with pytest.raises(ValueError) as refusal:
+        laboratory.preflight(composed(*given, *typed), int(ranks))
+    assert all(word in str(refusal.value) for word in words.split("|")), refusal.value
+
+
+@pytest.mark.parametrize("arguments, words", lines("plans.txt"))
+def test_plans(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.inputs.planning.device_here", lambda: None)
+    command, *typed = arguments
+    with pytest.raises(SystemExit) as refusal:
+        {"plan": plan, "simulate": simulate}[command].main(typed)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value), refusal.value
 
 
 @pytest.mark.parametrize("arguments, words", lines("benchmarks.txt"))
@@ -127,17 +157,36 @@ def test_agents(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> N
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family, changed, words", CONFIGS, ids=lambda x: None if isinstance(x, str) else str(x))
-def test_configs(family: str, changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments, words", lines("configs.txt"))
+def test_configs(arguments: list[str], words: str, tmp_path: Path) -> None:
     """A run's checks name the key, in one line."""
+    family, *changed = arguments
     model = shutil.copytree(checkpoint(family), tmp_path / "model")
-    content = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(content | changed))
+    content = json.loads((model / "config.json").read_text()) | json.loads(" ".join(changed))
+    (model / "config.json").write_text(json.dumps(content))
     (tmp_path / "p.jsonl").write_text(PROMPT)
     config = Config(model=ModelConfig(path=str(model)), decode=DecodeConfig(prompts=str(tmp_path / "p.jsonl")))
     with pytest.raises(ValueError) as refusal:
         preflight(config, 1)
     assert words in str(refusal.value) and "\n" not in str(refusal.value), ascii(refusal.value)
+
+
+LONG = [
+    ("[" * 100_000, "line 2: nested too deep"),
+    ('{"prompt_ids": [' + "9" * 5000 + "]}", "line 2: a number cannot be read: Exceeds the limit (4300 digits)"),
+    ("\ufeff{}", "line 2: not JSON"),
+]
+
+
+@pytest.mark.parametrize(
+    "line, words", [*lines("prompts.txt"), *(pytest.param([line], words, id=ascii(line[:9])) for line, words in LONG)]
+)
+def test_lines_of_prompts(line: list[str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine", "id": "first"}\n' + " ".join(line))
+    with pytest.raises(ValueError) as refusal:
+        PromptFile(path)
+    assert words in str(refusal.value) and str(path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def prepared(directory: Path) -> list[str]:

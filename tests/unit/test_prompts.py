@@ -39,60 +39,6 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
     assert prompts[2].options == {}
 
 
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("{not json", "line 2: not JSON"),
-        ("[1]", "line 2: a prompt is a JSON object"),
-        ({"text": "hello"}, "line 2: unknown keys text"),
-        ({"id": 5}, 'line 2: needs "prompt"'),
-        ({"prompt": "a", "prompt_ids": [1]}, "one of them"),
-        ({"prompt": "a", "max_new_tokens": 4}, "did you mean max_tokens?"),
-        ({"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, "one of them"),
-        ({"messages": [{"role": "nobody", "content": "a"}]}, "line 2: messages.0.role='nobody'"),
-        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "line 2: response_format="),
-        (BATCH | {"custom_id": 5}, "line 2: custom_id 5 must be text"),
-        (BATCH | {"custom_id": "first"}, "was used on line 1"),
-        (BATCH | {"url": "/v1/embeddings"}, "must be POST and one of /v1/chat/completions, /v1/completions"),
-        (BATCH | {"body": []}, "line 2: body [] must be an object"),
-        (BATCH | {"id": 3}, "has the keys custom_id, method, url, body, and this one body, custom_id, id"),
-        ({"prompt": 5}, '"prompt" must be text'),
-        ({"prompt_ids": [1, "2"]}, "list of integers"),
-        ({"prompt_ids": [True]}, "list of integers"),
-        ({"prompt": "a", "id": 1.5}, "id 1.5"),
-        ({"prompt": "a", "id": "first"}, "was used on line 1"),
-        ({"prompt": "a", "stop": 3}, '"stop"'),
-        ({"prompt": "a", "temprature": 1}, "unknown keys temprature; known: id, prompt"),
-        ("[" * 100_000, "line 2: nested too deep"),
-        ('{"prompt_ids": [' + "9" * 5000 + "]}", "line 2: a number cannot be read: Exceeds the limit (4300 digits)"),
-        ("\0\0", "line 2: not JSON"),
-        ("\ufeff{}", "line 2: not JSON"),
-        ({"prompt": "a\ud83d"}, 'line 2: "prompt" has half a character at 1'),
-        ({"prompt": "a", "id": "ab\udc00"}, 'line 2: "id" has half a character at 2'),
-        ({"prompt": "a", "stop": ["x", "\ud83d"]}, 'line 2: "stop" has half a character at 0'),
-        ({"prompt": "a", "stop": "\ud83d"}, 'line 2: "stop" has half a character at 0'),
-        ({"prompt": "a", "temperature": "hot"}, "line 2: \"temperature\" must be a number, not 'hot'"),
-        ({"prompt": "a", "top_p": True}, 'line 2: "top_p" must be a number, not True'),
-        ({"prompt": "a", "top_k": 1.5}, 'line 2: "top_k" must be an integer, not 1.5'),
-        ({"prompt": "a", "seed": [1]}, 'line 2: "seed" must be an integer, not [1]'),
-        ({"prompt": "a", "max_tokens": "many"}, "line 2: \"max_tokens\" must be an integer, not 'many'"),
-        ({"prompt": "a", "presence_penalty": "1"}, "line 2: \"presence_penalty\" must be a number, not '1'"),
-        ({"prompt": "a", "min_tokens": 1.0}, 'line 2: "min_tokens" must be an integer, not 1.0'),
-        ({"prompt": "a", "logprobs": True}, 'line 2: "logprobs" must be an integer, not True'),
-        ({"prompt": "a", "ignore_eos": 1}, 'line 2: "ignore_eos" must be true or false, not 1'),
-        ({"prompt": "a", "stop_token_ids": 5}, 'line 2: "stop_token_ids" must be a list of integers, not 5'),
-        ({"prompt": "a", "logit_bias": [5, 1]}, 'line 2: "logit_bias" must be an object of token ids and numbers'),
-        ({"prompt": "a", "logit_bias": {"-1": 5}}, "and '-1' is not a token id"),
-        ({"prompt": "a", "logit_bias": {"a" * 99: 5}}, "aaa is not a token id"),
-    ],
-)
-def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: Any, words: str) -> None:
-    path = write(tmp_path, {"prompt": "fine", "id": "first"}, line)
-    with pytest.raises(ValueError) as caught:
-        PromptFile(path)
-    assert words in str(caught.value) and str(path) in str(caught.value)
-
-
 def test_a_request_takes_the_line_before_the_config() -> None:
     defaults = DecodeConfig(max_tokens=9, temperature=0.5, stop=["\n"], seed=3)
     body = body_of(PromptLine("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults)
@@ -175,28 +121,6 @@ def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Pa
     assert digest(prompt, replace(dense, layout=four)) == digest(prompt, dense)
     with pytest.raises(ValueError, match="other settings"):
         ResultFile(replace(dense, decode=replace(dense.decode, resume=True)), prompts("a"))
-
-
-def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    asked = Config(decode=DecodeConfig(output=str(path)))
-    first = begun(asked, prompts(0, 1, 2, 3))
-    first.add(*output(2))
-    first.add(*output(0, "error"))
-    del first  # it was killed
-    with path.open("a") as file:
-        file.write('{"id": 1, "prompt_tok')  # torn by the interruption
-    again = replace(asked, decode=replace(asked.decode, resume=True))
-    second = begun(again, prompts(0, 1, 2, 3))
-    assert [p.id for p in second.remaining] == [0, 1, 3]
-    assert ids(path) == [2]
-    for name in (3, 1, 0):
-        second.add(*output(name, text="a\u2028b"))  # no end of a line to JSON
-    second.close()
-    assert ids(path) == [0, 1, 2, 3]
-    third = ResultFile(again, prompts(0, 1, 2, 3))
-    assert [*third.remaining] == [] and third.count == 4
-    third.close()
 
 
 def test_a_batch_is_resumed_as_other_prompts_are(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from launch.inputs.shapes import load_spec, spec_of
 from launch.simulate import main
 from tests.legible import illegible
 from tests.sequences import with_windows
+from tests.unit.test_planning import shown_as
 
 M = 10**6
 GB200 = paper_rows.Setting(load_hardware("gb200"))
@@ -207,27 +207,6 @@ def test_figures_and_tables_are_those_of_the_code(tmp_path: Path, monkeypatch: p
     assert len(list(tmp_path.glob("*.png"))) == 6
 
 
-STEP = """\
-llama-3.1-70b, 2 x 1,048,576 tokens on 8 x NVIDIA H200, helix kvp=2 tpa=4
-
-phase                  time       read     work     sent  kernels  known
-                         us         MB    GFLOP       KB
-───────────────────────────────────────────────────────────────────────────────
-qkv                 1027.54   3355.443    6.711     0.00       80  interpolated
-attention          19754.34  85899.346  687.195     0.00       80  interpolated
-exchange             202.39      0.000    0.000   332.80       80  measured
-output               576.14   1342.177    2.684     0.00       80  interpolated
-output all-reduce    311.00      0.000    0.000  4587.52       80  measured
-ffn                 3710.23  14092.861   28.186     0.00      160  interpolated
-ffn all-reduce       311.00      0.000    0.000  4587.52       80  measured
-head                  62.33    262.668    0.525     0.00        1  interpolated
-sampling               2.60      0.000    0.000     0.11        1  measured
-
-TTL 25.958 ms, 38.5 tokens/s/user, 9.63 tokens/s/GPU (interpolated)
-weights 19.32 GB and KV 85.91 GB on the fullest GPU, room for a batch of 2
-"""
-
-
 def test_a_point_phase_by_phase(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,42 +220,12 @@ def test_a_point_phase_by_phase(
         main(
             ["point", "llama-3.1-70b", "hardware=h200", "layout.kvp=2", "layout.tpa=4", "batch=2", f"--plot={picture}"]
         )
-        assert capsys.readouterr().out == STEP
+        assert capsys.readouterr().out == shown_as("step")
     assert 10_000 < picture.stat().st_size < 150_000
     with pytest.raises(SystemExit, match=r"error: a batch of 1 does not fit: 141.10 GB of weights and "):
         main(["point", "hardware=h200", "llama-3.1-70b", "layout=tp"])
     shown = capsys.readouterr().out
     assert "attention" in shown and "room for a batch of 0" in shown
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        *(
-            (f"point hardware=h200 model=phi-4 {key}={value}", f"{key}={value} must be an integer of at least 1")
-            for key, value in (("pp", 0), ("layout.kvp", 0), ("layout.ep", -1), ("batch", 0))
-        ),
-        ("point hardware=h200 model=llama-3.1-70b context=0", f"context=0 must be an integer from 1 to {1 << 40}"),
-        ("point hardware=h200 model=llama-3.1-70b layout.ep=3", "ep=3 does not divide the 1 FFN ranks"),
-        (
-            "point hardware=h200 model=llama-3.1-70b layout.tpf=3",
-            "kvp=1 tpa=1 tpf=3 ep=1 batch=1: tpf * ep is",
-        ),
-        (f"point hardware=h200 model=llama-3.1-70b context={1 << 70}", f"must be an integer from 1 to {1 << 40}"),
-        (
-            "point hardware=h200 model=llama-3.1-70b layout=cp",
-            "layout has no option cp; known: auto, dp, helix",
-        ),
-        ("point hardware=h200 model=llama-3.1-70b layout=auto", "`helix plan` finds the best layout"),
-        ("point hardware=h200 model=llama-3.1-70b hopb=true", "hopb has no option true; known: auto, off, on"),
-        ("point hardware=h200 model=llama-3.1-70b layout.kpv=2", "(did you mean layout.kvp?)"),
-        ("point hardware=h200", "model missing, as in helix simulate point llama-3.1-70b"),
-        ("points", "points is unknown; known: point (did you mean point?)"),
-    ],
-)
-def test_wrong_arguments_are_answered_with_what_is_known(arguments: str, words: str) -> None:
-    with pytest.raises(SystemExit, match=re.escape(words)):
-        main(arguments.split())
 
 
 def test_old_keys_are_refused_with_their_new_names() -> None:
