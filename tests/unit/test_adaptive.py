@@ -94,15 +94,12 @@ def test_chances_and_times_change(share: float, rows: int) -> None:
 # Groups of more rows read more experts, and more than nine of seven heads were attended twice as long.
 PRICES: dict[str, dict[int, float]] = {
     "gpt-oss-20b 1 x 128K": {0: 3.11, 1: 7.3, 2: 10.4, 4: 16.34, 6: 22.39},
-    "gpt-oss-20b 4 x 112K": {0: 7.61, 1: 17.0, 2: 23.0, 4: 34.30, 6: 45.26},
-    "qwen3-30b-a3b 1 x 128K": {0: 5.65, 1: 10.9, 2: 14.6, 4: 20.93, 6: 28.27},
-    "qwen2.5-7b 1 x 128K": {0: 5.44, 1: 9.8, 2: 13.6, 4: 21.43, 6: 29.34},
     "qwen3-8b 4 x 112K": {0: 19.72, 1: 27.2, 2: 32.8, 4: 43.96, 8: 66.99},
     "qwen2.5-7b over 8, 8 x 1M": {0: 14.34, 1: 18.8, 2: 21.2, 4: 25.81, 8: 35.25, 11: 51.50},
 }
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.5, 0.8, 0.9, 0.96])
+@pytest.mark.parametrize("chance", [0.0, 0.8, 0.96])
 @pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
 @pytest.mark.parametrize("priced", PRICES)
 def test_no_model_loses_more_than_2_percent(priced: str, timed: bool, chance: float) -> None:

@@ -16,15 +16,7 @@ from helix.engine.prefill_time import PrefillTime, doubling_depth
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import Placement, PromptChunk
-from helix.setup.buffers import (
-    EXPERTS_SHARE,
-    MOST,
-    SHARE,
-    fitting_slots,
-    gathered_bytes,
-    longest_chunk,
-    token_buffers,
-)
+from helix.setup.buffers import EXPERTS_SHARE, MOST, SHARE, fitting_slots, gathered_bytes, longest_chunk, token_buffers
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
 from helix.worker.keeps import EngineSizes

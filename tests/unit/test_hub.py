@@ -39,44 +39,37 @@ class Hub:
             def log_message(self, *of: object) -> None:
                 pass
 
-            def do_HEAD(self) -> None:
-                self.answer(False)
-
             def do_GET(self) -> None:
-                self.answer(True)
-
-            def answer(self, whole: bool) -> None:
                 path = self.path.partition("?")[0]
-                hub.asked.append((self.command, path, self.headers.get("Authorization")))
-                parts = path.strip("/").split("/")
-                if path.startswith("/api/models/org/tiny"):
-                    if "revision" in parts and parts[-1] not in ("main", "v1", COMMIT):
-                        return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-                    if "tree" in parts:
-                        listed = [
-                            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                            for name, data in hub.files.items()
-                        ]
-                        return self.send(200, json.dumps(listed).encode(), {})
-                    about = {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]}
-                    return self.send(200, json.dumps(about).encode(), {})
-                if path.startswith("/api/models/org/gated"):
-                    return self.send(403, b"{}", {"X-Error-Code": "GatedRepo"})
-                if path.startswith("/org/tiny/resolve/") and (data := hub.files.get("/".join(parts[4:]))) is not None:
-                    etag = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
-                    return self.send(200, data if whole else b"", etag, len(data))
-                return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-
-            def send(self, code: int, data: bytes, headers: dict[str, str], size: int | None = None) -> None:
+                hub.asked.append((path, self.headers.get("Authorization")))
+                code, data, headers = hub.answer(path)
                 self.send_response(code)
-                for name, value in (headers | {"Content-Length": str(len(data) if size is None else size)}).items():
+                for name, value in (headers | {"Content-Length": str(len(data))}).items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(data)
+                self.wfile.write(data if self.command == "GET" else b"")
+
+            do_HEAD = do_GET
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        """A status, content and headers."""
+        sha1 = {name: hashlib.sha1(data).hexdigest() for name, data in self.files.items()}
+        parts = path.strip("/").split("/")
+        if path.startswith("/api/models/org/gated"):
+            return 403, b"{}", {"X-Error-Code": "GatedRepo"}
+        if path.startswith("/api/models/org/tiny"):
+            if "revision" in parts and parts[-1] not in ("main", "v1", COMMIT):
+                return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
+            tree = [{"type": "file", "path": n, "size": len(d), "oid": sha1[n]} for n, d in self.files.items()]
+            about = {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+            return 200, json.dumps(tree if "tree" in parts else about).encode(), {}
+        if path.startswith("/org/tiny/resolve/") and (name := "/".join(parts[4:])) in self.files:
+            return 200, self.files[name], {"ETag": f'"{sha1[name]}"', "X-Repo-Commit": COMMIT}
+        return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
 
 
 @pytest.fixture
@@ -116,7 +109,7 @@ def test_it_is_downloaded_once_and_safetensors_alone(hub: Hub, tmp_path: Path) -
     wanted = {name for name in hub.files.keys() - OTHERS.keys() if name.endswith((".safetensors", ".json"))}
     assert {file.name for file in path.iterdir()} == wanted and "model.safetensors" in wanted
     assert all((path / name).read_bytes() == hub.files[name] for name in wanted)
-    assert "Bearer mine" in {key for _, _, key in hub.asked}
+    assert "Bearer mine" in {key for _, key in hub.asked}
     count = len(hub.asked)
     again, _ = resolved(hub.url, tmp_path, "org/tiny@v1")
     offline, _ = resolved("http://127.0.0.1:9", tmp_path, "org/tiny@v1", offline=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -227,54 +226,6 @@ def test_each_kind_of_work_is_a_module_that_is_imported_where_it_is_done() -> No
 def definitions(module: str) -> set[str]:
     tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-def private_names(path: str, source: str) -> Iterator[str]:
-    """Names with _ that a file takes from another of ours; Triton's kernels, which tests compile, apart."""
-    tree = parsed(source)
-    modules = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
-            for alias in node.names:
-                if f"{node.module}.{alias.name}" in MODULES:
-                    modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                elif alias.name.startswith("_"):
-                    yield f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Import):
-            modules |= {alias.asname: alias.name for alias in node.names if alias.asname and alias.name in MODULES}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            if node.attr.startswith("_") and not node.attr.startswith("__"):
-                yield f"{modules[node.value.id]}.{node.attr}"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            module, _, name = node.value.rpartition(".")
-            if module in MODULES and name.startswith("_"):
-                yield node.value
-
-
-def is_tests_kernel(path: str, name: str) -> bool:
-    return path.startswith("tests/") and name.endswith("_kernel")
-
-
-def test_nobody_takes_a_private_name_of_another_file() -> None:
-    found = []
-    for file in sources("tests"):
-        path = str(file.relative_to(ROOT))
-        found += [f"{path}: {n}" for n in private_names(path, file.read_text()) if not is_tests_kernel(path, n)]
-    assert found == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from kernels.peers.exchange import _exchange_kernel",
-        "from kernels.peers import exchange\nexchange._exchange_kernel",
-        "import kernels.peers.exchange as other\nother._exchange_kernel",
-        'patch("kernels.peers.exchange._exchange_kernel")',
-    ],
-)
-def test_private_names_are_found(source: str) -> None:
-    assert list(private_names("launch/x.py", source)) == ["kernels.peers.exchange._exchange_kernel"]
 
 
 def test_kernels_package_is_cheap_and_unversioned() -> None:

@@ -193,17 +193,6 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     assert torch.equal(from_mxfp4(blocks, scales), wanted.mT)
 
 
-@pytest.mark.parametrize("mode, kvp, tpa, ep", [("helix", 6, 1, 2), ("helix", 4, 2, 8), ("medha", 2, 2, 2)])
-@pytest.mark.parametrize("family", ["gpt-oss", "gpt-oss-mxfp4", "mixtral", "qwen3-moe"])
-def test_experts_are_read_by_the_ranks_that_hold_them(family: str, mode: str, kvp: int, tpa: int, ep: int) -> None:
-    """Against the unpacked checkpoint; complete to every rank, also where it holds nothing of a tensor."""
-    layout = HelixLayout.create(mode, kvp, tpa, ep=ep)
-    whole, path = load_file(checkpoint(family.removesuffix("-mxfp4")) / "model.safetensors"), checkpoint(family)
-    for rank in range(layout.world_size):
-        for s in load(path, layout, rank, read_config(path)).weights.slices:
-            assert torch.equal(s.target, part(whole[s.name].mT if s.mxfp4 else whole[s.name], s)), s.name
-
-
 def test_a_packed_checkpoint_lacks_what_it_lacks(tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint("gpt-oss-mxfp4"), tmp_path / "packed")
     whole = load_file(copy / "model.safetensors")
@@ -229,88 +218,66 @@ def groups(strategy: str, **more: Any) -> dict[str, Any]:
 
 ROWS, ALL = (1, None), (None, None)
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
-FP8: list[Any] = [
-    ("llama-llama3", blocks(16, 16), (16, 16), torch.float32),
-    ("qwen3", blocks(16, 16), (16, 16), torch.float32),
-    ("qwen3-moe", blocks(16, 16), (16, 16), torch.float32),
-    ("deepseek-v3-yarn", blocks(16, 16), (16, 16), torch.float32),
-    ("qwen3", blocks(8, 48), (8, 48), torch.bfloat16),
-    ("deepseek-v3-yarn", blocks(128, 128), (128, 128), torch.float32),
-    ("llama-llama3", blocks(16, 16) | {"scale_fmt": "ue8m0"}, (16, 16), torch.float8_e8m0fnu),
-    ("qwen3-moe", {"quant_method": "fbgemm_fp8"}, ROWS, torch.float32),
-    ("qwen3", MODELOPT, ALL, torch.float32),
-    ("deepseek-v3-yarn", groups("tensor"), ALL, torch.float32),
-    ("qwen3-moe", groups("channel"), ROWS, torch.bfloat16),
-    ("llama-llama3", groups("block", block_structure=[16, 16]), (16, 16), torch.float32),
+# Of a family: a section of its config and the blocks of its scales (None: as the checkpoint is), their type; whether
+# weights are unpacked, kept as they are, or rounded to fp8.
+FORMATS: list[Any] = [
+    *((family, None, None, None, "unpacked") for family in ("gpt-oss", "gpt-oss-mxfp4", "mixtral", "qwen3-moe")),
+    ("llama-llama3", blocks(16, 16), (16, 16), torch.float32, "unpacked"),
+    ("qwen3", blocks(16, 16), (16, 16), torch.float32, "unpacked"),
+    ("qwen3-moe", blocks(16, 16), (16, 16), torch.float32, "unpacked"),
+    ("deepseek-v3-yarn", blocks(16, 16), (16, 16), torch.float32, "unpacked"),
+    ("qwen3", blocks(8, 48), (8, 48), torch.bfloat16, "unpacked"),
+    ("deepseek-v3-yarn", blocks(128, 128), (128, 128), torch.float32, "unpacked"),
+    ("llama-llama3", blocks(16, 16) | {"scale_fmt": "ue8m0"}, (16, 16), torch.float8_e8m0fnu, "unpacked"),
+    ("qwen3-moe", {"quant_method": "fbgemm_fp8"}, ROWS, torch.float32, "unpacked"),
+    ("qwen3", MODELOPT, ALL, torch.float32, "unpacked"),
+    ("deepseek-v3-yarn", groups("tensor"), ALL, torch.float32, "unpacked"),
+    ("qwen3-moe", groups("channel"), ROWS, torch.bfloat16, "unpacked"),
+    ("llama-llama3", groups("block", block_structure=[16, 16]), (16, 16), torch.float32, "unpacked"),
+    ("wide-llama", blocks(128, 128), (128, 128), torch.float32, "kept"),
+    ("wide-llama", groups("channel"), ROWS, torch.float32, "kept"),
+    ("wide-llama", MODELOPT, ALL, torch.float32, "kept"),
+    ("wide-qwen3-moe", blocks(64, 128), (64, 128), torch.float32, "kept"),
+    ("wide-deepseek-v3", blocks(128, 128), (128, 128), torch.float32, "kept"),
+    ("gpt-oss-mxfp4", None, None, None, "kept"),
+    ("wide-qwen3-moe", None, None, None, "rounded"),
 ]
+GRIDS = ("helix", 1, 1, 1), ("helix", 3, 2, 1), ("helix", 4, 2, 2), ("helix", 4, 2, 8), ("medha", 2, 2, 2)
 
 
-@pytest.mark.parametrize("family, section, block, scaled_in", FP8)
-def test_fp8_is_the_slice_of_the_unpacked_whole(
-    tmp_path: Path, family: str, section: dict[str, Any], block: Any, scaled_in: torch.dtype
+@pytest.mark.parametrize("family, section, block, scaled_in, held", FORMATS)
+def test_every_slice_is_that_of_the_unpacked_whole(
+    tmp_path: Path, family: str, section: dict[str, Any] | None, block: Any, scaled_in: torch.dtype, held: str
 ) -> None:
-    """Bit for bit, on every rank: blocks that are cut, ragged last blocks, stacked and interleaved parameters."""
-    whole = write_fp8(checkpoint(family), tmp_path, section, block, scaled_in=scaled_in, decades=True)
-    widest = 1 if family.startswith("deepseek") else 2
-    for kvp, tpa, ep, dtype in (
-        (1, 1, 1, torch.float32),
-        (3, widest, 1, torch.float32),
-        (4, widest, 2, torch.bfloat16),
-    ):
-        layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
-        for rank in range(layout.world_size):
-            for s in load(tmp_path, layout, rank, read_config(tmp_path), dtype).weights.slices:
-                assert torch.equal(s.target, part(whole[s.name], s).to(s.target.dtype)), s.name
+    """Bit for bit, on every rank: blocks that are cut, ragged last blocks, stacked and interleaved parameters.
 
-
-KEPT: list[Any] = [
-    ("wide-llama", blocks(128, 128), (128, 128)),
-    ("wide-llama", groups("channel"), ROWS),
-    ("wide-llama", MODELOPT, ALL),
-    ("wide-qwen3-moe", blocks(64, 128), (64, 128)),
-    ("wide-deepseek-v3", blocks(128, 128), (128, 128)),
-    ("gpt-oss-mxfp4", None, None),
-]
-
-
-@pytest.mark.parametrize("family, section, block", KEPT)
-def test_kept_weights_are_the_slice_of_the_unpacked_whole(
-    tmp_path: Path, family: str, section: dict[str, Any] | None, block: Any
-) -> None:
-    """Bit for bit, on every rank, as the unpacked ones; groups of columns that are cut, stacked rows inside blocks."""
+    Rounding is in the blocks of the whole matrix, so that every layout has the same numbers.
+    """
     path = checkpoint(family) if section is None else tmp_path
-    if section is not None:
-        write_fp8(checkpoint(family), tmp_path, section, block, decades=True)
-    widest, cuts, formats = 1 if "deepseek" in family else 2, set(), (unpacked, Checkpoint(path).kept)
-    for kvp, tpa, ep in ((1, 1, 1), (3, widest, 1), (4, widest, 2)):
-        layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
+    if section is None:
+        whole = load_file(checkpoint(family.removesuffix("-mxfp4")) / "model.safetensors")
+    else:
+        whole = write_fp8(checkpoint(family), tmp_path, section, block, scaled_in=scaled_in, decades=True)
+    formats = {"unpacked": unpacked, "kept": Checkpoint(path).kept, "rounded": rounded}[held]
+    widest, cuts = 1 if "deepseek" in family else 2, set()
+    for mode, kvp, tpa, ep in GRIDS if "moe" in family or "gpt" in family else GRIDS[:3]:
+        layout = HelixLayout.create(mode, kvp, min(tpa, widest), ep=ep)
+        dtype = torch.bfloat16 if ep == 2 and held == "unpacked" else torch.float32
         for rank in range(layout.world_size):
-            plain, kept = (load(path, layout, rank, read_config(path), formats=f).weights for f in formats)
-            for a, b in zip(plain.slices, kept.slices, strict=True):
-                assert a.name == b.name and isinstance(a.target, torch.Tensor)
-                if isinstance(b.target, ScaledMatrix):
-                    cuts.add((b.name.split(".")[-2], b.target.begin))
-                    assert torch.equal(b.target.unpacked(), a.target), b.name
-                else:
-                    assert torch.equal(b.target, a.target), b.name
-            assert kept.bytes < 0.6 * plain.bytes or "gpt" in family
-    assert len(cuts) > 3 and (block != (128, 128) or any(begin for _, begin in cuts)), cuts
-
-
-def test_weights_are_rounded_in_the_blocks_of_the_whole_matrix() -> None:
-    """So that every layout has the same numbers; routers, embedding and head stay as they are."""
-    path, names = checkpoint("wide-qwen3-moe"), set()
-    whole = load_file(path / "model.safetensors")
-    for kvp, tpa, ep in ((1, 1, 1), (3, 2, 2)):
-        layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
-        for rank in range(layout.world_size):
-            for s in load(path, layout, rank, read_config(path), formats=rounded).weights.slices:
-                if isinstance(s.target, ScaledMatrix):
-                    names.add(s.name.split(".")[-2])
-                    assert torch.equal(s.target.unpacked(), part(quantised(whole[s.name]).unpacked(), s)), s.name
-                else:
-                    assert torch.equal(s.target, part(whole[s.name], s)), s.name
-    assert names == {f"{projection}_proj" for projection in ("q", "k", "v", "o", "gate", "up", "down")}
+            weights, read = load(path, layout, rank, read_config(path), dtype, formats).weights, 0
+            for s in weights.slices:
+                tensor, target = whole[s.name].mT if s.mxfp4 else whole[s.name], s.target
+                if isinstance(target, ScaledMatrix):
+                    cuts.add((s.name.split(".")[-2], target.begin))
+                    tensor = quantised(tensor).unpacked() if held == "rounded" else tensor
+                    target = target.unpacked()
+                assert torch.equal(target, part(tensor, s).to(target.dtype)), s.name
+                read += target.numel() * target.itemsize
+            assert held == "unpacked" or "gpt" in family or weights.bytes < 0.6 * read
+    if held != "unpacked":
+        assert len(cuts) > 3 and (block != (128, 128) or any(begin for _, begin in cuts)), cuts
+    if held == "rounded":  # routers, embedding and head stay as they are
+        assert {name for name, _ in cuts} == {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
 def test_a_format_may_stand_beside_the_config(tmp_path: Path) -> None:

@@ -29,42 +29,43 @@ from launch.job.membership import Job
 ONE_HOST, TWO_HOSTS = Place(0, 4, 0, 4), Place(0, 8, 0, 4)
 
 
+def facts(*gpus: int, peers: bool = True) -> list[dict[str, Any]]:
+    return [{"gpus": count, "peers": peers} for count in gpus]
+
+
 @pytest.mark.parametrize(
-    "place, gpus, peers, chosen",
+    "place, found, chosen",
     [
-        (ONE_HOST, 4, True, "symm_mem"),
-        (ONE_HOST, 4, False, "nccl"),
-        (ONE_HOST, 3, False, "gloo"),
-        (TWO_HOSTS, 4, False, "nccl"),
-        (Place(0, 1, 0, 1), 1, True, "nccl"),  # nobody to reach
-        (Place(0, 1, 0, 1), 0, False, "gloo"),
+        (ONE_HOST, facts(4, 4, 4, 4), "symm_mem"),
+        (ONE_HOST, facts(4, 4, 4, 4, peers=False), "nccl"),
+        (ONE_HOST, facts(4, 4, 4) + facts(4, peers=False), "nccl"),  # one without a way to its peers decides for all
+        (ONE_HOST, facts(3, 3, 3, 3, peers=False), "gloo"),
+        (TWO_HOSTS, 8 * facts(4, peers=False), "nccl"),
+        (Place(0, 1, 0, 1), facts(1), "nccl"),  # nobody to reach
+        (Place(0, 1, 0, 1), facts(0, peers=False), "gloo"),
     ],
 )
-def test_auto_is_the_first_that_can_be(place: Place, gpus: int, peers: bool, chosen: str) -> None:
-    facts = [{"gpus": gpus, "peers": peers}] * place.world_size
-    assert choose_backend("auto", place, facts) == chosen
-    assert choose_backend(chosen, place, facts) == chosen
-    assert choose_backend("gloo", place, facts) == "gloo"
+def test_auto_is_the_first_that_can_be(place: Place, found: list[dict[str, Any]], chosen: str) -> None:
+    assert choose_backend("auto", place, found) == choose_backend(chosen, place, found) == chosen
+    assert choose_backend("gloo", place, found) == "gloo"
 
 
-def test_one_rank_without_a_way_to_its_peers_decides_for_all() -> None:
-    facts = [{"gpus": 4, "peers": True}] * 3 + [{"gpus": 4, "peers": False}]
-    assert choose_backend("auto", ONE_HOST, facts) == "nccl"
-    with pytest.raises(ValueError, match=r"whose GPUs reach each other's memory: use comm\.backend=nccl"):
-        choose_backend("symm_mem", ONE_HOST, facts)
-
-
-@pytest.mark.parametrize("backend", ["nccl", "symm_mem"])
-def test_a_gpu_too_few_is_refused(backend: str) -> None:
-    facts = [{"gpus": 4, "peers": False}] * 3 + [{"gpus": 3, "peers": False}]
-    with pytest.raises(ValueError, match=f"comm.backend={backend} needs a GPU for each rank: a host has 3 for 4 ranks"):
-        choose_backend(backend, ONE_HOST, facts)
+@pytest.mark.parametrize(
+    "backend, found, words",
+    [
+        ("symm_mem", facts(4, 4, 4) + facts(4, peers=False), "reach each other's memory: use comm.backend=nccl"),
+        ("nccl", facts(4, 4, 4, 3), "comm.backend=nccl needs a GPU for each rank: a host has 3 for 4 ranks"),
+        ("symm_mem", facts(4, 4, 4, 3), "comm.backend=symm_mem needs a GPU for each rank: a host has 3 for 4 ranks"),
+    ],
+)
+def test_backends_that_cannot_be(backend: str, found: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        choose_backend(backend, ONE_HOST, found)
 
 
 def test_gpus_apart_emulate_over_their_link() -> None:
-    assert choose_backend("emulated", Place(0, 1, 0, 1), [{"gpus": 1, "peers": True}]) == "emulated"
-    apart = [{"gpus": 2, "peers": False}] * 2
-    assert choose_backend("emulated", Place(0, 2, 0, 2), apart) == EMULATED_LINK
+    assert choose_backend("emulated", Place(0, 1, 0, 1), facts(1)) == "emulated"
+    assert choose_backend("emulated", Place(0, 2, 0, 2), facts(2, 2, peers=False)) == EMULATED_LINK
     assert KINDS[EMULATED_LINK] is EmulatedTransport
 
 
@@ -75,9 +76,6 @@ def test_peers_that_the_user_keeps_apart(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
         assert gpu_facts(Place(0, 2, 0, 2))["peers"] is peers
         assert gpu_facts(Place(0, 1, 0, 1))["peers"] is True
-
-
-def test_ranks_of_two_hosts_are_no_peers() -> None:
     assert gpu_facts(TWO_HOSTS)["peers"] is False
 
 

@@ -366,10 +366,10 @@ def test_the_gpu_here_is_the_drivers_first(tmp_path: Path, monkeypatch: pytest.M
 
 
 QUESTIONS = (
-    "plan deepseek-r1 gpus=8 context=128K batch=8 speculation=mtp acceptance=0.8 kv.dtype=fp8",
+    "plan deepseek-r1 gpus=8 context=128K batch=8 speculation=mtp acceptance=0.8 kv.dtype=fp8 speculation.gamma=2",
     "plan qwen3-30b-a3b gpus=4 context=32K attention=block_sparse kv.tier=host",
-    "plan qwen3-30b-a3b gpus=4 context=32K speculation=sparse acceptance=0.9",
-    "plan demo gpus=1 context=1K speculation=eagle3 speculation.path={} acceptance=0.8",
+    "plan qwen3-30b-a3b gpus=4 context=32K speculation=sparse acceptance=0.9 speculation.gamma=2",
+    "plan demo gpus=1 context=1K speculation=eagle3 speculation.path={} acceptance=0.8 speculation.gamma=2",
     "simulate point qwen2.5-7b hardware=h200 layout.tpa=4",
 )
 ASKED = """

@@ -80,14 +80,8 @@ def screen(written: str) -> list[str]:
 
 def test_summary_is_the_closed_formula() -> None:
     layout = HelixLayout.create("helix", 2, 2)
-    timings = Timings(
-        prefill_s=1.0,
-        prefill_tokens=8,
-        ttl_s=[0.01] * 9 + [0.03],
-        decode_tokens=40,
-        sequence_steps=40,
-        kv_tokens=[7, 5],
-    )
+    counted = {"prefill_tokens": 8, "decode_tokens": 40, "sequence_steps": 40, "kv_tokens": [7, 5]}
+    timings = Timings(prefill_s=1.0, ttl_s=[0.01] * 9 + [0.03], **counted)
     found = summary(layout, timings, [10, 10, 10, 10])
     assert found["kv_tokens_per_rank"] == [7, 5, 7, 5] and found["kv_bytes_per_rank"] == [70, 50, 70, 50]
     assert found["tokens_per_s_user"] == pytest.approx(10 / 0.12)

@@ -189,16 +189,6 @@ def test_a_chunk_is_expected_of_who_waits_too() -> None:
     assert expected == [True, False]
 
 
-def test_a_long_prompt_alone_is_no_queue() -> None:
-    """Beside a stream it takes chunks of 50 ms, however long it is."""
-    serving = Serving(9000, prefill_chunk=8192)
-    serving.submit(words(100), 3000)
-    serving.turn()
-    serving.submit(words(4000, 1), 1)
-    serving.drain()
-    assert 0.045 < serving.longest_s <= 0.05
-
-
 @pytest.mark.parametrize("timed", [True, False])
 def test_a_chunk_is_bounded_in_time_though_nothing_decodes(timed: bool) -> None:
     """Or an abort would be seen, and the next request admitted, after the whole prompt: here of 28 s."""
