@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import combinations
 from typing import Any
 from unittest import mock
@@ -12,31 +11,12 @@ from matplotlib.text import Text
 
 from benchmarks.records.style import TEXT, WIDTH
 
-WORDS = re.compile(r"\b(?:asked|bar|missed|likewise|played|failed|floors?)\b", re.I)
 MARGIN = 2  # pixels by which neighbours may touch
 
 
 def illegible(figure: Figure) -> list[str]:
-    """Lists texts that are too wide or small, overlap, pass the edge, or contain forbidden words."""
-    problems = [] if figure.get_figwidth() <= WIDTH else [f"{figure.get_figwidth()} inches wide"]
-    boxes = {text: text.get_window_extent() for text in _drawn(figure) if text.get_text().strip()}
-    for text, box in boxes.items():
-        if text.get_fontsize() < TEXT:
-            problems.append(f"{text.get_text()}: {text.get_fontsize():g} points")
-        if box.x0 < 0 or box.y0 < 0 or box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1:
-            problems.append(f"{text.get_text()}: past the edge")
-        if WORDS.search(text.get_text()):
-            problems.append(f"{text.get_text()}: no plain word")
-    for (one, a), (other, b) in combinations(boxes.items(), 2):
-        wide, high = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
-        if wide > MARGIN and high > MARGIN:
-            problems.append(f"{one.get_text()}, {other.get_text()}: overlap")
-    return problems
-
-
-def _drawn(figure: Figure) -> list[Text]:
-    """The texts that are drawn: ticks beyond an axis' range have labels that are not."""
-    found: list[Text] = []
+    """Lists texts that are too wide or small, overlap, or pass the edge."""
+    found: list[Text] = []  # those that are drawn: ticks beyond an axis' range have labels that are not
     original = Text.draw
 
     def draw(text: Text, renderer: Any) -> None:
@@ -45,4 +25,15 @@ def _drawn(figure: Figure) -> list[Text]:
 
     with mock.patch.object(Text, "draw", draw):
         figure.canvas.draw()
-    return [text for text in dict.fromkeys(found) if text.get_visible()]
+    boxes = {text: text.get_window_extent() for text in found if text.get_visible() and text.get_text().strip()}
+    problems = [] if figure.get_figwidth() <= WIDTH else [f"{figure.get_figwidth()} inches wide"]
+    for text, box in boxes.items():
+        if text.get_fontsize() < TEXT:
+            problems.append(f"{text.get_text()}: {text.get_fontsize():g} points")
+        if box.x0 < 0 or box.y0 < 0 or box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1:
+            problems.append(f"{text.get_text()}: past the edge")
+    for (one, a), (other, b) in combinations(boxes.items(), 2):
+        wide, high = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        if wide > MARGIN and high > MARGIN:
+            problems.append(f"{one.get_text()}, {other.get_text()}: overlap")
+    return problems

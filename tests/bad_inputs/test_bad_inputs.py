@@ -6,27 +6,32 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.program import PROGRAM as LABORATORY
-from launch import agent, run
+from helix.config import Config, DecodeConfig, ModelConfig
+from launch import agent, plan, run, simulate
 from launch.inputs.files import claim
+from launch.inputs.preflight import preflight
+from launch.inputs.prompts import PromptFile
 from launch.inputs.work import RUNTIME, Program
 from launch.job import spawn
-from tests.bad_inputs.command_lines import BAD_AGENTS, BAD_BENCHMARKS, BAD_COMMAND_LINES, BAD_ENVIRONMENTS, RANKS
-from tests.bad_inputs.configs import CONFIGS
+from tests import laboratory
 from tests.bad_inputs.files import CASES as FILES
+from tests.bad_inputs.files import REQUESTS, Setup
+from tests.bad_inputs.tables import lines
+from tests.e2e import mtp
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.cli import ENTRY, Job
+from tests.laboratory import composed
 
 PROMPT = '{"id": "a", "prompt_ids": [1, 2, 3]}\n'
-Setup = Callable[[Path], Any]
+Refused = Callable[..., None]
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[list[str], str], None]:
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Runs a command line in this process, which has to end it with one line that has the words, and start nothing."""
     monkeypatch.setattr(spawn, "launch", lambda *_: pytest.fail("ranks were started"))
 
@@ -39,46 +44,149 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return check
 
 
-CASES = [(RUNTIME, *case) for case in BAD_COMMAND_LINES] + [(LABORATORY, *case) for case in BAD_BENCHMARKS]
+# What has blanks in it, or no text at all.
+MORE = [
+    ("", "'': a setting is KEY=VALUE"),
+    (" ", "' ': a setting is KEY=VALUE"),
+    ("a b=1", "a b is unknown; known: model, layout, kv, "),
+    ("decode.prompts=/a b(1)={x'.jsonl", "decode.prompts=/a b(1)={x'.jsonl cannot be read: No such file"),
+    ("model.path=~/no such dir", "model.path=~/no such dir is not a directory; it must hold a Hugging Face checkpoint"),
+    ("layout.kvp=2\nlayout.tpa=3", "layout.kvp=2 layout.tpa=3: the value cannot be read; put it in quotes, as in "),
+    ("decode.prompts=\udcff", "'decode.prompts=\\udcff' is not UTF-8"),
+]
 
 
-@pytest.mark.parametrize("program, arguments, code, words", CASES, ids=[ascii(case[1]) for case in CASES])
-def test_command_lines(
-    program: Program, arguments: list[str], code: int, words: str, tmp_path: Path, refused: Any
-) -> None:
-    assert code == 1
+@pytest.mark.parametrize(
+    "arguments, words", [*lines("runs.txt"), *(pytest.param([typed], words, id=ascii(typed)) for typed, words in MORE)]
+)
+def test_command_lines(arguments: list[str], words: str, tmp_path: Path, refused: Refused) -> None:
+    check_command_line(arguments, words, tmp_path, refused)
+
+
+def stands_for() -> dict[str, str]:
+    """Words of the table of runs over several ranks."""
+    return {
+        "DP": "layout.mode=dp layout.kvp=1 layout.dp=2",
+        "HOST": "kv.tier=host kv.host_bytes=1e9",
+        "SPARSE": "attention=block_sparse",
+        "DRAFT": f"layout.kvp=4 bench=decode speculation=model speculation.model.path={checkpoint('qwen3')}",
+        "STATES": f"speculation=model speculation.model.path={checkpoint('qwen3-next')}",
+    }
+
+
+@pytest.mark.parametrize("arguments, words", lines("preflight.txt"))
+def test_runs_of_several_ranks(arguments: list[str], words: str, tmp_path: Path) -> None:
+    """Every rank finds what is wrong, before any collective."""
+    (tmp_path / "p.jsonl").write_text(PROMPT)
+    family, ranks, *typed = arguments
+    model = mtp.with_layer(family[4:]) if family.startswith("mtp+") else checkpoint(family)
+    typed = [text for word in typed for text in stands_for().get(word, word).split()]
+    given = f"model.path={model}", f"decode.prompts={tmp_path / 'p.jsonl'}", "layout.kvp=2"
+    with pytest.raises(ValueError) as refusal:
+        laboratory.preflight(composed(*given, *typed), int(ranks))
+    assert all(word in str(refusal.value) for word in words.split("|")), refusal.value
+
+
+@pytest.mark.parametrize("arguments, words", lines("plans.txt"))
+def test_plans(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.inputs.planning.device_here", lambda: None)
+    command, *typed = arguments
+    with pytest.raises(SystemExit) as refusal:
+        {"plan": plan, "simulate": simulate}[command].main(typed)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value), refusal.value
+
+
+@pytest.mark.parametrize("arguments, words", lines("benchmarks.txt"))
+def test_benchmarks(arguments: list[str], words: str, tmp_path: Path, refused: Refused) -> None:
+    check_command_line(arguments, words, tmp_path, refused, LABORATORY)
+
+
+def check_command_line(arguments: list[str], words: str, tmp_path: Path, refused: Refused, *program: Program) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(PROMPT)
-    paths = {"MODEL": str(checkpoint("qwen3")), "PROMPTS": str(prompts)}
-    for name, path in paths.items():
-        arguments, words = [text.replace(name, path) for text in arguments], words.replace(name, path)
-    refused([f"model.path={paths['MODEL']}", f"decode.prompts={prompts}", *arguments], words, program)
+    good = ["model.path=MODEL", "decode.prompts=PROMPTS"]
+    for name, path in (("MODEL", str(checkpoint("qwen3"))), ("PROMPTS", str(prompts))):
+        good, arguments = ([text.replace(name, path) for text in some] for some in (good, arguments))
+        words = words.replace(name, path)
+    refused([*good, *arguments], words, *program)
 
 
-@pytest.mark.parametrize("name, value, code, words", BAD_ENVIRONMENTS)
-def test_environments(
-    name: str, value: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch, refused: Any
-) -> None:
-    assert code == 1
+RANKS = {
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+ENVIRONMENTS = [
+    *[(f"RANK={v}", f"RANK={v} must be an integer from 0 to 3 (WORLD_SIZE=4)") for v in ("4", "-1", "0x1", " 1", "٤")],
+    *[(f"WORLD_SIZE={v}", f"WORLD_SIZE={v} must be an integer from 1 to 65535") for v in ("0", "-4", "many")],
+    ("WORLD_SIZE=1", "LOCAL_WORLD_SIZE=2 must be an integer from 1 to 1 (WORLD_SIZE=1)"),
+    *[(f"LOCAL_RANK={v}", f"LOCAL_RANK={v} must be an integer from 0 to 1 (LOCAL_WORLD_SIZE=2)") for v in ("2", "a")],
+    *[(f"LOCAL_WORLD_SIZE={v}", f"LOCAL_WORLD_SIZE={v} must be an integer from 1 to 4") for v in ("0", "5", "x")],
+    *[(f"MASTER_PORT={v}", f"MASTER_PORT={v} must be an integer from 1 to 65535") for v in ("0", "65536", "http")],
+    *[(f"{k}=", f"RANK is set but {k} is not") for k in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")],
+    *[(f"MASTER_ADDR={v}", f"MASTER_ADDR={v} is not a host that is known here") for v in ("no..host", "no.invalid")],
+]
+
+
+@pytest.mark.parametrize("given, words", ENVIRONMENTS)
+def test_environments(given: str, words: str, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    name, _, value = given.partition("=")
     for key, text in {**RANKS, name: value}.items():
         monkeypatch.setenv(key, text)
     refused([], words)
 
 
-@pytest.mark.parametrize("variables, code, words", BAD_AGENTS)
-def test_agents(variables: dict[str, str], code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+HOST = "must be HOST:PORT of the first host, such as host0:29500"
+AGENTS = [
+    *[(f"ENDPOINT={v}", f"ENDPOINT={v} {HOST}") for v in ("", "host0", ":29500", "localhost:0", "localhost:99999999")],
+    ("ENDPOINT=localhost:http", f"ENDPOINT=localhost:http {HOST}"),
+    *[(f"ENDPOINT={v}:1", f"ENDPOINT={v}:1: no host of that name is known here") for v in ("no..host", "no.invalid")],
+    *[(f"NODES={v}", f"NODES={v} must be an integer from 1") for v in ("0", "-2", "two", "1.5")],
+    *[(f"RANKS={v}", f"RANKS={v} must be an integer from 1") for v in ("", "0", "x", "gpu", "1000000000")],
+]
+
+
+@pytest.mark.parametrize("given, words", AGENTS)
+def test_agents(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, _, value = given.partition("=")
     good = {"ENDPOINT": "localhost:29500", "NODES": "2", "RANKS": "1"}
-    assert agent.main([], good | variables) == code
+    assert agent.main([], good | {name: value}) == 1
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family, changed, words", CONFIGS, ids=lambda x: None if isinstance(x, str) else str(x))
-def test_configs(family: str, changed: dict[str, Any], words: str, tmp_path: Path, refused: Any) -> None:
+@pytest.mark.parametrize("arguments, words", lines("configs.txt"))
+def test_configs(arguments: list[str], words: str, tmp_path: Path) -> None:
+    """A run's checks name the key, in one line."""
+    family, *changed = arguments
     model = shutil.copytree(checkpoint(family), tmp_path / "model")
-    content = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(content | changed))
+    content = json.loads((model / "config.json").read_text()) | json.loads(" ".join(changed))
+    (model / "config.json").write_text(json.dumps(content))
     (tmp_path / "p.jsonl").write_text(PROMPT)
-    refused([f"model.path={model}", f"decode.prompts={tmp_path / 'p.jsonl'}"], words)
+    config = Config(model=ModelConfig(path=str(model)), decode=DecodeConfig(prompts=str(tmp_path / "p.jsonl")))
+    with pytest.raises(ValueError) as refusal:
+        preflight(config, 1)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value), ascii(refusal.value)
+
+
+LONG = [
+    ("[" * 100_000, "line 2: nested too deep"),
+    ('{"prompt_ids": [' + "9" * 5000 + "]}", "line 2: a number cannot be read: Exceeds the limit (4300 digits)"),
+    ("\ufeff{}", "line 2: not JSON"),
+]
+
+
+@pytest.mark.parametrize(
+    "line, words", [*lines("prompts.txt"), *(pytest.param([line], words, id=ascii(line[:9])) for line, words in LONG)]
+)
+def test_lines_of_prompts(line: list[str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine", "id": "first"}\n' + " ".join(line))
+    with pytest.raises(ValueError) as refusal:
+        PromptFile(path)
+    assert words in str(refusal.value) and str(path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def prepared(directory: Path) -> list[str]:
@@ -88,17 +196,15 @@ def prepared(directory: Path) -> list[str]:
     return [f"model.path={directory}/model", f"decode.prompts={directory}/p.jsonl", "decode.max_tokens=2"]
 
 
-@pytest.mark.parametrize(
-    "setup, overrides, words",
-    [pytest.param(*case[1:3], case[4], id=case[0]) for case in FILES if case[3] == 1],
-)
-def test_files(setup: Setup, overrides: list[str], words: str, tmp_path: Path, refused: Any) -> None:
+@pytest.mark.timeout(60)  # a FIFO that is opened waits for ever
+@pytest.mark.parametrize("setup, typed, words", [pytest.param(*case[1:], id=case[0]) for case in FILES])
+def test_files(setup: Setup, typed: str, words: str, tmp_path: Path, refused: Refused) -> None:
     good = prepared(tmp_path)
     setup(tmp_path)
-    refused([*good, *(text.replace("{d}", str(tmp_path)) for text in overrides)], words.replace("{d}", str(tmp_path)))
+    refused([*good, *typed.replace("{d}", str(tmp_path)).split()], words)
 
 
-def test_two_runs_do_not_write_one_output(tmp_path: Path, refused: Any) -> None:
+def test_two_runs_do_not_write_one_output(tmp_path: Path, refused: Refused) -> None:
     out = tmp_path / "out.jsonl"
     with claim(out):
         refused(
@@ -109,17 +215,11 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path, refused: Any) -> None:
 
 def test_requests_out_of_range_are_refused_and_the_others_served(tmp_path: Path) -> None:
     good = prepared(tmp_path)
-    cases = [case for case in FILES if case[3] == 3]
-    lines = [PROMPT]
-    for _, setup, overrides, _, _ in cases:
-        assert overrides == []
-        setup(tmp_path)
-        lines.append((tmp_path / "p.jsonl").read_text().splitlines()[-1] + "\n")
-    (tmp_path / "p.jsonl").write_text("".join(lines))
+    (tmp_path / "p.jsonl").write_text(PROMPT + "".join(json.dumps(request) + "\n" for request, _ in REQUESTS))
     job = Job(ENTRY, *good, f"decode.output={tmp_path / 'out.jsonl'}", log=tmp_path / "log")
     ended = job.wait()
     assert ended.code == spawn.REFUSED, ended.output
     first, *refusals = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert first["finish_reason"] == "length" and len(refusals) == len(cases)
-    for refusal, case in zip(refusals, cases, strict=True):
-        assert refusal["finish_reason"] == "error" and case[4] in refusal["reason"], (case[0], refusal)
+    assert first["finish_reason"] == "length"
+    for refusal, (request, words) in zip(refusals, REQUESTS, strict=True):
+        assert refusal["finish_reason"] == "error" and words in refusal["reason"], (request, refusal)

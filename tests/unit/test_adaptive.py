@@ -8,7 +8,6 @@ from statistics import mean
 
 import pytest
 
-from helix.engine import draft_policy as adaptive
 from helix.engine.draft_policy import Acceptance, DraftOutcome, DraftPolicy, draft_sizes, kv_bucket
 
 RUN_STEPS = 8
@@ -95,15 +94,12 @@ def test_chances_and_times_change(share: float, rows: int) -> None:
 # Groups of more rows read more experts, and more than nine of seven heads were attended twice as long.
 PRICES: dict[str, dict[int, float]] = {
     "gpt-oss-20b 1 x 128K": {0: 3.11, 1: 7.3, 2: 10.4, 4: 16.34, 6: 22.39},
-    "gpt-oss-20b 4 x 112K": {0: 7.61, 1: 17.0, 2: 23.0, 4: 34.30, 6: 45.26},
-    "qwen3-30b-a3b 1 x 128K": {0: 5.65, 1: 10.9, 2: 14.6, 4: 20.93, 6: 28.27},
-    "qwen2.5-7b 1 x 128K": {0: 5.44, 1: 9.8, 2: 13.6, 4: 21.43, 6: 29.34},
     "qwen3-8b 4 x 112K": {0: 19.72, 1: 27.2, 2: 32.8, 4: 43.96, 8: 66.99},
     "qwen2.5-7b over 8, 8 x 1M": {0: 14.34, 1: 18.8, 2: 21.2, 4: 25.81, 8: 35.25, 11: 51.50},
 }
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.5, 0.8, 0.9, 0.96])
+@pytest.mark.parametrize("chance", [0.0, 0.8, 0.96])
 @pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
 @pytest.mark.parametrize("priced", PRICES)
 def test_no_model_loses_more_than_2_percent(priced: str, timed: bool, chance: float) -> None:
@@ -138,14 +134,6 @@ def test_kv_sizes_that_count_as_alike() -> None:
     assert [kv_bucket(n) for n in (8192, 32767, 32768, 131071, 131072, 1 << 20)] == [1, 1, 2, 2, 3, 4]
 
 
-def test_a_price_that_is_ignored_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By acceptance alone as many drafts as there may be are chosen."""
-    monkeypatch.setattr(DraftPolicy, "_step_seconds", lambda *_: 1.0)
-    price = PRICES["gpt-oss-20b 1 x 128K"]
-    w = World(1, DraftPolicy(tuple(price), {}))
-    assert w.run(lambda n: price[n] / 1e3, [0.8], 1000) * price[0] / 1e3 < 0.7
-
-
 def test_prices_of_other_lengths_are_no_prices() -> None:
     """Plain steps become slower with the keys that they read; what they took before is no reason to return to them."""
     w = World(1, DraftPolicy((0, 4), {}))
@@ -169,12 +157,6 @@ def test_a_row_with_poor_drafts_verifies_few() -> None:
     assert mean(w.verified[1][-400:]) < 3 < 7 < mean(w.verified[0][-400:])
     w.policy.forget(1)
     assert w.policy.limit(1) == LIMIT, "the slot's next sequence starts anew"
-
-
-def test_trials_that_are_not_paid_for_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptive, "TRIAL_SHARE", 1.0)
-    seconds = step_seconds(1.0)
-    assert world(1, None).run(seconds, [0.0], 1500) * seconds(0) < 0.97
 
 
 def test_a_fixed_count_is_never_left() -> None:

@@ -16,23 +16,13 @@ from helix.engine.prefill_time import PrefillTime, doubling_depth
 from helix.layout import HelixLayout
 from helix.models.decoder import Decoder
 from helix.placement import Placement, PromptChunk
-from helix.setup.buffers import (
-    EXPERTS_SHARE,
-    MOST,
-    SHARE,
-    fitting_slots,
-    gathered_bytes,
-    longest_chunk,
-    most_slots,
-    token_buffers,
-)
+from helix.setup.buffers import EXPERTS_SHARE, MOST, SHARE, fitting_slots, gathered_bytes, longest_chunk, token_buffers
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
 from helix.worker.keeps import EngineSizes
 from helix.worker.kv_cache import KVCache
 from helix.worker.step import DecodeState
 from launch.inputs.shapes import spec_of
-from tests.laboratory import composed
 from tests.sequences import admission, with_windows
 
 
@@ -150,8 +140,3 @@ def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> 
 def test_slots_that_memory_allows(free: int, page_bytes: int, slot_bytes: int, slots: int) -> None:
     """A power of two; what slots hold beside pages takes a sixteenth at most."""
     assert fitting_slots(free, page_bytes, slot_bytes) == slots
-
-
-def test_slots_of_a_device() -> None:
-    assert most_slots(composed(), "cuda") == 512 and most_slots(composed(), "cpu") == 8
-    assert most_slots(composed("decode.max_batch=3"), "cuda") == most_slots(composed("decode.max_batch=3"), "cpu") == 3

@@ -14,13 +14,10 @@ from hydra.core.global_hydra import GlobalHydra
 
 from helix.checks import check
 from helix.config import Config
-from helix.schema import types
 from launch.inputs import commands, compose, flags, front
 from launch.inputs.compose import ROOT, points
 from launch.inputs.front import RUN
 from launch.inputs.keys import keys
-
-CONF = Path(ROOT) / "conf"
 
 
 def composed(*overrides: str) -> Config:
@@ -35,31 +32,11 @@ def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
     assert config.blocks == (16, 64) and config.decode.temperature == 0
 
 
-@pytest.mark.parametrize("group, option", [(g, option) for g in RUN.groups for option in RUN.groups[g]])
+@pytest.mark.parametrize("group, option", [(g, option) for g in RUN.groups if g != "model" for option in RUN.groups[g]])
 def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
     config = composed(f"{group}={option}")
     check(config)
     assert isinstance(config, Config)
-
-
-def test_the_command_line_of_the_documentation() -> None:
-    line = (
-        "model.path=DIR model.dtype=float32 model.load=checkpoint layout.kvp=2 layout.tpa=2 layout.tpf=4 layout.ep=1 "
-        "kv.append_block=16 kv.page_size=64 decode.prompts=FILE.jsonl decode.output=OUT.jsonl "
-        "decode.max_tokens=32 decode.temperature=0 comm.backend=auto record=RECORD.json"
-    )
-    config = composed(*line.split())
-    assert config.layout.tpf == 4 and config.record == "RECORD.json" and config.decode.max_tokens == 32
-
-
-def test_unknown_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="kvpp"):
-        composed("layout.kvpp=2")
-    for override in ("+layout.kvpp=2", "+speculation.model.gama=9", "+kvp=2"):
-        key = override[1:].split("=")[0]
-        with pytest.raises(ValueError, match=f"{key} is unknown; known: "):
-            composed(override)
-    assert composed("+model.config.num_hidden_layers=3").model.config == {"num_hidden_layers": 3}
 
 
 def told(*arguments: str) -> str | None:
@@ -131,36 +108,6 @@ def test_what_stands_for_keys(typed: str, meant: str) -> None:
     assert composed(*line.overrides) == composed(*meant.split())
 
 
-@pytest.mark.parametrize(
-    "typed, said",
-    [
-        ("--trust-remote-code", "--trust-remote-code is not taken: no code of a checkpoint is ever run"),
-        ("--kv-cache-dtype fp8_e5m2", "kv.dtype=fp8_e5m2 must be one of auto, fp8, fp8_all, k16v8"),
-        (
-            "--quantization awq",
-            "model.weights=awq must be one of auto, bf16, fp8: a checkpoint says itself how its weights",
-        ),
-        ("--max-model-length 5", "not an option of helix run; did you mean --max-model-len?"),
-        ("--output", "--output/-o: expected one argument"),
-        ("-o a -o b", "--output is given twice"),
-        ("--info=x", "--info/-i: ignored explicit argument 'x'"),
-        ("llama-3.1-8", "the nearest are llama-3.1-8b, llama-3.1-70b, llama-3.1-405b, "),
-        ("llama-3.1-8", "; a setting is KEY=VALUE"),
-        ("--max-num-batched-tokens 4", "--max-num-batched-tokens is not taken: decode.prefill_chunk=N"),
-        ("demo a.jsonl b.jsonl", "'b.jsonl': a setting is KEY=VALUE; helix run takes MODEL and PROMPTS.jsonl"),
-        ("--resolve", "--resolve is of --cfg job"),
-        ("--cfg hydra", "take --cfg job"),
-        ("--cfg job --package nowhere", "--package nowhere: there is no such part; parts are model, layout"),
-        ("--port 80", "--port 80 is not an option of helix run"),
-    ],
-)
-def test_wrong_flags_and_words_are_named(typed: str, said: str) -> None:
-    arguments = typed.replace("--port 80", "--port=80").split()
-    with pytest.raises(ValueError, match=re.escape(said.replace("--port 80", "--port=80"))) as caught:
-        told(*arguments) or composed(*front.read(arguments, commands.RUN).overrides)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("command", commands.COMMANDS.values(), ids=lambda command: command.name)
 def test_the_help_of_a_command_is_its_own(
     command: front.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,91 +140,6 @@ def test_flags_of_others_are_none_of_ours() -> None:
         assert set(named) <= known and set(re.findall(r"(?<!\w)-[-\w]+", answer)) <= ours | hydra, flag
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("model.dtype=int8", ["model.dtype", "int8", "bfloat16"]),
-        ("model.load=magic", ["model.load", "magic", "checkpoint"]),
-        ("attention.policy=sparse", ["attention.policy", "sparse", "dense, block_sparse"]),
-        ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
-        ("hopb.chunks=3", ["hopb.chunks=3", "none, auto, best, 2, 4, 8"]),
-        (
-            "speculation.drafter=oracle",
-            ["speculation.drafter", "oracle", "none, suffix, model, mtp, eagle3, sparse"],
-        ),
-        (
-            "speculation.policy=best",
-            ["speculation.policy", "best", "any, c2q, window, quest, or an import path MODULE:NAME"],
-        ),
-        ("speculation.sparsity=0", ["speculation.sparsity", "above 0"]),
-        ("speculation.sparsity=1.5", ["speculation.sparsity", "1.5", "at most 1"]),
-        ("speculation.gamma=32", ["speculation.gamma", "32", "from 1 to 31"]),
-        ("speculation.longest=0", ["speculation.longest", "0", "from 1 to 8"]),
-        ("kv.append_block=0", ["kv.append_block", "0", "from 1"]),
-        ("kv.page_size=-1", ["kv.page_size", "-1"]),
-        ("kv.tokens=0", ["kv.tokens", "0"]),
-        ("kv.memory_fraction=1.5", ["kv.memory_fraction", "1.5", "at most 1"]),
-        ("decode.max_batch=0", ["decode.max_batch", "0"]),
-        ("decode.prefill_chunk=0", ["decode.prefill_chunk"]),
-        ("kv.page_size=16385", ["kv.page_size", "16385", "from 1 to 16384"]),
-        ("comm.timeout_s=0", ["comm.timeout_s"]),
-        ("schedule.stall_ms=0", ["schedule.stall_ms=0", "from 1 to 60000"]),
-        ("schedule.decode_share=1", ["schedule.decode_share=1", "from 0.0 to 0.99"]),
-        ("schedule.run_ms=0", ["schedule.run_ms"]),
-        ("schedule.patience_s=-1", ["schedule.patience_s"]),
-        ("schedule.lease=0", ["schedule.lease=0", "from 1 to"]),
-        ("comm.timeout_s=inf", ["comm.timeout_s", "inf", "from 0.1 to 600"]),
-        ("decode.resume=true", ["decode.resume", "decode.output"]),
-        ("layout.mode=foo", ["layout.mode", "foo", "helix, tp, medha, dp, auto"]),
-    ],
-)
-def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        check(composed(override))
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        (
-            "layout.kpv=2",
-            "layout.kpv is unknown; known: layout.mode, layout.kvp, layout.tpa, layout.tpf, ",
-        ),
-        ("kvp=2", "(did you mean layout.kvp?)"),
-        ("speculation.model.pth=x", "known: speculation.model.path, "),
-        ("layout.kvp.x=2", "layout.kvp.x is unknown: layout.kvp has no keys"),
-        ("hardware=h100", "hardware is unknown; known: model, "),
-        ("layout=nonsense", "layout has no option nonsense; known: auto, dp, helix, medha, tp"),
-        ("layout.kvp=1,2", "for several use `helix sweep ...`, or -m"),
-        ("layout=tp,helix", "for several use `helix sweep ...`, or -m"),
-        ("layout.kvp=abc", "layout.kvp=abc must be an integer of at least 1"),
-        ("layout.kvp=null", "layout.kvp=null must be an integer of at least 1"),
-        ("kv.tokens=1.5", "kv.tokens=1.5 must be an integer from 1 to 1125899906842624, or null"),
-        ("seed=9223372036854775808", "must be an integer of at most 64 bits"),
-        ("decode.temperature=hot", "decode.temperature=hot must be a number"),
-        ("decode.resume=maybe", "decode.resume=maybe must be true or false"),
-        ("decode.stop=3", "decode.stop=3 must be a list of texts, such as [a,b]"),
-        ("decode.stop=[[1]]", "decode.stop=[[1]] must be a list of texts"),
-        ("record=", "record= must be a path, or null"),
-        ("decode.stop=['a", "the value cannot be read; put it in quotes"),
-        ("speculation.model=x", "speculation.model is set by its keys: speculation.model.path, "),
-        ("record=${nothing}", "Interpolation key 'nothing' not found"),
-        ("record=${", "record='${' must be a path, or null"),
-        ("", "'': a setting is KEY=VALUE"),
-        ("=3", "'=3': a setting is KEY=VALUE"),
-        ("+layout.kvp=2", "layout.kvp is there already: leave out the +"),
-        ("~layout.kvpp", "layout.kvpp is unknown"),
-        ("layout.kvp", "'layout.kvp': a setting is KEY=VALUE"),
-        ("hydra.run.dir=x", "Hydra's own settings are of --multirun: add -m"),
-    ],
-)
-def test_mistakes_of_a_command_line_are_named(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        composed(text)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("key", ["layout", "model.config.num_hidden_layers", "+model.config.rope_theta"])
 def test_options_and_keys_of_the_model_s_config_are_taken(key: str) -> None:
     config = composed("layout=auto" if key == "layout" else f"{key}=4")
@@ -304,17 +166,17 @@ def swept(*typed: str) -> list[tuple[list[str], Config, str]]:
 
 def test_a_sweep_is_the_product_of_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["layout.kvp=1,2", "layout=helix,tp", "decode.prompts=a b.jsonl,c=d.jsonl", "hydra.sweep.dir='x y'"]
-    found = swept(*arguments)
-    assert len(found) == 8 and [name for _, _, name in found] == [str(tmp_path / "x y" / str(i)) for i in range(8)]
-    configs = [config for _, config, _ in found]
-    assert {c.decode.prompts for c in configs} == {"a b.jsonl", "c=d.jsonl"}
-    assert [(c.layout.kvp, c.layout.mode) for c in configs[::2]] == [(1, "helix"), (1, "tp"), (2, "helix"), (2, "tp")]
-    assert len(swept("layout.kvp=range(1,4)", "decode.stop=[a,b]")) == 3
-    assert [overrides for overrides, _, _ in swept("layout=glob([h*,t*])", "kv.tokens=choice(128K,1M)")] == [
+    found = swept("layout.kvp=1,2", "decode.prompts=a b.jsonl,c=d.jsonl", "hydra.sweep.dir='x y'")
+    assert [name for _, _, name in found] == [str(tmp_path / "x y" / str(i)) for i in range(4)]
+    assert [(c.layout.kvp, c.decode.prompts) for _, c, _ in found] == [
+        (kvp, prompts) for kvp in (1, 2) for prompts in ("a b.jsonl", "c=d.jsonl")
+    ]
+    assert len(swept("layout.kvp=range(1,3)", "decode.stop=[a,b]")) == 2
+    found = swept("layout=glob([h*,t*])", "kv.tokens=choice(128K,1M)")
+    assert [overrides for overrides, _, _ in found] == [
         [layout, tokens] for layout in ("layout=helix", "layout=tp") for tokens in ("kv.tokens=128K", "kv.tokens=1M")
     ]
-    assert [config.kv.tokens for _, config, _ in swept("kv.tokens=128K,1M")] == [1 << 17, 1 << 20]
+    assert [config.kv.tokens for _, config, _ in found] == 2 * [1 << 17, 1 << 20]
 
 
 @pytest.mark.parametrize(
@@ -323,6 +185,8 @@ def test_a_sweep_is_the_product_of_its_values(tmp_path: Path, monkeypatch: pytes
         ("layout=tp,no", "layout=no: layout has no option no; known: auto, dp, helix"),
         ("layout.kvp=1,x", "layout.kvp=x must be an integer"),
         ("layout=glob(x*)", "there is no point: a sweep has no values"),
+        ("layout.kvp=range(1,1)", "there is no point: a sweep has no values"),
+        ("decode.temperature=range(0,1,0.0)", "Invalid range values"),
         ("layout.kvp=interval(1,2)", "BasicSweeper"),
         ("hydra/launcher=joblib", "hydra/launcher has no option joblib; known: basic"),
         ("hydra/sweeper=optuna", "hydra/sweeper has no option optuna; known: basic"),
@@ -364,11 +228,4 @@ def test_a_program_of_hydra_s_keeps_its_own(tmp_path: Path) -> None:
         assert compose_app("app", ["a=2"]).a == 2
     assert not GlobalHydra.instance().is_initialized()
     with ThreadPoolExecutor(4) as pool:
-        assert [c.seed for c in pool.map(lambda n: composed(f"seed={n}"), range(12))] == [*range(12)]
-
-
-def test_the_schema_has_these_groups() -> None:
-    assert set(types(Config)) == {
-        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "schedule", "serve",
-        "record", "seed",
-    }  # fmt: skip
+        assert [c.seed for c in pool.map(lambda n: composed(f"seed={n}"), range(4))] == [*range(4)]

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from helix.engine.core import AHEAD_S, Engine, Run
+from helix.engine import core
+from helix.engine.core import AHEAD_S, LOOK_S, Engine, Run
+
+IDLE: Any = SimpleNamespace(pending=False)
+
+
+class Clock:
+    """A clock that goes on while somebody sleeps."""
+
+    now = 100.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-6)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(core, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(core, "time", made)
+    return made
 
 
 def engine(chunk_s: float, step_s: float, launch_s: float, steps: int, in_chunk: bool = True) -> Engine:
@@ -22,54 +41,47 @@ def engine(chunk_s: float, step_s: float, launch_s: float, steps: int, in_chunk:
     segment, kind = SimpleNamespace(begin=0, end=round(chunk_s * 1e3)), SimpleNamespace(rows=1, drafts=0)
     plan: Any = SimpleNamespace(prefill=[segment], kind=kind)
     unread: deque[Any] = deque(SimpleNamespace(there=False) for _ in range(in_chunk + steps))
-    made._runs = deque([Run(plan, {}, unread, (), time.perf_counter(), False, in_chunk)])
+    made._runs = deque([Run(plan, {}, unread, (), Clock.now, False, in_chunk)])
     made._chunk_launch_s, made._came = launch_s, 0.0
     loop: Engine = made
     return loop
 
 
-IDLE: Any = SimpleNamespace(pending=False)
-
-
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_before_a_chunk_ends(steps: int) -> None:
-    """However many short steps stand behind it; the bounds allow for a busy machine."""
-    loop, begin = engine(4.0, 0.005, 3.8, steps), time.perf_counter()
-    assert not loop._is_early(IDLE)
-    assert 4.0 - 3.8 - AHEAD_S - 0.02 < time.perf_counter() - begin < 3.0
+def test_before_a_chunk_ends(steps: int, clock: Clock) -> None:
+    """However many short steps stand behind it."""
+    assert not engine(4.0, 0.005, 3.0, steps)._is_early(IDLE)
+    assert clock.now == pytest.approx(Clock.now + 4.0 + steps * 0.005 - 3.0 - AHEAD_S, abs=2 * LOOK_S)
 
 
-def test_a_chunk_is_read_if_steps_behind_it_outlast_a_launch() -> None:
-    begin = time.perf_counter()
-    assert engine(4.0, 0.5, 1.0, 4)._is_early(IDLE) and time.perf_counter() - begin < 0.5
+def test_a_chunk_is_read_if_steps_behind_it_outlast_a_launch(clock: Clock) -> None:
+    assert engine(4.0, 0.5, 1.0, 4)._is_early(IDLE) and clock.now == Clock.now
 
 
-def test_a_chunk_that_ends_sooner_is_read() -> None:
+def test_a_chunk_that_ends_sooner_is_read(clock: Clock) -> None:
     loop = engine(60.0, 0.005, 0.01, 1)
     loop._runs[0].steps[0].there = True  # type: ignore[misc]
-    assert loop._is_early(IDLE)
+    assert loop._is_early(IDLE) and clock.now == Clock.now
 
 
-def test_steps_are_read_as_they_come() -> None:
-    loop = engine(0.0, 10.0, 0.5, 2, in_chunk=False)
-    assert loop._is_early(IDLE)
-    loop = engine(0.0, 0.1, 0.5, 2, in_chunk=False)
-    assert not loop._is_early(IDLE), "a launch takes longer than both"
+@pytest.mark.parametrize("step_s, early", [(10.0, True), (0.1, False)])
+def test_steps_are_read_as_they_come(step_s: float, early: bool, clock: Clock) -> None:
+    """But where a launch takes longer than both."""
+    assert engine(0.0, step_s, 0.5, 2, in_chunk=False)._is_early(IDLE) == early
 
 
-def test_time_counts_from_the_devices_end_not_from_the_hosts_reading() -> None:
+def test_time_counts_from_the_devices_end_not_from_the_hosts_reading(clock: Clock) -> None:
     """A launch kept the host: what it reads late was there after as long as it took."""
 
     class Late:
         seconds, busy_seconds, came = 0.01, 0.01, 0.0
 
         def read(self) -> list[tuple[int, int]]:
-            Late.came = time.perf_counter()
+            Late.came = clock.now
             return []
 
-    loop, begin = engine(0.0, 0.01, 0.0, 0, in_chunk=False), time.perf_counter()
-    run = loop._runs[0]
-    run.begin = begin - 5.0
-    run.steps += [Late(), Late()]  # type: ignore[list-item]
+    loop = engine(0.0, 0.01, 0.0, 0, in_chunk=False)
+    loop._runs[0].steps += [Late(), Late()]  # type: ignore[list-item]
+    clock.now += 5.0
     assert loop._read() == []
-    assert loop._came == pytest.approx(begin - 4.99) and Late.came >= begin
+    assert loop._came == pytest.approx(Clock.now + 0.01) and Late.came == Clock.now + 5.0

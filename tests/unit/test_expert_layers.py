@@ -16,7 +16,6 @@ from helix.layers.ffn import MoE
 from helix.layers.specs import MoESpec
 from helix.layers.weights import ModelShard, Weights
 from helix.layout import HelixLayout
-from helix.models.loading import randomize
 from kernels.moe.router import route
 
 HIDDEN, TOKENS = 24, 13
@@ -35,7 +34,7 @@ SPECS = {
     ),
     "shared-as-wide": MoESpec(experts=7, top_k=2, width=11, shared_width=22, scale=0.3),  # as two of the routed ones
 }  # fmt: skip
-GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (1, 1), (3, 2), (2, 3)]
+GRIDS = [(8, 1), (2, 4), (1, 8), (1, 1), (3, 2)]
 
 
 def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -92,6 +91,12 @@ def dense(x: Tensor, name: str, width: int) -> Tensor:
     return (torch.nn.functional.silu(gate) * up) @ tensor(f"{name}.down_proj.weight", (HIDDEN, width)).T
 
 
+def whole(spec: MoESpec, x: Tensor) -> Tensor:
+    """What all experts add."""
+    routed = expected(spec, x, range(spec.experts))
+    return routed + dense(x, "mlp.shared_experts", spec.shared_width) if spec.shared_width else routed
+
+
 def close(ours: Tensor, wanted: Tensor) -> bool:
     """Activations and scores are rounded to fp32, all else is float64: 2^-24 of each of some hundred terms, whose
     roundings add up to less than 2^-20 of the largest sum."""
@@ -105,10 +110,8 @@ def test_one_sum_is_what_the_paper_does_in_three_steps(name: str, tpf: int, ep: 
     layout = HelixLayout("helix", tpf * ep, 1, tpf, ep)
     x = tokens()
     parts = torch.stack([layer(spec, layout, rank)[0](x).compute() for rank in range(tpf * ep)])  # [ranks, N, H]
-    shared = dense(x, "mlp.shared_experts", spec.shared_width) if spec.shared_width else torch.zeros_like(x)
-
     ours = parts.sum(0)
-    assert close(ours, expected(spec, x, range(spec.experts)) + shared)
+    assert close(ours, whole(spec, x))
 
     # The paper's: an all-reduce inside each expert group, whose result is what its experts alone add; an all-gather of
     # the groups' results; a local sum. The shared expert, dense, is a sum over all ranks of its own.
@@ -116,7 +119,7 @@ def test_one_sum_is_what_the_paper_does_in_three_steps(name: str, tpf: int, ep: 
     gathered = routed.unflatten(0, (ep, tpf)).sum(1)  # [EP, N, H]
     for group in range(ep):
         assert close(gathered[group], expected(spec, x, layout.experts(group * tpf, spec.experts)))
-    assert close(gathered.sum(0) + shared, ours)
+    assert close(gathered.sum(0) + whole(spec, x) - expected(spec, x, range(spec.experts)), ours)
 
 
 @pytest.mark.parametrize("tpf, ep", GRIDS)
@@ -124,61 +127,29 @@ def test_shared_experts_are_among_the_routed_where_all_ranks_hold_these(tpf: int
     layout = HelixLayout("helix", tpf * ep, 1, tpf, ep)
     for name, shared_count in (("shared-as-wide", 2), ("shared", 0)):
         built = layer(SPECS[name], layout, 0)[0]
-        assert built.shared_count == (shared_count if ep == 1 else 0) and (built.shared is None) == (
-            built.shared_count > 0
-        )
+        assert built.shared_count == (shared_count if ep == 1 else 0)
+        assert (built.shared is None) == (built.shared_count > 0)
 
 
-@pytest.mark.parametrize("planted", ["ids of routed experts not moved up", "a slice of the shared experts twice"])
-def test_planted_errors_of_shared_experts_are_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, x = SPECS["shared-as-wide"], tokens()
-    built = layer(spec, HelixLayout("helix", 1, 1, 1, 1), 0)[0]
-    wanted = expected(spec, x, range(spec.experts)) + dense(x, "mlp.shared_experts", spec.shared_width)
-    assert close(built(x).compute(), wanted)
-    if planted == "ids of routed experts not moved up":
-        monkeypatch.setattr("helix.layers.ffn.route", lambda *a, shared_count, **o: route(*a, **o))
-    else:
-        built.down[1] = built.down[0]
-    assert not close(built(x).compute(), wanted)
-
-
-def test_batches_in_which_experts_get_no_token() -> None:
-    x = tokens()[:1]
-    for spec in SPECS.values():
-        layout = HelixLayout("helix", 8, 1, 1, 8)
-        parts = [layer(replace(spec, shared_width=0), layout, rank)[0](x).compute() for rank in range(8)]
-        assert any((part == 0).all() for part in parts), "a rank without work gives zeros"
-        assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)))
-
-
-def test_idle_ranks_of_medha_add_nothing() -> None:
-    spec, x = SPECS["biased"], tokens()
-    layout = HelixLayout("medha", 3, 2, 1, 2)
-    parts = [layer(spec, layout, rank)[0](x).compute() for rank in range(6)]
+@pytest.mark.parametrize("name, tpf, ep", [("biased", 1, 2), ("shared-as-wide", 2, 1)])
+def test_idle_ranks_of_medha_add_nothing(name: str, tpf: int, ep: int) -> None:
+    spec, x = SPECS[name], tokens()
+    parts = [layer(spec, HelixLayout("medha", 3, 2, tpf, ep), rank)[0](x).compute() for rank in range(6)]
     assert [bool(part.any()) for part in parts] == [True, False, False, True, False, False]
-    assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)))
-    spec = SPECS["shared-as-wide"]
-    layout = HelixLayout("medha", 3, 2, 2, 1)
-    parts = [layer(spec, layout, rank)[0](x).compute() for rank in range(6)]
-    assert [bool(part.any()) for part in parts] == [True, False, False, True, False, False]
-    shared = dense(x, "mlp.shared_experts", spec.shared_width)
-    assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)) + shared)
+    assert close(torch.stack(parts).sum(0), whole(spec, x))
 
 
 @pytest.mark.parametrize("planted", ["a bias on two ranks", "gate and up swapped", "an expert on two ranks"])
 def test_planted_errors_are_caught(planted: str) -> None:
     spec, x = SPECS["biased"], tokens()
-    layout = HelixLayout("helix", 4, 1, 2, 2)
-    layers = [layer(spec, layout, rank)[0] for rank in range(4)]
+    layers = [layer(spec, HelixLayout("helix", 4, 1, 2, 2), rank)[0] for rank in range(4)]
     if planted == "a bias on two ranks":
         layers[1].down_bias = layers[0].down_bias
     if planted == "gate and up swapped":
         layers[2].gate_up.copy_(layers[2].gate_up.roll(len(layers[2].columns), 1))
     if planted == "an expert on two ranks":
         layers[2].experts = layers[0].experts
-    assert not close(
-        torch.stack([built(x).compute() for built in layers]).sum(0), expected(spec, x, range(spec.experts))
-    )
+    assert not close(torch.stack([built(x).compute() for built in layers]).sum(0), whole(spec, x))
 
 
 @pytest.mark.parametrize("tpf, ep", GRIDS)
@@ -195,25 +166,6 @@ def test_the_ranks_hold_every_expert_once_and_know_of_all(name: str, tpf: int, e
     for tensor_name, count in copies.items():
         replicated = f"mlp.{spec.router}." in tensor_name
         assert (count == (tpf * ep if replicated else 1)).all(), tensor_name
-
-
-def test_random_routers_agree_and_spread_tokens() -> None:
-    spec = MoESpec(experts=16, top_k=2, width=8)
-    layout = HelixLayout("helix", 4, 1, 2, 2)
-    comms = [LoopbackWorld(4).communicator(rank, layout.kvp_group(rank)) for rank in range(4)]
-    weights = [Weights(torch.float32, torch.device("cpu")) for _ in range(4)]
-    shards = [ModelShard(w, comm, layout) for w, comm in zip(weights, comms, strict=True)]
-    layers = [MoE(shard, 2048, spec, "mlp") for shard in shards]
-    for w in weights:
-        randomize(w, seed=5)
-    x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(1))  # as after a norm
-    logits = [built.router(x) for built in layers]
-    assert all(torch.equal(each, logits[0]) for each in logits)
-    load = route(logits[0], spec.top_k)[0].flatten().bincount(minlength=16)
-    # 1024 choices over 16 experts are 64 each; logits of deviation 0.9 leave none idle and none with half of all.
-    assert load.min() > 8 and load.max() < 256
-    assert not torch.equal(layers[0].gate_up[0], layers[0].gate_up[1])
-    assert not torch.equal(layers[0].gate_up, layers[1].gate_up) and not torch.equal(layers[0].down, layers[2].down)
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from huggingface_hub import constants
 
 from helix.hub import is_hub_id, local_directory, missing_files
 from tests.e2e.checkpoints import checkpoint
-from tests.e2e.cli import ROOT
 
 COMMIT = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"
 OTHERS = {
@@ -41,44 +39,37 @@ class Hub:
             def log_message(self, *of: object) -> None:
                 pass
 
-            def do_HEAD(self) -> None:
-                self.answer(False)
-
             def do_GET(self) -> None:
-                self.answer(True)
-
-            def answer(self, whole: bool) -> None:
                 path = self.path.partition("?")[0]
-                hub.asked.append((self.command, path, self.headers.get("Authorization")))
-                parts = path.strip("/").split("/")
-                if path.startswith("/api/models/org/tiny"):
-                    if "revision" in parts and parts[-1] not in ("main", "v1", COMMIT):
-                        return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-                    if "tree" in parts:
-                        listed = [
-                            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                            for name, data in hub.files.items()
-                        ]
-                        return self.send(200, json.dumps(listed).encode(), {})
-                    about = {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]}
-                    return self.send(200, json.dumps(about).encode(), {})
-                if path.startswith("/api/models/org/gated"):
-                    return self.send(403, b"{}", {"X-Error-Code": "GatedRepo"})
-                if path.startswith("/org/tiny/resolve/") and (data := hub.files.get("/".join(parts[4:]))) is not None:
-                    etag = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
-                    return self.send(200, data if whole else b"", etag, len(data))
-                return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-
-            def send(self, code: int, data: bytes, headers: dict[str, str], size: int | None = None) -> None:
+                hub.asked.append((path, self.headers.get("Authorization")))
+                code, data, headers = hub.answer(path)
                 self.send_response(code)
-                for name, value in (headers | {"Content-Length": str(len(data) if size is None else size)}).items():
+                for name, value in (headers | {"Content-Length": str(len(data))}).items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(data)
+                self.wfile.write(data if self.command == "GET" else b"")
+
+            do_HEAD = do_GET
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        """A status, content and headers."""
+        sha1 = {name: hashlib.sha1(data).hexdigest() for name, data in self.files.items()}
+        parts = path.strip("/").split("/")
+        if path.startswith("/api/models/org/gated"):
+            return 403, b"{}", {"X-Error-Code": "GatedRepo"}
+        if path.startswith("/api/models/org/tiny"):
+            if "revision" in parts and parts[-1] not in ("main", "v1", COMMIT):
+                return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
+            tree = [{"type": "file", "path": n, "size": len(d), "oid": sha1[n]} for n, d in self.files.items()]
+            about = {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+            return 200, json.dumps(tree if "tree" in parts else about).encode(), {}
+        if path.startswith("/org/tiny/resolve/") and (name := "/".join(parts[4:])) in self.files:
+            return 200, self.files[name], {"ETag": f'"{sha1[name]}"', "X-Repo-Commit": COMMIT}
+        return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
 
 
 @pytest.fixture
@@ -89,15 +80,19 @@ def hub() -> Iterator[Hub]:
     made.server.shutdown()
 
 
-def resolved(hub: str, home: Path, name: str, weights: bool = True, **variables: str) -> tuple[Path | None, str]:
-    """Looks a name up in a fresh process: huggingface_hub reads its variables when it is imported."""
-    code = "import sys; from helix.hub import local_directory as f; print('=', f(sys.argv[1], sys.argv[2] == 'True'))"
-    environment = {"PATH": "/usr/bin", "HF_HOME": str(home), "HF_ENDPOINT": hub, "PYTHONPATH": str(ROOT)} | variables
-    done = subprocess.run(
-        [sys.executable, "-c", code, name, str(weights)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    found = [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
-    return (Path(found[0]) if found else None), done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
+def resolved(hub: str, home: Path, name: str, weights: bool = True, offline: bool = False) -> tuple[Path | None, str]:
+    """Looks a name up as in a process that was started with HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE."""
+    address = hub + "/{repo_id}/resolve/{revision}/{filename}"
+    of_process = {"ENDPOINT": hub, "HUGGINGFACE_CO_URL_TEMPLATE": address, "HF_HUB_OFFLINE": offline}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", "mine")
+        patch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between attempts
+        for constant, value in (of_process | {"HF_HUB_CACHE": str(home / "hub")}).items():
+            patch.setattr(constants, constant, value)
+        try:
+            return local_directory(name, weights), ""
+        except ValueError as error:
+            return None, str(error)
 
 
 def test_ids_and_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,15 +104,15 @@ def test_ids_and_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_it_is_downloaded_once_and_safetensors_alone(hub: Hub, tmp_path: Path) -> None:
-    path, _ = resolved(hub.url, tmp_path, "org/tiny@v1", HF_TOKEN="mine")
+    path, _ = resolved(hub.url, tmp_path, "org/tiny@v1")
     assert path is not None and missing_files(path) == [] and path.name == COMMIT
     wanted = {name for name in hub.files.keys() - OTHERS.keys() if name.endswith((".safetensors", ".json"))}
     assert {file.name for file in path.iterdir()} == wanted and "model.safetensors" in wanted
     assert all((path / name).read_bytes() == hub.files[name] for name in wanted)
-    assert "Bearer mine" in {key for _, _, key in hub.asked}
+    assert "Bearer mine" in {key for _, key in hub.asked}
     count = len(hub.asked)
     again, _ = resolved(hub.url, tmp_path, "org/tiny@v1")
-    offline, _ = resolved("http://127.0.0.1:9", tmp_path, "org/tiny@v1", HF_HUB_OFFLINE="1")
+    offline, _ = resolved("http://127.0.0.1:9", tmp_path, "org/tiny@v1", offline=True)
     assert again == offline == path and len(hub.asked) == count, "what is there is not asked for"
 
 
@@ -130,14 +125,14 @@ def test_a_shape_needs_no_weights(hub: Hub, tmp_path: Path) -> None:
 
 def test_what_cannot_be_had_is_said_in_a_line(hub: Hub, tmp_path: Path) -> None:
     none = "http://127.0.0.1:9"  # nobody listens there
-    for at, name, variables, said in (
-        (none, "org/tiny", {"HF_HUB_OFFLINE": "1"}, "hub lacks config.json of org/tiny, and HF_HUB_OFFLINE=1 forbids"),
-        (none, "org/tiny", {}, "hub lacks config.json of org/tiny, and http://127.0.0.1:9 cannot be reached"),
-        (hub.url, "org/nothing", {}, "org/nothing is not a directory here, nor a model at"),
-        (hub.url, "org/tiny@v9", {}, "org/tiny has no revision v9"),
-        (hub.url, "org/gated", {}, "org/gated is for those who agreed to its terms"),
+    for at, name, offline, said in (
+        (none, "org/tiny", True, "hub lacks config.json of org/tiny, and HF_HUB_OFFLINE=1 forbids"),
+        (none, "org/tiny", False, "hub lacks config.json of org/tiny, and http://127.0.0.1:9 cannot be reached"),
+        (hub.url, "org/nothing", False, "org/nothing is not a directory here, nor a model at"),
+        (hub.url, "org/tiny@v9", False, "org/tiny has no revision v9"),
+        (hub.url, "org/gated", False, "org/gated is for those who agreed to its terms"),
     ):
-        path, line = resolved(at, tmp_path, name, **variables)
+        path, line = resolved(at, tmp_path, name, offline=offline)
         assert path is None and said in line, line
     hub.files = {name: data for name, data in hub.files.items() if not name.endswith("safetensors")}
     path, line = resolved(hub.url, tmp_path, "org/tiny")
@@ -155,22 +150,21 @@ def test_a_cache_of_single_files_is_completed_or_refused(hub: Hub, tmp_path: Pat
         (snapshot / name).write_bytes(hub.files[name])
     none = "http://127.0.0.1:9"  # nobody listens there
     lacks = "lacks tokenizer.json, tokenizer_config.json, generation_config.json and 1 more files of org/tiny"
-    offline = {"HF_HUB_OFFLINE": "1"}
-    path, line = resolved(none, tmp_path, "org/tiny", **offline)
+    path, line = resolved(none, tmp_path, "org/tiny", offline=True)
     assert path is None and lacks in line and f"or set model.path={snapshot} to run it without" in line, line
     path, line = resolved(none, tmp_path, "org/tiny")
     assert path is None and lacks in line and "cannot be reached" in line, line
-    path, line = resolved(none, tmp_path, "org/tiny", weights=False, **offline)
+    path, line = resolved(none, tmp_path, "org/tiny", weights=False, offline=True)
     assert path == snapshot, "the shape alone needs none of them"
 
     absent = cache / ".no_exist" / COMMIT  # where libraries note what a repository has not
     absent.mkdir(parents=True)
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
         (absent / name).touch()
-    path, line = resolved(none, tmp_path, "org/tiny", **offline)
+    path, line = resolved(none, tmp_path, "org/tiny", offline=True)
     assert path is None and "lacks tokenizer_config.json of org/tiny" in line, line
     (absent / "tokenizer_config.json").touch()
-    assert resolved(none, tmp_path, "org/tiny", **offline)[0] == snapshot
+    assert resolved(none, tmp_path, "org/tiny", offline=True)[0] == snapshot
     shutil.rmtree(absent)
 
     hub.files |= {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"chat_template": ""}'}
@@ -179,7 +173,9 @@ def test_a_cache_of_single_files_is_completed_or_refused(hub: Hub, tmp_path: Pat
     assert (snapshot / "generation_config.json").exists()
     count = len(hub.asked)
     assert resolved(hub.url, tmp_path, "org/tiny")[0] == snapshot and len(hub.asked) == count
-    assert resolved(none, tmp_path, "org/tiny", **offline)[0] == snapshot, "it has no chat_template.jinja, as is known"
+    assert resolved(none, tmp_path, "org/tiny", offline=True)[0] == snapshot, (
+        "it has no chat_template.jinja, as is known"
+    )
     (snapshot / "tokenizer.json").unlink()
-    path, line = resolved(none, tmp_path, "org/tiny", **offline)
+    path, line = resolved(none, tmp_path, "org/tiny", offline=True)
     assert path is None and "lacks tokenizer.json of org/tiny" in line, line

@@ -50,10 +50,8 @@ def test_local_bounds_select_exactly_the_visible_keys(
         assert {layout.token_at(s, rank, block, start) for s in range(lo, hi)} == {
             t for t in visible if layout.token_owner(t, block, start) == rank
         }
-        assert layout.local_bounds(length, rank, block, start) == (
-            0,
-            layout.local_length(length + 1, rank, block, start),
-        )
+        whole = 0, layout.local_length(length + 1, rank, block, start)
+        assert layout.local_bounds(length, rank, block, start) == whole
 
 
 @given(**tokens)
@@ -68,24 +66,10 @@ def test_one_formula_for_int_numpy_and_torch(kvp: int, block: int, start: int, l
             assert list(zip(lo.tolist(), hi.tolist(), strict=True)) == expected
 
 
-def test_a_rank_never_loses_tokens_when_a_verify_group_straddles_blocks() -> None:
-    """local(G - k) is not local(G) - k: only the closed formula of the shortened length is right."""
-    layout = HelixLayout.create(kvp=2)
-    assert [layout.local_length(18, r, 16) for r in (0, 1)] == [16, 2]
-    assert [layout.local_length(18 - 3, r, 16) for r in (0, 1)] == [15, 0]
-
-
-def test_growth_goes_round_and_stays_balanced_within_a_block() -> None:
-    layout = HelixLayout.create(kvp=8)
-    for length in (1, 127, 128, 129, 1_048_576, 1_048_577):
-        lengths = [layout.local_length(length, r, 16) for r in range(8)]
-        assert max(lengths) - min(lengths) <= 16
-
-
 heads = st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.integers(1, 8))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(heads, st.sampled_from(["helix", "tp", "medha"]), widths, widths, st.integers(1, 300))
 def test_every_head_column_and_row_has_one_owner(
     kv_group: tuple[int, int], mode: str, kvp: int, tpa: int, total: int
@@ -106,10 +90,10 @@ def test_every_head_column_and_row_has_one_owner(
     columns = [c for r in ranks for c in layout.hidden_columns(r, q_heads, kv_heads, 2)]
     assert sorted(columns) == list(range(q_heads * 2))
     for r in ranks:
-        assert (
-            len({(layout.kv_heads(g, kv_heads), layout.q_heads(g, q_heads, kv_heads)) for g in layout.kvp_group(r)})
-            == 1
-        )
+        group_heads = {
+            (layout.kv_heads(g, kv_heads), layout.q_heads(g, q_heads, kv_heads)) for g in layout.kvp_group(r)
+        }
+        assert len(group_heads) == 1
         assert r in layout.kvp_group(r) and layout.kvp_group(r)[layout.kvp_rank(r)] == r
         # A rank's queries all read KV heads that it holds, in equal groups: what the kernels rely on.
         q, kv = layout.q_heads(r, q_heads, kv_heads), layout.kv_heads(r, kv_heads)
@@ -135,14 +119,7 @@ def test_known_shapes_that_do_not_divide() -> None:
     assert [len(tp.q_heads(r, 28, 4)) for r in range(8)] == [4, 3] * 4
     assert [tp.kv_heads(r, 4).start for r in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert HelixLayout.create(kvp=4).head_shares(0, 2, 1) == [1, 1, 0, 0]
-    assert [len(HelixLayout.create(kvp=6).ffn_columns(r, 18_944)) for r in range(6)] == [
-        3158,
-        3158,
-        3157,
-        3157,
-        3157,
-        3157,
-    ]
+    assert [len(HelixLayout.create(kvp=6).ffn_columns(r, 18_944)) for r in range(6)] == 2 * [3158] + 4 * [3157]
     assert sum(len(HelixLayout.create(kvp=8).vocab_rows(r, 50_257)) for r in range(8)) == 50_257
 
 

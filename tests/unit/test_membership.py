@@ -6,9 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,42 +29,43 @@ from launch.job.membership import Job
 ONE_HOST, TWO_HOSTS = Place(0, 4, 0, 4), Place(0, 8, 0, 4)
 
 
+def facts(*gpus: int, peers: bool = True) -> list[dict[str, Any]]:
+    return [{"gpus": count, "peers": peers} for count in gpus]
+
+
 @pytest.mark.parametrize(
-    "place, gpus, peers, chosen",
+    "place, found, chosen",
     [
-        (ONE_HOST, 4, True, "symm_mem"),
-        (ONE_HOST, 4, False, "nccl"),
-        (ONE_HOST, 3, False, "gloo"),
-        (TWO_HOSTS, 4, False, "nccl"),
-        (Place(0, 1, 0, 1), 1, True, "nccl"),  # nobody to reach
-        (Place(0, 1, 0, 1), 0, False, "gloo"),
+        (ONE_HOST, facts(4, 4, 4, 4), "symm_mem"),
+        (ONE_HOST, facts(4, 4, 4, 4, peers=False), "nccl"),
+        (ONE_HOST, facts(4, 4, 4) + facts(4, peers=False), "nccl"),  # one without a way to its peers decides for all
+        (ONE_HOST, facts(3, 3, 3, 3, peers=False), "gloo"),
+        (TWO_HOSTS, 8 * facts(4, peers=False), "nccl"),
+        (Place(0, 1, 0, 1), facts(1), "nccl"),  # nobody to reach
+        (Place(0, 1, 0, 1), facts(0, peers=False), "gloo"),
     ],
 )
-def test_auto_is_the_first_that_can_be(place: Place, gpus: int, peers: bool, chosen: str) -> None:
-    facts = [{"gpus": gpus, "peers": peers}] * place.world_size
-    assert choose_backend("auto", place, facts) == chosen
-    assert choose_backend(chosen, place, facts) == chosen
-    assert choose_backend("gloo", place, facts) == "gloo"
+def test_auto_is_the_first_that_can_be(place: Place, found: list[dict[str, Any]], chosen: str) -> None:
+    assert choose_backend("auto", place, found) == choose_backend(chosen, place, found) == chosen
+    assert choose_backend("gloo", place, found) == "gloo"
 
 
-def test_one_rank_without_a_way_to_its_peers_decides_for_all() -> None:
-    facts = [{"gpus": 4, "peers": True}] * 3 + [{"gpus": 4, "peers": False}]
-    assert choose_backend("auto", ONE_HOST, facts) == "nccl"
-    with pytest.raises(ValueError, match=r"whose GPUs reach each other's memory: use comm\.backend=nccl"):
-        choose_backend("symm_mem", ONE_HOST, facts)
-
-
-@pytest.mark.parametrize("backend", ["nccl", "symm_mem"])
-def test_a_gpu_too_few_is_refused(backend: str) -> None:
-    facts = [{"gpus": 4, "peers": False}] * 3 + [{"gpus": 3, "peers": False}]
-    with pytest.raises(ValueError, match=f"comm.backend={backend} needs a GPU for each rank: a host has 3 for 4 ranks"):
-        choose_backend(backend, ONE_HOST, facts)
+@pytest.mark.parametrize(
+    "backend, found, words",
+    [
+        ("symm_mem", facts(4, 4, 4) + facts(4, peers=False), "reach each other's memory: use comm.backend=nccl"),
+        ("nccl", facts(4, 4, 4, 3), "comm.backend=nccl needs a GPU for each rank: a host has 3 for 4 ranks"),
+        ("symm_mem", facts(4, 4, 4, 3), "comm.backend=symm_mem needs a GPU for each rank: a host has 3 for 4 ranks"),
+    ],
+)
+def test_backends_that_cannot_be(backend: str, found: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        choose_backend(backend, ONE_HOST, found)
 
 
 def test_gpus_apart_emulate_over_their_link() -> None:
-    assert choose_backend("emulated", Place(0, 1, 0, 1), [{"gpus": 1, "peers": True}]) == "emulated"
-    apart = [{"gpus": 2, "peers": False}] * 2
-    assert choose_backend("emulated", Place(0, 2, 0, 2), apart) == EMULATED_LINK
+    assert choose_backend("emulated", Place(0, 1, 0, 1), facts(1)) == "emulated"
+    assert choose_backend("emulated", Place(0, 2, 0, 2), facts(2, 2, peers=False)) == EMULATED_LINK
     assert KINDS[EMULATED_LINK] is EmulatedTransport
 
 
@@ -72,75 +76,60 @@ def test_peers_that_the_user_keeps_apart(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
         assert gpu_facts(Place(0, 2, 0, 2))["peers"] is peers
         assert gpu_facts(Place(0, 1, 0, 1))["peers"] is True
-
-
-def test_ranks_of_two_hosts_are_no_peers() -> None:
     assert gpu_facts(TWO_HOSTS)["peers"] is False
 
 
-@pytest.mark.parametrize("fate", ["silent", "failed", "left"])
-def test_the_watchdog_sees_a_rank_that_is_gone(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes neither one that works for it, nor one that left when it was done."""
-    ended: list[str] = []
-    monkeypatch.setattr(membership, "BEAT_S", 0.01)
-    monkeypatch.setattr(membership, "SILENCE_S", 0.5)
-    monkeypatch.setattr(membership, "kill", lambda process: None)  # both are of this process
-    monkeypatch.setattr(membership.Watchdog, "_end", lambda self, why: ended.append(why))
-    store = dist.HashStore()
-    first, second = (membership.Watchdog(store, Place(rank, 2, rank, 2)) for rank in range(2))
-    for watchdog in (first, second):
-        watchdog.start()
-    time.sleep(0.6)
-    assert not ended
-    if fate == "failed":
-        second.tell("rank 1 failed: RuntimeError: no")
-    if fate == "left":
-        store.set("left/1", "")
-    second.stop()
-    deadline = time.monotonic() + (0.8 if fate == "left" else 2.0)
-    while not ended and time.monotonic() < deadline:
-        time.sleep(0.01)
-    first.stop()
-    words = {"silent": "rank 1 gave no sign of life", "failed": "rank 1 failed: RuntimeError: no"}
-    assert (words[fate] in ended[0]) if fate in words else not ended
-
-
-RANKS = {
-    "RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
+class Ended(Exception):
+    """The end of a process."""
 
 
 @pytest.mark.parametrize(
-    "name, value, words",
+    "fate, turn, why",
     [
-        ("RANK", "4", "from 0 to 3 (WORLD_SIZE=4)"),
-        ("RANK", "-1", "from 0 to 3"),
-        ("RANK", "one", "from 0 to 3"),
-        ("RANK", "9" * 5000, "from 0 to 3"),
-        ("WORLD_SIZE", "0", "from 1 to 65535"),
-        ("WORLD_SIZE", "\u0664", "from 1 to"),
-        ("LOCAL_RANK", "2", "from 0 to 1 (LOCAL_WORLD_SIZE=2)"),
-        ("LOCAL_WORLD_SIZE", "5", "from 1 to 4 (WORLD_SIZE=4)"),
-        ("MASTER_PORT", "99999999", "from 1 to 65535"),
-        ("MASTER_PORT", "0", "from 1 to 65535"),
-        ("MASTER_PORT", "http", "from 1 to 65535"),
-        ("MASTER_ADDR", "", "RANK is set but MASTER_ADDR is not"),
-        ("MASTER_ADDR", "no..host", "not a host that is known here"),
+        ("silent", 20 + 16, "rank 1 gave no sign of life"),
+        ("failed", 21, "rank 1 failed: RuntimeError: no"),
+        ("left", 0, ""),
     ],
 )
-def test_what_a_launcher_cannot_have_set(name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_sees_a_rank_that_is_gone(fate: str, turn: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes neither one that works for it, nor one that left when it was done; in turns of a second each."""
+    store, killed, turns = dist.HashStore(), list[str](), count(1)
+    watchdog, peer = (membership.Watchdog(store, Place(rank, 2, rank, 2)) for rank in range(2))
+
+    def end(self: membership.Watchdog, why: str) -> None:
+        raise Ended(why)
+
+    def wait(seconds: float) -> bool:
+        """The peer lives for 20 turns."""
+        now = wait.turn = next(turns)  # type: ignore[attr-defined]
+        if now <= 20:
+            store.add("alive/1", 1)
+        elif fate == "failed":
+            peer.tell("rank 1 failed: RuntimeError: no")
+        elif fate == "left":
+            store.set("left/1", "")
+        return now > 100
+
+    monkeypatch.setattr(membership, "kill", killed.append)
+    monkeypatch.setattr(membership.Watchdog, "_end", end)
+    monkeypatch.setattr(watchdog, "_stopped", SimpleNamespace(wait=wait))
+    store.set("process/1", "its process")
+    with pytest.raises(Ended, match=why) if why else nullcontext():
+        watchdog._watch(store)
+    assert wait.turn == (turn or 101) and killed == ["its process"] * (fate == "silent")  # type: ignore[attr-defined]
+
+
+RANKS = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def test_places_come_of_what_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, text in RANKS.items():
         monkeypatch.setenv(variable, text)
     assert Place.from_environment() == Place(1, 4, 1, 2)
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError) as caught:
+    monkeypatch.setenv("RANK", "9" * 5000)
+    with pytest.raises(ValueError, match=r"RANK=9+ must be an integer from 0 to 3 .* start ranks with torchrun"):
         Place.from_environment()
-    assert words in str(caught.value) and name in str(caught.value) and "start ranks with torchrun" in str(caught.value)
 
 
 def test_a_store_that_cannot_be_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,27 +160,19 @@ def test_only_the_process_that_is_meant_is_killed() -> None:
     kill(name)  # gone: nobody is
 
 
-@pytest.mark.parametrize(
-    "variables, words",
-    [
-        ({}, "ENDPOINT= must be HOST:PORT"),
-        ({"ENDPOINT": "host0"}, "ENDPOINT=host0 must be HOST:PORT"),
-        ({"ENDPOINT": "localhost:0"}, "must be HOST:PORT"),
-        ({"ENDPOINT": "localhost:99999999"}, "must be HOST:PORT"),
-        ({"ENDPOINT": "no..host:29500"}, "no host of that name"),
-        ({"NODES": "0"}, "NODES=0 must be an integer from 1"),
-        ({"NODES": "two"}, "NODES=two must be"),
-        ({"RANKS": "1000000000"}, "RANKS=1000000000 must be an integer from 1"),
-        ({"RANKS": "-1"}, "RANKS=-1 must be"),
-    ],
-)
-def test_what_an_agent_cannot_be_told(
-    variables: dict[str, str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = {"ENDPOINT": "localhost:29500", "NODES": "2", "RANKS": "1"} if variables else {}
-    assert agent.main([], given | variables) == 1
-    said = capsys.readouterr().err
-    assert words in said and said.startswith("error: ") and said.count("\n") == 1
+def agents(*nodes: int) -> list[dict[str, str]]:
+    return [{"ENDPOINT": "localhost:1", "NODES": str(count), "RANKS": "1"} for count in nodes]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What agents launch that meet at one store."""
+    store, found = dist.HashStore(), list[Any]()
+    monkeypatch.setattr(agent, "meeting_store", lambda endpoint: store)
+    monkeypatch.setattr(agent, "elastic_launch", lambda config, program: lambda *given: found.append(given))
+    monkeypatch.setattr(agent, "LOOK_S", 0.01)
+    monkeypatch.setattr(agent.socket, "gethostname", lambda: "a")
+    return found
 
 
 @pytest.mark.parametrize(
@@ -199,23 +180,24 @@ def test_what_an_agent_cannot_be_told(
     [
         ((2, 2), []),
         ((2, 3), ["NODES=2 on a, but NODES=3 on a: set NODES", "NODES=3 on a, but NODES=2 on a: set NODES"]),
-        ((3, 3), ["localhost:1: 2 of NODES=3 agents came within 1 s as RUN=helix"]),
     ],
 )
 def test_agents_run_once_all_are_there_with_the_same_number_of_hosts(
-    nodes: tuple[int, ...], words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nodes: tuple[int, ...], words: list[str], launched: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store, launched = dist.HashStore(), []
-    monkeypatch.setattr(agent, "meeting_store", lambda endpoint: store)
-    monkeypatch.setattr(agent, "elastic_launch", lambda config, program: lambda *given: launched.append(given))
-    monkeypatch.setattr(agent, "MEETING_S", 1 if nodes == (3, 3) else 30)
-    monkeypatch.setattr(agent.socket, "gethostname", lambda: "a")
-    given = [{"ENDPOINT": "localhost:1", "NODES": str(count), "RANKS": "1"} for count in nodes]
-    with ThreadPoolExecutor(len(nodes)) as agents:
-        codes = [*agents.map(partial(agent.main, []), given)]
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        codes = [*pool.map(partial(agent.main, []), agents(*nodes))]
     said = capsys.readouterr().err
     assert codes == [1 if words else 0] * 2 and len(launched) == (0 if words else 2), said
     assert all(line in said for line in words), said
+
+
+def test_agents_do_not_wait_for_ever(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=count(step=100).__next__, sleep=lambda seconds: None))
+    assert [agent.main([], given) for given in agents(3, 3)] == [1, 1] and launched == []
+    assert "localhost:1: 2 of NODES=3 agents came within 300 s as RUN=helix" in capsys.readouterr().err
 
 
 def test_a_port_on_which_no_agent_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek's configs become specs, the ways to run MLA are chosen by time, and what is not supported is refused."""
+"""MLA: shapes, ways to run it, what tokens keep; with indexers, which layers choose, and what a plan counts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import GlmMoeDsaConfig
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld
 from comm.torch_dist import HOST_RATE
 from helix.checks import check_layout
+from helix.engine.prefill_time import doubling_depth
 from helix.layers import mla
 from helix.layers.rotary import frequencies
 from helix.layers.specs import MLPSpec
@@ -24,23 +26,17 @@ from helix.models import DecoderSpec, spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
 from helix.models.loading import Checkpoint, randomize
+from helix.planner.points import Options, Points
+from helix.planner.step import predict
 from helix.worker.keeps import Keeps, token_bytes
+from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import spec_of
 from tests.e2e.checkpoints import checkpoint
 
 NVLINK = Communicator.wire_rate
-
-
-def spec(config: Any, architecture: str, **more: Any) -> DecoderSpec:
-    return spec_from_config({**config.to_dict(), "architectures": [architecture], **more})
-
-
-def v2(**more: Any) -> DecoderSpec:
-    return spec(DeepseekV2Config(num_experts_per_tok=6), "DeepseekV2ForCausalLM", **more)
-
-
-def v3(**more: Any) -> DecoderSpec:
-    return spec(DeepseekV3Config(), "DeepseekV3ForCausalLM", **more)
+M = 1 << 20
+KVP_8 = HelixLayout.create("helix", 8)
+R1 = spec_from_config({"architectures": ["DeepseekV3ForCausalLM"]})
 
 
 def decoder(s: DecoderSpec, layout: HelixLayout, rank: int) -> Decoder:
@@ -75,12 +71,15 @@ def test_a_token_stores_one_latent() -> None:
     assert sum(token_bytes(layer) for layer in few) == 61 * (512 + 4 * 4 + 64 * 2)
 
 
-def test_values_travel_from_nine_rows_on() -> None:
-    """512 x 128 weights at 4.2 TB/s against 384 values a row at 0.2 TB/s."""
+@pytest.mark.parametrize(
+    "travels, wider", [(mla.exchanges_values, {"value": 512}), (mla.gathers_first, {"nope": 600})]
+)  # fmt: skip
+def test_values_travel_from_nine_rows_on(travels: Any, wider: dict[str, int]) -> None:
+    """512 x 128 weights at 4.2 TB/s against 384 values a row at 0.2 TB/s; never of heads wider than a latent."""
     r1 = spec_of("deepseek-r1").attention
     assert isinstance(r1, mla.MLASpec)
-    assert next(rows for rows in range(1, 20) if mla.exchanges_values(r1, rows, NVLINK)) == 9
-    assert not mla.exchanges_values(replace(r1, value=512), 10_000, NVLINK)  # nothing to save
+    assert next(rows for rows in range(1, 20) if travels(r1, rows, NVLINK)) == 9
+    assert not travels(replace(r1, **wider), 10_000, NVLINK)
 
 
 def test_queries_are_gathered_where_their_weights_are_many() -> None:
@@ -91,47 +90,10 @@ def test_queries_are_gathered_where_their_weights_are_many() -> None:
     assert not mla.gathers_queries(r1, 8, 2, HOST_RATE) and mla.exchanges_values(r1, 1, HOST_RATE)
 
 
-def test_prompts_gather_queries_before_they_grow() -> None:
-    """512 x 128 weights a head at 4.2 TB/s against 384 values a row at 0.2 TB/s; never of heads wider than a latent."""
-    r1 = spec_of("deepseek-r1").attention
-    assert isinstance(r1, mla.MLASpec)
-    assert next(rows for rows in range(1, 20) if mla.gathers_first(r1, rows, NVLINK)) == 9
-    assert not mla.gathers_first(replace(r1, nope=600), 10_000, NVLINK)
-
-
-@pytest.mark.parametrize(
-    "s, words",
-    [
-        (lambda: v3(quantization_config={"quant_method": "fp8", "weight_block_size": [0, 128]}), r"\[0, 128\]"),
-        (lambda: v3(attention_bias=True), "attention_bias=True"),
-        (lambda: v3(kv_lora_rank=None), "kv_lora_rank.*expected int"),
-        (lambda: v3(q_lora_rank=0), "q_lora_rank=0: positive"),
-        (lambda: v3(topk_method="greedy"), "topk_method='greedy'.*noaux_tc"),
-        (lambda: v3(scoring_func="softmax"), "scoring_func='softmax'"),
-        (lambda: v3(n_group=7), "n_routed_experts=256.*n_group=7"),
-        (lambda: v3(n_group=8, topk_group=9), "topk_group=9"),
-        (lambda: v3(n_group=256, topk_group=256), "fewer than two"),
-        (lambda: v3(n_routed_experts=None), "n_routed_experts.*expected int"),
-        (lambda: v2(norm_topk_prob=True), "norm_topk_prob=True"),
-        (lambda: v2(topk_method="noaux_tc"), "topk_method='noaux_tc'.*greedy, group_limited_greedy"),
-        (lambda: v2(moe_layer_freq=2), "moe_layer_freq=2"),
-        (lambda: v2(mlp_bias=True), "mlp_bias=True"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(s: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        s()
-
-
-def test_all_layers_may_be_dense() -> None:
-    s = v3(first_k_dense_replace=61)
-    assert s.experts is None
-
-
 def test_tensor_parallel_heads_are_refused_with_what_fits() -> None:
     with pytest.raises(ValueError, match=r"layout\.tpa=2 .* 128 query and 1 KV heads .*MLA has one.*kvp=8 tpa=1"):
-        check_layout(HelixLayout.create("helix", 4, 2), v3())
-    check_layout(HelixLayout.create("tp", 1, 8), v3())
+        check_layout(HelixLayout.create("helix", 4, 2), R1)
+    check_layout(HelixLayout.create("tp", 1, 8), R1)
 
 
 def test_a_layer_for_multi_token_prediction_is_left_out(tmp_path: Path) -> None:
@@ -169,3 +131,83 @@ def test_random_queries_do_not_depend_on_who_makes_them(monkeypatch: pytest.Monk
         rows.append([model.layers[1].mixer.q_up.weight for model in models])
     (whole, same), parts = rows
     assert torch.equal(whole, same) and torch.equal(whole, torch.cat(parts))
+
+
+# ---- models with indexers
+
+
+def glm(**more: Any) -> DecoderSpec:
+    config = GlmMoeDsaConfig(num_hidden_layers=12, **more).to_dict()
+    return spec_from_config(config | more | {"architectures": ["GlmMoeDsaForCausalLM"]})
+
+
+def choosing(s: DecoderSpec) -> list[int]:
+    found = [layer.mixer for layer in s.layers]
+    return [i for i, mixer in enumerate(found) if isinstance(mixer, mla.MLASpec) and mixer.indexer is not None]
+
+
+def test_the_published_shapes_with_indexers() -> None:
+    glm52, v = spec_of("glm-5.2"), spec_of("deepseek-v3.2")
+    assert choosing(glm52) == [0, 1, *range(2, 78, 4)] and len(glm52.indexers) == 21
+    assert choosing(v) == [*range(61)]
+    of_glm, of_v = glm52.attention, v.attention
+    assert isinstance(of_glm, mla.MLASpec) and isinstance(of_v, mla.MLASpec)
+    assert of_glm.topk == of_v.topk == 2048 and of_glm.interleaved and of_v.interleaved
+    assert glm52.indexers[0].interleaved and not v.indexers[0].interleaved
+    assert (glm52.indexers[0].heads, v.indexers[0].heads) == (32, 64)
+    assert (glm52.brought_choice, v.brought_choice) == (2048, 0)
+    # As said: 743B and 671B, with their layers for multi-token prediction, which are not read.
+    for s, numbers in ((glm52, 743e9), (v, 671e9)):
+        total = 2 * s.vocab * s.hidden + sum(layer.mixer.weights for layer in s.layers)
+        for layer in s.layers:
+            ffn = layer.ffn
+            experts = getattr(ffn, "experts", 0)
+            total += 3 * s.hidden * (ffn.width * max(experts, 1) + getattr(ffn, "shared_width", 0))
+        assert total == pytest.approx(numbers, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "more, full",
+    [
+        ({}, [*range(12)]),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [0, 1, 2, 6, 10]),
+        ({"index_topk_freq": 4}, [0, 1, 5, 9]),
+        ({"index_topk_pattern": "FSSFFSSSFSSS"}, [0, 3, 4, 8]),
+        ({"indexer_types": ["full"] + ["shared"] * 11}, [0]),
+    ],
+)
+def test_layers_that_choose(more: dict[str, Any], full: list[int]) -> None:
+    assert choosing(glm(**more)) == full
+
+
+def test_a_token_keeps_index_keys_where_layers_choose() -> None:
+    glm52 = spec_of("glm-5.2")
+    few = 512 + 4 * 4 + 128
+    for kv, of_latent, of_index in (("auto", 1152, 256), ("fp8", few, 256), ("fp8_all", few, 132)):
+        keeps = glm52.keeps(KVP_8, 3, "bfloat16", kv)
+        assert sum(map(token_bytes, keeps)) == 78 * of_latent + 21 * of_index
+
+
+def test_a_plan_counts_what_is_kept_and_read() -> None:
+    glm52, hardware = spec_of("glm-5.2"), load_hardware("h200")
+    options = Options(weights="e4m3", experts="e4m3", other="bf16", messages="bf16", kv="bf16", arithmetic="bf16")
+    found = predict(glm52, hardware, Points.of("helix", 1, kvp=8), M, options)
+    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, "bfloat16"))) * M / 8
+    assert found.memory.kv_bytes[0] == pytest.approx(kept, rel=0.001) and found.fits.all()
+    assert not predict(glm52, hardware, Points.of("tp", 1, tpa=8), M, options).fits.any()
+    phases = {phase.name: phase for phase in found.phases}
+    assert phases["index scores"].bytes[0] == 21 * M / 8 * 256
+    assert phases["attention"].bytes[0] == 78 * 2048 / 8 * 1152
+    few = predict(glm52, hardware, Points.of("helix", 1, kvp=8), M, replace(options, kv="e4m3_all"))
+    kept = sum(map(token_bytes, glm52.keeps(KVP_8, 0, "bfloat16", "fp8_all"))) * M / 8
+    assert few.memory.kv_bytes[0] == pytest.approx(kept, rel=0.001)
+    assert {phase.name: phase for phase in few.phases}["index scores"].bytes[0] == 21 * M / 8 * 132
+    # Dense attention of the same shape reads all latents.
+    dense = [replace(layer, mixer=replace(layer.mixer, topk=None, indexer=None)) for layer in glm52.layers]
+    plain = predict(replace(glm52, layers=tuple(dense)), hardware, Points.of("helix", 1, kvp=8), M, options)
+    assert np.all(plain.step_s > 1.2 * found.step_s)
+
+
+def test_a_prompts_depth_costs_scores_alone() -> None:
+    glm52 = spec_of("glm-5.2")
+    assert doubling_depth(glm52) == pytest.approx(39e9 / (21 * 32 * 128), rel=0.05)

@@ -1,34 +1,13 @@
-"""The table of sampling parameters is the one place that declares them."""
+"""Options of calls from Python: signatures and docstrings show those that the table of options declares."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 
 import pytest
 
-from launch.client.options import CALL_OPTIONS, DEFAULTED
+from launch.client.options import CALL_OPTIONS
 from launch.llm import LLM
-
-ROOT = Path(__file__).parents[2]
-PRODUCT = [file for folder in ("helix", "launch") for file in sorted((ROOT / folder).rglob("*.py"))]
-
-
-@pytest.mark.parametrize("name, users", [
-    ("frequency_penalty", {"helix/worker/shaping.py"}),
-    ("presence_penalty", {"helix/worker/shaping.py"}),
-    ("repetition_penalty",
-     {"helix/worker/shaping.py", "launch/inputs/gguf.py", "launch/client/fields.py", "launch/convert.py"}),
-    ("ignore_eos", set()),
-])  # fmt: skip
-def test_a_parameter_is_named_where_it_is_declared_and_where_it_is_used(name: str, users: set[str]) -> None:
-    found = {str(file.relative_to(ROOT)) for file in PRODUCT if re.search(rf"\b{name}\b", file.read_text())}
-    assert found == users | {"helix/sampling_params.py"}
-
-
-def test_settings_stand_for_these_options() -> None:
-    assert [*DEFAULTED] == ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"]
 
 
 @pytest.mark.parametrize("call", [LLM.generate, LLM.chat, LLM.stream])

@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from benchmarks.records.planner_check import drafted_errors
 from benchmarks.records.recorded_steps import RECORDED, read_cells
+from helix.models import eagle3
 from helix.planner.hardware import EXTRAPOLATED, Constant
 from helix.planner.plan import Question, Ranking, plan
-from helix.planner.points import Options, Points, Speculation
-from helix.planner.step import StepCost, predict
+from helix.planner.points import LayerDrafts, Points, Speculation
+from helix.planner.step import StepCost, memory_of, predict
+from helix.setup.parts import make_spec
+from launch.inputs import auto_layout
+from launch.inputs.auto_layout import layer_drafts
 from launch.inputs.comparing import compare_drafts, drafts_pay_from
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
@@ -26,9 +30,10 @@ from tests.laboratory import answered, composed, preflight
 from tests.sequences import with_windows
 
 K, M = 1 << 10, 1 << 20
+MEASURED = load_hardware("h200")
 # With prices as they were expected before any was measured.
 H200 = replace(
-    load_hardware("h200"),
+    MEASURED,
     gather_share=Constant(0.9, EXTRAPOLATED, "expected"),
     collect_share=Constant(0.03, EXTRAPOLATED, "expected"),
     select_s=Constant(20e-6, EXTRAPOLATED, "expected"),
@@ -46,50 +51,9 @@ def phases(found: StepCost) -> dict[str, float]:
     return {phase.name: float(phase.seconds[0]) for phase in found.phases}
 
 
-def gain(model: str, batch: int, length: int, acceptance: float, sparsity: float = 0.07, **widths: int) -> float:
-    """What the best number of drafts gains over plain decoding."""
-    plain = step(model, batch, length, None, **widths).ttl_s[0]
-    tried = (Speculation(gamma, acceptance, sparsity=sparsity) for gamma in range(1, 17))
-    return max(plain / float(step(model, batch, length, drafts, **widths).ttl_s[0]) for drafts in tried)
-
-
 def check_question(**more: Any) -> Ranking:
     given = {"gpus": 8, "context": M, "batch": 8, "acceptance": 0.9, "sparsity": 0.07} | more
     return plan(Question(load_spec("qwen2.5-7b"), H200, **given))
-
-
-# Expected on an H200 before any was measured, from recorded plain steps less the keys that a draft leaves out. At
-# 8 x 1M that difference of two large times is 0.2 ms less than a draft's own phases come to.
-@pytest.mark.parametrize(
-    "model, batch, length, plain_ms, draft_ms, gains",
-    [
-        ("qwen2.5-7b", 1, 128 * K, 1.37, 1.18, (None, None, None)),
-        ("qwen2.5-7b", 1, M, 2.87, 1.32, (1.23, 1.41, 1.58)),
-        ("qwen2.5-7b", 8, 128 * K, 3.03, 1.48, (1.20, 1.36, 1.47)),
-        ("qwen2.5-7b", 8, M, 14.57, None, (2.04, 2.71, 3.41)),
-        ("llama-3.1-8b", 1, M, 5.11, 1.56, (1.50, 1.82, 2.12)),
-        ("llama-3.1-8b", 8, 128 * K, 5.29, 1.74, (1.45, 1.68, 1.92)),
-    ],
-)
-def test_expected_gains_over_eight_gpus(
-    model: str, batch: int, length: int, plain_ms: float, draft_ms: float | None, gains: tuple[float | None, ...]
-) -> None:
-    assert 1e3 * step(model, batch, length, None, **EIGHT).ttl_s[0] == pytest.approx(plain_ms, rel=0.02)
-    drafted = phases(step(model, batch, length, Speculation(4, 0.9, sparsity=0.07), **EIGHT))
-    if draft_ms is not None:
-        assert 1e3 * drafted["drafts"] / 4 == pytest.approx(draft_ms, rel=0.05)
-    for acceptance, expected in zip((0.8, 0.9, 0.95), gains, strict=True):
-        if expected is not None:
-            assert gain(model, batch, length, acceptance, **EIGHT) == pytest.approx(expected, rel=0.06)
-
-
-@pytest.mark.parametrize(
-    "model, batch, length, expected",
-    [("qwen2.5-7b", 1, M, 1.78), ("qwen2.5-7b", 8, 128 * K, 1.72), ("qwen2.5-7b", 4, M, 2.69),
-     ("llama-3.1-8b", 1, M, 2.25), ("llama-3.1-8b", 8, 128 * K, 2.19)],
-)  # fmt: skip
-def test_expected_gains_over_two_gpus(model: str, batch: int, length: int, expected: float) -> None:
-    assert gain(model, batch, length, 0.9, kvp=2) == pytest.approx(expected, rel=0.03)
 
 
 def test_an_iteration_is_its_drafts_its_verification_and_the_choice() -> None:
@@ -183,40 +147,9 @@ def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -
     assert {"speculation=sparse", "speculation.gamma=8"} <= {*settings}
     assert not any("append_block" in word for word in settings), "64, as the drafter has it"
     preflight(composed("model=qwen2.5-7b", "model.load=random", "bench=decode", *settings), 8)
-    main([*question.split(), "--json", "-"])
-    assert json.loads(capsys.readouterr().out)["drafting"].startswith("Drafting pays here")
     main(question.split())
     shown = capsys.readouterr().out
     assert "gamma" in shown and "Drafting pays here" in shown and "counted as free" not in shown
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ("deepseek-v2-lite speculation=sparse acceptance=0.9", "speculation=sparse chooses by the keys of heads, and"),
-        ("qwen2.5-7b speculation=sparse", "speculation.drafter=sparse needs acceptance"),
-        ("qwen2.5-7b speculation=ngram", "speculation.drafter=suffix needs acceptance"),
-        (
-            "qwen2.5-7b speculation=sparse acceptance=0.9 speculation.sparsity=0",
-            "must be a number above 0 and at most 1",
-        ),
-        ("qwen2.5-7b speculation=sparse acceptance=0.9 attention=parts", "over all keys: leave out attention"),
-        ("qwen2.5-7b speculation=medusa", "speculation has no option medusa"),
-        ("qwen2.5-7b speculation=sparse acceptance=0.9 hardware=gb200", "collect_share is not known on GB200 NVL72"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(arguments: str, said: str) -> None:
-    hardware = [] if "hardware=" in arguments else ["hardware=h200"]
-    with pytest.raises(SystemExit) as refused:
-        main(["gpus=8", "context=131072", *arguments.split(), *hardware])
-    assert said in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_window_in_every_layer_leaves_nothing_to_choose() -> None:
-    spec = with_windows(load_spec("qwen2.5-7b"), *[4096] * 28)
-    options = Options(speculation=Speculation(2, 0.9, sparsity=0.1))
-    with pytest.raises(ValueError, match="speculation=sparse: every layer of the model has a sliding window"):
-        predict(spec, H200, Points.of("tp", 1), M, options)
 
 
 # ---- records
@@ -247,3 +180,90 @@ def test_recorded_steps_with_drafts_are_compared(tmp_path: Path) -> None:
         == f"3 steps with drafts of the model itself: off by 4.0% (median), {p90:.1%} (p90)"
     )
     assert drafted_errors(cells[:1]) is None
+
+
+# ---- a layer that drafts
+
+
+# Of Qwen2.5-7B, with a head of 32,000 tokens and a window of 2,048.
+LAYER = {
+    "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 3584, "intermediate_size": 18944, "head_dim": 128,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 1, "vocab_size": 152064,
+    "draft_vocab_size": 32000, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> LayerDrafts:
+    """The layer, without its weights."""
+    target = load_spec("qwen2.5-7b")
+    own = eagle3.read(LAYER, {"lm_head.weight": (32000, 3584), "midlayer.x": ()}, target)
+    monkeypatch.setattr(auto_layout, "make_eagle3", lambda config, spec: own)
+    config = composed("model=qwen2.5-7b", "speculation=eagle3", "speculation.path=DIR")
+    found = layer_drafts(config.speculation, eagle3.drafted_by(target, own))
+    assert found is not None
+    return found
+
+
+def layer_step(layer: LayerDrafts | None, batch: int, length: int, gamma: int, kvp: int) -> StepCost:
+    drafts = Speculation(gamma, 1.0, layer=layer) if gamma else None
+    points = Points.of("helix", batch, kvp=kvp)
+    return predict(load_spec("qwen2.5-7b"), MEASURED, points, length, replace(RECORDED, speculation=drafts))
+
+
+# Iterations on one MEASURED, of one rank and of eight that it emulated. It is off by the error of a plain step, mostly.
+@pytest.mark.parametrize(
+    "kvp, batch, length, gamma, measured_us",
+    [
+        (1, 1, 128 * K, 1, 5861), (1, 4, 96 * K, 3, 9971), (8, 1, M, 7, 3892), (8, 8, 128 * K, 3, 3785),
+    ],
+)  # fmt: skip
+def test_measured_iterations(
+    trained: LayerDrafts, kvp: int, batch: int, length: int, gamma: int, measured_us: float
+) -> None:
+    assert 1e6 * layer_step(trained, batch, length, gamma, kvp).step_s[0] == pytest.approx(measured_us, rel=0.08)
+
+
+def test_a_draft_is_a_run_of_the_layer(trained: LayerDrafts) -> None:
+    times = [layer_step(trained, 8, 128 * K, gamma, 8) for gamma in (1, 2, 3)]
+    drafts = [next(phase.seconds[0] for phase in of.phases if phase.name == "drafts") for of in times]
+    assert drafts[2] - drafts[1] == pytest.approx(drafts[1] - drafts[0]) and drafts[0] > drafts[1] - drafts[0]
+    whole = replace(trained.spec.layers[0], mixer=replace(trained.spec.layers[0].mixer, window=None))
+    unbounded = replace(trained, spec=replace(trained.spec, layers=(whole,)))
+    assert layer_step(unbounded, 8, 128 * K, 2, 8).step_s[0] > 1.02 * times[1].step_s[0], "its window costs nothing"
+
+
+def test_memory_of_a_layer_that_drafts(trained: LayerDrafts) -> None:
+    """Keys of 29 layers instead of 28, and the layer's weights."""
+    spec, points = load_spec("qwen2.5-7b"), Points.of("helix", 2, kvp=2)
+    plain, drafted = (
+        memory_of(spec, MEASURED, points, 64 * K, replace(RECORDED, speculation=Speculation(3, 0.8, layer=layer)))
+        for layer in (None, trained)
+    )
+    assert drafted.kv_bytes[0] == pytest.approx(29 / 28 * plain.kv_bytes[0])
+    hidden, width = 3584, 18944
+    # Queries, keys and values on both ranks; half of the rest.
+    weights = (28 + 8) * 128 * 2 * hidden + (28 * 128 * hidden + 3 * hidden * width + (3 * hidden + 32000) * hidden) / 2
+    assert drafted.weight_bytes[0] - plain.weight_bytes[0] == pytest.approx(2 * weights)
+
+
+def test_the_planner_names_gain_and_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = "deepseek-r1 gpus=8 context=128K batch=8 hardware=h200"
+    arguments = [*asked.split(" "), "speculation=mtp", "acceptance=0.8"]
+    main([*arguments, "--json", "plan.json"])
+    shown, first = " ".join(capsys.readouterr().out.split()), json.loads(Path("plan.json").read_text())["choices"][0]
+    assert first["gamma"] in (2, 3) and first["phases"]["drafts"] > 0
+    assert "Drafting pays here, 1." in shown and "drafts by the layer" in shown and "speculation=mtp" in shown
+    assert "counted as free" not in shown and "below" not in shown.split("Drafting pays here")[1].split("To serve")[0]
+
+
+def test_a_layer_by_its_spec_is_the_model_s_own_last_one() -> None:
+    config = composed("model=deepseek-r1", "speculation=mtp")
+    spec = make_spec(config)
+    layer = layer_drafts(config.speculation, spec)
+    assert layer is not None and layer.spec.layers == (spec.layers[-1],) and layer.shared_head
+    with pytest.raises(ValueError, match="a layer that drafts needs acceptance"):
+        plan(Question(spec, MEASURED, 8, K, layer=layer))

@@ -13,7 +13,6 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.quality.needles import ANSWER_TOKENS, make, score
-from benchmarks.quality.needles import main as needles
 from helix.engine.draft_policy import Acceptance, DraftOutcome
 from helix.engine.timings import Timings
 from helix.errors import RankError
@@ -81,14 +80,8 @@ def screen(written: str) -> list[str]:
 
 def test_summary_is_the_closed_formula() -> None:
     layout = HelixLayout.create("helix", 2, 2)
-    timings = Timings(
-        prefill_s=1.0,
-        prefill_tokens=8,
-        ttl_s=[0.01] * 9 + [0.03],
-        decode_tokens=40,
-        sequence_steps=40,
-        kv_tokens=[7, 5],
-    )
+    counted = {"prefill_tokens": 8, "decode_tokens": 40, "sequence_steps": 40, "kv_tokens": [7, 5]}
+    timings = Timings(prefill_s=1.0, ttl_s=[0.01] * 9 + [0.03], **counted)
     found = summary(layout, timings, [10, 10, 10, 10])
     assert found["kv_tokens_per_rank"] == [7, 5, 7, 5] and found["kv_bytes_per_rank"] == [70, 50, 70, 50]
     assert found["tokens_per_s_user"] == pytest.approx(10 / 0.12)
@@ -132,13 +125,6 @@ def test_a_record_is_known_for_one_and_a_full_disk_is_a_line(tmp_path: Path) -> 
     assert path.read_text() == held and list(tmp_path.iterdir()) == [path]
 
 
-def test_phases_follow_each_other() -> None:
-    phases = Phases()
-    phases.mark("a")
-    phases.mark("b")
-    assert [*phases.seconds][-2:] == ["a_s", "b_s"] and all(s >= 0 for s in phases.seconds.values())
-
-
 def test_needles_have_their_length_depth_and_answer() -> None:
     path = ROOT / "assets/demo-model/tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -154,16 +140,3 @@ def test_needles_have_their_length_depth_and_answer() -> None:
     results = [json.dumps({"id": p["id"], "text": f" {str(p['id']).split('-')[1]}.\n"}) for p in prompts]
     wrong = json.dumps({"id": prompts[0]["id"], "text": " 1."})
     assert score([*results, wrong]) == (3, 4)
-
-
-def test_needles_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, results = tmp_path / "needles.jsonl", tmp_path / "results.jsonl"
-    needles(["make", f"output={file}", "length=128", "count=2", f"source={ROOT / 'helix'},{ROOT / 'comm'}"])
-    ids = [json.loads(line)["id"] for line in file.read_text().splitlines()]
-    results.write_text("".join(json.dumps({"id": i, "text": f" {i.split('-')[1]}."}) + "\n" for i in ids))
-    with pytest.raises(SystemExit) as ended:
-        needles(["score", str(results)])
-    assert ended.value.code == 0 and capsys.readouterr().out == "2 of 2 needles found\n"
-    for arguments, words in (("make", "output missing"), ("make size=2", "size is unknown"), ("score", "`score FILE`")):
-        with pytest.raises(SystemExit, match=words):
-            needles(arguments.split())

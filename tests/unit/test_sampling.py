@@ -23,11 +23,10 @@ from transformers.generation.logits_process import (
 
 from comm.loopback import LoopbackCommunicator, LoopbackWorld, run_ranks
 from helix.layout import share
-from helix.sampling_params import LOGPROBS, SamplingParams
+from helix.sampling_params import SamplingParams
 from helix.worker.sampling import SamplingState, sample
 from kernels.tokens import reference as random
 from kernels.tokens.reference import TARGET, uniform
-from kernels.tokens.top_tokens import TOP
 
 GREEDY = SamplingParams()
 MIXED = (
@@ -232,9 +231,6 @@ class TestParams:
         assert params.to_dict() == given
         assert SamplingParams.from_dict(json.loads(json.dumps(params.to_dict()))) == params
 
-    def test_as_many_log_probabilities_as_the_kernel_finds(self) -> None:
-        assert LOGPROBS.le == TOP
-
     def test_what_ends_an_answer(self) -> None:
         assert SamplingParams(stop_token_ids=[5]).ends((7,)) == {5, 7}
         assert SamplingParams(stop_token_ids=[5], ignore_eos=True).ends((7,)) == {5}
@@ -264,16 +260,6 @@ class TestTokens:
         expected = [oracle(row, p, int(t)) for row, p, t in zip(logits, MIXED, positions, strict=True)]
         for world in worlds:
             assert draw(logits, MIXED, positions, world).tolist() == expected
-
-    def test_a_wrong_offset_shows(self) -> None:
-        logits = word_logits(len(MIXED), 101)
-
-        def wrong(ranks: LoopbackWorld, rank: int) -> Tensor:
-            ids = share(101, 2, rank)
-            shard, comm = logits[:, ids.start : ids.stop], ranks.communicator(rank, [rank])
-            return sample(shard, 0, torch.arange(len(MIXED)), state_of(MIXED), comm, stochastic=True, filtered=True)
-
-        assert run_ranks(2, wrong)[0].tolist() != draw(logits, MIXED, world=2).tolist()
 
     @pytest.mark.parametrize("world", [1, 3])
     def test_flags_set_without_need_change_nothing(self, world: int) -> None:
@@ -346,10 +332,10 @@ class TestTokens:
 
 
 class TestKeptSet:
-    @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+    @pytest.mark.parametrize("temperature", [0.5, 1.7])
     @pytest.mark.parametrize("min_p", [0.0, 0.03])
-    @pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.3, 1e-6])
-    @pytest.mark.parametrize("top_k", [0, 1, 20, 149, 10**6])
+    @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+    @pytest.mark.parametrize("top_k", [0, 1, 20, 10**6])
     def test_equals_transformers(
         self, temperature: float, top_k: int, top_p: float, min_p: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -430,16 +416,11 @@ class TestDistribution:
         assert counts[~kept].sum() == 0
         return chi_square(counts[kept], self.N * weights), chi_square_limit(int(kept.sum()))
 
-    def draws(self, over: str = "position") -> Tensor:
-        """N tokens, over running positions or running seeds; in batches whose histograms stay in the CPU's cache."""
-        logits, state, fixed = word_logits(1, self.V).expand(200, -1), same(self.PARAMS, 200), torch.full((200,), 77)
-        tokens = []
-        for running in torch.arange(self.N).split(200):
-            if over == "seed":
-                state.seed.copy_(running)
-            positions = running if over == "position" else fixed
-            tokens.append(sample(logits, 0, positions, state, Alone(), stochastic=True, filtered=True))
-        return torch.cat(tokens)
+    def draws(self) -> Tensor:
+        """N tokens, over running positions; in batches whose histograms stay in the CPU's cache."""
+        logits, state = word_logits(1, self.V).expand(200, -1), same(self.PARAMS, 200)
+        positions = torch.arange(self.N).split(200)
+        return torch.cat([sample(logits, 0, at, state, Alone(), stochastic=True, filtered=True) for at in positions])
 
     def test_over_positions(self) -> None:
         drawn = self.draws()
@@ -452,10 +433,6 @@ class TestDistribution:
         kept = int(oracle_kept(word_logits(1, self.V)[0], self.PARAMS).sum())
         statistic, limit = self.statistic(drawn, SamplingParams(self.PARAMS.temperature * 1.1, top_k=kept))
         assert statistic > limit
-
-    def test_over_seeds(self) -> None:
-        statistic, limit = self.statistic(self.draws(over="seed"), self.PARAMS)
-        assert statistic < limit
 
     def test_a_planted_bias_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Noise shared by pairs of tokens: each draw still looks random, only the better one of a pair always wins.
@@ -492,24 +469,6 @@ class TestUniform:
         for lag in (1, 2, 3, 16):
             # The correlation of n independent pairs is normal with deviation 1 / sqrt(n).
             assert abs(torch.corrcoef(torch.stack([u[lag:], u[:-lag]]))[0, 1]) < 5 / math.sqrt(len(u) - lag)
-
-    @pytest.mark.parametrize("counter", ["seed", "position", "index"])
-    def test_neighbouring_sequences_are_independent(self, counter: str) -> None:
-        running = "position" if counter == "index" else "index"
-        sequences = [
-            uniform(**{n: torch.tensor(5) for n in ("seed", "position", "index")}
-                    | {counter: torch.tensor(at), running: torch.arange(self.N)}, stream=0)
-            for at in (0, 1)
-        ] + [uniform(torch.tensor(5), torch.arange(self.N), stream, torch.tensor(5)) for stream in (0, 1)]  # fmt: skip
-        for a, b in (sequences[:2], sequences[2:]):
-            joint = torch.bincount((a * 16).long() * 16 + (b * 16).long(), minlength=256)
-            assert chi_square(joint, torch.full((256,), self.N / 256)) < chi_square_limit(256)
-
-    def test_a_counter_that_is_not_mixed_fails(self) -> None:
-        weak = (torch.arange(self.N) * 0.6180339887498949) % 1  # Weyl sequence: too even
-        skewed = self.along("index") ** 1.05
-        assert abs(torch.corrcoef(torch.stack([weak[1:], weak[:-1]]))[0, 1]) > 5 / math.sqrt(self.N)
-        assert self.evenness(skewed) > chi_square_limit(256)
 
     def test_no_two_counters_alias(self) -> None:
         small = torch.arange(24)

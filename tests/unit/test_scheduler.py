@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from helix.engine.prefill_time import PrefillTime
 from helix.engine.request import Request
 from helix.engine.scheduler import LOOK_AHEAD
 from helix.sampling_params import SamplingParams
-from tests.scheduling import DOUBLING, TOKEN_S, Serving
+from tests.scheduling import DOUBLING, TOKEN_S, Serving, calls_of
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -101,12 +100,12 @@ AnyRequests.TestCase.settings = settings(max_examples=60, stateful_step_count=30
 TestAnyRequests = AnyRequests.TestCase
 
 
-def test_thousands_of_requests_with_aborts_leave_nothing() -> None:
+def test_a_thousand_requests_with_aborts_leave_nothing() -> None:
     """Over four ranks, at most two decisions under way; conversations come back, a third of all requests is aborted."""
     rng = np.random.default_rng(0)
     serving = Serving(60, kvp=4, append_block=4, page_size=4, max_batch=8, lease=6, run_steps=3)
     systems = [words(80, seed) for seed in range(3)]
-    while len(serving.served) < 2000:
+    while len(serving.served) < 1000:
         for _ in range(rng.integers(0, 4)):
             prompt = systems[rng.integers(3)] + words(rng.integers(1, 200), len(serving.served))
             if len(serving.served) > 50 and rng.random() < 0.3:
@@ -117,7 +116,7 @@ def test_thousands_of_requests_with_aborts_leave_nothing() -> None:
                 serving.abort(name - int(rng.integers(0, min(name + 1, 20))))
         serving.turn()
     serving.drain()
-    assert serving.scheduler.preemptions > 100, "the cache was never full"
+    assert serving.scheduler.preemptions > 50, "the cache was never full"
     computed = sum(s.computed for s in serving.served.values())
     assert computed < 0.7 * sum(len(s.request.prompt) for s in serving.served.values())
     serving.check_nothing_is_left()
@@ -126,16 +125,14 @@ def test_thousands_of_requests_with_aborts_leave_nothing() -> None:
 @pytest.mark.parametrize(
     "goal, least, most", [("latency", 0.02, 0.0251), ("balance", 0.2, 0.401), ("throughput", 0.5, 1.0)]
 )
-def test_thousands_at_once_stay_within_the_goals_bounds_and_nobody_starves(
-    goal: str, least: float, most: float
-) -> None:
-    """Two thousand prompts in five crowds, eight long ones before each: chunks become longer, and short again."""
+def test_crowds_stay_within_the_goals_bounds_and_nobody_starves(goal: str, least: float, most: float) -> None:
+    """A thousand prompts in five crowds, eight long ones before each: chunks become longer, and short again."""
     rng = np.random.default_rng(1)
     serving = Serving(9000, kvp=4, append_block=4, page_size=4, max_batch=64, run_steps=8, goal=goal)
     for crowd in range(5):
         for number in range(8):
             serving.submit(words(1500, 8 * crowd + number), 20)
-        for _ in range(392):
+        for _ in range(192):
             serving.submit(words(int(rng.integers(1, 120)), len(serving.served)), int(rng.integers(1, 40)))
         for _ in range(200):
             serving.turn()
@@ -144,7 +141,7 @@ def test_thousands_at_once_stay_within_the_goals_bounds_and_nobody_starves(
     serving.check_nothing_is_left()
     assert serving.longest_s > least, "chunks stay short, however many wait"
     firsts = [s.times[0] for s in serving.served.values()]
-    last_of_crowd = [max(firsts[400 * i : 400 * (i + 1)]) for i in range(5)]
+    last_of_crowd = [max(firsts[200 * i : 200 * (i + 1)]) for i in range(5)]
     assert last_of_crowd == sorted(last_of_crowd), "a crowd passes the one before"
     gaps = [b - a for s in serving.served.values() for a, b in pairwise(s.times)]
     assert max(gaps) <= most + 2 * serving.step_s, "a stream has waited for more than a chunk and a step"
@@ -190,16 +187,6 @@ def test_a_chunk_is_expected_of_who_waits_too() -> None:
         assert decision is not None and len(decision.prefill) == LOOK_AHEAD and not serving.scheduler.prefills
         expected.append(serving.scheduler.expects_chunk)
     assert expected == [True, False]
-
-
-def test_a_long_prompt_alone_is_no_queue() -> None:
-    """Beside a stream it takes chunks of 50 ms, however long it is."""
-    serving = Serving(9000, prefill_chunk=8192)
-    serving.submit(words(100), 3000)
-    serving.turn()
-    serving.submit(words(4000, 1), 1)
-    serving.drain()
-    assert 0.045 < serving.longest_s <= 0.05
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -300,25 +287,23 @@ def test_prompts_that_begin_alike_begin_on_one_rank_and_others_anywhere() -> Non
     assert starts[::3] == starts[1::3] == starts[2::3] and set(starts) == set(range(4))
 
 
-def test_half_of_a_chunk_is_the_oldest_prompts_and_short_ones_go_first() -> None:
+@pytest.mark.parametrize(
+    "prompts, parts",
+    [
+        ([(1000, 0), (300, 0), (10, 0)], {0: 50, 1: 40, 2: 10}),  # half is the oldest's, then short ones go first
+        ([(1000, 0), (10, 0), (300, 1)], {0: 50, 2: 50}),  # but behind those of a higher priority
+    ],
+)
+def test_who_shares_a_chunk(prompts: list[tuple[int, int]], parts: dict[int, int]) -> None:
     serving = Serving(1000, prefill_chunk=100, ahead=0)
-    for count in (1000, 300, 10):
-        serving.submit(words(count, count), 1)
-    decision = serving.turn()
-    assert decision is not None
-    assert {s.slot: s.end - s.begin for s in decision.prefill} == {0: 50, 1: 40, 2: 10}
-    serving.drain()
-    assert serving.served[1].times < serving.served[0].times
-
-
-def test_a_high_priority_goes_before_a_short_one() -> None:
-    serving = Serving(1000, prefill_chunk=100, ahead=0)
-    for count, priority in ((1000, 0), (10, 0), (300, 1)):
+    for count, priority in prompts:
         serving.submit(words(count, count), 1, priority=priority)
     decision = serving.turn()
     assert decision is not None
-    slots = {int(a.id): a.slot for a in decision.admit}
-    assert {s.slot: s.end - s.begin for s in decision.prefill} == {slots[0]: 50, slots[2]: 50}
+    names = {a.slot: int(a.id) for a in decision.admit}
+    assert {names[s.slot]: s.end - s.begin for s in decision.prefill} == parts
+    serving.drain()
+    assert serving.served[1].times < serving.served[0].times
 
 
 def test_a_chunk_stalls_nobody_for_long() -> None:
@@ -510,27 +495,20 @@ def test_what_steps_have_to_do() -> None:
     assert found == [False, True, True], "from 20 tokens in the cache on, for all"
 
 
-def test_nothing_to_do() -> None:
-    assert Serving(16).scheduler.decide(0.0) is None
-
-
 def test_a_decision_costs_alike_at_any_context_and_any_queue() -> None:
     """Four sequences decode, others wait for pages: of neither is anything looked at token by token."""
-    least = []
+    most = []
     for context, waiting in ((1_000, 40), (1_000_000, 400)):
         pages = 4 * (context + 1000) // 32 + 20
         serving = Serving(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30, fetches=True)
         prompts = [np.full(context, seed, dtype=np.int32) for seed in range(5)]
         for name in range(4 + waiting):
             assert serving.scheduler.submit(Request(name, prompts[min(name, 4)], 1000), 0.0) is None
-        seconds = []
-        for _ in range(20):
-            begin = time.perf_counter()
+        for _ in range(3):  # which admit
             assert serving.scheduler.decide(0.0) is not None
-            seconds.append(time.perf_counter() - begin)
+        most.append(max(calls_of(lambda s=serving.scheduler: s.decide(0.0)) for _ in range(20)))
         assert len(serving.scheduler.running) == 4
-        least.append(min(seconds))
-    assert least[1] < 2 * least[0], least
+    assert 0 < most[1] <= 1.1 * most[0], most
 
 
 @pytest.mark.parametrize("keep_drawn, known", [(True, 29), (False, 20)])

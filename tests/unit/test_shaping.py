@@ -215,41 +215,29 @@ def test_any_script(params: list[SamplingParams], script: list[Op], size: int) -
     assert play(params, script, size)[0] == walk(params, script)
 
 
-def _keeps(rank: Rank, method: str, change: Callable[..., Any]) -> None:
-    """Puts `change(original, *arguments)` in place of a method of a rank's shaper."""
-    original = getattr(rank.shaper, method)
-    setattr(rank.shaper, method, lambda *args: change(original, *args))
-
-
 def _biased_beside(admission: Admission) -> Admission:
     sampling = admission.sampling
     bias = {(token + 1) % V: value for token, value in sampling.logit_bias.items()}
     return replace(admission, sampling=replace(sampling, logit_bias=bias))
 
 
-FAULTS: dict[str, Callable[[Rank], None]] = {
-    "counts go to the slot beside": lambda rank: _keeps(
-        rank, "shape", lambda f, x, slots, last, p: f(x, slots, last.roll(1), p)
-    ),
-    "a token is not counted": lambda rank: _keeps(
-        rank, "shape", lambda f, x, slots, last, p: f(x, slots, last * 0 - 1, p)
-    ),
-    "the slot keeps what its last sequence wanted": lambda rank: _keeps(
-        rank, "admit", lambda f, a: a.sampling.changes_logits and f(a)
-    ),
-    "one that comes back has drawn nothing": lambda rank: _keeps(
-        rank, "admit", lambda f, a: f(replace(a, drawn=0))
-    ),
-    "the mask of another": lambda rank: _keeps(
-        rank, "allow", lambda f, masks: f({s: np.roll(m, 1) for s, m in masks.items()})
-    ),
-    "biases of other columns": lambda rank: _keeps(rank, "admit", lambda f, a: f(_biased_beside(a))),
-}  # fmt: skip
+@pytest.mark.parametrize(
+    "method, change",
+    [
+        pytest.param("shape", lambda f, x, slots, last, p: f(x, slots, last.roll(1), p), id="counts of another"),
+        pytest.param("shape", lambda f, x, slots, last, p: f(x, slots, last * 0 - 1, p), id="a token not counted"),
+        pytest.param("admit", lambda f, a: a.sampling.changes_logits and f(a), id="wishes of the slot's last"),
+        pytest.param("admit", lambda f, a: f(replace(a, drawn=0)), id="nothing drawn by who comes back"),
+        pytest.param("admit", lambda f, a: f(_biased_beside(a)), id="biases of other columns"),
+        pytest.param("allow", lambda f, masks: f({s: np.roll(m, 1) for s, m in masks.items()}), id="mask of another"),
+    ],
+)
+def test_planted_faults_show(method: str, change: Callable[..., Any]) -> None:
+    def plant(rank: Rank) -> None:
+        original = getattr(rank.shaper, method)
+        setattr(rank.shaper, method, lambda *args: change(original, *args))
 
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_planted_faults_show(fault: Callable[[Rank], None]) -> None:
-    assert play(PARAMS, SCRIPT, 2, fault)[0] != walk(PARAMS, SCRIPT)
+    assert play(PARAMS, SCRIPT, 2, plant)[0] != walk(PARAMS, SCRIPT)
 
 
 def test_nothing_waits_for_the_host() -> None:

@@ -105,13 +105,3 @@ def test_places_are_never_shared_and_content_follows() -> None:
                 known, place = states.find(text(number, 99), depth, None)
                 assert place < 0 or (content[place] == (number, known) and known <= depth)
         assert len({s.place for s in states._taken}) == len(states._taken) <= places + on_host
-
-
-def test_a_place_that_is_not_told_is_caught() -> None:
-    """The check above sees a snapshot that moved without its content."""
-    states, content = directory(1, 1), dict[int, int]()
-    for number in range(2):
-        place, _ = states.take(text(number, 8), None, HERE)
-        content[place] = number
-    _, place = states.find(text(0, 99), 8, None)
-    assert content.get(place) != 0

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.program import PROGRAM
-from launch.inputs import compose
-from launch.inputs.front import Line
 from launch.inputs.points import Point
 from launch.job import spawn
 from launch.job.sweep import check, run
 from launch.job.sweep_report import compared, equality, plot, show, swept_keys, write_csv
 from tests.laboratory import composed
+from tests.unit.test_planning import shown_as
 
 
 def points(tmp_path: Path, *overrides: str) -> list[Point]:
@@ -58,14 +57,6 @@ def test_figures_are_of_each_timed_point_and_of_this_sweep(
         assert [(row["batch"], row["kv_bytes_per_rank_max"]) for row in rows] == [(1, 4), (9, None)]
 
 
-@pytest.mark.parametrize("text", ["layout.kvp=range(1,1)", "layout.tpa=range(5,1)"])
-def test_a_range_without_values_is_a_mistake(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no point: a sweep has no values"):
-        compose.points(Line([text]), tmp_path)
-    with pytest.raises(ValueError, match="Invalid range values"):
-        compose.points(Line(["decode.temperature=range(0,1,0.0)"]), tmp_path)
-
-
 def measured(tmp_path: Path, *ttls: tuple[str, float | None]) -> list[Point]:
     """Points with these overrides and planted TTLs in ms, None: skipped; a ms of exchange each, and equal tokens."""
     prompts = tmp_path / "p.jsonl"
@@ -93,20 +84,6 @@ def tokens(point: Point, *prompts: list[int]) -> None:
 
 GRID = ("layout.kvp=2 hopb=on", 10.5), ("layout.kvp=2 hopb=off", 10.0), ("layout.kvp=4 hopb=on", 4.5)
 GRID = (*GRID, ("layout.kvp=4 hopb=off", 5.0), ("layout.kvp=3 hopb=off", None))
-TABLE = """\
-all points: model=demo
-point  layout.kvp  hopb   TTL p50  exchange      gain  tok/s/user  tok/s/rank
-─────────────────────────────────────────────────────────────────────────────
-    0  2           on    10.50 ms   1.00 ms     -5.0%        95.2       761.9
-    1  2           off   10.00 ms   1.00 ms  baseline       100.0       800.0
-    2  4           on     4.50 ms   1.00 ms    +10.0%       222.2      1777.8
-    3  4           off    5.00 ms   1.00 ms  baseline       200.0      1600.0
-    4  3           off    skipped         -         -           -           -
-gain: share of the TTL of the baseline that is saved
-exchange: the attention exchanges of a decode step, timed alone, without overlap
-point 4 skipped: 3 ranks on 2 GPUs
-tokens: equal in all 4 points
-"""
 
 
 @pytest.mark.parametrize("width, lacks", [(100, 0), (80, 0), (60, 24)])
@@ -119,7 +96,7 @@ def test_the_table_fits_the_terminal(
     show(found, compared(found))
     said = capsys.readouterr().out.splitlines()
     assert max(map(len, said)) <= width
-    wanted = TABLE.splitlines()
+    wanted = shown_as("sweep").splitlines()
     assert [line.rstrip() for line in said[1:8]] == [line[: 77 - lacks].rstrip() for line in wanted[1:8]]
     assert width < 80 or said == wanted
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ranks.variants import variants
-from benchmarks.schema import LabConfig
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.checks import check
 from helix.config import AttentionConfig, Config, KVConfig
@@ -147,49 +145,23 @@ def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, kv: str, least: 
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "kv, attention, drafter, said",
     [
-        ({"kv": KVConfig(tier="host", host_bytes=1e9), "attention": AttentionConfig()}, "attention=block_sparse"),
-        ({"kv": KVConfig(tier="host")}, "needs kv.host_bytes"),
-        ({"kv": KVConfig(tier="host", host_bytes=-1)}, "kv.host_bytes=-1 must be a number above 0"),
-        ({"kv": KVConfig(gpu_bytes=1e9)}, "set kv.tier=host"),
-        ({"kv": KVConfig(ahead=True)}, "kv.ahead=true is for kv.tier=host"),
-        ({"kv": KVConfig(tier="disk")}, "kv.tier=disk must be one of gpu, host"),
-        (
-            {
-                "kv": KVConfig(tier="host", host_bytes=1e9, ahead=True),
-                "attention": AttentionConfig("block_sparse", topk=0),
-            },
-            "kv.ahead=true guesses what attention.topk=0 never chooses: set it",
-        ),
+        ({"host_bytes": 1e9}, {"policy": "dense"}, "none", "attention=block_sparse"),
+        ({"host_bytes": None}, {}, "none", "needs kv.host_bytes"),
+        ({"host_bytes": -1}, {}, "none", "kv.host_bytes=-1 must be a number above 0"),
+        ({"tier": "gpu", "host_bytes": None, "gpu_bytes": 1e9}, {}, "none", "set kv.tier=host"),
+        ({"tier": "gpu", "host_bytes": None, "ahead": True}, {}, "none", "kv.ahead=true is for kv.tier=host"),
+        ({"tier": "disk"}, {}, "none", "kv.tier=disk must be one of gpu, host"),
+        ({"ahead": True}, {"topk": 0}, "none", "kv.ahead=true guesses what attention.topk=0 never chooses: set it"),
+        ({}, {}, "sparse", "speculation.drafter=sparse would verify over the whole cache"),
+        ({}, {}, "mtp", "speculation.drafter=mtp has one more in their pages: set .*ngram"),
+        ({}, {}, "eagle3", "speculation.drafter=eagle3 has one more in their pages: set .*ngram"),
     ],
-    ids=str,
 )
-def test_what_does_not_go_together(change: dict[str, object], said: str) -> None:
-    given = replace(config(1e9, None), **change)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=said):
-        check(given)
-
-
-def test_variants_switch_what_comes_early() -> None:
-    """Over one cache; all else stays."""
-    given = LabConfig(**vars(config(1e9, 1e8)))
-    given.bench.variants = ["kv.ahead=true", ""]
-    found = [x.kv.ahead for x in variants(given).values()]
-    assert found == [True, False]
-    assert all(x.kv.gpu_bytes == 1e8 and x.attention == given.attention for x in variants(given).values())
-
-
-def test_drafts_that_are_verified_over_all_keys_are_refused() -> None:
+def test_what_does_not_go_together(kv: dict[str, Any], attention: dict[str, Any], drafter: str, said: str) -> None:
     given = config(1e9, None)
-    given.speculation.drafter = "sparse"
-    with pytest.raises(ValueError, match=r"speculation.drafter=sparse would verify over the whole cache"):
-        check(given)
-
-
-@pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
-def test_a_layer_that_drafts_stays_on_the_gpu(drafter: str) -> None:
-    given = config(1e9, None)
+    given = replace(given, kv=replace(given.kv, **kv), attention=replace(given.attention, **attention))
     given.speculation.drafter = drafter
-    with pytest.raises(ValueError, match=rf"speculation.drafter={drafter} has one more in their pages: set .*ngram"):
+    with pytest.raises(ValueError, match=said):
         check(given)

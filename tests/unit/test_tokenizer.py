@@ -73,13 +73,6 @@ def made(kind: str) -> str:
     return tokenizer.to_str()
 
 
-def write(directory: Path, **config: Any) -> Tokenizer:
-    """Writes a byte-level tokenizer and its config."""
-    directory.joinpath("tokenizer.json").write_text(made("bytes"))
-    directory.joinpath("tokenizer_config.json").write_text(json.dumps(config))
-    return Tokenizer.from_str(made("bytes"))
-
-
 def compare(path: Path, *texts: str) -> None:
     """Everything that we read of a directory is what transformers reads."""
     theirs = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
@@ -157,7 +150,7 @@ FILES = st.fixed_dictionaries(
 BACKEND = st.tuples(ANY([*KINDS]), *[st.booleans()] * 3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(files=FILES, backend=BACKEND, text=st.lists(ANY([*ADDED, *TEXTS, " ", "\n"]), max_size=6).map("".join))
 def test_files_are_merged_as_transformers_merges_them(
     files: dict[str, Any], backend: tuple[str, bool, bool, bool], text: str
@@ -186,41 +179,27 @@ def test_files_are_merged_as_transformers_merges_them(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "named"),
+    ("model_type", "named", "bos", "begins"),
     [
-        ("llama", "LlamaTokenizerFast"),  # DeepSeek-R1-Distill-Llama
-        ("qwen3", "LlamaTokenizerFast"),  # DeepSeek-R1-0528-Qwen3-8B
-        ("llama", "GPT2Tokenizer"),
-        ("qwen3", "Qwen2Tokenizer"),
-        ("deepseek_v3", "LlamaTokenizerFast"),
-        ("llama", None),
+        ("llama", "LlamaTokenizerFast", None, False),  # DeepSeek-R1-Distill-Llama
+        ("qwen3", "LlamaTokenizerFast", False, False),  # DeepSeek-R1-0528-Qwen3-8B
+        ("llama", "GPT2Tokenizer", None, False),
+        ("deepseek_v3", "LlamaTokenizerFast", True, True),  # DeepSeek-V3, R1 and the distilled models
+        ("llama", "PreTrainedTokenizerFast", True, False),
+        ("llama", None, None, False),
     ],
 )
-def test_texts_are_split_as_the_file_says(tmp_path: Path, model_type: str, named: str | None) -> None:
-    config = {"bos_token": OPENS, "eos_token": CLOSES} | ({"tokenizer_class": named} if named else {})
-    raw = write(tmp_path, **config)
+def test_texts_are_split_as_the_file_says_and_begin_as_the_config_says(
+    tmp_path: Path, model_type: str, named: str | None, bos: bool | None, begins: bool
+) -> None:
+    raw = Tokenizer.from_str(made("bytes"))
+    (tmp_path / "tokenizer.json").write_text(made("bytes"))
+    config = {"bos_token": OPENS, "eos_token": CLOSES, "add_bos_token": bos, "add_eos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | ({"tokenizer_class": named} if named else {})))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer is not None
-    ids = raw.encode(TEXT).ids
-    assert tokenizer.encode(TEXT) == ids
-    assert tokenizer.decode(ids) == TEXT and tokenizer.special_tokens["eos_token"] == CLOSES
-
-
-@pytest.mark.parametrize(
-    ("named", "asked", "begins"),
-    [
-        ("LlamaTokenizerFast", True, True),  # DeepSeek-V3, R1 and the distilled models
-        ("LlamaTokenizerFast", False, False),
-        ("LlamaTokenizerFast", None, False),
-        ("PreTrainedTokenizerFast", True, False),
-    ],
-)
-def test_texts_begin_as_the_config_says(tmp_path: Path, named: str, asked: bool | None, begins: bool) -> None:
-    config = {"bos_token": OPENS, "eos_token": CLOSES, "tokenizer_class": named, "add_eos_token": False}
-    raw = write(tmp_path, **config, add_bos_token=asked)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     ids = raw.encode(TEXT).ids
     assert tokenizer.encode(TEXT) == [*[tokenizer.token_to_id(OPENS)] * begins, *ids]
     assert tokenizer.encode(TEXT, add_special_tokens=False) == ids
+    assert tokenizer.decode(ids) == TEXT and tokenizer.special_tokens["eos_token"] == CLOSES

@@ -38,7 +38,7 @@ FAULTS = [
     Fault(
         "tensors are left out", "launch/inputs/gguf.py",
         "sorted(name for name in wanted.keys() | shapes.keys()", "sorted(name for name in wanted.keys()",
-        (CONVERT + "test_what_would_be_left_out_is_refused",),
+        (CONVERT + "test_tensors_that_would_be_left_out_are_refused",),
     ),
     Fault(
         "numbers are words", "launch/inputs/gguf_tokenizer.py",
