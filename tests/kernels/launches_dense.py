@@ -51,7 +51,7 @@ def target(two_shot: bool = False) -> SumTarget:
 
 
 def projections() -> Iterator[Launch]:
-    """Of N rows; on Hopper with one, two and several programs that share the columns."""
+    """Projections of N rows; on Hopper with one, two and several programs that share the columns."""
     cache, scaled_heads = numbers(64, 64, 2, 128), scaled(1536, 4096, begin=64)
     for N in (1, 4):
         x, heads = numbers(N, 4096), (numbers(N, 64), numbers(N, 64), cache, cache, i64(N))

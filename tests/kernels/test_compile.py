@@ -87,7 +87,7 @@ def test_sm_90(part: int) -> None:
 
 
 def test_a_constant_that_is_added_to_halves_is_noticed() -> None:
-    """As ptxas was seen to lose it, and what it does not lose."""
+    """What ptxas was seen to lose, and what it does not lose."""
     lost = "mov.b32 \t%r48, {%rs1, %rs1};\nmov.b32 \t%r49, 8454145;\nadd.s16x2 \t%r50, %r48, %r49;"
     kept = "mov.b32 \t%r735, {%rs323, %rs324};\nadd.s16x2 \t%r739, %r738, %r735;"
     assert adds_a_constant_to_halves(lost) and not adds_a_constant_to_halves(kept)
