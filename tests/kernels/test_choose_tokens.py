@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -16,36 +15,10 @@ from kernels.indexer import choose, choose_many_rows
 from kernels.indexer.choose import PLANES, choose_tokens
 from kernels.indexer.reference import Shard, ordered
 from kernels.indexer.reference import choose_tokens as reference
+from tests.kernels.peers import Meeting
 from tests.pairs import params
 
 OPS = pytest.mark.parametrize("op", [choose_tokens, reference], ids=["kernel", "reference"])
-
-
-class Meeting:
-    """Gathers of ranks that are threads, of which one runs at a time: the interpreter is one for all of them.
-
-    Attributes:
-        turn: held by the one that runs.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.turn = threading.Lock()
-        self.parts: list[Tensor | None] = [None] * ranks
-        self.barrier = threading.Barrier(ranks, timeout=60)
-
-    def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def gather(x: Tensor) -> Tensor:
-            if x.is_cuda:
-                torch.cuda.synchronize()
-            self.parts[rank] = x.clone()
-            self.turn.release()
-            self.barrier.wait()
-            found = torch.stack([part for part in self.parts if part is not None])
-            self.barrier.wait()
-            self.turn.acquire()
-            return found
-
-        return gather
 
 
 def chosen(
@@ -112,6 +85,14 @@ def wanted(scores: Tensor, length: int, topk: int) -> list[int]:
     )
 
 
+def check(
+    op: Any, scores: Tensor, lengths: list[int], starts: list[int], topk: int, kvp: int, block: int, page: int,
+    device: torch.device, **how: Any,
+) -> None:  # fmt: skip
+    found = chosen(op, scores, lengths, starts, topk, HelixLayout.create("helix", kvp), block, page, device, **how)
+    assert found == [wanted(row, length, topk) for row, length in zip(scores, lengths, strict=True)]
+
+
 @pytest.fixture
 def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of some hundred tokens have many tiles, and groups of several scores."""
@@ -160,10 +141,8 @@ def test_the_best_of_all_ranks(
         scores = scores.round() / 4
     elif kind == "zeros":
         scores = torch.where(scores > 14, scores, scores * 0)  # of either sign
-    layout = HelixLayout.create("helix", kvp)
     for counted in (False, op is choose_tokens):
-        found = chosen(op, scores, lengths, starts, topk, layout, block, page, device, counted=counted)
-        assert found == [wanted(scores[n], lengths[n], topk) for n in range(5)]
+        check(op, scores, lengths, starts, topk, kvp, block, page, device, counted=counted)
 
 
 @pytest.mark.usefixtures("short_tiles")
@@ -175,11 +154,7 @@ def test_blocks_of_many_tokens(monkeypatch: pytest.MonkeyPatch, few_rows: int, k
     gen = torch.Generator().manual_seed(0)
     scores, lengths = torch.randn(3, 300, generator=gen).round(decimals=1), [300, 7, 150]
     for counted in (False, True):
-        found = chosen(
-            choose_tokens, scores, lengths, [0, kvp - 1, 0], 33, HelixLayout.create("helix", kvp), 1 << 24, 16, device,
-            counted=counted,
-        )  # fmt: skip
-        assert found == [wanted(scores[n], lengths[n], 33) for n in range(3)]
+        check(choose_tokens, scores, lengths, [0, kvp - 1, 0], 33, kvp, 1 << 24, 16, device, counted=counted)
 
 
 @pytest.mark.parametrize("few_rows", [32, 0])
@@ -191,8 +166,7 @@ def test_a_full_list_lacks_keys_of_the_same_digits(
     gen = torch.Generator().manual_seed(0)
     steps = (torch.randn(4, 40, generator=gen) * 10).round() * torch.tensor([[1.0], [2.0], [16.0], [300.0]])
     scores = 1 + steps * 2**-23
-    found = chosen(choose_tokens, scores, [40] * 4, [0, 3, 1, 2], 2, HelixLayout.create("helix", 4), 64, 16, device)
-    assert found == [wanted(row, 40, 2) for row in scores]
+    check(choose_tokens, scores, [40] * 4, [0, 3, 1, 2], 2, 4, 64, 16, device)
 
 
 @OPS
@@ -202,8 +176,7 @@ def test_rows_of_a_verified_group(op: Any, device: torch.device) -> None:
     scores = torch.randn(6, 90, generator=gen)
     scores[1, 3], scores[2, 5], scores[4, 70], scores[5, :60] = torch.nan, torch.inf, -torch.inf, -torch.inf
     lengths, starts = [70, 71, 72, 80, 81, 82], [1, 1, 1, 0, 0, 0]
-    found = chosen(op, scores, lengths, starts, 9, HelixLayout.create("helix", 2), 16, 16, device, each=3)
-    assert found == [wanted(scores[n], lengths[n], 9) for n in range(6)]
+    check(op, scores, lengths, starts, 9, 2, 16, 16, device, each=3)
 
 
 def rows_of_a_kind(kind: str, N: int, S: int) -> Tensor:
@@ -234,15 +207,16 @@ def rows_of_a_kind(kind: str, N: int, S: int) -> Tensor:
     return scores
 
 
+KINDS = ["apart", "equal", "zeros", "below zero", "infinite", "least", "nan", "some nan"]
+MANY = [(1, 16, 16, 24), (2, 16, 16, 12), (3, 5, 7, 33), (4, 16, 32, 7)]  # ranks, block, page, tokens of a row
+
+
 @pytest.mark.usefixtures("short_tiles")
 @pytest.mark.parametrize(
     "kind, shape",
     params(
-        [
-            *product(
-                ["apart", "equal", "zeros", "below zero", "infinite", "least", "nan", "some nan"],
-                [(1, 16, 16, 24), (2, 16, 16, 12), (3, 5, 7, 33), (4, 16, 32, 7)],
-            ),
+        [  # each kind in two shapes, every other one in the same
+            *((kind, MANY[(i + j) % 4]) for i, kind in enumerate(KINDS) for j in (0, 2)),
             *product(["one group", "last", "falling", "rising"], [(1, 16, 16, 24), (2, 16, 16, 12), (2, 16, 16, 70)]),
         ],
         lambda kind, shape: f"{kind}-{'-'.join(map(str, shape))}".replace(" ", "-"),
@@ -257,10 +231,7 @@ def test_many_rows(monkeypatch: pytest.MonkeyPatch, kind: str, shape: tuple[int,
     monkeypatch.setattr(choose, "FEW_ROWS", 0)
     lengths = [0, 1, topk, topk + 1, topk + topk // 2, topk + topk // 2 + 1, 63, 64, 65, 95, 96, 97, 128, 129, 400, 401]
     starts = [n % kvp for n in range(16)]
-    scores = rows_of_a_kind(kind, 16, 401)
-    layout = HelixLayout.create("helix", kvp)
-    found = chosen(choose_tokens, scores, lengths, starts, topk, layout, block, page, device)
-    assert found == [wanted(scores[n], lengths[n], topk) for n in range(16)]
+    check(choose_tokens, rows_of_a_kind(kind, 16, 401), lengths, starts, topk, kvp, block, page, device)
 
 
 @pytest.mark.parametrize("kind", ["apart", "equal"])
@@ -269,8 +240,7 @@ def test_many_rows_of_many_tokens(monkeypatch: pytest.MonkeyPatch, kind: str, de
     monkeypatch.setattr(choose, "FEW_ROWS", 0)
     lengths, starts = [40001, 2500, 3073, 20000], [0, 1, 1, 0]
     scores = rows_of_a_kind(kind, 4, 40001)
-    found = chosen(choose_tokens, scores, lengths, starts, 2048, HelixLayout.create("helix", 2), 16, 64, device)
-    assert found == [wanted(scores[n], lengths[n], 2048) for n in range(4)]
+    check(choose_tokens, scores, lengths, starts, 2048, 2, 16, 64, device)
 
 
 @pytest.mark.parametrize("length", [3072, 3073, 8192, 8193, 16000, 40003])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kernels.sparse.reference import Together
 from kernels.sparse.reference import select_tokens as reference
 from kernels.sparse.select_tokens import select_tokens
+from tests.kernels.peers import Meeting
 
 OPS = pytest.mark.parametrize("op", [select_tokens, reference], ids=["kernel", "reference"])
 NAN = float("nan")
@@ -206,28 +207,17 @@ OF_ALL = [40, 11]
 @OPS
 def test_ranks_choose_together(op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of all, of equals the first rank's, of one rank's the latest; each rank writes its own."""
-    ranks, turn, meet = len(TOGETHER), threading.Lock(), threading.Barrier(len(TOGETHER))
-    brought: list[Any] = [None] * ranks
-    cases = []
+    ranks, meeting, cases = len(TOGETHER), Meeting(len(TOGETHER)), []
     for i, shape in enumerate(TOGETHER):
         monkeypatch.setitem(SHAPES, f"together-{i}", shape)
         cases.append(case(f"together-{i}", device))
 
     def rank(i: int) -> int:
-        def gather(x: torch.Tensor) -> torch.Tensor:
-            brought[i] = x.clone()
-            turn.release()  # kernels run one at a time
-            meet.wait(60)
-            found = torch.stack(brought)
-            meet.wait(60)
-            turn.acquire()
-            return found
-
         counts = torch.tensor(OF_ALL, dtype=torch.int32, device=device)
         overflow = torch.zeros(1, dtype=torch.int64, device=device)
-        with turn:
+        with meeting.turn:
             for _ in range(2):  # what one call leaves does not reach the next
-                op(**cases[i], together=Together(gather, i, counts, overflow))
+                op(**cases[i], together=Together(meeting.gather(i), i, counts, overflow))
         return int(overflow)
 
     if op is select_tokens:  # each rank has a workspace of its own

@@ -31,15 +31,6 @@ class Case:
     kv: Tensor
     accepted: list[int]
 
-    @property
-    def rows(self) -> Tensor:
-        """All accepted rows."""
-        return torch.cat([kv[:k] for kv, k in zip(self.kv, self.accepted, strict=True)])
-
-    @property
-    def offsets(self) -> list[int]:
-        return [sum(self.accepted[:i]) for i in range(len(self.accepted) + 1)]
-
 
 def make(
     B: int,
@@ -97,12 +88,22 @@ def check_verified(out: Verified, case: Case) -> None:
 
 
 def check_packed(packed: Packed, case: Case) -> None:
-    total = sum(case.accepted)
-    assert packed.offsets.tolist() == case.offsets
-    assert torch.equal(packed.kv[:total], case.rows)
+    """All accepted rows, sequence after sequence, and where each one's begin."""
+    total, kept = sum(case.accepted), zip(case.kv, case.accepted, strict=True)
+    wanted = torch.cat([kv[:k] for kv, k in kept])
+    assert packed.offsets.tolist() == [sum(case.accepted[:i]) for i in range(len(case.accepted) + 1)]
+    assert torch.equal(packed.kv[:total], wanted)
     assert packed.kv[total:].isnan().all(), "rows behind the last one are not ours"
     rows, offsets = reference.pack(case.kv, torch.tensor(case.accepted, device=case.kv.device))
-    assert torch.equal(rows, case.rows) and torch.equal(packed.offsets, offsets)
+    assert torch.equal(rows, wanted) and torch.equal(packed.offsets, offsets)
+
+
+def check_fused(op: Callable[..., None], case: Case, times: int) -> None:
+    out, packed = poisoned(case)
+    for _ in range(times):
+        op(case.draft, case.target, case.kv, out, packed)
+        check_verified(out, case)
+        check_packed(packed, case)
 
 
 @pytest.fixture
@@ -144,11 +145,7 @@ def test_scans(
 def test_packing(B: int, G: int, D: int, alpha: float, device: torch.device) -> None:
     case = make(B, G, D, device, alpha=alpha)
     for fused in list(FUSED.values())[: 1 + (B <= baselines.ONE_BLOCK_BATCH)]:
-        out, packed = poisoned(case)
-        for _ in range(2):
-            fused(case.draft, case.target, case.kv, out, packed)
-            check_verified(out, case)
-            check_packed(packed, case)
+        check_fused(fused, case, 2)
     _, packed = poisoned(case)
     baselines.pack(case.kv, torch.tensor(case.accepted, device=device), packed)
     check_packed(packed, case)
@@ -188,23 +185,17 @@ def test_late_lengths_are_found_from_tokens(
     monkeypatch.setattr(module, "LOOKS", 2 if late else 1)  # on a GPU one look is too early for most
     if late:
         monkeypatch.setattr(module, "send", _send_late)  # even lengths carry the last launch's tag
-    case = make(9, 12, 130, device)
-    out, packed = poisoned(case)
-    for _ in range(3):
-        verify_and_pack(case.draft, case.target, case.kv, out, packed)
-        check_verified(out, case)
-        check_packed(packed, case)
+    check_fused(verify_and_pack, make(9, 12, 130, device), 3)
 
 
 def test_a_missing_token_is_never_accepted(device: torch.device) -> None:
     draft = torch.tensor([[3, -1, 4], [-1, 2, 2], [1, 2, -1]], device=device)
     target = torch.tensor([[3, -1, 4, 5], [6, 2, 2, 2], [1, 2, -1, 9]], device=device)  # -1: broken rows
-    kv = torch.randn(3, 3, 2, device=device)
-    for case in (Case(draft, target, kv, [1, 0, 2]), Case(draft.cpu(), target.cpu(), kv.cpu(), [1, 0, 2])):
-        for verify in SCANS.values():
-            out, _ = poisoned(case)
-            verify(case.draft, case.target, out)
-            check_verified(out, case)
+    case = Case(draft, target, torch.randn(3, 3, 2, device=device), [1, 0, 2])
+    for verify in SCANS.values():
+        out, _ = poisoned(case)
+        verify(case.draft, case.target, out)
+        check_verified(out, case)
 
 
 @pytest.mark.usefixtures("many_programs")
@@ -255,11 +246,7 @@ def test_the_benchmark_knows_what_it_times() -> None:
 @pytest.mark.parametrize("B", [1, 32, 133, 512])
 @pytest.mark.parametrize("G, D", [(1, 4096), (8, 2048), (77, 1000), (256, 129)])
 def test_bf16_payloads(B: int, G: int, D: int, alpha: float) -> None:
-    case = make(B, G, D, torch.device("cuda"), alpha=alpha, dtype=torch.bfloat16)
-    out, packed = poisoned(case)
-    verify_and_pack(case.draft, case.target, case.kv, out, packed)
-    check_verified(out, case)
-    check_packed(packed, case)
+    check_fused(verify_and_pack, make(B, G, D, torch.device("cuda"), alpha=alpha, dtype=torch.bfloat16), 1)
 
 
 @pytest.mark.gpu

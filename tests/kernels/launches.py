@@ -1,0 +1,68 @@
+"""Tensors for launches that only compile: views of one memory, which holds zeros and is never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.scaled import ScaledMatrix, groups
+
+BF16, FP32, FP64, E4M3 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
+MEMORY = torch.from_numpy(np.zeros(3 << 30, dtype=np.uint8))  # no page of it is there before it is read
+HOPPER, OLDER = (9, 0), (8, 0)
+
+
+class Launch(NamedTuple):
+    """A call of an op.
+
+    Attributes:
+        capability: of the GPU that the op sees, by which it chooses its kernel; all are compiled for sm_90.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    run: Callable[[], Any]
+
+
+def launch(name: str, op: Callable[..., Any], *given: Any, capability: tuple[int, int] = HOPPER, **more: Any) -> Launch:
+    return Launch(name, capability, partial(op, *given, **more))
+
+
+def general(name: str, op: Callable[..., Any], *given: Any, **more: Any) -> Launch:
+    """A launch of what other GPUs take."""
+    return launch(name, op, *given, capability=OLDER, **more)
+
+
+def numbers(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return MEMORY[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def fp32(*shape: int) -> Tensor:
+    return numbers(*shape, dtype=FP32)
+
+
+def i32(*shape: int) -> Tensor:
+    return numbers(*shape, dtype=torch.int32)
+
+
+def i64(*shape: int) -> Tensor:
+    return numbers(*shape, dtype=torch.int64)
+
+
+def flags(*shape: int) -> Tensor:
+    return numbers(*shape, dtype=torch.bool)
+
+
+def scaled(*shape: int, group: int = 128, begin: int = 0) -> ScaledMatrix:
+    """Matrices in e4m3, or by groups of 32 in e2m1, two of them a byte."""
+    *experts, rows, columns = shape
+    of_scales = *experts, groups(begin, columns, group), rows
+    if group == 32:
+        data = numbers(*experts, rows, columns // 2, dtype=torch.uint8)
+        return ScaledMatrix(data, numbers(*of_scales, dtype=torch.uint8), group, begin)
+    return ScaledMatrix(numbers(*shape, dtype=E4M3), fp32(*of_scales), group, begin)

@@ -1,0 +1,153 @@
+"""Launches of `compile_sm90` that project rows, route them to experts, keep states, and meet other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kernels.attention.kv_append import HeadSlots
+from kernels.dense.embedding import embedding
+from kernels.dense.linear import launch_sm90, linear, linear_send
+from kernels.dense.qkv_append import qkv_append
+from kernels.dense.rms_norm import rms_norm
+from kernels.dense.rotary import angles
+from kernels.dense.sigmoid_mul import sigmoid_mul
+from kernels.dense.silu_mul import silu_mul
+from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
+from kernels.moe.experts import RoutedExperts
+from kernels.moe.router import route
+from kernels.peers.all_gather import all_gather
+from kernels.peers.all_reduce_norm import all_reduce_norm
+from kernels.peers.all_reduce_norm_long import all_reduce_norm_long
+from kernels.peers.all_reduce_norm_rows import all_reduce_norm_rows
+from kernels.peers.exchange import exchange
+from kernels.peers.mailbox import SumTarget
+from kernels.peers.reduce_scatter import reduce_scatter
+from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
+from kernels.recurrent.gated_delta_step import gated_delta_step
+from tests.kernels.launches import BF16, Launch, fp32, general, i32, i64, launch, numbers, scaled
+
+
+def all_of_them() -> Iterator[Launch]:
+    yield from rows()
+    yield from projections()
+    yield from experts()
+    yield from states()
+    yield from collectives()
+
+
+def rows() -> Iterator[Launch]:
+    yield launch("norm", rms_norm, numbers(4, 4096), numbers(4096), 1e-6, numbers(4, 4096))
+    yield launch("angles", angles, i64(4), fp32(64), 1.0, BF16)
+    yield launch("embedding", embedding, i64(4), numbers(1000, 4096), 0)
+    yield launch("silu-mul", silu_mul, numbers(4, 8192))
+    for columns in (4096, 1):
+        yield launch(f"sigmoid-mul-{columns}", sigmoid_mul, numbers(4, 4096), numbers(4, columns))
+
+
+def target(two_shot: bool = False) -> SumTarget:
+    return SumTarget(i64(8), i64(1), rank=3, pieces=512, slice_words=256, two_shot=two_shot)
+
+
+def projections() -> Iterator[Launch]:
+    """Projections of N rows; on Hopper with one, two and several programs that share the columns."""
+    cache, scaled_heads = numbers(64, 64, 2, 128), scaled(1536, 4096, begin=64)
+    for N in (1, 4):
+        x, heads = numbers(N, 4096), (numbers(N, 64), numbers(N, 64), cache, cache, i64(N))
+        yield general(f"linear-{N}", linear, x, numbers(6144, 4096), numbers(6144), gated=N == 4)
+        yield general(f"qkv-append-{N}", qkv_append, x, numbers(1536, 4096), numbers(1536), *heads)
+    yield general("linear-send", linear_send, numbers(1, 1024), numbers(4096, 1024), numbers(4096), target())
+    for N, R, K in ((2, 6144, 4096), (16, 1536, 4096), (31, 12288, 4096)):
+        x, weight, bias, out = numbers(N, K), numbers(R, K), numbers(R), numbers(N, R)
+        yield launch(f"linear-{N}-sm90", launch_sm90, x, weight, bias, out, False)
+        yield launch(f"linear-{N}-sm90-gated", launch_sm90, x, weight, bias, out[:, : R // 2].reshape(N, -1), True)
+        yield launch(f"linear-{N}-sm90-send", launch_sm90, x, weight, bias, target(N == 2), False)
+    for N, R, K in (
+        (2, 6144, 4096), (16, 1536, 16384), (32, 12288, 4096), (128, 6144, 4096),
+    ):  # fmt: skip
+        x, weight, bias, gated = numbers(N, K), scaled(R, K, begin=64), numbers(R), N in (2, 32, 128)
+        out = numbers(N, R // 2 if gated else R)
+        yield launch(f"linear-fp8-{N}-sm90", launch_sm90, x, weight, bias, out, gated)
+        yield launch(f"linear-fp8-{N}-sm90-send", launch_sm90, x, weight, bias, target(N > 8), False)
+    to_heads = HeadSlots(numbers(4, 64), numbers(4, 64), i64(4), cache, cache, numbers(4, 8, 128))
+    for kv, weight in (("", numbers(1536, 4096)), ("-fp8", scaled_heads)):
+        yield launch(f"qkv-append{kv}-sm90", launch_sm90, numbers(4, 4096), weight, numbers(1536), to_heads, False)
+    for N in (8, 256, 2048):
+        given = numbers(N, 7168), scaled(2112, 7168, begin=64), numbers(2112)
+        yield general(f"linear-fp8-{N}", linear, *given, gated=N == 256)
+
+
+def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool, group: int) -> RoutedExperts:
+    """E experts of width F on a rank, k a token; in e4m3, in e2m1 by groups of 32, or (group 0) in bf16."""
+    gate_up, down = (scaled(E, *shape, group=group) if group else numbers(E, *shape) for shape in ((2 * F, H), (H, F)))
+    biases = {}
+    if clamped:
+        biases = dict(gate_up_bias=numbers(E, 2 * F), down_bias=numbers(E, H), clamp_at=7.0)
+    given = numbers(tokens, H), i32(tokens, k), fp32(tokens, k), gate_up, down, 0
+    return RoutedExperts(*given, addend=numbers(tokens, H), **biases)
+
+
+def experts() -> Iterator[Launch]:
+    groups = dict(groups=8, top_groups=4, group_score=2)
+    yield launch(
+        "route", route, fp32(4, 256), 8, scoring="sigmoid", bias=fp32(256), normalise=True, shared_count=1, **groups
+    )
+    # Ranks of Qwen3-30B-A3B and gpt-oss-20b; of DeepSeek-R1 in e4m3; of gpt-oss-120b in e2m1.
+    for E, H, F, k, clamped, group in (
+        (128, 2048, 96, 8, False, 0), (4, 2880, 2880, 4, True, 0), (32, 7168, 2048, 8, False, 128),
+        (16, 2880, 2880, 4, True, 32),
+    ):  # fmt: skip
+        for tokens in (4, 64, 8192):
+            summand = routed(tokens, E, H, F, k, clamped, group)
+            yield general(f"moe-{E}-{group}-{tokens}", summand.compute)
+            if tokens < 8192:
+                yield general(f"moe-{E}-{group}-{tokens}-send", summand.push, target(tokens == 64))
+    for E, H, F, k, tokens, clamped, group in (
+        (4, 2880, 2880, 4, 1, True, 0), (64, 7168, 1024, 8, 8, False, 0), (32, 7168, 2048, 8, 8, False, 128),
+        (32, 7168, 2048, 8, 128, False, 128), (8, 2880, 1440, 4, 128, True, 128), (512, 4096, 128, 10, 1, False, 128),
+        (32, 2880, 2880, 4, 5, True, 32), (32, 2880, 2880, 4, 128, True, 32), (257, 6144, 256, 9, 4096, False, 128),
+    ):  # fmt: skip
+        summand = routed(tokens, E, H, F, k, clamped, group)
+        yield launch(f"moe-{E}-{group}-{tokens}-sm90", summand.compute)
+        if tokens <= 8:
+            yield launch(f"moe-{E}-{group}-{tokens}-sm90-send", summand.push, target(two_shot=H > 4096))
+
+
+def states() -> Iterator[Launch]:
+    """Six value heads of Qwen3.5-27B over eight ranks, and all of them; one row and several, prompts."""
+    for keys, values, most in ((2, 6, 1), (2, 6, 5), (16, 48, 5), (2, 6, 32)):
+        C = 2 * keys * 128 + values * 128
+        of_heads = GatedDelta(numbers(4, C), fp32(values), fp32(values), numbers(128), 1e-6, keys, 3, 0)
+        kept = DeltaState(
+            fp32(8, values, 128, 128), numbers(8, most + 3, C), fp32(8, most, values, 256), fp32(8, most, values),
+            i64(8),
+        )  # fmt: skip
+        chunk, step = (
+            DeltaInput(*(numbers(N, columns) for columns in (C, 2 * values, 128 * values))) for N in (512, 4 * most)
+        )
+        rows = i64(4), i64(4 * most), numbers(4 * most, dtype=torch.bool)
+        yield launch(f"delta-step-{values}-{most}", gated_delta_step, step, of_heads, kept, *rows)
+        if most == 5:
+            yield launch(
+                f"delta-prefill-{values}", gated_delta_prefill, chunk, of_heads, kept, i64(2), i64(512), i32(3)
+            )
+
+
+def collectives() -> Iterator[Launch]:
+    turn, sizes = (i64(1), i32(1)), dict(rank=1, pieces=1024, spins=1000)
+    x, weight, peers = numbers(4, 3584), numbers(3584), i64(2, 8)
+    out = numbers(4, 8, 128), fp32(4, 8), numbers(4, 1, 128), i32(9)
+    yield launch("exchange", exchange, *out, i64(8), (i64(1), i64(1)), i32(1), lanes=8, **sizes)
+    for two_shot, phases in ((False, 7), (False, 6), (True, 7), (True, 6)):
+        given = x, x, weight, 1e-6, peers, i64(1024), *turn
+        how = dict(two_shot=two_shot, phases=phases)
+        yield launch(f"reduce-{two_shot}-{phases}", all_reduce_norm, *given, **how, **sizes)
+    for width in (3584, 8192):
+        row, gain = numbers(4, width), numbers(width)
+        given = row, row, gain, 1e-6, peers, *turn
+        yield launch(f"reduce-rows-{width}", all_reduce_norm_rows, *given, rank=1, rows=256, spins=1000)
+    given = x, x, weight, 1e-6, i64(4, 8), i32(1024), *turn
+    yield launch("reduce-long", all_reduce_norm_long, *given, rank=1, room=1024, spins=1000)
+    yield launch("gather", all_gather, x, i64(8), *turn, **sizes)
+    yield launch("scatter", reduce_scatter, numbers(8, 4, 64), i64(8), *turn, **sizes)
