@@ -41,19 +41,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.quality.acceptance_rows import DEFAULTS, LOOKUPS, rows, ways
 from benchmarks.quality.continuations import FACTS, TASKS
 from benchmarks.quality.drafting import DRAFTERS, LAYERED, PAGES, run
 from benchmarks.quality.prefilled import Subject
-from benchmarks.records.acceptance_tables import terminal_tables
-from benchmarks.records.rows import append
+from benchmarks.records.acceptance_tables import by_ranks, joined
+from benchmarks.records.columns import terminal
+from benchmarks.records.declared import shown
+from benchmarks.records.rows import Row, append
 from helix.config import MAX_QUERIES, SpeculationConfig
 from helix.schema import unknown
 from launch.inputs.arguments import helped, need_checkout, parse
@@ -152,6 +155,16 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
             print(f"{length} tokens, kvp={kvp}: {len(chosen)} ways in {took:.1f} s", file=sys.stderr, flush=True)
 
 
+def tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """Tables of what was measured at once."""
+    chosen = [r for r in rows if r["kind"] == "choices"]
+    tokens = joined([r for r in rows if r["kind"] != "choices"])
+    yield terminal(shown("acceptance-sampled", tokens), "tokens an iteration")
+    for name, title, found in (("choices", "choices", chosen), ("local", "choices of ranks", by_ranks(chosen))):
+        if found:
+            yield terminal(shown(f"acceptance-{name}", found), title)
+
+
 def main() -> None:
     """Measures, prints the tables and appends the rows."""
     if helped(sys.argv[1:], __doc__):
@@ -160,7 +173,7 @@ def main() -> None:
     try:
         values = parse(sys.argv[1:], KEYS, ("model",), words=("model",))
         for found in measure(values):
-            for table in terminal_tables(found):
+            for table in tables(found):
                 Console(width=200).print(table)
             if "output" in values:
                 append(values["output"], found)

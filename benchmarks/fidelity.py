@@ -55,8 +55,8 @@ from benchmarks.quality.fidelity_tasks import TASKS, FidelityTask, policies
 from benchmarks.quality.forced import Policy
 from benchmarks.quality.haystacks import KINDS
 from benchmarks.quality.prefilled import Subject
-from benchmarks.records.columns import cells, terminal
-from benchmarks.records.fidelity_tables import COLUMNS
+from benchmarks.records.columns import terminal
+from benchmarks.records.declared import shown
 from benchmarks.records.rows import append
 from helix.schema import unknown
 from launch.inputs.arguments import helped, need_checkout, parse
@@ -128,7 +128,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
 def tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
     """A table for each kind of row."""
     for kind, same in groupby(sorted(rows, key=lambda row: row["kind"]), key=lambda row: row["kind"]):
-        yield terminal(cells(COLUMNS[kind], list(same)), kind)
+        yield terminal(shown(f"fidelity-{kind}", list(same)), kind)
 
 
 def main() -> None:

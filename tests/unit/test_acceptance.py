@@ -6,7 +6,6 @@ import math
 from itertools import pairwise
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +20,6 @@ from benchmarks.quality.continuations import FACTS, TASKS, Continuation
 from benchmarks.quality.draft_meter import DraftMeter
 from benchmarks.quality.drafting import DRAFTERS, Drafting, Outcome, run
 from benchmarks.quality.prefilled import Subject
-from benchmarks.records import acceptance_figures, acceptance_tables
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import SpeculationConfig
 from helix.engine.core import Engine
@@ -33,7 +31,6 @@ from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from launch.inputs.compose import ROOT
 from tests.e2e.parity import LayerDrafts, SelfDrafts, build_engine
-from tests.legible import illegible
 from tests.sequences import generated_ids
 
 DEMO = ROOT / "assets/demo-model"
@@ -274,36 +271,6 @@ def test_prompts(tokenizer: Any) -> None:
 def test_what_cannot_be_measured(more: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         rows(**more)
-
-
-def recorded(policy: str, task: str, sparsity: float, share: float) -> dict[str, Any]:
-    gone = policy in ("window", "oracle")
-    return {
-        "kind": "acceptance", "model": "demo-model", "length": 8192, "kvp": 1, "task": task, "policy": policy,
-        "gamma": 3, "sparsity": sparsity, **dict.fromkeys(("recent", "reach", "block", "heads"), None if gone else 0),
-        "temperature": 0.0, "noise": None, "prompts": 2, "as_plain": 2, "tokens": 1 + 3 * share,
-        "tokens_range": [1.0, 4.0], "kept_share": [share, share, None], "kept_range": [[0.1, 0.9]] * 2 + [[0.0, 1.0]],
-        "device": "CPU", "commit": "a1",
-    } | ({} if gone else {"block": 1, "heads": "each"})  # fmt: skip
-
-
-def test_tables_and_figures() -> None:
-    made = [
-        recorded(policy, task, sparsity, share)
-        for policy, share in (("all", 0.5), ("window", 0.25), ("oracle", 0.75)) for task in TASKS
-        for sparsity in (0.02, 0.07)
-    ]  # fmt: skip
-    whole = acceptance_tables.joined(made)
-    assert len(whole) == 6 and whole[0]["mean"] == 2.5 and [*whole[0]["tasks"]] == [*TASKS]
-    assert acceptance_tables.widest([*made, few := {**made[0], "prompts": 1}]) == made and few not in made
-    for draw in (acceptance_figures.places, acceptance_figures.sparsities):
-        figure = draw(made)
-        assert [panel.get_title() for panel in figure.axes] == [f"{task}, 8K tokens" for task in TASKS]
-        assert not illegible(figure)
-        plt.close(figure)
-    lines = acceptance_figures.sparsities(made).axes[0].get_lines()
-    assert [[*line.get_ydata()] for line in lines] == [[2.5, 2.5], [1.75, 1.75], [3.25, 3.25]]
-    plt.close("all")
 
 
 @pytest.mark.parametrize("kvp", [1, 2])
