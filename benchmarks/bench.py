@@ -49,7 +49,6 @@ from benchmarks.models import (
     tier_needles,
     tier_prefill,
     tier_steps,
-    turns,
 )
 from benchmarks.papers import verification as verify
 from benchmarks.runner import Benchmark, Given, record, run
@@ -91,7 +90,6 @@ BENCHMARKS = {
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,
     "layer-drafts": layer_drafts.BENCHMARK,
-    "turns": turns.BENCHMARK,
     "lookup": lookup.BENCHMARK,
     "drafters": drafters.BENCHMARK,
     "prefill": prefill.BENCHMARK,
