@@ -17,7 +17,7 @@ from functools import cache
 
 from benchmarks import jobs
 from benchmarks.models.steps import ROOMY
-from benchmarks.models.workloads import K, M, fitting_spec, layouts, named
+from benchmarks.models.workloads import K, M, fitting_spec, named, widest
 from benchmarks.runner import Benchmark, Given, Part, Row
 
 MODELS = ("qwen2.5-7b",)
@@ -52,7 +52,7 @@ ON_CPU = {"roomy": (Probe(SPARSE, ((1, K),)), Probe(SPARSE, ((1, K), (1, 8 * K))
 def times_us(model: str, ranks: int, steps: int, job: Probe) -> dict[CostPoint, float]:
     """Time of a step at each point of a job, in the grid with the widest tpa that splits the KV."""
     spec, cut = fitting_spec(model, ranks)
-    grid = [layout for layout in layouts(spec, ranks, baselines=False) if layout.ep == 1][-1]
+    grid = widest(spec, ranks)
     record = jobs.measure(
         ranks,
         [

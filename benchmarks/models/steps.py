@@ -34,6 +34,7 @@ from benchmarks.models.workloads import (
     floor_s,
     layouts,
     named,
+    widest,
 )
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.schema import composed
@@ -131,7 +132,7 @@ def sparse_cases(
     for model in (given.models or models) if given.gpu else [SPARSE_ON_CPU[0].model]:
         spec, cut = fitting_spec(model, given.ranks)
         works = [Workload(model, batch, length) for batch, length in points]
-        grid = [layout for layout in layouts(spec, given.ranks, baselines=False) if layout.ep == 1][-1]
+        grid = widest(spec, given.ranks)
         for attention in attentions:
             yield works if given.gpu else SPARSE_ON_CPU, spec, grid, [*cut, *ROOMY, *attention]
 

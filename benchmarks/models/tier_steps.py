@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import jobs
 from benchmarks.kernels import tier
-from benchmarks.models.workloads import K, M, fitting_spec, layouts, named
+from benchmarks.models.workloads import K, M, fitting_spec, named, widest
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.schema import composed
 from helix.layout import HelixLayout
@@ -78,7 +78,7 @@ def cases(given: Given) -> list[tuple[bool, int, str]]:
 def measure(given: Given, host: bool, batch: int, kv: str) -> Iterator[Row]:
     """A row for each cell, of one job."""
     spec, _ = fitting_spec(MODEL if given.gpu else "demo", given.ranks)
-    layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
+    layout = widest(spec, given.ranks)
     length = (M if given.gpu else 16 * K) // (8 if batch > 1 else 1)
     cells = ON_GPU if not host else SEVERAL if batch > 1 else ON_HOST
     given_to = overrides(given, layout, batch, length, cells, host, kv)

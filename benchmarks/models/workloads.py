@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
@@ -194,3 +195,32 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
         return [*chosen, *(HelixLayout.create("helix", last.kvp, last.tpa, ep=ep) for ep in eps)]
     tp = HelixLayout.create("tp", 1, ranks)
     return [tp, *(HelixLayout.create("medha", layout.kvp, layout.tpa) for layout in split[-1:]), *split[-2:]]
+
+
+def widest(spec: DecoderSpec, ranks: int) -> HelixLayout:
+    """The grid with the widest tpa that splits the KV."""
+    return [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
+
+
+def decoding(
+    model: str,
+    layout: HelixLayout,
+    points: Sequence[tuple[int, int]],
+    gammas: Sequence[int],
+    steps: int,
+    kept: float,
+    *more: str,
+) -> list[str]:
+    """The overrides of a job that times decode steps with and without drafts, which are kept at a set rate."""
+    return [
+        *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}",
+        "hopb=off", "decode.stream=false", "bench=decode", f"bench.gammas={[*gammas]}",
+        f"bench.points=[{','.join(f'{batch}x{length}' for batch, length in points)}]", f"bench.steps={steps}",
+        f"bench.acceptance={kept}", *more,
+    ]  # fmt: skip
+
+
+def failed(points: Sequence[tuple[int, int]], gammas: Sequence[int], error: object) -> list[dict[str, Any]]:
+    """The rows of a job of which nothing was measured."""
+    of = product(points, gammas)
+    return [{"batch": batch, "length": length, "gamma": n, "failed": str(error)} for (batch, length), n in of]

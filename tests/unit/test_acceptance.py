@@ -107,32 +107,22 @@ def test_ways_are_those_that_differ() -> None:
 
 
 def test_refused_drafts_are_counted_by_how_probable_they_were() -> None:
-    """Greedy: none is the likeliest token, so none has more than half of the weight; over two ranks none is counted."""
-    found = rows(policies=["window", "full"], task=["facts"], gamma=[3], sparsity=[0.05])
-    window, full = found["window", "facts"], found["full", "facts"]
+    """Greedy: none is the likeliest token, so none has more than half of the weight."""
+    window = rows(policies=["window"], task=["facts"], gamma=[3], sparsity=[0.05])["window", "facts"]
     assert 0 < window["refused"] == sum(window["refused_tenths"]) == window["iterations"] - window["kept"][-1]
-    assert sum(window["refused_tenths"][5:]) == 0 == full["refused"]
-    over_two = rows(policies=["window"], task=["facts"], gamma=[3], sparsity=[0.05], kvp=[2])
-    assert over_two["window", "facts"]["refused"] == 0
+    assert sum(window["refused_tenths"][5:]) == 0 and window["as_plain"] == 2 and window["tokens"] < 4
 
 
-@pytest.mark.parametrize("kvp, temperature", [(2, 0.0), (1, 0.6)])
-def test_what_reads_everything_keeps_everything(kvp: int, temperature: float) -> None:
+def test_what_reads_everything_keeps_everything() -> None:
     """On two ranks too, and with the target's own noise."""
     found = rows(
         policies=["full", "any", "c2q"],
         sparsity=[1.0],
-        kvp=[kvp],
-        temperature=[temperature],
+        kvp=[2],
+        temperature=[0.6],
     )
     assert all(row["kept"] == row["tried"] and row["tokens"] == 4 for row in found.values())
     assert all(row["as_plain"] == row["prompts"] == 2 for row in found.values()) and len(found) == 3
-
-
-def test_few_keys_keep_less_and_change_nothing() -> None:
-    """Tokens that differ from those without drafts would be an error."""
-    few = rows(policies=["window", "quest", "ngram"], sparsity=[0.05])
-    assert few["window", "code"]["tokens"] < 4 and {row["as_plain"] for row in few.values()} == {2}
 
 
 class Planted(Drafter):
@@ -145,13 +135,6 @@ class Planted(Drafter):
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         tokens = torch.zeros(kind.rows, kind.drafts, dtype=torch.int64, device=state.tokens.device)
         return Draft(tokens, outcome=tokens if self.holds else None)
-
-
-def test_wrong_drafts_are_all_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRAFTERS, "ngram", lambda way, runner: Planted(way.gamma, False))
-    row = rows(policies=["ngram"])["ngram", "code"]
-    assert row["tokens"] == 1 and row["kept"] == [0, 0, 0] and row["tried"] == [2 * NEW_TOKENS, 0, 0]
-    assert row["kept_share"] == [0, None, None]
 
 
 def test_drafts_that_change_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +224,8 @@ def test_prompts(tokenizer: Any) -> None:
         ({"length": [40000]}, "length=40000 must be within"),
         ({"policies": ["quest"], "sparsity": [0.3], "length": [32768]}, "are more than the 128 that a query chooses"),
         ({"prompts": 50, "task": ["copy"]}, "50 files of 16 lines to copy are more than"),
+        ({"policies": ["eagle3"]}, "policies=eagle3 needs layer=DIR"),
+        ({"policies": ["mtp", "any"]}, "beside mtp only ngram and suffix can be"),
     ],
 )
 def test_what_cannot_be_measured(more: dict[str, Any], words: str) -> None:
@@ -248,15 +233,14 @@ def test_what_cannot_be_measured(more: dict[str, Any], words: str) -> None:
         rows(**more)
 
 
-@pytest.mark.parametrize("kvp", [1, 2])
-def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any, kvp: int) -> None:
+def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any) -> None:
     """The demo model's EAGLE-3 layer on two prompts at once: with fewer drafts and beside lookups, no token changes."""
     layer = SpeculationConfig(drafter="eagle3", path=str(ROOT / "assets" / "demo-eagle3"))
-    prompts = [prompt(tokenizer, n) for n in (150, 300)]
+    prompts = [prompt(tokenizer, n) for n in (100, 160)]
     given = [Continuation("code", ids, (torch.empty(0).long(),)) for ids in prompts]
     ways = [Drafting("eagle3", 3), Drafting("suffix", 3), Drafting("eagle3", 2), Drafting("none")]
-    found = run(Subject.create("demo", kvp, "float32", layer), given, 24, ways)
-    layout = HelixLayout.create("helix", kvp)
+    found = run(Subject.create("demo", 2, "float32", layer), given, 24, ways)
+    layout = HelixLayout.create("helix", 2)
 
     def body(world: LoopbackWorld, rank: int) -> Any:
         comm = world.communicator(rank, layout.kvp_group(rank))
@@ -276,10 +260,3 @@ def test_drafts_of_a_layer_are_those_of_the_engine(tokenizer: Any, kvp: int) -> 
     # The engine's first token comes with the prefill, so that its iterations begin a token later.
     assert abs(sum(held) / len(held) - sum(n * k for n, k in kept.items()) / sum(kept.values())) < 0.5
     assert sum(sum(x.held) for x in found[ways[2]]) <= sum(held)
-
-
-def test_a_layer_is_named_and_beside_lookups_alone() -> None:
-    with pytest.raises(ValueError, match="policies=eagle3 needs layer=DIR"):
-        rows(policies=["eagle3"])
-    with pytest.raises(ValueError, match="beside mtp only ngram and suffix can be"):
-        rows(policies=["mtp", "any"])

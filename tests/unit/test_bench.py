@@ -22,17 +22,15 @@ from benchmarks.models import hopb, layer_drafts
 from benchmarks.models.http import HTTPClient, HTTPSeen, row, serving
 from benchmarks.models.speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
 from benchmarks.models.steps import time_job
-from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
+from benchmarks.models.workloads import WORKLOADS, fitting_layers, floor_s, layouts
 from benchmarks.quality import agent_turns
 from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
 from benchmarks.queue import Queue, QueuedJob, read
 from benchmarks.runner import Benchmark, Given, Part, record, run
 from benchmarks.schema import bench_points, check
-from helix.config import SpeculationConfig
 from helix.devices import ranks as ranks_of
 from helix.layout import HelixLayout
-from helix.models.loading import Checkpoint
-from helix.setup.parts import make_eagle3, make_layout
+from helix.setup.parts import make_layout
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec, spec_of
@@ -65,17 +63,6 @@ def test_the_layers_that_fit() -> None:
     assert fitting_layers(spec, 8, memory) == 3 + int((0.8 * 8 * memory - 2 * 1.85e9 - 3 * 2 * 0.6e9) / (2 * 11.5e9))
     assert fitting_layers(spec_of("llama-3.1-8b"), 1, memory) == 32
     assert fitting_layers(spec_of("llama-3.1-70b"), 1, memory) < 80
-
-
-def test_layouts_fit_and_cover_what_is_compared() -> None:
-    for model in {work.model for work in [*WORKLOADS, *BASELINES]}:
-        spec = spec_of(model)
-        for baselines in (False, True):
-            found = layouts(spec, 8, baselines)
-            for layout in found:
-                layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
-            assert {layout.mode for layout in found} == ({"tp", "medha", "helix"} if baselines else {"helix"})
-        assert all(layout.kvp >= 2 for layout in layouts(spec, 8, False))
 
 
 @pytest.mark.parametrize(
@@ -187,17 +174,6 @@ def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.Mo
     }  # fmt: skip
 
 
-def test_every_grid_with_an_exchange_over_the_link_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    given = Given(torch.device("cuda"), 16, ["llama-3.1-405b", "deepseek-r1"])
-    found = [(case.model, case.backend, case.layout.kvp, case.layout.tpa) for (case,) in hopb.cases(given)]
-    assert found == [
-        *(("llama-3.1-405b", "emulated", 16 // tpa, tpa) for tpa in (1, 2, 4, 8)), ("deepseek-r1", "emulated", 16, 1)
-    ]  # fmt: skip
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert [case.backend for (case,) in hopb.cases(Given(torch.device("cuda"), 2))] == ["nccl"]
-
-
 def test_models_are_cut_to_the_layers_that_fit_beside_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30), raising=False
@@ -244,14 +220,6 @@ def test_points_come_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [next(points), next(points)] == [{"a": 1}, {"a": 2}]
     with pytest.raises(jobs.JobError, match=r"^no room$"):
         next(points)
-
-
-def test_a_random_layer_is_one_for_the_model(tmp_path: Path) -> None:
-    spec = spec_of("demo")
-    layer_drafts.write_eagle3(spec, tmp_path)
-    layer = make_eagle3(SpeculationConfig(drafter="eagle3", path=str(tmp_path)), spec)
-    ids = Checkpoint(tmp_path).whole("d2t") + torch.arange(layer.vocab or 0)
-    assert layer.hidden == spec.hidden and int(ids[-1]) < spec.vocab and bool((ids[1:] > ids[:-1]).all())
 
 
 # Of prompts alone.
@@ -314,11 +282,6 @@ def test_a_front_only_rises_for_gpus_where_it_falls_for_users() -> None:
     step = timed.front(load_spec("llama-3.1-405b"), load_hardware("h100"), timed.LENGTHS[0], "helix")
     assert step is not None and step.fits.all()
     assert (step.user[1:] > step.user[:-1]).all() and (step.gpu[1:] < step.gpu[:-1]).all()
-
-
-def test_nothing_fits_where_ranks_are_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed, "RANKS", (2, 4))
-    assert timed.front(load_spec("deepseek-r1"), load_hardware("h100"), timed.LENGTHS[0], "helix") is None
 
 
 def test_cases_of_a_gpu_come_with_the_fewest_ranks_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from torch import Tensor
 from benchmarks import fidelity
 from benchmarks.fidelity import measure
 from benchmarks.quality import fidelity_tasks, forced, haystacks, prefilled
-from benchmarks.quality.agreement import common_prefix, compare, mcnemar, paired, wilson
-from benchmarks.quality.fidelity_tasks import policies
+from benchmarks.quality.agreement import common_prefix, compare, mcnemar, wilson
 from benchmarks.quality.forced import Policy, run
 from benchmarks.quality.haystacks import Haystack, texts
 from benchmarks.quality.hits import HitMeter
@@ -55,12 +53,6 @@ def test_the_exact_test_of_pairs(lost: int, won: int) -> None:
     seen = math.comb(n, lost)
     wanted = sum(math.comb(n, i) for i in range(n + 1) if math.comb(n, i) <= seen) / 2**n
     assert mcnemar(lost, won) == pytest.approx(wanted)
-
-
-def test_known_pairs() -> None:
-    assert mcnemar(24, 0) == 2 * 2**-24 and mcnemar(0, 0) == mcnemar(7, 7) == 1
-    found = paired([True, False, False, True], [True, True, False, False])
-    assert (found["hits"], found["lost"], found["won"], found["p"]) == (2, 1, 1, 1)
 
 
 def test_comparison() -> None:
@@ -122,15 +114,6 @@ def test_policies_over_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert over_two["blocks_read"] == 6 and over_two["kl"] == pytest.approx(few["kl"], abs=1e-4)
 
 
-def test_caches_of_few_bits_are_read_from_the_prefill_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alike by one rank and by two; values alone lose less."""
-    known(monkeypatch, *(Policy(kv, page=16, kv=kv) for kv in ("fp8", "k16v8")))
-    found, over_two = rows(steps=12), rows(steps=12, kvp=2)
-    assert 0 < found["k16v8"]["kl"] < found["fp8"]["kl"] < 0.1 and found["fp8"]["kv"] == "fp8"
-    for kv in ("fp8", "k16v8"):
-        assert over_two[kv]["kl"] == pytest.approx(found[kv]["kl"], rel=0.2)
-
-
 def test_what_read_everything_is_dense_and_an_error(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = texts(tokenizer, 1, 200)
     case = [ids[0, :-2]], 2, [Policy("dense", page=16), Policy("all", BUDGETS[40], 16)]
@@ -159,7 +142,7 @@ def test_prompts_of_any_length_stand_for_themselves(tokenizer: Any, monkeypatch:
     assert batches["few"].blocks_read == pytest.approx(both["few"].blocks_read)
 
 
-@pytest.mark.parametrize("task, prompts, distant", [("needles", 4, 3), ("facts", 1, 3), ("hops", 1, 2)])
+@pytest.mark.parametrize("task, prompts, distant", [("needles", 4, 3), ("hops", 1, 2)])
 def test_a_window_never_retrieves(monkeypatch: pytest.MonkeyPatch, task: str, prompts: int, distant: int) -> None:
     """Unless what it is to retrieve lies in it: the last line does, in either task."""
     known(monkeypatch, FEW, Policy("window", BlockBudget(1, 5, 0, 0), 16))
@@ -181,29 +164,6 @@ def test_hits_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == 0 < few["named"] < 1 and all(0 < share < 1 for share in others)
     assert few["hits_by_layer"][0] == few["hits_ahead_by_layer"][0] and few["hits"] < few["hits_ahead"] < 1
     assert few["fetched_ahead"] > 1 == few["fetched_ahead_by_layer"][0]
-
-
-def test_free_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    known(monkeypatch, FEW, Policy("window", BUDGETS[0], 16))
-    found = rows(task="free", steps=24)
-    assert found["dense"]["common"] == [24, 24] and found["dense"]["whole"] == 2
-    assert found["window"]["mean_common"] < 24
-
-
-def test_bounds_that_are_not_kept_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a page of new text has left the window, nothing differs; then it does."""
-    monkeypatch.setattr(fidelity_tasks, "KEPT_UP", ("few",))
-    monkeypatch.setattr(fidelity_tasks, "LATE", 40)
-    known(monkeypatch, FEW)
-    found = rows(task="generated", steps=56, length=[180], count=1)
-    kept, frozen = found["few"], found["few-frozen"]
-    assert frozen["frozen"] and not kept["frozen"] and kept["blocks_read"] == frozen["blocks_read"]
-    assert kept["late"]["steps"] == 16 and kept["late"]["kl"] != frozen["late"]["kl"]
-    ids = texts(load_tokenizer(DEMO), 1, 180)
-    both = run(
-        setting(), [ids[0, :-56]], 8, [Policy("dense", page=16), FEW, replace(FEW, name="z", frozen=True)], ids[:, -72:]
-    )
-    assert torch.equal(both["few"].logits, both["z"].logits)
 
 
 class Wrong(DenseAttention):
@@ -234,19 +194,6 @@ def test_hidden_lines(tokenizer: Any) -> None:
             assert len(tokenizer.encode(prompt[: prompt.index(line)])) / 850 == pytest.approx(depth, abs=0.08)
 
 
-def test_lines_that_name_the_next(tokenizer: Any) -> None:
-    """A chain's next line names the answer before; lines, numbers and depths are those of plain facts."""
-    found, plain = (
-        Haystack(tokenizer, "code", 900).hide([0.1, 0.6, 0.9], 900, 4, chained) for chained in (True, False)
-    )
-    answers = [tokenizer.decode(found.follows[answer]) for answer in found.answers]
-    wanted = [line.split()[5] for line in tokenizer.decode(found.follows).split("\n")[1:]]
-    assert [f" {word}" for word in wanted] == answers[:-1] and found.depths == plain.depths
-    assert answers == [tokenizer.decode(plain.follows[answer]) for answer in plain.answers]
-    for word, answer in zip(wanted, answers[1:], strict=True):
-        assert tokenizer.decode(found.prompt).count(f"\n# The magic number for {word} is{answer}.\n") == 1
-
-
 @pytest.mark.parametrize(
     "more, words",
     [
@@ -263,12 +210,6 @@ def test_lines_that_name_the_next(tokenizer: Any) -> None:
 def test_what_cannot_be_compared(more: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, OSError), match=words):
         rows(**more)
-
-
-def test_every_policy_has_a_name_of_its_own() -> None:
-    names = [policy.name for policy in policies()]
-    assert len({*names}) == len(names) and names[0] == "dense"
-    assert {p.keys for p in policies() if p.name in ("bounds-32", "window-4736")} == {4736}
 
 
 def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,10 @@ from benchmarks import jobs
 from benchmarks.constants import LEAST_S
 from benchmarks.models import steps
 from benchmarks.planner import main
-from benchmarks.records import figures, sparse_bill, tables
-from benchmarks.records.planner_check import regrets
-from benchmarks.records.recorded_steps import Cell, cell_of, halves, read_cells
-from benchmarks.records.sparse_bill import Account, Bill, accounts, bill_table, crossover_table, reads, summary
+from benchmarks.records import figures, sparse_bill
+from benchmarks.records.recorded_steps import cell_of, read_cells
+from benchmarks.records.sparse_bill import Bill, accounts, bill_table, reads, summary
 from helix.planner.points import Sparse
-from launch.inputs.comparing import crossover
 from tests.legible import illegible
 
 K = 1024
@@ -143,11 +141,6 @@ def test_the_bill_of_the_source_comes_out_of_its_table() -> None:
     assert short.r2() > 0.99 and short.r2(short.without_finding) < 0.6
 
 
-def test_a_crossover() -> None:
-    assert crossover(lambda n: n - 37, 100) == 37 and crossover(lambda n: n - 37, 37) == 37
-    assert crossover(lambda n: n - 37, 36) is None and crossover(lambda n: 0.0, 5) == 1
-
-
 # ---- rows
 
 
@@ -165,14 +158,6 @@ def test_a_sparse_row_that_read_everything_is_none(change: dict[str, Any], words
         read_cells([write(tmp_path / "steps.jsonl", [dense, changed])])
     short = row(ONE, 1, 4 * K, Sparse(32), 1.0) | {"blocks_read_per_rank": [32.0]}  # fewer than are allowed
     assert read_cells([write(tmp_path / "steps.jsonl", [short])])[0].sparse == Sparse(32)
-
-
-def test_dense_and_sparse_steps_of_a_point_are_not_mixed(tmp_path: Path) -> None:
-    cells = read_cells([write(tmp_path / "steps.jsonl", planted())])
-    assert len(cells) == len(planted()) and {cell.sparse for cell in cells} == set(BUDGETS)
-    assert regrets(cells) == [], "one layout: there is nothing to choose between"
-    fitted, held_out = halves(cell for cell in cells if cell.is_dense)
-    assert fitted and {cell.sparse for cell in (*fitted, *held_out)} == {None}
 
 
 def test_what_the_benchmark_keeps_is_what_the_bill_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,19 +201,6 @@ def test_what_the_benchmark_keeps_is_what_the_bill_reads(monkeypatch: pytest.Mon
 # ---- shown
 
 
-def test_tables_come_with_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_bill, "RESULTS", tmp_path)
-    names = "sparse-bill", "sparse-crossover"
-    assert [tables.TABLES[name]() for name in names] == [[], []]
-    write(tmp_path / "sparse-steps.jsonl", planted())
-    write(tmp_path / "sparse-steps.emulated-8.jsonl", planted(layout=EIGHT))
-    bills, lengths = (tables.TABLES[name]() for name in names)
-    assert len(bills) == len(lengths) == 2 + 4
-    assert bills[2].startswith("| qwen2.5-7b, helix kvp=2 tpa=4, emulated on 1 | k=8 | 20 + 20 | 4.40 TB/s | 0.70 ms |")
-    assert bills[4].startswith("| qwen2.5-7b, one NVIDIA H200 | k=8 |") and bills[5].count("|") == bills[0].count("|")
-    assert "tokens" in lengths[5] and lengths[0].endswith("| batch 1 | batch 2 | batch 4 | batch 8 |")
-
-
 def test_the_map_shows_what_was_measured_and_projects_the_rest() -> None:
     rows = planted() + planted(layout=EIGHT) + [row(ONE, 8, LENGTHS[-1], None, 1.0) | {"failed": "no room"}]
     figure = figures.sparse_map(rows)
@@ -255,18 +227,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(sparse_bill, "RESULTS", tmp_path / "none")
     main(["bill"])
     assert "nothing to fit: it takes block-sparse steps" in capsys.readouterr().out
-
-
-def test_a_model_with_weights_is_read_as_well() -> None:
-    """The demo has a checkpoint, whose layers no key sets."""
-    rows = [row(ONE, 1, length, None, 1.0) | {"model": "demo", "layers": 8} for length in (K, 2 * K)]
-    assert [len(cell_of(of).spec.layers) for of in rows] == [8, 8]
-    assert len(cell_of(rows[0] | {"model": "qwen2.5-7b", "layers": 3}).spec.layers) == 3
-
-
-def test_accounts_need_both_kinds() -> None:
-    dense: list[Cell] = [cell_of(of) for of in planted() if of["sparse"] is None]
-    assert accounts(dense) == [] and accounts([cell_of(of) for of in planted() if of["sparse"] is not None]) == []
-    lonely: list[Account] = accounts([*dense, cell_of(row(ONE, 16, 8 * K, Sparse(8), 1e-3))])
-    assert lonely[0].measured == {} and "times as fast" not in summary(lonely)
-    assert len(crossover_table(lonely)) == 2

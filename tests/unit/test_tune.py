@@ -65,23 +65,6 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], said: 
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_the_run_that_is_started_is_the_users(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "layout.kvp=2", "speculation.policy=c2q")
-    assert (config.bench.kind, config.speculation.drafter, config.speculation.gamma) == ("tune", "sparse", 4)
-    assert (config.layout.kvp, config.speculation.policy) == (2, "c2q")
-    assert config.bench.output == str(tmp_path / "tuned" / "mine.jsonl")
-    assert tune.overrides(["name=mine"])[1][:3] == ["bench=tune", "speculation=sparse", "speculation.gamma=11"]
-    plan = preflight(config, 2)
-    assert len(plan.prompts) == 2 and not plan.finished
-
-
-@pytest.mark.parametrize("name", ["sparse", "on", "NULL", "3", "a.b", "../x", "-a"])
-def test_names_that_are_not_taken(tmp_path: Path, name: str) -> None:
-    (tmp_path / "conf" / "speculation" / "sparse.yaml").write_text("drafter: sparse\n")
-    with pytest.raises(ValueError, match=f"^name={name}"):
-        tune.overrides([f"name={name}"])
-
-
 def test_a_name_is_needed_and_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, told in (
         (["model=demo"], "error: name missing: add name=NAME, and conf/speculation/NAME.yaml is written\n"),
@@ -120,16 +103,6 @@ def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt_ids": [1, 2, 9]}\n')
     with pytest.raises(ValueError, match="was measured with prompts="):
         preflight(config, 1)
-
-
-def test_another_file_is_not_touched(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    path = Path(str(config.bench.output))
-    for text, line in (('{"id": 0}\n{}\n', 1), ("hello\n\n", 1)):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=f"line {line}, is none of tuning: move the file away"):
-            preflight(config, 1)
-        assert path.read_text() == text
 
 
 # ---- what is written

@@ -123,27 +123,6 @@ def test_plain_decoding_and_ngram_may_be_faster() -> None:
     assert plain.chosen == plain.plain and plain.sparse.rate < plain.plain.rate
 
 
-def test_what_is_hardly_faster_is_not_chosen() -> None:
-    def hardly(way: DraftSource) -> Measured:
-        return Measured(way, (1.0,), 3e-3 if way.drafter == "none" else 2.97e-3)
-
-    assert asked(CANDIDATES, hardly)[0].chosen.way == DraftSource("none")
-
-
-def test_forced_drafts_keep_their_sparsity() -> None:
-    found, ways = asked(TuningGrid((0.07,), GAMMAS, 11, forced=0.07), world())
-    assert {way.sparsity for way in ways if way.gamma} == {0.07} and found.ngram is None and found.level is None
-    assert found.sparse.rate == max(world()(DraftSource("sparse", g, 0.07)).rate for g in GAMMAS)
-
-
-def test_the_grid_is_all_of_it() -> None:
-    found, ways = asked(TuningGrid(SPARSITIES, GAMMAS, 11, grid=True), world())
-    assert {way for way in ways if way.drafter == "sparse"} == {
-        DraftSource("sparse", g, s) for g in GAMMAS for s in SPARSITIES
-    }
-    assert found == asked(CANDIDATES, world())[0]
-
-
 @given(st.integers(0, 30))
 def test_a_second_start_goes_on_and_finds_the_same(interrupted: int) -> None:
     whole, ways = asked(CANDIDATES, world())
