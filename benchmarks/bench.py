@@ -25,7 +25,6 @@ from benchmarks.kernels import (
     mla,
     mla_prefill,
     moe,
-    sampling,
     sparse,
     tier,
 )
@@ -73,7 +72,6 @@ BENCHMARKS = {
     "delta": delta.BENCHMARK,
     "verify": verify.BENCHMARK,
     "accept": accept.BENCHMARK,
-    "sampling": sampling.BENCHMARK,
     "sparse": sparse.BENCHMARK,
     "tier": tier.BENCHMARK,
     "comm": comm.BENCHMARK,

@@ -1,4 +1,4 @@
-"""Serves requests by the clock, inside one job: time between tokens, first tokens, and what is left behind.
+"""Serves requests by the clock, inside one job: time between tokens, and first tokens.
 
 `helix bench serve`; Qwen2.5-7B's shape with random weights over all GPUs (`bench=serve`). Contexts are
 random numbers in the cache that rank 0 takes for those of some tokens; what comes behind them is computed. Each row is
@@ -14,10 +14,7 @@ from benchmarks import jobs
 from benchmarks.models.workloads import named
 from benchmarks.runner import Benchmark, Given, Part, Row
 
-COLUMNS = (
-    "trace batch length decide_p50_us over_step first_p99_ms over_alone gap_p99_ms gap_max_ms tokens_per_s pages_left "
-    "never_ended"
-)
+COLUMNS = "trace batch length over_step first_p99_ms over_alone gap_p99_ms gap_max_ms tokens_per_s"
 
 
 def measure(given: Given, ranks: int) -> Iterator[Row]:

@@ -160,7 +160,7 @@ def items() -> list[Item]:
             "2.1.1: partial output and LSE, one all-to-all, exact",
             "done",
             _correct(),
-            "python -m benchmarks.correctness",
+            "helix needles",
         ),
         Item("2.1.2: bytes of the exchange independent of S", "done", _exchange(), "helix bench comm"),
         Item(
