@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from benchmarks.cases import cases as listed
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import ROTATED, read_ceiling, seconds
 from kernels.moe.experts import RoutedExperts
@@ -39,20 +40,9 @@ class Experts:
     shared_count: int = 0
 
 
-MODELS = [
-    Experts("Qwen3-30B-A3B", 128, 8, 2048, 768),
-    Experts("gpt-oss-20b", 32, 4, 2880, 2880, "top_softmax", clamped=True),
-    Experts("DeepSeek-R1", 256, 8, 7168, 2048, "sigmoid", 8, 4, shared_count=1),
-    Experts("DeepSeek-V2-Lite", 64, 6, 2048, 1408, shared_count=2),
-]
-FEW_BITS: list[tuple[Experts, Stored]] = [
-    (MODELS[2], "fp8"),
-    (Experts("Qwen3-235B-A22B", 128, 8, 4096, 1536), "fp8"),
-    (MODELS[0], "fp8"),
-    (Experts("GLM-5.2", 256, 8, 6144, 2048, "sigmoid", shared_count=1), "fp8"),
-    (Experts("Qwen3.5-397B-A17B", 512, 10, 4096, 1024), "fp8"),
-    (Experts("gpt-oss-120b", 128, 4, 2880, 2880, "top_softmax", clamped=True), "mxfp4"),
-]
+ALL = {case[0]: Experts(*case) for case in listed("moe")}
+MODELS = [*ALL.values()][:4]
+FEW_BITS: list[tuple[Experts, Stored]] = [(ALL[name], stored) for name, stored in listed("moe-few-bits")]
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CHUNK = 8192  # tokens of a prefill

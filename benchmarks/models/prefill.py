@@ -18,6 +18,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import jobs
+from benchmarks.cases import cases as listed
 from benchmarks.kernels.attention import TORCH
 from benchmarks.models.workloads import named
 from benchmarks.runner import Benchmark, Given, Part, Row
@@ -28,7 +29,6 @@ from kernels.attention.flash_prefill import flash_prefill
 from kernels.paged_keys import PagedKeys
 
 K = 1024
-KERNELS = [(28, 4, 4 * K, 32 * K), (28, 4, 4 * K, 128 * K), (8, 1, 8 * K, 32 * K), (32, 8, 4 * K, 128 * K)]
 # Query and KV heads of a rank, keys, and chunks of so many queries: the first is the one that others stand beside.
 CHUNKS = [
     (28, 4, 512 * K, (8 * K, K, 256, 100, 16)),
@@ -149,7 +149,7 @@ def _replayed(run: Callable[[], Any], device: torch.device) -> float:
 
 def kernel_cases(given: Given) -> Iterator[tuple[int, int, int, int, float]]:
     """Shapes and the matrix rate; none where GPUs emulate ranks: the kernel is the same."""
-    shapes = [] if given.emulated else KERNELS if given.gpu else [(4, 2, 128, 512)]
+    shapes = [] if given.emulated else listed("prefill") if given.gpu else [(4, 2, 128, 512)]
     rate = matrix_tflops(given.device) if shapes else 0.0
     return ((*shape, rate) for shape in shapes)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.cases import cases
 from benchmarks.timer import PRODUCT_CEILING, READ_CEILING
 from helix.layers.specs import MLASpec, MoESpec
 from helix.layout import HelixLayout
@@ -41,33 +42,9 @@ class Workload:
     vllm_ms: float | None = None
 
 
-WORKLOADS = [
-    Workload("qwen2.5-7b", 1, 128 * K, 2.5, 3.61),
-    Workload("qwen2.5-7b", 1, M, 1.5, 10.37),
-    Workload("qwen2.5-7b", 8, 128 * K, 1.5, 6.24),
-    Workload("qwen2.5-7b", 8, M, 1.12),
-    Workload("qwen2.5-3b", 1, 128 * K, vllm_ms=4.03),
-    Workload("qwen2.5-3b", 1, M, vllm_ms=6.38),
-    Workload("qwen2.5-3b", 8, 128 * K, vllm_ms=5.37),
-    Workload("llama-3.1-8b", 1, 128 * K, 2.2, 3.47),
-    Workload("llama-3.1-8b", 1, M, 1.3, 11.20),
-    Workload("llama-3.1-8b", 8, 128 * K, 1.3, 6.48),
-    Workload("llama-3.1-70b", 1, 128 * K, 1.6),
-    Workload("llama-3.1-70b", 1, M, 1.25),
-    Workload("llama-3.1-70b", 8, 128 * K, 1.25),
-    *[
-        Workload(model, batch, length)
-        for model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-r1")
-        for batch, length in ((1, 128 * K), (1, M), (8, 128 * K), (8, M))
-    ],
-]
-# Models of 2, 4, 8 KV heads, and of one latent; batches up to what memory holds, for the curve of users against GPUs.
-BASELINES = [
-    Workload(model, batch, length)
-    for model in ("qwen2.5-3b", "qwen2.5-7b", "llama-3.1-8b", "deepseek-v2-lite")
-    for length, batches in ((128 * K, (1, 8, 32)), (M, (1, 2, 4, 8)))
-    for batch in batches
-] + [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-r1")]
+WORKLOADS = [Workload(*case) for case in cases("step")]
+BASELINES = [Workload(*case) for case in cases("baselines")]
+BASELINES += [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-r1")]
 
 
 class Items(NamedTuple):

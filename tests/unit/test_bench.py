@@ -29,7 +29,6 @@ from benchmarks.queue import Queue, QueuedJob, read
 from benchmarks.runner import Benchmark, Given, Part, record, run
 from benchmarks.schema import bench_points, check
 from helix.devices import ranks as ranks_of
-from helix.layout import HelixLayout
 from helix.setup.parts import make_layout
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
@@ -159,21 +158,6 @@ def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
     assert len(out.read_text().splitlines()) == 7 and "appended 3 lines" in capsys.readouterr().out
 
 
-def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ("ttl", "mla", "delay", "timeline")
-    job = {"hopb": [{"kind": kind} for kind in kinds]}
-    monkeypatch.setattr(jobs, "measure", lambda ranks, overrides: job)
-    given = Given(torch.device("cuda"), 2, ["qwen2.5-3b", "qwen2.5-7b"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(hopb, "cut", lambda *args: [])
-    counted = {case: [row["kind"] for row in hopb.measure(given, case)] for (case,) in hopb.cases(given)}
-    grid = HelixLayout.create("helix", 2)
-    assert counted == {
-        hopb.Case("qwen2.5-3b", "symm_mem", grid): [*kinds], hopb.Case("qwen2.5-3b", "nccl", grid): ["ttl", "mla"],
-        hopb.Case("qwen2.5-7b", "symm_mem", grid): ["ttl"], hopb.Case("qwen2.5-7b", "nccl", grid): ["ttl"],
-    }  # fmt: skip
-
-
 def test_models_are_cut_to_the_layers_that_fit_beside_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30), raising=False
@@ -276,20 +260,6 @@ def test_points_are_of_the_front_and_fit(model: str) -> None:
         assert layout.world_size in timed.RANKS
         layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
         assert len({(work.batch, work.length) for work in same}) == len(same)
-
-
-def test_a_front_only_rises_for_gpus_where_it_falls_for_users() -> None:
-    step = timed.front(load_spec("llama-3.1-405b"), load_hardware("h100"), timed.LENGTHS[0], "helix")
-    assert step is not None and step.fits.all()
-    assert (step.user[1:] > step.user[:-1]).all() and (step.gpu[1:] < step.gpu[:-1]).all()
-
-
-def test_cases_of_a_gpu_come_with_the_fewest_ranks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    cases = [*timed.cases(Given(torch.device("cuda"), 1, ["deepseek-r1"]))]
-    ranks = [layout.world_size for layout, _ in cases]
-    assert ranks == sorted(ranks) and ranks[0] == 16
-    assert [layout.world_size for layout, _ in timed.cases(Given(torch.device("cpu"), 2))] == [2]
 
 
 LISTS = sorted((ROOT / "benchmarks" / "lists").glob("*.txt"))

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.models.speculate import with_gains
 from benchmarks.ranks.hopb import PEER_MEMORY
-from benchmarks.records import acceptance_figures, acceptance_tables, draft_gains, figures, fronts, rows, style
+from benchmarks.records import draft_gains, figures, fronts, rows, style
 from benchmarks.records.declared import cells, columns_of, declared, said
 from benchmarks.records.declared import rows_of as rows_of_table
 from benchmarks.records.figures import DRAWINGS, footer, main, rows_of
@@ -470,74 +470,10 @@ def test_lines_are_those_of_the_rows(
     plt.close(figure)
 
 
-def test_the_best_split_of_each_workload_is_drawn() -> None:
-    shared = {"model": "qwen2.5-7b", "batch": 1, "length": 128 * K, "floor_us": 500.0, "bar": 1.5}
-    of = [
-        {**shared, "layout": f"helix kvp={n} tpa={8 // n} -> tpf=8 ep=1", "ttl_p50_us": us}
-        for n, us in ((1, 300.0), (2, 900.0), (8, 650.0))
-    ]
-    figure = figures.step([*of, {**of[1], "length": M, "failed": "kv.tokens needs more pages"}])
-    (panel,) = figure.axes
-    assert [round(row.get_width(), 6) for row in panel.patches] == [1.3]  # kvp=1 is faster, and splits nothing
-    assert {text.get_text() for text in panel.texts} == {"1.30", "kvp=8 tpa=1", "does not fit"}
-    plt.close(figure)
-
-
-def test_the_slowest_regime_of_the_timeline_comes_first() -> None:
-    spans = {
-        "on": [("attention", i, 2 * i, 2 * i + 2) for i in range(4)] + [("exchange", 3, 8, 9.2)],
-        "off": [("attention", i, 2 * i, 2 * i + 2) for i in range(4)] + [("exchange", 3, 11.6, 12.8)],
-    }
-    names = "stream", "chunk", "start_us", "end_us"
-    timed = [
-        {"regime": regime, "spans": [dict(zip(names, span, strict=True)) for span in of]}
-        for regime, of in spans.items()
-    ]
-    figure = figures.timeline(timed)
-    assert [panel.get_title(loc="left") for panel in figure.axes] == ["HOP-B: off", "HOP-B: on"]
-    texts = [[text.get_text() for text in panel.texts] for panel in figure.axes]
-    assert "12.8 us" in texts[0] and "9.2 us" in texts[1] and "saves 3.6 us" in texts[1]
-    plt.close(figure)
-
-
-def test_fronts_and_acceptance_are_drawn_from_planted_rows() -> None:
-    figure = fronts.figure(front_rows())
-    assert len([panel for panel in figure.axes if panel.lines]) == 2 and not illegible(figure)
-    made = [
-        {"kind": "acceptance", "model": "demo-model", "length": 8192, "kvp": 1, "task": task, "policy": policy,
-         "gamma": 3, "sparsity": sparsity, "recent": None, "reach": None, "block": None, "heads": None,
-         "temperature": 0.0, "noise": None, "prompts": 2, "tokens": 1 + 3 * share, "kept_share": [share, share, None],
-         "kept_range": [[0.1, 0.9]] * 2 + [[0.0, 1.0]]}
-        for policy, share in (("all", 0.5), ("window", 0.25)) for task in ("code", "copy") for sparsity in (0.02, 0.07)
-    ]  # fmt: skip
-    whole = acceptance_tables.joined(made)
-    assert len(whole) == 4 and whole[0]["mean"] == 2.5 and [*whole[0]["tasks"]] == ["code", "copy"]
-    assert acceptance_tables.widest([*made, few := {**made[0], "prompts": 1}]) == made and few not in made
-    lines = acceptance_figures.sparsities(made).axes[0].get_lines()
-    assert [[*line.get_ydata()] for line in lines] == [[2.5, 2.5], [1.75, 1.75]]
-    assert not illegible(acceptance_figures.places(made))
-    plt.close("all")
-
-
 def test_the_foot_says_what_was_emulated() -> None:
     row = {"device": "NVIDIA H200", "commit": "a1"}
     assert footer([row, {**row, "commit": "b2"}]) == "measured on NVIDIA H200, commits a1, b2"
     assert footer([{**row, "emulated_by": 2}]) == "emulated on 2 x NVIDIA H200, commit a1"
-
-
-def test_missing_results_are_skipped_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows_of_hopb = [
-        {"kind": "ttl", "backend": "symm_mem", "model": "a-7b", "batch": batch, "length": M, "chunks": 2, "off_us": 9.0,
-         "on_us": 8.0, "device": "H200", "commit": "a"}
-        for batch in (2, 8)
-    ]  # fmt: skip
-    (tmp_path / "hopb.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_hopb))
-    main([f"results={tmp_path}", f"figures={tmp_path / 'figures'}"])
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == len(DRAWINGS) and sum(line.startswith("skipped") for line in told) == len(DRAWINGS) - 1
-    assert f"{tmp_path / 'comm.jsonl'} does not exist" in told[list(DRAWINGS).index("comm")]
-    assert "has no lines for it" in told[list(DRAWINGS).index("hopb-timeline")]
-    assert [png.name for png in (tmp_path / "figures").iterdir()] == ["hopb.png"]
 
 
 @pytest.mark.parametrize(
