@@ -28,9 +28,10 @@ def _value(text: Any) -> Any:
 
 
 def cases(name: str, gpu: bool = True) -> list[tuple[Any, ...]]:
-    """The arguments of each case of a benchmark, in order; without a GPU, of the tiny ones, `NAME-cpu`."""
+    """The arguments of each case of a benchmark, in order; without a GPU of a tiny one, `NAME-cpu`, or of the first."""
+    tiny = not gpu and f"{name}-cpu" in _declared()
     found: list[tuple[Any, ...]] = []
-    for line in _declared()[name if gpu else f"{name}-cpu"]:
+    for line in _declared()[f"{name}-cpu" if tiny else name]:
         fields = [field.split(",") for field in line.split()] if isinstance(line, str) else [[field] for field in line]
         found += product(*([_value(one) for one in field] for field in fields))
-    return found
+    return found if gpu or tiny else found[:1]

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cases import cases as listed
-from benchmarks.runner import Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import DIM, PAGE, READ_CEILING, ROTATED, K, seconds
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
@@ -190,23 +190,3 @@ def measure_ragged(given: Given) -> list[Row]:
         s = AttentionCase(q, [(caches[0], caches[1])], table, torch.zeros_like(hi), hi)
         times[name] = seconds(s.ours, 1, device) * 1e6
     return [{"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}]
-
-
-KV = Part(
-    lambda given: listed("attention-fp8")[: None if given.gpu else 1],
-    measure_kv,
-    "heads batch length queries us fp8_us fp8_us/us k16v8_us k16v8_us/us bar_us",
-    "keys and values in e4m3",
-)
-COLUMNS = f"heads batch length queries us of_ceiling {' '.join(f'{p}_us' for p in PEERS)} best_peer_over_ours bar_us"
-RAGGED = "100 x 1K + 4 x 128K tokens, and equal lengths"
-PARTS = (
-    Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),
-    Part(
-        lambda given: listed("attention-shapes", given.gpu),
-        measure_shape,
-        f"dim heads batch length us {' '.join(f'{p}_us' for p in PEERS)}",
-        "other head dims and groups",
-    ),
-    Part(lambda given: [()], measure_ragged, "us uniform_us", RAGGED),
-)

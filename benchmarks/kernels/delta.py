@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import cases as listed
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import ROTATED, seconds
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
@@ -128,22 +127,3 @@ def _peer_prompt(p: GatedDelta, length: int) -> Callable[[int], Any] | None:
     given = _rows(p, 1, length) | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     state = torch.randn(1, len(p.a_log), DIM, DIM, device=p.conv.device)
     return lambda i: chunk_gated_delta_rule(**given, initial_state=state)
-
-
-BENCHMARK = Benchmark(
-    "Gated DeltaNet's steps and prompts beside fla-core's, on one GPU",
-    __doc__,
-    (
-        Part(
-            lambda given: listed("delta-step") if given.gpu else [(2, 2, 1, 2)],
-            measure,
-            "heads batch queries us tb_per_s bar_us fla_us",
-        ),
-        Part(
-            lambda given: listed("delta-prompt") if given.gpu else [(2, 2, 70)],
-            measure_prompt,
-            "heads length us fla_us",
-            "chunks of prompts",
-        ),
-    ),
-)

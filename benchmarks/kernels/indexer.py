@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import cases as listed
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import PAGE, ROTATED, K, seconds
 from helix.attention.dense import attend_chosen
 from kernels.indexer.choose import PLANES, choose_tokens
@@ -133,29 +132,3 @@ def measure_reads(given: Given, heads: int, rows: int, tokens: int) -> list[Row]
 
 def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-BENCHMARK = Benchmark(
-    "scores, choice and attention of an indexer's layer, on one GPU",
-    __doc__,
-    (
-        Part(
-            lambda given: listed("indexer-scan", given.gpu),
-            measure_scan,
-            "heads batch queries tokens us fp8_us tb_per_s tflops bar_us",
-            "scores",
-        ),
-        Part(
-            lambda given: listed("indexer-choice", given.gpu),
-            measure_choice,
-            "rows ranks tokens us bar_us",
-            "choice",
-        ),
-        Part(
-            lambda given: listed("indexer-reads", given.gpu),
-            measure_reads,
-            "heads rows tokens us fp8_us tflops",
-            "attention over chosen tokens",
-        ),
-    ),
-)

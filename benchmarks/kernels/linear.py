@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cases import cases as listed
-from benchmarks.runner import Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import ROTATED, seconds
 from kernels.attention.kv_append import kv_append
 from kernels.dense.linear import linear
@@ -143,7 +143,3 @@ def fp8_cases(given: Given) -> Iterator[tuple[Matrix, int]]:
             yield matrix, rows
         if given.gpu and matrix.name.startswith("whole"):
             yield matrix, CHUNK
-
-
-PART = Part(cases, measure, "kind matrix rows us cublas_us apart_us bar_us")
-FP8 = Part(fp8_cases, measure_fp8, "matrix rows us fp8_us fp8_us/us bar_us", "weights in e4m3")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import cases as listed
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import PAGE, READ_CEILING, ROTATED, seconds
 from kernels.mla.decode import mla_decode
 from kernels.paged_keys import PagedKeys
@@ -134,19 +134,3 @@ def _few(s: MLACase, cache: torch.Tensor) -> PagedKeys:
     latents, scales = (torch.cat(planes) for planes in zip(*parts, strict=True))
     bounds = s.table, s.lo, s.hi, SCALE
     return PagedKeys(latents, latents, *bounds, k_scale=scales.mT.contiguous(), rope=cache[..., LATENT:].contiguous())
-
-
-COLUMNS = "heads batch length queries us tb_per_s tflops flashinfer_us peer_over_ours bar_us"
-BENCHMARK = Benchmark(
-    "DeepSeek's decode attention beside FlashInfer's, on one GPU",
-    __doc__,
-    (
-        Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),
-        Part(
-            lambda given: FP8_ROWS if given.gpu else FP8_ROWS[:1],
-            measure_fp8,
-            "heads batch length queries us fp8_us fp8_us/us bar_us",
-            "latents in e4m3",
-        ),
-    ),
-)

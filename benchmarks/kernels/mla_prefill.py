@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import cases as listed
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import PAGE, seconds
 from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.prefill import mla_prefill
@@ -54,16 +53,3 @@ def measure(given: Given, heads: int, queries: int, length: int) -> list[Row]:
     pairs = queries * (length - queries / 2) * heads
     products = pairs * (NOPE + ROPE + VALUE) + length * len(expand) * LATENT
     return [row | {"tflops": 2 * products / row["us"] / 1e6}]
-
-
-BENCHMARK = Benchmark(
-    "attention of MLA's prompts over latents, and over keys and values expanded of them",
-    __doc__,
-    (
-        Part(
-            lambda given: listed("mla-prefill", given.gpu),
-            measure,
-            "heads queries length absorbed_us us us/absorbed_us tflops",
-        ),
-    ),
-)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from benchmarks.cases import cases as listed
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import ROTATED, read_ceiling, seconds
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import Scoring, route
@@ -161,13 +161,4 @@ def _is_chosen(model: Experts, given: Given) -> bool:
     return given.models is None or model.name in given.models
 
 
-BENCHMARK = Benchmark(
-    "a rank's routed experts beside the bytes of those that are touched, on one GPU",
-    __doc__,
-    (
-        Part(cases, measure, "model tpf ep tokens experts us route_us bar_us us/bar_us"),
-        Part(few_bits_cases, measure, "model tpf ep tokens experts us bar_us us/bar_us", "weights of a few bits"),
-        Part(verified_cases, measure, "model tokens experts bytes us inherent_us us/inherent_us", "groups of drafts"),
-    ),
-    models=tuple(dict.fromkeys(model.name for model in (*MODELS, *(model for model, _ in FEW_BITS)))),
-)
+NAMES = tuple(dict.fromkeys(model.name for model in (*MODELS, *(model for model, _ in FEW_BITS))))

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import jobs
 from benchmarks.models.workloads import K, decoding, failed, fitting_spec, named, widest
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from helix.layout import HelixLayout
 
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
@@ -131,25 +131,3 @@ def adaptively(given: Given, model: str, batch: int) -> Iterator[Row]:
                 | {key: record[key] for key in keys}
                 | {"gain": record["tokens_per_s_user"] / plain["tokens_per_s_user"]}
             )
-
-
-BENCHMARK = Benchmark(
-    "decode steps of every drafter in one engine, over all GPUs",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "model drafter batch length gamma ttl_p50_us",
-            f"drafts with {SPARSITY:.0%} of the keys",
-        ),
-        Part(
-            adaptive_cases,
-            adaptively,
-            "model batch drafter tokens_per_step ttl_p50_us tokens_per_s_user gain",
-            "the number of drafts chosen while decoding, random weights",
-        ),
-    ),
-    models=MODELS,
-    emulated=True,
-)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import jobs
 from benchmarks.models.workloads import Items, K, M, decoding, failed, fitting_layers, named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from helix.layers.specs import AttentionSpec, MLPSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
@@ -122,19 +122,3 @@ def gains(model: str, row: Row, points: list[Row]) -> Row:
     over = row["ttl_p50_us"] / plain["ttl_p50_us"]
     tokens = PUBLISHED.get(model, {}).get(row["gamma"])
     return {"step_over_plain": over, "gain_published": None if tokens is None else tokens / over}
-
-
-BENCHMARK = Benchmark(
-    "decode steps with drafts of a layer for multi-token prediction or of EAGLE-3, over all GPUs",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "model drafter layers batch length gamma ttl_p50_us step_over_plain gain_published",
-            f"drafts kept at a rate of {KEPT}",
-        ),
-    ),
-    models=MODELS,
-    emulated=True,
-)

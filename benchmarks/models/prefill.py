@@ -21,7 +21,7 @@ from benchmarks import jobs
 from benchmarks.cases import cases as listed
 from benchmarks.kernels.attention import TORCH
 from benchmarks.models.workloads import named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import DIM, PAGE, replays
 from helix.worker.clock import seconds_of_each
 from kernels.attention import flash_prefill_sm90
@@ -176,35 +176,3 @@ def measure_prompts(given: Given) -> list[Row]:
     for row in rows:
         row["vllm_tp2_s"] = beside.get(row["length"])
     return rows
-
-
-KERNEL_PARTS = (
-    Part(kernel_cases, measure_kernel, "heads q_tokens length tflops matrix_tflops cudnn_tflops flash_tflops"),
-    Part(
-        chunk_cases,
-        measure_chunks,
-        "heads q_tokens length us tflops of_largest kernel general_us sm90_us",
-        title="chunks at the end of a prompt; of largest: the rate beside that of the largest chunk",
-    ),
-    Part(
-        together_cases,
-        measure_together,
-        "heads prompts length us tflops general_us sm90_us",
-        title="chunks of several whole prompts",
-    ),
-)
-KERNELS_ALONE = Benchmark("the prefill kernel alone, on one GPU", __doc__, KERNEL_PARTS)
-BENCHMARK = Benchmark(
-    "the prefill kernel beside torch's attention, and whole prompts over all GPUs",
-    __doc__,
-    (
-        *KERNEL_PARTS,
-        Part(
-            lambda given: [()],
-            measure_prompts,
-            "model layout batch length prefill_chunk prefill_s vllm_tp2_s prefill_s/vllm_tp2_s tokens_per_s "
-            "turn_ms short_of_long",
-        ),
-    ),
-    emulated=True,
-)

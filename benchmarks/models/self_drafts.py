@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import jobs
 from benchmarks.models.speculate import expected_tokens, with_gains
 from benchmarks.models.workloads import K, M, decoding, failed, fitting_spec, widest
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
 KEPT = 0.9  # of each draft behind kept ones; the paper's own is 0.96
@@ -66,19 +66,3 @@ def at_rates(row: Row, points: list[Row]) -> Row:
     plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == (row["batch"], row["length"], 0))
     over = plain["ttl_p50_us"] / row["ttl_p50_us"]
     return {"gain_at_rates": {str(rate): expected_tokens(row["gamma"], rate) * over for rate in RATES}}
-
-
-BENCHMARK = Benchmark(
-    "decode steps of models that draft for themselves, beside plain ones, over all GPUs",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "model batch length sparsity gamma ttl_p50_us tokens_per_step gain gain_at_rate",
-            f"drafts kept at a rate of {KEPT}",
-        ),
-    ),
-    models=MODELS,
-    emulated=True,
-)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
-from benchmarks.models.workloads import SHAPES, K, M, decoding, failed, fitting_spec, widest
+from benchmarks.models.workloads import K, M, decoding, failed, fitting_spec, widest
 from benchmarks.quality.copy_prompts import copy_prompts
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 
 MODELS = ["llama-3.1-70b", "demo"]  # the shape of steps with synthetic drafts; `demo` stands for the copies
 ACCEPTANCE = 0.8  # chance of a draft behind drafts that were kept
@@ -134,25 +134,3 @@ def models(given: Given) -> list[tuple[str]]:
 def copied(given: Given) -> list[tuple[()]]:
     """One case, unless other models are chosen or ranks are emulated: tokens mean nothing there."""
     return [()] if not given.gpu or ("demo" in (given.models or MODELS) and not given.emulated) else []
-
-
-BENCHMARK = Benchmark(
-    "decode steps of Llama-3.1-70B with drafts, and copies of files by the demo model, over all GPUs",
-    __doc__,
-    (
-        Part(
-            models,
-            synthetic,
-            "model batch length gamma ttl_p50_us tokens_per_step tokens_per_s_user gain gain_at_rate",
-            f"drafts kept at a rate of {ACCEPTANCE}",
-        ),
-        Part(
-            copied,
-            copies,
-            "drafting tokens_per_step tokens_per_s_user gain as_plain prompts",
-            "copies of files by the demo model",
-        ),
-    ),
-    models=SHAPES,
-    emulated=True,
-)

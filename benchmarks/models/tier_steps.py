@@ -26,9 +26,8 @@ from dataclasses import asdict
 import torch
 
 from benchmarks import jobs
-from benchmarks.kernels import tier
 from benchmarks.models.workloads import K, M, fitting_spec, named, widest
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.schema import composed
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
@@ -158,22 +157,5 @@ def compared(rows: list[Row]) -> Row:
     return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
 
 
-BENCHMARK = Benchmark(
-    "decode steps over a cache in host memory, by how much of what they read is hot",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "tier kv batch topk repeat ahead ms target_ms predicted_ms over_dense hot link_mb "
-            "link_gbs resolve_us copy_blocks_us flash_decode_us used_gb",
-        ),
-        Part(
-            lambda given: [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)],
-            tier.fetch,
-            "pieces programs us gbs pin_s_gb",
-            "blocks of 64 KB from the host, alone",
-        ),
-    ),
-    summary=compared,
-)
+def fetch_cases(given: Given) -> list[tuple[int, int]]:
+    return [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)]
