@@ -118,7 +118,7 @@ def _parts(template: str) -> list[tuple[str, str, str]]:
         depth, end, colon, quote = 1, 0, None, ""
         while brace and depth:
             letter = rest[end]
-            if letter in ("'", quote):
+            if letter in "'\"" and quote in ("", letter):
                 quote = "" if quote else letter
             elif not quote:
                 depth += (letter in "{[(") - (letter in "}])")

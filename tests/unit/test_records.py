@@ -60,6 +60,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
         ("{a / b:.2f} x of {', '.join(['{', '}:'])}", {"a": 3, "b": 2}, "1.50 x of {, }:"),
         ("{'none' if x != 1 else 'one'}", {"x": 1}, "one"),
         ("each(shares, '.1f')", {"shares": [0.5, 0.25]}, "0.5 0.2"),
+        ("""{'a' if x else "b's: "}""", {"x": 0}, "b's: "),
         ("us:us", {}, None),
         ("us:us", {"us": None}, None),
         ("us / 2:us", {"us": None}, None),
