@@ -36,7 +36,7 @@ def _named(name: str, module: str) -> Any:
 
 
 class Benchmarks(Mapping[str, Benchmark]):
-    """The declared benchmarks, each made when it is asked for."""
+    """The declared benchmarks, each made when it is wanted."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(DECLARED)

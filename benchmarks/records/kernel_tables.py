@@ -10,7 +10,7 @@ from launch.inputs.compose import ROOT
 
 
 def correctness() -> Cells:
-    """Tabulates the runs that `benchmarks/correctness.py` recorded."""
+    """Tabulates needles that were found, and tokens that were those of one rank."""
     found = [json.loads(line) for line in (ROOT / "benchmarks/results/correctness.jsonl").read_text().splitlines()]
     rows = []
     for r in found:

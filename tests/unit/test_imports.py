@@ -68,7 +68,7 @@ LEVELS = {
     ],
     "launch": [{"answers"}, {"client"}, {"serving"}, {"inputs"}, {"job"}],
     "benchmarks": [
-        {"constants", "jobs", "runner", "schema", "timer"},
+        {"cases", "constants", "jobs", "runner", "schema", "timer"},
         {"ranks"},
         {"kernels", "program", "quality"},
         {"models"},
