@@ -405,7 +405,8 @@ def drawn(name: str, rows: list[Row]) -> Figure:
 def _named(look: Style) -> Style:
     """A style with the colours, markers and dashes that its words name."""
     return {
-        key: getattr(palette, word) if isinstance(word, str) and word.isupper() else word for key, word in look.items()
+        key: getattr(palette, word, word) if isinstance(word, str) and word.isupper() else word
+        for key, word in look.items()
     }
 
 
