@@ -2,9 +2,8 @@
 
   helix acceptance model=demo
   helix acceptance model=DIR length=16384,32768 gamma=7,11 output=acceptance.jsonl
-  helix acceptance model=demo policies=all sparsity=0.01,0.02,0.05,0.1,0.2
-  helix acceptance model=demo policies=all temperature=0.6 noise=shared,own kvp=1,4
-  helix acceptance model=demo prompts=4 policies=all,window meter=true
+  helix acceptance model=demo policies=any sparsity=0.01,0.02,0.05,0.1,0.2
+  helix acceptance model=demo policies=any temperature=0.6 noise=shared,own kvp=1,4
 
 Every prompt is prefilled once, and each way to draft goes on from there. Values with commas are combined, each with
 each; an option that a policy does not read changes nothing of it. Ranges are of 95%: Student's over prompts for tokens
@@ -18,11 +17,8 @@ an iteration, Wilson's for the share of drafts that hold. On a CPU in float32, t
   length       tokens of a prompt and what follows it; several with commas (default 8192)
   prompts      of a task, at least 2 (default 30)
   new_tokens   of each prompt (default 128)
-  policies     the product's: any, c2q, window, quest; ngram, suffix; mtp or eagle3, beside lookups alone; and, made
-               for comparison: full (every key), all, accepted, last (the mean of all queries of verification, of those
-               whose drafts held, the last of these), oracle (each draft chooses by its own logits), weights (by
-               weights after the softmax), fixed (any, as many keys as of a text that fills the model's context).
-               Several with commas (default: all without a layer)
+  policies     any, c2q, window, quest, full; ngram, suffix; mtp or eagle3, beside lookups alone. Several with commas
+               (default: all without a layer)
   layer        directory of the layer of policies=eagle3; mtp's is in the model's
   gamma        drafts of an iteration (default 7)
   sparsity, noise
@@ -31,8 +27,6 @@ an iteration, Wilson's for the share of drafts that hold. On a CPU in float32, t
   reach        a key scores as the best of itself and so many before it (default 8)
   temperature  0, or with top-p 0.95 and top-k 20 (default 0)
   kvp          ranks over which the cache is split, threads of this process (default 1)
-  meter        true: also which of the keys that each draft would choose are there, and what they have of its attention,
-               by a choice over all ranks and by 1, 4 and 8 ranks for themselves; slow, with kvp=1 (default false)
   dtype        float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)
   output       a file to append a JSON line for each row to, as soon as it is there
 """
@@ -52,7 +46,9 @@ from benchmarks.quality.acceptance_rows import DEFAULTS, LOOKUPS, rows, ways
 from benchmarks.quality.continuations import FACTS, TASKS
 from benchmarks.quality.drafting import DRAFTERS, LAYERED, PAGES, run
 from benchmarks.quality.prefilled import Subject
-from benchmarks.records.acceptance_tables import terminal_tables
+from benchmarks.records.acceptance_tables import joined
+from benchmarks.records.columns import terminal
+from benchmarks.records.declared import shown
 from benchmarks.records.rows import append
 from helix.config import MAX_QUERIES, SpeculationConfig
 from helix.schema import unknown
@@ -62,7 +58,7 @@ from launch.job.report import provenance
 KEYS: dict[str, Any] = {
     "task": list[str], "model": str, "length": list[int], "prompts": int, "new_tokens": int, "policies": list[str],
     "gamma": list[int], "sparsity": list[float], "recent": list[float], "reach": list[int],
-    "noise": list[str], "temperature": list[float], "kvp": list[int], "meter": bool,
+    "noise": list[str], "temperature": list[float], "kvp": list[int],
     "dtype": Literal["float32", "bfloat16", "float16"], "layer": Path, "output": Path,
 }  # fmt: skip
 OPTIONS: dict[str, list[Any]] = {
@@ -76,7 +72,6 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "sparsity": lambda x: 0 < x <= 1, "recent": lambda x: 0 <= x <= 1, "temperature": lambda x: 0 <= x < 100,
     "gamma": lambda x: 1 <= x < MAX_QUERIES,
 }  # fmt: skip
-METERED = (1, 4, 8)  # ranks
 
 
 def _check(values: dict[str, Any], options: dict[str, list[Any]]) -> None:
@@ -120,11 +115,9 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     layer = _layer(policies, values.get("layer"))
     chosen = ways(policies, options)
     tasks, lengths, kvps = values.get("task", [*TASKS]), values.get("length", [8192]), values.get("kvp", [1])
-    prompts, new_tokens, metered = values.get("prompts", 30), values.get("new_tokens", 128), values.get("meter", False)
+    prompts, new_tokens = values.get("prompts", 30), values.get("new_tokens", 128)
     if prompts < 2:
         raise ValueError(f"prompts={prompts} must be at least 2")
-    if metered and kvps != [1]:
-        raise ValueError("meter=true computes on one rank what several choose: leave kvp out")
     settings = {kvp: Subject.create(values["model"], kvp, values.get("dtype"), layer) for kvp in kvps}
     setting = settings[kvps[0]]
     spec, tokenizer = setting.spec(), setting.tokenizer()
@@ -145,7 +138,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         for kvp, of_kvp in settings.items():
             began = time.perf_counter()
             exact = of_kvp.device == "cpu" and of_kvp.dtype == torch.float32
-            found = run(of_kvp, given, new_tokens, chosen, METERED if metered else ())
+            found = run(of_kvp, given, new_tokens, chosen)
             about = {**facts, "model": of_kvp.path.name, "dtype": str(of_kvp.dtype), "length": length, "kvp": kvp}
             yield [about | {"new_tokens": new_tokens} | row for row in rows(found, [c.task for c in given], exact)]
             took = time.perf_counter() - began
@@ -160,8 +153,8 @@ def main() -> None:
     try:
         values = parse(sys.argv[1:], KEYS, ("model",), words=("model",))
         for found in measure(values):
-            for table in terminal_tables(found):
-                Console(width=200).print(table)
+            table = terminal(shown("acceptance-sampled", joined(found)), "tokens an iteration")
+            Console(width=200).print(table)
             if "output" in values:
                 append(values["output"], found)
     except (ValueError, OSError) as error:

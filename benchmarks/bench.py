@@ -8,101 +8,80 @@ helix bench DIR bench=decode KEY=VALUE ...   a job of one's own, with the keys o
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from benchmarks import jobs
-from benchmarks.kernels import (
-    accept,
-    attention,
-    comm,
-    delta,
-    indexer,
-    linear,
-    mla,
-    mla_prefill,
-    moe,
-    sampling,
-    sparse,
-    tier,
-)
-from benchmarks.models import (
-    crowds,
-    drafters,
-    fronts,
-    hopb,
-    hosts,
-    http,
-    layer_drafts,
-    lookup,
-    modes,
-    prefill,
-    self_drafts,
-    serve,
-    sparse_costs,
-    speculate,
-    start,
-    steps,
-    tier_needles,
-    tier_prefill,
-    tier_steps,
-    turns,
-)
-from benchmarks.papers import verification as verify
-from benchmarks.runner import Benchmark, Given, record, run
+from benchmarks.cases import cases
+from benchmarks.runner import Benchmark, Given, Part, record, run
 from comm.emulated import is_emulated
 from helix.schema import unknown
 from launch.inputs.arguments import helped, need_checkout, parse
 from launch.inputs.compose import ROOT
 from launch.job import spawn
 
-BENCHMARKS = {
-    "kernels": Benchmark(
-        "decode attention beside torch's, and small-batch projections beside cuBLAS, on one GPU",
-        f"{attention.__doc__}\n{linear.__doc__}",
-        (*attention.PARTS, linear.PART),
-    ),
-    "attention": Benchmark("decode attention with keys and values in FP8", attention.__doc__, (attention.KV,)),
-    "linear": Benchmark("projections in bf16 and in e4m3, on one GPU", linear.__doc__, (linear.FP8,)),
-    "moe": moe.BENCHMARK,
-    "mla": mla.BENCHMARK,
-    "mla-prefill": mla_prefill.BENCHMARK,
-    "indexer": indexer.BENCHMARK,
-    "delta": delta.BENCHMARK,
-    "verify": verify.BENCHMARK,
-    "accept": accept.BENCHMARK,
-    "sampling": sampling.BENCHMARK,
-    "sparse": sparse.BENCHMARK,
-    "tier": tier.BENCHMARK,
-    "comm": comm.BENCHMARK,
-    "step": steps.STEP,
-    "baselines": steps.BASELINE,
-    "modes": modes.BENCHMARK,
-    "fronts": fronts.BENCHMARK,
-    "sparse-steps": steps.SPARSE,
-    "sparse-policies": steps.SPARSE_POLICIES,
-    "sparse-costs": sparse_costs.BENCHMARK,
-    "tier-steps": tier_steps.BENCHMARK,
-    "tier-prefill": tier_prefill.BENCHMARK,
-    "tier-needles": tier_needles.BENCHMARK,
-    "speculate": speculate.BENCHMARK,
-    "self-drafts": self_drafts.BENCHMARK,
-    "layer-drafts": layer_drafts.BENCHMARK,
-    "turns": turns.BENCHMARK,
-    "lookup": lookup.BENCHMARK,
-    "drafters": drafters.BENCHMARK,
-    "prefill": prefill.BENCHMARK,
-    "prefill-kernels": prefill.KERNELS_ALONE,
-    "serve": serve.BENCHMARK,
-    "crowds": crowds.BENCHMARK,
-    "serve-http": http.BENCHMARK,
-    "start": start.BENCHMARK,
-    "hopb": hopb.BENCHMARK,
-    "hosts": hosts.BENCHMARK,
-}
+DECLARED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text("utf-8"))
+
+
+def _named(name: str, module: str) -> Any:
+    """What a benchmark is declared with, `NAME` of its module or `module:NAME`; a benchmark imports its own alone."""
+    where, _, what = name.rpartition(":")
+    return getattr(import_module(f"benchmarks.{where or module}"), what)
+
+
+class Benchmarks(Mapping[str, Benchmark]):
+    """The declared benchmarks, each made when it is wanted."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(DECLARED)
+
+    def __len__(self) -> int:
+        return len(DECLARED)
+
+    def __getitem__(self, name: str) -> Benchmark:
+        of = DECLARED[name]
+        if "benchmark" in of:
+            found: Benchmark = _named(of["benchmark"], "")
+            return found
+        module = of["module"]
+        parts = [self._part(part, module) for part in of["parts"]]
+        texts = (import_module(f"benchmarks.{name}").__doc__ or "" for name in of.get("text", module).split())
+        return Benchmark(
+            of["about"],
+            "\n".join(texts),
+            (*parts, *(_named(of["more"], module) if "more" in of else ())),
+            models=tuple(_named(of["models"], module)) if "models" in of else (),
+            emulated=of.get("emulated", False),
+            counted=of.get("counted", False),
+            summary=_named(of["summary"], module) if "summary" in of else None,
+        )
+
+    @staticmethod
+    def _part(part: dict[str, str], module: str) -> Part:
+        if "cases" in part:
+            made = _named(part["cases"], module)
+        elif "listed" in part:
+            made = partial(_listed, part["listed"])
+        else:
+            made = _once
+        return Part(made, _named(part["measure"], module), part["columns"], part.get("title"))
+
+
+def _listed(name: str, given: Given) -> list[tuple[Any, ...]]:
+    return cases(name, given.gpu)
+
+
+def _once(given: Given) -> list[tuple[Any, ...]]:
+    return [()]
+
+
+BENCHMARKS = Benchmarks()
 KEYS: dict[str, tuple[Any, str]] = {
     "output": (Path, "a file to append JSON lines to (default: benchmarks/results/WHAT.jsonl, or .emulated-N.jsonl)"),
     "ranks": (int, "N ranks, more than there are GPUs: one or two GPUs emulate them (docs/results/emulated.md)"),
@@ -118,7 +97,7 @@ def keys(benchmark: Benchmark) -> list[str]:
 def taught(what: str | None) -> str:
     """The list of subjects, or what one of them measures and takes."""
     if what is None:
-        listed = "\n".join(f"  {name:<15} {benchmark.about}" for name, benchmark in BENCHMARKS.items())
+        listed = "\n".join(f"  {name:<15} {of.get('about') or BENCHMARKS[name].about}" for name, of in DECLARED.items())
         return f"{__doc__}\n{listed}\n\nWithout a GPU the smallest case runs, to show that it does."
     benchmark = BENCHMARKS[what]
     taken = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))

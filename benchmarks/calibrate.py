@@ -39,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import constants
+from benchmarks.cases import cases as listed
 from benchmarks.jobs import JobError
 from benchmarks.kernels import attention as bench_attention
 from benchmarks.kernels import comm as bench_comm
@@ -48,7 +49,7 @@ from benchmarks.kernels import tier as bench_tier
 from benchmarks.records.fit import errors, fit, quantiles
 from benchmarks.records.recorded_steps import Cell, halves, read_cells
 from benchmarks.runner import Given, Row
-from benchmarks.timer import ROTATED, K, seconds
+from benchmarks.timer import ROTATED, seconds
 from helix.planner.hardware import MEASURED, PROVENANCE, Collective, Constant, Hardware
 from kernels.dense.linear import linear
 from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
@@ -62,37 +63,10 @@ JOBS_S = 60.0  # the same of collectives, whose every width is a job that has to
 HANGS_S = 120.0  # after which a part is taken to hang, and ends the command
 COMM_S = 40.0  # deadline of each collective in the ranks' jobs
 TARGETS = (0.10, 0.20)  # median and p90 error of steps that were not fitted
-# The most telling sizes come first: where time runs out, the last ones are left out.
 READ_BYTES = 4 << 30
 SQUARE = 8192
-ATTENTION = [  # KV heads, batch, tokens: 0.5 GB, 67 MB, 2.1 GB, 134 MB
-    (1, 1, 1024 * K),
-    (8, 1, 16 * K),
-    (4, 8, 128 * K),
-    (2, 1, 128 * K),
-    (8, 1, 128 * K),
-    (1, 8, 16 * K),
-    (8, 8, 64 * K),
-    (1, 8, 128 * K),
-]
-LATENTS = [  # heads, batch, tokens
-    (16, 1, 1024 * K),
-    (128, 1, 128 * K),
-    (32, 1, 128 * K),
-    (64, 8, 16 * K),
-    (16, 1, 128 * K),
-]
-FINDING = [
-    (4, 1, 128 * K),
-    (4, 1, 1024 * K),
-    (1, 1, 128 * K),
-    (8, 1, 128 * K),
-    (4, 8, 32 * K),
-    (1, 1, 1024 * K),
-]  # as there
 PIECES = (128, 32, 512)  # blocks of 64 KB that a layer's step fetches
 CHOSEN = 32  # blocks, as conf/attention/block_sparse.yaml has it
-MATRICES = [(1152, 3584), (4736, 3584), (4096, 1792), (7168, 8192)]  # rows and columns of a rank's weights
 ROWS = (1, MIN_ROWS, 8, 16, MAX_ROWS, MAX_ROWS + 1, 64)
 
 
@@ -112,7 +86,7 @@ def matrix(device: torch.device) -> Iterator[Row]:
 
 def attention(device: torch.device) -> Iterator[Row]:
     """`flash_decode` over pages in random order, four query heads to a KV head."""
-    for heads, batch, length in ATTENTION if device.type == "cuda" else [(1, 1, K), (2, 1, K), (1, 1, 4 * K)]:
+    for heads, batch, length in listed("calibrate-attention", device.type == "cuda"):
         s = bench_attention.setting(4 * heads, heads, batch, length, 1, device)
         size = 2 * s.caches[0][0].numel() * s.q.itemsize
         yield {"kv_heads": heads, "batch": batch, "bytes": size, "seconds": seconds(s.ours, len(s.caches), device)}
@@ -120,7 +94,7 @@ def attention(device: torch.device) -> Iterator[Row]:
 
 def latents(device: torch.device) -> Iterator[Row]:
     """`mla_decode`."""
-    for heads, batch, length in LATENTS if device.type == "cuda" else [(16, 1, K), (32, 1, K)]:
+    for heads, batch, length in listed("calibrate-latents", device.type == "cuda"):
         m = bench_mla.setting(heads, batch, length, 1, device)
         size = m.caches[0].numel() * m.caches[0].itemsize
         flops = 2.0 * batch * length * heads * (2 * bench_mla.LATENT + bench_mla.ROPE)
@@ -130,7 +104,7 @@ def latents(device: torch.device) -> Iterator[Row]:
 
 def finding(device: torch.device) -> Iterator[Row]:
     """`select_blocks`, and `flash_decode` over its table, four query heads to a KV head."""
-    for heads, batch, length in FINDING if device.type == "cuda" else [(1, 1, 2 * K), (2, 1, 4 * K)]:
+    for heads, batch, length in listed("calibrate-finding", device.type == "cuda"):
         s = bench_sparse.setting(4 * heads, heads, batch, length, device)
         size = bench_sparse.read_bytes(heads, batch, length, CHOSEN)
         took = seconds(s.choose_and_attend(CHOSEN), len(s.q), device)
@@ -141,7 +115,7 @@ def finding(device: torch.device) -> Iterator[Row]:
 def products(device: torch.device) -> Iterator[Row]:
     """`linear` over the matrices of a rank, the library's from a few rows on; both are kept."""
     for count in ROWS if device.type == "cuda" else (1, MIN_ROWS):
-        for rows, columns in MATRICES if device.type == "cuda" else [(64, 96)]:
+        for rows, columns in listed("calibrate-products", device.type == "cuda"):
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             size = rows * columns * dtype.itemsize
             copies = -(-ROTATED // size) if device.type == "cuda" else 1

@@ -19,8 +19,6 @@ is an error: blocks are counted on the device.
              hops       three such lines, each about the number of the one before it in place of a word
              free       greedy text of each policy's own, up to the first token that is not dense attention's
              generated  as text; also with pages that become full behind the prefill never to be chosen (-frozen)
-             recall     what choices keep of dense attention's weight, which of the best blocks they find, and what
-                        ranks that choose for themselves lose
              hits       how many of the chosen blocks a cache of hot blocks would have had, by its share of the text's
                         blocks and by layer; shares that do not hold one choice are left out. With kv.ahead: the same
                         behind guesses, how much more comes then, and which share of the blocks that layers choose
@@ -55,8 +53,8 @@ from benchmarks.quality.fidelity_tasks import TASKS, FidelityTask, policies
 from benchmarks.quality.forced import Policy
 from benchmarks.quality.haystacks import KINDS
 from benchmarks.quality.prefilled import Subject
-from benchmarks.records.columns import cells, terminal
-from benchmarks.records.fidelity_tables import COLUMNS
+from benchmarks.records.columns import terminal
+from benchmarks.records.declared import shown
 from benchmarks.records.rows import append
 from helix.schema import unknown
 from launch.inputs.arguments import helped, need_checkout, parse
@@ -70,7 +68,7 @@ KEYS: dict[str, Any] = {
 STEPS = {"free": 128, "generated": 1024}
 COUNTS = {"needles": 200, "facts": 50, "hops": 50}
 HAYSTACKS = tuple(COUNTS)
-NOT_READ = {**dict.fromkeys(HAYSTACKS, ("steps",)), "recall": ("policies", "choice", "kvp", "haystack")}
+NOT_READ = dict.fromkeys(HAYSTACKS, ("steps",))
 
 
 def chosen_policies(values: dict[str, Any], length: int) -> tuple[Policy, ...]:
@@ -112,7 +110,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     haystacks = values.get("haystack", ["code"])
     if unknown_kinds := {*haystacks} - {*KINDS}:
         raise ValueError(f"haystack: {unknown(min(unknown_kinds), KINDS)}")
-    chosen = {length: () if task == "recall" else chosen_policies(values, length) for length in lengths}
+    chosen = {length: chosen_policies(values, length) for length in lengths}
     tokenizer = setting.tokenizer()
     facts = provenance(torch.device(setting.device))
     for length in lengths:
@@ -128,7 +126,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
 def tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
     """A table for each kind of row."""
     for kind, same in groupby(sorted(rows, key=lambda row: row["kind"]), key=lambda row: row["kind"]):
-        yield terminal(cells(COLUMNS[kind], list(same)), kind)
+        yield terminal(shown(f"fidelity-{kind}", list(same)), kind)
 
 
 def main() -> None:

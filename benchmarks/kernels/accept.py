@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import READ_CEILING, ROTATED, seconds
 from comm.solo import SoloCommunicator
 from helix.speculation import accepted_candidates
@@ -109,8 +109,3 @@ def measure(given: Given, way: str, rows: int, drafts: int, columns: int) -> Ite
 def cases(given: Given) -> Iterable[tuple[str, int, int, int]]:
     shapes = [(*shape, columns) for columns in COLUMNS for shape in SHAPES] if given.gpu else [(2, 3, 500)]
     return [(way, *shape) for way in WAYS for shape in shapes if shape[1] or way != "rejection"]
-
-
-PART = Part(cases, measure, "way rows drafts columns us floor_us commit_us commit_of_ranks_us")
-ABOUT = "what a step does behind its logits: candidates, and the launch that verifies and commits"
-BENCHMARK = Benchmark(ABOUT, __doc__, (PART,))

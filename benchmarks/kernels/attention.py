@@ -18,7 +18,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.runner import Given, Part, Row
+from benchmarks.cases import cases as listed
+from benchmarks.runner import Given, Row
 from benchmarks.timer import DIM, PAGE, READ_CEILING, ROTATED, K, seconds
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
@@ -26,20 +27,7 @@ from kernels.scaled_keys import rounded
 
 TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PEERS = (*TORCH, "flashinfer")
-AttentionShape = tuple[int, int, int, int, int]
-ROWS: list[
-    AttentionShape
-] = [  # query heads, KV heads, batch, KV length, queries: what a rank of a Helix layout sees, and models
-    *[(8, 1, 1, n * K, 1) for n in (4, 16, 64, 128, 256, 1024)],
-    *[(8, 1, 8, n * K, 1) for n in (4, 16, 64, 128)],
-    *[(8, 1, 32, n * K, 1) for n in (4, 32)],
-    *[(28, 4, 1, n * K, 1) for n in (4, 16, 64, 128, 256, 1024)],
-    *[(28, 4, 8, n * K, 1) for n in (4, 16, 64, 128)],
-    *[(32, 8, 1, n * K, 1) for n in (4, 16, 64, 128, 256)],
-    *[(32, 8, 8, n * K, 1) for n in (4, 16, 64, 128)],
-    *[(heads, kv, 1, n * K, 8) for heads, kv in ((8, 1), (28, 4), (32, 8)) for n in (64, 128)],
-    *[(8, 1, 1, 128 * K, 16), (8, 1, 8, 64 * K, 16), (64, 8, 1, 64 * K, 16)],
-]
+ROWS = listed("attention")
 
 
 @dataclass
@@ -202,32 +190,3 @@ def measure_ragged(given: Given) -> list[Row]:
         s = AttentionCase(q, [(caches[0], caches[1])], table, torch.zeros_like(hi), hi)
         times[name] = seconds(s.ours, 1, device) * 1e6
     return [{"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}]
-
-
-SHAPES = [  # head dim, heads, batch, length: of other models, and of servers
-    (64, 16, 1, 4, 64 * K), (64, 64, 8, 1, 128 * K), (128, 7, 1, 48, 4 * K), (128, 24, 8, 16, 12 * K),
-    (64, 64, 8, 4, 32 * K), (128, 7, 1, 8, 64 * K), (128, 24, 8, 1, 128 * K), (64, 16, 1, 1, 128 * K),
-]  # fmt: skip
-KV_ROWS: list[AttentionShape] = [
-    *[(heads, kv, 1, n * K, 1) for heads, kv in ((28, 4), (32, 8), (8, 1)) for n in (16, 128, 512, 1024)],
-    *[(heads, kv, 8, 128 * K, 1) for heads, kv in ((28, 4), (8, 1))],
-    *[(heads, kv, 1, 128 * K, 5) for heads, kv in ((28, 4), (32, 8), (8, 1))],
-]
-KV = Part(
-    lambda given: KV_ROWS if given.gpu else KV_ROWS[:1],
-    measure_kv,
-    "heads batch length queries us fp8_us fp8_us/us k16v8_us k16v8_us/us bar_us",
-    "keys and values in e4m3",
-)
-COLUMNS = f"heads batch length queries us of_ceiling {' '.join(f'{p}_us' for p in PEERS)} best_peer_over_ours bar_us"
-RAGGED = "100 x 1K + 4 x 128K tokens, and equal lengths"
-PARTS = (
-    Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),
-    Part(
-        lambda given: SHAPES if given.gpu else [(16, 4, 2, 1, 64)],
-        measure_shape,
-        f"dim heads batch length us {' '.join(f'{p}_us' for p in PEERS)}",
-        "other head dims and groups",
-    ),
-    Part(lambda given: [()], measure_ragged, "us uniform_us", RAGGED),
-)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import jobs
-from benchmarks.runner import Benchmark, Part, Row
+from benchmarks.runner import Given, Row
 from comm.emulated import is_emulated
 
 
@@ -18,10 +18,9 @@ def widths(ranks: int) -> list[int]:
     return [ranks] if is_emulated(ranks) else [width for width in (2, 4, 8) if width <= ranks]
 
 
-COLUMNS = "op ranks message_bytes symm_us symm_p90_us nccl_us nccl_p90_us nccl_bare_us bar_us"
-BENCHMARK = Benchmark(
-    "the collectives of a step beside torch.distributed's, over 2, 4, 8 GPUs",
-    __doc__,
-    (Part(lambda given: [(width,) for width in widths(given.ranks)], lambda given, width: measure(width), COLUMNS),),
-    emulated=True,
-)
+def cases(given: Given) -> list[tuple[int]]:
+    return [(width,) for width in widths(given.ranks)]
+
+
+def timed(given: Given, width: int) -> list[Row]:
+    return measure(width)

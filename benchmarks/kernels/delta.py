@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Benchmark, Given, Part, Row
-from benchmarks.timer import ROTATED, K, seconds
+from benchmarks.runner import Given, Row
+from benchmarks.timer import ROTATED, seconds
 from kernels.gated_delta import DeltaInput, DeltaState, GatedDelta
 from kernels.recurrent import reference
 from kernels.recurrent.gated_delta_prefill import gated_delta_prefill
@@ -25,11 +25,6 @@ except ImportError:
 
 DIM, WIDTH = 128, 4
 STATE_RATE = 4.4e12  # bytes/s; states read and written on an H200
-STEPS = [  # value heads, of which so many share a key head, sequences, rows
-    *[(8, 4, batch, rows) for rows in (1, 5) for batch in (1, 8, 32)],  # 64 heads over 8 ranks
-    *[(48, 3, batch, rows) for rows in (1, 5) for batch in (1, 8)],  # Qwen3.5-27B on one GPU
-]
-PROMPTS = [(48, 3, 2 * K), (48, 3, 8 * K), (8, 4, 8 * K)]
 
 
 def rule(values: int, group: int, device: torch.device) -> GatedDelta:
@@ -132,22 +127,3 @@ def _peer_prompt(p: GatedDelta, length: int) -> Callable[[int], Any] | None:
     given = _rows(p, 1, length) | {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     state = torch.randn(1, len(p.a_log), DIM, DIM, device=p.conv.device)
     return lambda i: chunk_gated_delta_rule(**given, initial_state=state)
-
-
-BENCHMARK = Benchmark(
-    "Gated DeltaNet's steps and prompts beside fla-core's, on one GPU",
-    __doc__,
-    (
-        Part(
-            lambda given: STEPS if given.gpu else [(2, 2, 1, 2)],
-            measure,
-            "heads batch queries us tb_per_s bar_us fla_us",
-        ),
-        Part(
-            lambda given: PROMPTS if given.gpu else [(2, 2, 70)],
-            measure_prompt,
-            "heads length us fla_us",
-            "chunks of prompts",
-        ),
-    ),
-)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import PAGE, ROTATED, K, seconds
 from helix.attention.dense import attend_chosen
 from kernels.indexer.choose import PLANES, choose_tokens
@@ -22,18 +22,6 @@ from kernels.paged_keys import PagedKeys
 from kernels.scaled_keys import rounded, rounded_latents
 
 WIDTH, TOPK, LATENT, ROPE = 128, 2048, 512, 64
-SCANS = [  # index heads, sequences, queries of each, tokens on a rank
-    *[(heads, 1, queries, 128 * K) for heads in (32, 64) for queries in (1, 5)],
-    (32, 4, 1, 128 * K),
-    (32, 4, 5, 128 * K),
-    (32, 1, 1, 16 * K),
-    (32, 1, 512, 128 * K),
-]
-CHOICES = [(rows, ranks, 128 * K) for rows in (1, 5, 20) for ranks in (1, 8)] + [(512, 8, 128 * K), (1, 8, 16 * K)]
-READS = [  # query heads, queries, tokens of each
-    *[(heads, rows, tokens) for heads in (64, 128) for rows in (1, 4, 20) for tokens in (256, 2048)],
-    (64, 512, 256),
-]
 
 
 def bf16(*shape: int, device: torch.device) -> Tensor:
@@ -144,29 +132,3 @@ def measure_reads(given: Given, heads: int, rows: int, tokens: int) -> list[Row]
 
 def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-BENCHMARK = Benchmark(
-    "scores, choice and attention of an indexer's layer, on one GPU",
-    __doc__,
-    (
-        Part(
-            lambda given: SCANS if given.gpu else [(4, 1, 2, K)],
-            measure_scan,
-            "heads batch queries tokens us fp8_us tb_per_s tflops bar_us",
-            "scores",
-        ),
-        Part(
-            lambda given: CHOICES if given.gpu else [(1, 1, 4 * K)],
-            measure_choice,
-            "rows ranks tokens us bar_us",
-            "choice",
-        ),
-        Part(
-            lambda given: READS if given.gpu else [(4, 1, 64)],
-            measure_reads,
-            "heads rows tokens us fp8_us tflops",
-            "attention over chosen tokens",
-        ),
-    ),
-)

@@ -9,7 +9,8 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from benchmarks.runner import Given, Part, Row
+from benchmarks.cases import cases as listed
+from benchmarks.runner import Given, Row
 from benchmarks.timer import ROTATED, seconds
 from kernels.attention.kv_append import kv_append
 from kernels.dense.linear import linear
@@ -28,35 +29,8 @@ class Matrix:
     gated: bool = False
 
 
-MATRICES = [  # on 8 ranks, tpa 4 or 8 in attention
-    Matrix("Qwen2.5-7B QKV", 1152, 3584),
-    Matrix("Qwen2.5-7B output", 3584, 448),
-    Matrix("Qwen2.5-7B gate+up", 2368, 3584, gated=True),
-    Matrix("Qwen2.5-7B down", 3584, 2368),
-    Matrix("Qwen2.5-7B head", 19008, 3584),
-    Matrix("Llama-3.1-8B QKV", 768, 4096),
-    Matrix("Llama-3.1-8B output", 4096, 512),
-    Matrix("Llama-3.1-8B gate+up", 1792, 4096, gated=True),
-    Matrix("Llama-3.1-8B down", 4096, 1792),
-    Matrix("Llama-3.1-70B QKV", 1280, 8192),
-    Matrix("Llama-3.1-70B output", 8192, 1024),
-    Matrix("Llama-3.1-70B gate+up", 3584, 8192, gated=True),
-    Matrix("Llama-3.1-70B down", 8192, 3584),
-]
-FP8_MATRICES = [  # of a rank of eight; whole ones of 50 MB and more
-    *MATRICES,
-    Matrix("DeepSeek-R1 q_a+kv_a", 2112, 7168),
-    Matrix("DeepSeek-R1 q_b", 3072, 1536),
-    Matrix("DeepSeek-R1 output", 7168, 2048),
-    Matrix("DeepSeek-R1 gate+up", 2304, 7168, gated=True),
-    Matrix("DeepSeek-R1 down", 7168, 2304),
-    Matrix("DeepSeek-R1 shared gate+up", 256, 7168, gated=True),
-    Matrix("whole Qwen2.5-7B QKV", 4608, 3584),
-    Matrix("whole Qwen2.5-7B gate+up", 18944, 3584, gated=True),
-    Matrix("whole Qwen2.5-7B down", 3584, 18944),
-    Matrix("whole Llama-3.1-70B QKV", 10240, 8192),
-    Matrix("whole Llama-3.1-70B gate+up", 28672, 8192, gated=True),
-]
+MATRICES = [Matrix(*case) for case in listed("linear")]
+FP8_MATRICES = [*MATRICES, *(Matrix(*case) for case in listed("linear-fp8"))]
 ON_CPU = [Matrix("tiny gate+up", 64, 96, gated=True), Matrix("QKV", 80, 96)]
 ROWS = (1, 4, 8, 16)
 FP8_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -169,7 +143,3 @@ def fp8_cases(given: Given) -> Iterator[tuple[Matrix, int]]:
             yield matrix, rows
         if given.gpu and matrix.name.startswith("whole"):
             yield matrix, CHUNK
-
-
-PART = Part(cases, measure, "kind matrix rows us cublas_us apart_us bar_us")
-FP8 = Part(fp8_cases, measure_fp8, "matrix rows us fp8_us fp8_us/us bar_us", "weights in e4m3")

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Benchmark, Given, Part, Row
-from benchmarks.timer import PAGE, READ_CEILING, ROTATED, K, seconds
+from benchmarks.cases import cases as listed
+from benchmarks.runner import Given, Row
+from benchmarks.timer import PAGE, READ_CEILING, ROTATED, seconds
 from kernels.mla.decode import mla_decode
 from kernels.paged_keys import PagedKeys
 from kernels.scaled_keys import rounded_latents, unpacked_latents
@@ -25,20 +26,7 @@ except ImportError:
 
 LATENT, ROPE = 512, 64
 SCALE = 192**-0.5  # of DeepSeek's heads before they are absorbed
-ROWS = [  # heads, batch, KV length, queries
-    *[(heads, 1, n * K, 1) for heads in (16, 128) for n in (4, 16, 128)],
-    (16, 1, 1024 * K, 1),
-    *[(heads, 8, n * K, 1) for heads in (16, 128) for n in (16, 128)],
-    *[(heads, 32, 8 * K, 1) for heads in (16, 128)],
-    *[(heads, batch, n * K, 1) for heads in (32, 64) for batch, n in ((1, 128), (8, 16))],
-    *[(16, 1, 128 * K, queries) for queries in (2, 4, 8)],
-]
-FP8_ROWS = [
-    *[(heads, 1, n * K, 1) for heads in (16, 32, 128) for n in (4, 16, 128)],
-    *[(heads, 8, 128 * K, 1) for heads in (16, 128)],
-    (128, 32, 8 * K, 1),
-    *[(heads, 1, 128 * K, 2) for heads in (16, 128)],
-]
+ROWS, FP8_ROWS = listed("mla"), listed("mla-fp8")
 
 
 @dataclass
@@ -146,19 +134,3 @@ def _few(s: MLACase, cache: torch.Tensor) -> PagedKeys:
     latents, scales = (torch.cat(planes) for planes in zip(*parts, strict=True))
     bounds = s.table, s.lo, s.hi, SCALE
     return PagedKeys(latents, latents, *bounds, k_scale=scales.mT.contiguous(), rope=cache[..., LATENT:].contiguous())
-
-
-COLUMNS = "heads batch length queries us tb_per_s tflops flashinfer_us peer_over_ours bar_us"
-BENCHMARK = Benchmark(
-    "DeepSeek's decode attention beside FlashInfer's, on one GPU",
-    __doc__,
-    (
-        Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),
-        Part(
-            lambda given: FP8_ROWS if given.gpu else FP8_ROWS[:1],
-            measure_fp8,
-            "heads batch length queries us fp8_us fp8_us/us bar_us",
-            "latents in e4m3",
-        ),
-    ),
-)

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Benchmark, Given, Part, Row
-from benchmarks.timer import PAGE, K, seconds
+from benchmarks.runner import Given, Row
+from benchmarks.timer import PAGE, seconds
 from kernels.mla.expanded_prefill import expanded_prefill
 from kernels.mla.prefill import mla_prefill
 from kernels.paged_keys import PagedKeys
 
 NOPE, VALUE, LATENT, ROPE = 128, 128, 512, 64
 SCALE = (NOPE + ROPE) ** -0.5
-ROWS = [(16, q, n * K) for q, n in ((512, 8), (2 * K, 8), (2 * K, 32), (8 * K, 8), (8 * K, 32))]  # heads, queries, keys
 
 
 def measure(given: Given, heads: int, queries: int, length: int) -> list[Row]:
@@ -54,16 +53,3 @@ def measure(given: Given, heads: int, queries: int, length: int) -> list[Row]:
     pairs = queries * (length - queries / 2) * heads
     products = pairs * (NOPE + ROPE + VALUE) + length * len(expand) * LATENT
     return [row | {"tflops": 2 * products / row["us"] / 1e6}]
-
-
-BENCHMARK = Benchmark(
-    "attention of MLA's prompts over latents, and over keys and values expanded of them",
-    __doc__,
-    (
-        Part(
-            lambda given: ROWS if given.gpu else [(2, 64, 128)],
-            measure,
-            "heads queries length absorbed_us us us/absorbed_us tflops",
-        ),
-    ),
-)

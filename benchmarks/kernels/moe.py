@@ -10,7 +10,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.cases import cases as listed
+from benchmarks.runner import Given, Row
 from benchmarks.timer import ROTATED, read_ceiling, seconds
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.reference import moe as reference
@@ -39,20 +40,9 @@ class Experts:
     shared_count: int = 0
 
 
-MODELS = [
-    Experts("Qwen3-30B-A3B", 128, 8, 2048, 768),
-    Experts("gpt-oss-20b", 32, 4, 2880, 2880, "top_softmax", clamped=True),
-    Experts("DeepSeek-R1", 256, 8, 7168, 2048, "sigmoid", 8, 4, shared_count=1),
-    Experts("DeepSeek-V2-Lite", 64, 6, 2048, 1408, shared_count=2),
-]
-FEW_BITS: list[tuple[Experts, Stored]] = [
-    (MODELS[2], "fp8"),
-    (Experts("Qwen3-235B-A22B", 128, 8, 4096, 1536), "fp8"),
-    (MODELS[0], "fp8"),
-    (Experts("GLM-5.2", 256, 8, 6144, 2048, "sigmoid", shared_count=1), "fp8"),
-    (Experts("Qwen3.5-397B-A17B", 512, 10, 4096, 1024), "fp8"),
-    (Experts("gpt-oss-120b", 128, 4, 2880, 2880, "top_softmax", clamped=True), "mxfp4"),
-]
+ALL = {case[0]: Experts(*case) for case in listed("moe")}
+MODELS = [*ALL.values()][:4]
+FEW_BITS: list[tuple[Experts, Stored]] = [(ALL[name], stored) for name, stored in listed("moe-few-bits")]
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CHUNK = 8192  # tokens of a prefill
@@ -171,13 +161,4 @@ def _is_chosen(model: Experts, given: Given) -> bool:
     return given.models is None or model.name in given.models
 
 
-BENCHMARK = Benchmark(
-    "a rank's routed experts beside the bytes of those that are touched, on one GPU",
-    __doc__,
-    (
-        Part(cases, measure, "model tpf ep tokens experts us route_us bar_us us/bar_us"),
-        Part(few_bits_cases, measure, "model tpf ep tokens experts us bar_us us/bar_us", "weights of a few bits"),
-        Part(verified_cases, measure, "model tokens experts bytes us inherent_us us/inherent_us", "groups of drafts"),
-    ),
-    models=tuple(dict.fromkeys(model.name for model in (*MODELS, *(model for model, _ in FEW_BITS)))),
-)
+NAMES = tuple(dict.fromkeys(model.name for model in (*MODELS, *(model for model, _ in FEW_BITS))))

@@ -26,9 +26,8 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernels import drafts
 from benchmarks.kernels.attention import TORCH
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import DIM, ROTATED, K, seconds
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
@@ -39,7 +38,6 @@ from kernels.sparse.select_blocks import select_blocks
 PAGE = 128
 SINK, LOCAL = 1, 4
 MOST_COPIES = 40
-SHAPES = [(q, kv, batch, n * K) for q, kv in ((28, 4), (8, 1), (32, 8)) for batch in (1, 8) for n in (4, 128, 1024)]
 CHOSEN = (8, 32)
 PARTS = 8  # of a block
 CANDIDATES = [(128, 256), (128, 128), (64, 64)]  # chosen parts, and blocks whose parts are considered
@@ -260,16 +258,3 @@ def torchs(s: SparseCase, copies: int, device: torch.device) -> Row:
                 device,
             )
     return found
-
-
-COLUMNS = "heads batch length topk select_us attend_us us target_us dense_us cudnn_us flash_us best_dense_over_ours"
-OF_PARTS = "heads batch length topk candidates candidates_us select_us attend_us us blocks_us over_blocks"
-BENCHMARK = Benchmark(
-    "block-sparse attention beside dense attention, and the kernels of sparse drafts, on one GPU",
-    __doc__ or "",
-    (
-        Part(lambda given: SHAPES if given.gpu else [(4, 2, 1, 2 * K)], measure, COLUMNS),
-        Part(lambda given: SHAPES if given.gpu else [(4, 2, 1, 2 * K)], measure_parts, OF_PARTS),
-        *drafts.PARTS,
-    ),
-)

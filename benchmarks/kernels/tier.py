@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import DIM, seconds
 from helix.worker.clock import Moment
 from helix.worker.host_store import HostStore
@@ -189,32 +189,3 @@ def write(given: Given, batch: int, filled: bool) -> Iterator[Row]:
     s = seconds(run, 1, device)
     size = filled * layers * places[0].numel() * 2
     yield {"kind": "write-back", "batch": batch, "missing": 0, "us": 1e6 * s, "bytes": size, "gbs": size / s / 1e9}
-
-
-def resolve_cases(given: Given) -> list[tuple[int, int, int, bool]]:
-    if not given.gpu:
-        return [(1, 5, 8, True)]
-    return [
-        (batch, 37, places, hot)
-        for batch, places in ((1, 256), (1, 2048), (8, 4096), (1, 16384))
-        for hot in (True, False)
-    ]
-
-
-BENCHMARK = Benchmark(
-    "the kernels of a cache in host memory, on one GPU",
-    __doc__ or "",
-    (
-        Part(
-            lambda given: [(n, p) for n in (128, 32, 8) for p in PROGRAMS] if given.gpu else [(8, 2)],
-            fetch,
-            "pieces programs us gbs pin_s_gb",
-        ),
-        Part(resolve_cases, find, "batch chosen places missing us"),
-        Part(
-            lambda given: [(b, f) for b in (1, 8) for f in (False, True)] if given.gpu else [(1, True)],
-            write,
-            "batch bytes us gbs",
-        ),
-    ),
-)

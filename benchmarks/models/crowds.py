@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 from benchmarks import jobs
 from benchmarks.models.workloads import named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")
 GOALS = ("balance", "throughput")
-COLUMNS = "model gpus goal requests length new seconds tokens_per_s first_p99_ms gap_p99_ms prefill_s decode_s"
 
 
 def cases(given: Given) -> list[tuple[str, str]]:
@@ -30,11 +29,3 @@ def measure(given: Given, model: str, goal: str) -> Iterator[Row]:
     for row in jobs.rows([*named(model), *layout, f"schedule.goal={goal}", "bench=serve", "bench.traces=[crowds]"]):
         kept = {key: value for key, value in row.items() if key != "trace"}
         yield {"model": model, "engine": "helix", "gpus": given.ranks, **kept}
-
-
-BENCHMARK = Benchmark(
-    "requests that come all at once, for gaps and for throughput",
-    __doc__,
-    (Part(cases, measure, COLUMNS),),
-    models=MODELS,
-)

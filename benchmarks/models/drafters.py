@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
-from benchmarks.models.workloads import K, fitting_spec, layouts, named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.models.workloads import K, decoding, failed, fitting_spec, named, widest
+from benchmarks.runner import Given, Row
 from helix.layout import HelixLayout
 
 MODELS = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
@@ -68,7 +68,7 @@ def measure(given: Given, policy: str, model: str, batches: tuple[int, ...]) -> 
     """
     lengths = (512,) if not given.gpu else EMULATED_LENGTHS if given.emulated else LENGTHS
     spec, overrides = fitting_spec(model, given.ranks)
-    layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
+    layout = widest(spec, given.ranks)
     for of_job in [(length,) for length in lengths] if policy == "quest" else [lengths]:
         longest = [f"model.config.max_position_embeddings={of_job[0] + K}"] if policy == "quest" else []
         yield from _of_job(given, model, layout, [*product(batches, of_job)], policy, [*overrides, *longest])
@@ -82,29 +82,20 @@ def _of_job(
     layers = len(fitting_spec(model, given.ranks)[0].layers)
     about: dict[str, Any] = {"kind": "drafters", "model": model, "layers": layers, "layout": str(layout)}
     about |= {"drafter": policy}
-    job = [
-        *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64", "hopb=off",
-        "bench=decode", "decode.stream=false", f"bench.gammas={gammas}", f"bench.steps={steps}",
-        f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.acceptance={KEPT}",
-        *drafting(policy, max(gammas)), *overrides,
-    ]  # fmt: skip
+    drafts = [*drafting(policy, max(gammas)), "kv.page_size=64", *overrides]
+    job = decoding(model, layout, points, gammas, steps, KEPT, *drafts)
     left = [*points]
-
-    def failed(batch: int, length: int, why: str) -> Iterator[Row]:
-        return (about | {"batch": batch, "length": length, "gamma": gamma, "failed": why} for gamma in gammas)
-
     try:
         for row in jobs.points(given.ranks, job):
             point = row["batch"], row["length"]
             if point in left:
                 left.remove(point)
             if "failed" in row:
-                yield from failed(*point, row["failed"])
+                yield from (about | one for one in failed([point], gammas, row["failed"]))
             else:
                 yield about | {name: row[name] for name in KEPT_OF_A_STEP if name in row}
     except jobs.JobError as error:
-        for point in left:
-            yield from failed(*point, str(error))
+        yield from (about | row for row in failed(left, gammas, error))
 
 
 def adaptive_cases(given: Given) -> Iterator[tuple[str, int]]:
@@ -140,25 +131,3 @@ def adaptively(given: Given, model: str, batch: int) -> Iterator[Row]:
                 | {key: record[key] for key in keys}
                 | {"gain": record["tokens_per_s_user"] / plain["tokens_per_s_user"]}
             )
-
-
-BENCHMARK = Benchmark(
-    "decode steps of every drafter in one engine, over all GPUs",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "model drafter batch length gamma ttl_p50_us",
-            f"drafts with {SPARSITY:.0%} of the keys",
-        ),
-        Part(
-            adaptive_cases,
-            adaptively,
-            "model batch drafter tokens_per_step ttl_p50_us tokens_per_s_user gain",
-            "the number of drafts chosen while decoding, random weights",
-        ),
-    ),
-    models=MODELS,
-    emulated=True,
-)

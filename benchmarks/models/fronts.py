@@ -18,7 +18,7 @@ import torch
 from benchmarks.models.search import frontier, search, taken
 from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import K, M, Workload
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from comm.emulated import emulating_processes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
@@ -77,11 +77,3 @@ def measure(given: Given, layout: HelixLayout, works: list[Workload]) -> Iterato
     """Yields the rows of a job."""
     for row in time_job(works, layout, WEIGHTS if given.gpu else []):
         yield row | {"ranks": layout.world_size, "emulated_by": emulating_processes() if given.gpu else None}
-
-
-BENCHMARK = Benchmark(
-    "fronts of tokens/s/user against tokens/s/GPU, DeepSeek-R1 and Llama-405B on up to 64 emulated ranks",
-    __doc__,
-    (Part(cases, measure, "model batch length layout ttl_p50_us tokens_per_s_user tokens_per_s_gpu"),),
-    models=MODELS,
-)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import jobs
-from benchmarks.models.workloads import SHAPES, Items, fitting_layers, named
+from benchmarks.models.workloads import Items, fitting_layers, named
 from benchmarks.ranks.hopb import PEER_MEMORY, STEPS, link
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from helix.layout import HelixLayout
 from launch.inputs.shapes import spec_of
 
@@ -85,13 +85,3 @@ def cut(model: str, ranks: int, points: list[tuple[int, int]]) -> list[str]:
     fit = fitting_layers(spec, ranks, memory, Items.of([*named(model), *overrides]), kv=each)
     layers = min(fit, MOST_LAYERS)
     return [*overrides, *([f"model.config.num_hidden_layers={layers}"] if layers < len(spec.layers) else [])]
-
-
-COLUMNS = "model backend batch length chunks off_us on_us without_us exchange_us hidden auto_us auto_chunks"
-BENCHMARK = Benchmark(
-    "decode steps with and without HOP-B, and the paper's example of it, over all GPUs",
-    __doc__,
-    (Part(cases, measure, f"{COLUMNS} off_units on_units"),),
-    models=SHAPES,
-    emulated=True,
-)

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.jobs import JobError
-from benchmarks.models.workloads import SHAPES, K, named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.models.workloads import K, named
+from benchmarks.runner import Given, Row
 from launch.client.supervisor import cause
 from launch.job import spawn
 
@@ -82,14 +82,3 @@ def over_agents(overrides: Sequence[str], gpus: bool) -> list[Row]:
             raise JobError(cause(lines) or f"exit codes {codes}")
         rows: list[Row] = json.loads(record.read_text(encoding="utf-8"))["hosts"]
         return rows
-
-
-COLUMNS = (
-    "model backend batch message_bytes exchange_bytes predicted_bytes latency_us gb_per_s exchange_us predicted_us"
-)
-BENCHMARK = Benchmark(
-    "decode over two agents with sockets between them, and the exchange beside what pings predict",
-    __doc__,
-    (Part(cases, measure, f"{COLUMNS} predicted_us error step_exchange_us ttl_us"),),
-    models=SHAPES,
-)

@@ -36,7 +36,7 @@ from tokenizers.models import BPE
 
 from benchmarks import jobs
 from benchmarks.ranks.crowds import CROWDS
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from launch.inputs.compose import ROOT, composed
 
 K, M = 1 << 10, 1 << 20
@@ -61,8 +61,6 @@ ITEM = {
 }
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 200}  # longer than any answer
 FORMAT = {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHEMA}}
-COLUMNS = "trace batch length arrivals step_ms mean_tpot_ms over_step p50_itl_ms p90_itl_ms p99_itl_ms p50_ttft_ms"
-COLUMNS += " p99_ttft_ms output_throughput hit_rate front_us"
 
 
 @dataclass
@@ -286,10 +284,3 @@ def measure(given: Given) -> Iterator[Row]:
 
             while (one := loop.run(following())) is not None:
                 yield about | one
-
-
-BENCHMARK = Benchmark(
-    "a server over HTTP, as clients see it: first tokens, gaps, throughput, answers that follow a schema",
-    __doc__,
-    (Part(lambda given: [()], measure, COLUMNS),),
-)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import jobs
-from benchmarks.models.workloads import Items, K, M, fitting_layers, named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.models.workloads import Items, K, M, decoding, failed, fitting_layers, named
+from benchmarks.runner import Given, Row
 from helix.layers.specs import AttentionSpec, MLPSpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
@@ -105,21 +104,12 @@ def measure(given: Given, model: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory:
         if drafter == "eagle3":
             write_eagle3(spec_of(model), Path(directory))
+        drafts = [f"speculation={drafter}", f"speculation.gamma={max(gammas)}", *cut, *OPTIONS.get(model, [])]
+        drafts += [f"speculation.path={directory}"] if drafter == "eagle3" else []
         try:
-            record = jobs.measure(
-                given.ranks,
-                [
-                    *named(model), *cut, *OPTIONS.get(model, []), f"layout.kvp={layout.kvp}", f"layout.ep={layout.ep}",
-                    "hopb=off", "decode.stream=false", "bench=decode",
-                    f"bench.gammas={gammas}", f"bench.steps={steps}",
-                    f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
-                    f"bench.acceptance={KEPT}", f"speculation={drafter}", f"speculation.gamma={max(gammas)}",
-                    *([f"speculation.path={directory}"] if drafter == "eagle3" else []),
-                ],
-            )  # fmt: skip
+            record = jobs.measure(given.ranks, decoding(model, layout, points, gammas, steps, KEPT, *drafts))
         except jobs.JobError as error:
-            for (batch, length), gamma in product(points, gammas):
-                yield about | {"batch": batch, "length": length, "gamma": gamma, "failed": str(error)}
+            yield from (about | row for row in failed(points, gammas, error))
             return
     yield from (about | row | gains(model, row, record["points"]) for row in record["points"])
 
@@ -132,19 +122,3 @@ def gains(model: str, row: Row, points: list[Row]) -> Row:
     over = row["ttl_p50_us"] / plain["ttl_p50_us"]
     tokens = PUBLISHED.get(model, {}).get(row["gamma"])
     return {"step_over_plain": over, "gain_published": None if tokens is None else tokens / over}
-
-
-BENCHMARK = Benchmark(
-    "decode steps with drafts of a layer for multi-token prediction or of EAGLE-3, over all GPUs",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "model drafter layers batch length gamma ttl_p50_us step_over_plain gain_published",
-            f"drafts kept at a rate of {KEPT}",
-        ),
-    ),
-    models=MODELS,
-    emulated=True,
-)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.quality import agent_turns
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from helix.engine.decision import Admission
 from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
@@ -84,15 +84,5 @@ def measure(given: Given, name: str, longest: int) -> Iterator[Row]:
     }  # fmt: skip
 
 
-BENCHMARK = Benchmark(
-    "steps of drafts by lookup on recorded turns of agents, counted without a model",
-    __doc__,
-    (
-        Part(
-            lambda given: [(name, longest) for name, lengths in LONGEST.items() for longest in lengths],
-            measure,
-            "drafter longest drafts answers words steps words_per_step",
-        ),
-    ),
-    counted=True,
-)
+def cases(given: Given) -> list[tuple[str, int]]:
+    return [(name, longest) for name, lengths in LONGEST.items() for longest in lengths]

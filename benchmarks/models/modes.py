@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.models.steps import COLUMNS, ON_CPU, measure
+from benchmarks.models.steps import ON_CPU
 from benchmarks.models.workloads import K, Workload, fitting_spec, layouts
-from benchmarks.runner import Benchmark, Given, Part
+from benchmarks.runner import Given
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 
@@ -29,11 +29,3 @@ def cases(given: Given) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayo
             yield works, spec, layout, cut
             if spec.experts is not None and layout.mode != "medha":
                 yield works, spec, replace(layout, tpf=1, ep=given.ranks), cut
-
-
-BENCHMARK = Benchmark(
-    "decode steps of models with experts in every mode, attention of whole sequences by rank too",
-    __doc__,
-    (Part(cases, measure, COLUMNS),),
-    models=MODELS,
-)

@@ -18,9 +18,10 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import jobs
+from benchmarks.cases import cases as listed
 from benchmarks.kernels.attention import TORCH
 from benchmarks.models.workloads import named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.timer import DIM, PAGE, replays
 from helix.worker.clock import seconds_of_each
 from kernels.attention import flash_prefill_sm90
@@ -28,7 +29,6 @@ from kernels.attention.flash_prefill import flash_prefill
 from kernels.paged_keys import PagedKeys
 
 K = 1024
-KERNELS = [(28, 4, 4 * K, 32 * K), (28, 4, 4 * K, 128 * K), (8, 1, 8 * K, 32 * K), (32, 8, 4 * K, 128 * K)]
 # Query and KV heads of a rank, keys, and chunks of so many queries: the first is the one that others stand beside.
 CHUNKS = [
     (28, 4, 512 * K, (8 * K, K, 256, 100, 16)),
@@ -149,7 +149,7 @@ def _replayed(run: Callable[[], Any], device: torch.device) -> float:
 
 def kernel_cases(given: Given) -> Iterator[tuple[int, int, int, int, float]]:
     """Shapes and the matrix rate; none where GPUs emulate ranks: the kernel is the same."""
-    shapes = [] if given.emulated else KERNELS if given.gpu else [(4, 2, 128, 512)]
+    shapes = [] if given.emulated else listed("prefill") if given.gpu else [(4, 2, 128, 512)]
     rate = matrix_tflops(given.device) if shapes else 0.0
     return ((*shape, rate) for shape in shapes)
 
@@ -176,35 +176,3 @@ def measure_prompts(given: Given) -> list[Row]:
     for row in rows:
         row["vllm_tp2_s"] = beside.get(row["length"])
     return rows
-
-
-KERNEL_PARTS = (
-    Part(kernel_cases, measure_kernel, "heads q_tokens length tflops matrix_tflops cudnn_tflops flash_tflops"),
-    Part(
-        chunk_cases,
-        measure_chunks,
-        "heads q_tokens length us tflops of_largest kernel general_us sm90_us",
-        title="chunks at the end of a prompt; of largest: the rate beside that of the largest chunk",
-    ),
-    Part(
-        together_cases,
-        measure_together,
-        "heads prompts length us tflops general_us sm90_us",
-        title="chunks of several whole prompts",
-    ),
-)
-KERNELS_ALONE = Benchmark("the prefill kernel alone, on one GPU", __doc__, KERNEL_PARTS)
-BENCHMARK = Benchmark(
-    "the prefill kernel beside torch's attention, and whole prompts over all GPUs",
-    __doc__,
-    (
-        *KERNEL_PARTS,
-        Part(
-            lambda given: [()],
-            measure_prompts,
-            "model layout batch length prefill_chunk prefill_s vllm_tp2_s prefill_s/vllm_tp2_s tokens_per_s "
-            "turn_ms short_of_long",
-        ),
-    ),
-    emulated=True,
-)

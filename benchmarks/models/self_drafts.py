@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks import jobs
 from benchmarks.models.speculate import expected_tokens, with_gains
-from benchmarks.models.workloads import K, M, fitting_spec, layouts, named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.models.workloads import K, M, decoding, failed, fitting_spec, widest
+from benchmarks.runner import Given, Row
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
 KEPT = 0.9  # of each draft behind kept ones; the paper's own is 0.96
@@ -46,23 +46,15 @@ def measure(given: Given, model: str, sparsity: float) -> list[Row]:
     near = max((n for n in POINTS if n <= ranks), default=1)
     points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if given.gpu else ([(2, 512)], [0, 2], 3)
     spec, overrides = fitting_spec(model, ranks)
-    layout = [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
+    layout = widest(spec, ranks)
     about: dict[str, Any] = {"kind": "self-drafts", "model": model, "layers": len(spec.layers), "layout": str(layout)}
     about |= {"sparsity": sparsity, "acceptance": KEPT}
+    drafts = ["speculation=sparse", f"speculation.gamma={max(gammas)}", f"speculation.sparsity={sparsity}"]
+    drafts += ["kv.page_size=64", "kv.append_block=64"]
     try:
-        record = jobs.measure(
-            ranks,
-            [
-                *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
-                "kv.append_block=64", "hopb=off", "bench=decode", "decode.stream=false",
-                f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.gammas={gammas}",
-                f"bench.steps={steps}", "speculation=sparse", f"speculation.gamma={max(gammas)}",
-                f"speculation.sparsity={sparsity}", f"bench.acceptance={KEPT}", *overrides,
-            ],
-        )  # fmt: skip
+        record = jobs.measure(ranks, decoding(model, layout, points, gammas, steps, KEPT, *drafts, *overrides))
     except jobs.JobError as error:
-        of = [{"batch": batch, "length": length, "gamma": gamma} for batch, length in points for gamma in gammas]
-        return [about | row | {"failed": str(error)} for row in of]
+        return [about | row for row in failed(points, gammas, error)]
     about |= {"backend": record["backend"]}
     return [about | row | at_rates(row, record["points"]) for row in with_gains(record["points"], KEPT)]
 
@@ -74,19 +66,3 @@ def at_rates(row: Row, points: list[Row]) -> Row:
     plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == (row["batch"], row["length"], 0))
     over = plain["ttl_p50_us"] / row["ttl_p50_us"]
     return {"gain_at_rates": {str(rate): expected_tokens(row["gamma"], rate) * over for rate in RATES}}
-
-
-BENCHMARK = Benchmark(
-    "decode steps of models that draft for themselves, beside plain ones, over all GPUs",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "model batch length sparsity gamma ttl_p50_us tokens_per_step gain gain_at_rate",
-            f"drafts kept at a rate of {KEPT}",
-        ),
-    ),
-    models=MODELS,
-    emulated=True,
-)

@@ -17,8 +17,8 @@ from functools import cache
 
 from benchmarks import jobs
 from benchmarks.models.steps import ROOMY
-from benchmarks.models.workloads import K, M, fitting_spec, layouts, named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.models.workloads import K, M, fitting_spec, named, widest
+from benchmarks.runner import Given, Row
 
 MODELS = ("qwen2.5-7b",)
 SPARSE = ("attention=block_sparse", "attention.from_tokens=0")
@@ -52,7 +52,7 @@ ON_CPU = {"roomy": (Probe(SPARSE, ((1, K),)), Probe(SPARSE, ((1, K), (1, 8 * K))
 def times_us(model: str, ranks: int, steps: int, job: Probe) -> dict[CostPoint, float]:
     """Time of a step at each point of a job, in the grid with the widest tpa that splits the KV."""
     spec, cut = fitting_spec(model, ranks)
-    grid = [layout for layout in layouts(spec, ranks, baselines=False) if layout.ep == 1][-1]
+    grid = widest(spec, ranks)
     record = jobs.measure(
         ranks,
         [
@@ -79,12 +79,3 @@ def measure(given: Given, model: str, what: str, one: Probe, other: Probe) -> It
             "kind": "sparse-costs", "model": model, "case": what, "batch": point[0], "length": point[1],
             "drafts": other.gamma, "plain_us": plain[point], "step_us": with_it[point],
         }  # fmt: skip
-
-
-BENCHMARK = Benchmark(
-    "decode steps with block-sparse attention where it chooses nothing, beside drafts, and with parts, over all GPUs",
-    __doc__,
-    (Part(cases, measure, "model case batch length drafts plain_us step_us step_us/plain_us"),),
-    models=MODELS,
-    emulated=True,
-)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
-from benchmarks.models.workloads import SHAPES, fitting_spec, layouts, named
+from benchmarks.models.workloads import K, M, decoding, failed, fitting_spec, widest
 from benchmarks.quality.copy_prompts import copy_prompts
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 
-K, M = 1024, 1 << 20
 MODELS = ["llama-3.1-70b", "demo"]  # the shape of steps with synthetic drafts; `demo` stands for the copies
 ACCEPTANCE = 0.8  # chance of a draft behind drafts that were kept
 # Of 1, 8, 32 sequences of 8K, 128K, 1M: those that four GPUs hold, but for 8 x 8K, which is between 1 and 32.
@@ -86,32 +85,19 @@ def with_gains(points: list[dict[str, Any]], acceptance: float) -> list[dict[str
     return rows
 
 
-def _job(ranks: int, overrides: list[str]) -> dict[str, Any]:
-    """The record of a job of its own; raises as `jobs.measure`."""
-    return jobs.measure(ranks, [*overrides, "decode.stream=false"])
-
-
 def synthetic(given: Given, model: str) -> list[Row]:
     """One job of a model over the grid with the widest tpa that splits the KV; on a CPU the tiniest case."""
     ranks = given.ranks
     points, gammas, steps = (POINTS, GAMMAS, STEPS) if given.gpu else ([(2, 64)], [0, 2], 3)
     spec, overrides = fitting_spec(model, ranks)
-    layout = [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
+    layout = widest(spec, ranks)
     about: dict[str, Any] = {"kind": "synthetic", "model": model, "layers": len(spec.layers), "layout": str(layout)}
     about |= {"acceptance": ACCEPTANCE}
+    drafts = ["speculation=ngram", f"speculation.gamma={max(gammas)}", "kv.page_size=64"]
     try:
-        record = _job(
-            ranks,
-            [
-                *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
-                "hopb=off", "bench=decode", f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
-                f"bench.gammas={gammas}", f"bench.steps={steps}", "speculation=ngram",
-                f"speculation.gamma={max(gammas)}", f"bench.acceptance={ACCEPTANCE}", *overrides,
-            ],
-        )  # fmt: skip
+        record = jobs.measure(ranks, decoding(model, layout, points, gammas, steps, ACCEPTANCE, *drafts, *overrides))
     except jobs.JobError as error:
-        of = [{"batch": batch, "length": length, "gamma": gamma} for batch, length in points for gamma in gammas]
-        return [about | row | {"failed": str(error)} for row in of]
+        return [about | row for row in failed(points, gammas, error)]
     about |= {"backend": record["backend"]}
     return [about | row for row in with_gains(record["points"], ACCEPTANCE)]
 
@@ -125,8 +111,9 @@ def copies(given: Given) -> Iterator[Row]:
         written, answers = Path(directory) / "prompts.jsonl", Path(directory) / "answers.jsonl"
         written.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
         job = ["model=demo", f"layout.kvp={ranks}", f"decode.prompts={written}", f"decode.output={answers}"]
+        job.append("decode.stream=false")
         for drafting in DRAFTING if gpu else ["none", "4"]:
-            record = _job(ranks, [*job, *DRAFTING[drafting]])
+            record = jobs.measure(ranks, [*job, *DRAFTING[drafting]])
             tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").strip().split("\n")]
             answers.unlink()
             plain = plain or (tokens, record)
@@ -147,25 +134,3 @@ def models(given: Given) -> list[tuple[str]]:
 def copied(given: Given) -> list[tuple[()]]:
     """One case, unless other models are chosen or ranks are emulated: tokens mean nothing there."""
     return [()] if not given.gpu or ("demo" in (given.models or MODELS) and not given.emulated) else []
-
-
-BENCHMARK = Benchmark(
-    "decode steps of Llama-3.1-70B with drafts, and copies of files by the demo model, over all GPUs",
-    __doc__,
-    (
-        Part(
-            models,
-            synthetic,
-            "model batch length gamma ttl_p50_us tokens_per_step tokens_per_s_user gain gain_at_rate",
-            f"drafts kept at a rate of {ACCEPTANCE}",
-        ),
-        Part(
-            copied,
-            copies,
-            "drafting tokens_per_step tokens_per_s_user gain as_plain prompts",
-            "copies of files by the demo model",
-        ),
-    ),
-    models=SHAPES,
-    emulated=True,
-)

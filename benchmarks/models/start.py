@@ -14,14 +14,9 @@ from pathlib import Path
 
 from benchmarks import jobs
 from benchmarks.models.workloads import named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 
-MODELS = "demo", "qwen2.5-7b"
 PROMPTS, NEW_TOKENS = 5, 40
-COLUMNS = (
-    "model kernels launcher_s imports_s preflight_s connect_s load_s build_s compile_s first_request_s capture_s "
-    "decode_s ready_s"
-)
 
 
 def measure(given: Given, model: str) -> Iterator[Row]:
@@ -45,10 +40,3 @@ def measure(given: Given, model: str) -> Iterator[Row]:
                 **phases,
                 "ready_s": ready_s,
             }
-
-
-BENCHMARK = Benchmark(
-    "where the time of a start goes, without compiled kernels and with them",
-    __doc__,
-    (Part(lambda given: [(model,) for model in MODELS[: 2 if given.gpu else 1]], measure, COLUMNS),),
-)

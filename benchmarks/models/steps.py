@@ -34,17 +34,15 @@ from benchmarks.models.workloads import (
     floor_s,
     layouts,
     named,
+    widest,
 )
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from benchmarks.schema import composed
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch.inputs.auto_layout import budget
 
 STEPS = 32
-TARGET = "bar"  # a row's key since the first records
-COLUMNS = f"model batch length layout ttl_p50_us floor_us ttl_p50_us/floor_us {TARGET} vllm_ms tokens_per_s_user"
-COLUMNS += " tokens_per_s_gpu"
 ON_CPU = Workload("demo", 1, K)
 SPARSE_MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")
 SPARSE_ON_CPU = [Workload("demo", batch, 8 * K) for batch in (1, 2)]
@@ -118,12 +116,6 @@ def measure(
         yield row | {"layers": len(spec.layers), "floor_us": floor_us}
 
 
-def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchmark:
-    models = tuple(dict.fromkeys(w.model for w in workloads))
-    part = Part(partial(cases, workloads, baselines), measure, COLUMNS)
-    return Benchmark(about, __doc__, (part,), models=models, emulated=True)
-
-
 def sparse_cases(
     models: tuple[str, ...], points: list[tuple[int, int]], attentions: tuple[tuple[str, ...], ...], given: Given
 ) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
@@ -131,7 +123,7 @@ def sparse_cases(
     for model in (given.models or models) if given.gpu else [SPARSE_ON_CPU[0].model]:
         spec, cut = fitting_spec(model, given.ranks)
         works = [Workload(model, batch, length) for batch, length in points]
-        grid = [layout for layout in layouts(spec, given.ranks, baselines=False) if layout.ep == 1][-1]
+        grid = widest(spec, given.ranks)
         for attention in attentions:
             yield works if given.gpu else SPARSE_ON_CPU, spec, grid, [*cut, *ROOMY, *attention]
 
@@ -147,21 +139,8 @@ def measure_sparse(
         yield row | about | {"sparse": None if read is None else asdict(read)}
 
 
-STEP = _benchmark("decode steps of whole models beside the ideal, over all GPUs", WORKLOADS, baselines=False)
-BASELINE = _benchmark("the same under plain TP, Medha's layout and Helix", BASELINES, baselines=True)
-_SPARSE_COLUMNS = "model batch length layout attention ttl_p50_us tokens_per_s_user"
-_ALL_POINTS = [(batch, length) for length in LENGTHS for batch in BATCHES]
-SPARSE = Benchmark(
-    "decode steps with block-sparse attention beside dense, over all GPUs: what `helix planner bill` fits",
-    __doc__,
-    (Part(partial(sparse_cases, SPARSE_MODELS[:1], _ALL_POINTS, BUDGETS), measure_sparse, _SPARSE_COLUMNS),),
-    models=SPARSE_MODELS,
-    emulated=True,
-)
-SPARSE_POLICIES = Benchmark(
-    "decode steps with block-sparse attention, parts, Quest's pages and a window, beside dense, over all GPUs",
-    __doc__,
-    (Part(partial(sparse_cases, SPARSE_MODELS, POLICY_POINTS, POLICIES), measure_sparse, _SPARSE_COLUMNS),),
-    models=SPARSE_MODELS,
-    emulated=True,
-)
+STEP_MODELS, BASELINE_MODELS = (tuple(dict.fromkeys(w.model for w in works)) for works in (WORKLOADS, BASELINES))
+step_cases = partial(cases, WORKLOADS, False)
+baseline_cases = partial(cases, BASELINES, True)
+budget_cases = partial(sparse_cases, SPARSE_MODELS[:1], [(n, length) for length in LENGTHS for n in BATCHES], BUDGETS)
+policy_cases = partial(sparse_cases, SPARSE_MODELS, POLICY_POINTS, POLICIES)

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from benchmarks.quality.needles import SOURCES, make
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.policies import make_policy
 from helix.attention.tiered import TieredAttention
@@ -112,14 +112,6 @@ def measure(given: Given, kvp: int, share: float | None) -> list[Row]:
     return [row | {"found": right, "hits": None if share is None else hits}]
 
 
-BENCHMARK = Benchmark(
-    "needles over a cache in host memory, beside one on the GPU, on one rank and on eight that share a GPU",
-    __doc__,
-    (
-        Part(
-            lambda given: [(kvp, share) for kvp in ((1, 8) if given.gpu else (1, 2)) for share in (None, THIRD, LEAST)],
-            measure,
-            "ranks length tier hot_places hits found prompts same",
-        ),
-    ),
-)
+def cases(given: Given) -> list[tuple[int, float | None]]:
+    """Ranks, and shares of the blocks with hot places."""
+    return [(kvp, share) for kvp in ((1, 8) if given.gpu else (1, 2)) for share in (None, THIRD, LEAST)]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from benchmarks import jobs
 from benchmarks.models.tier_steps import CARD
 from benchmarks.models.workloads import K, M, named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.runner import Given, Row
 
 HOST = 62e3  # bytes of a token: keys and values of 28 layers, and room
 GPU = 4e9
@@ -45,16 +45,3 @@ def measure(given: Given, host: bool, length: int, capped: bool) -> Iterator[Row
         point = {"batch": 1, "length": length, "failed": str(error)}
     size = point.get("used_bytes_per_gpu", [None])[0]
     yield row | {"gpu_bytes": of_gpu if host else None, "used_gb": size and size / 1e9} | point
-
-
-BENCHMARK = Benchmark(
-    "prompts of 256K and 1M tokens over a cache in host memory, beside one on the GPU",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "model tier gpu_bytes limit_bytes used_gb length prefill_chunk prefill_s tokens_per_s turn_ms",
-        ),
-    ),
-)

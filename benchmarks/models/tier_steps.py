@@ -26,9 +26,8 @@ from dataclasses import asdict
 import torch
 
 from benchmarks import jobs
-from benchmarks.kernels import tier
-from benchmarks.models.workloads import K, M, fitting_spec, layouts, named
-from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.models.workloads import K, M, fitting_spec, named, widest
+from benchmarks.runner import Given, Row
 from benchmarks.schema import composed
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
@@ -78,7 +77,7 @@ def cases(given: Given) -> list[tuple[bool, int, str]]:
 def measure(given: Given, host: bool, batch: int, kv: str) -> Iterator[Row]:
     """A row for each cell, of one job."""
     spec, _ = fitting_spec(MODEL if given.gpu else "demo", given.ranks)
-    layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
+    layout = widest(spec, given.ranks)
     length = (M if given.gpu else 16 * K) // (8 if batch > 1 else 1)
     cells = ON_GPU if not host else SEVERAL if batch > 1 else ON_HOST
     given_to = overrides(given, layout, batch, length, cells, host, kv)
@@ -158,22 +157,5 @@ def compared(rows: list[Row]) -> Row:
     return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
 
 
-BENCHMARK = Benchmark(
-    "decode steps over a cache in host memory, by how much of what they read is hot",
-    __doc__,
-    (
-        Part(
-            cases,
-            measure,
-            "tier kv batch topk repeat ahead ms target_ms predicted_ms over_dense hot link_mb "
-            "link_gbs resolve_us copy_blocks_us flash_decode_us used_gb",
-        ),
-        Part(
-            lambda given: [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)],
-            tier.fetch,
-            "pieces programs us gbs pin_s_gb",
-            "blocks of 64 KB from the host, alone",
-        ),
-    ),
-    summary=compared,
-)
+def fetch_cases(given: Given) -> list[tuple[int, int]]:
+    return [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.cases import cases
 from benchmarks.timer import PRODUCT_CEILING, READ_CEILING
 from helix.layers.specs import MLASpec, MoESpec
 from helix.layout import HelixLayout
@@ -40,33 +42,9 @@ class Workload:
     vllm_ms: float | None = None
 
 
-WORKLOADS = [
-    Workload("qwen2.5-7b", 1, 128 * K, 2.5, 3.61),
-    Workload("qwen2.5-7b", 1, M, 1.5, 10.37),
-    Workload("qwen2.5-7b", 8, 128 * K, 1.5, 6.24),
-    Workload("qwen2.5-7b", 8, M, 1.12),
-    Workload("qwen2.5-3b", 1, 128 * K, vllm_ms=4.03),
-    Workload("qwen2.5-3b", 1, M, vllm_ms=6.38),
-    Workload("qwen2.5-3b", 8, 128 * K, vllm_ms=5.37),
-    Workload("llama-3.1-8b", 1, 128 * K, 2.2, 3.47),
-    Workload("llama-3.1-8b", 1, M, 1.3, 11.20),
-    Workload("llama-3.1-8b", 8, 128 * K, 1.3, 6.48),
-    Workload("llama-3.1-70b", 1, 128 * K, 1.6),
-    Workload("llama-3.1-70b", 1, M, 1.25),
-    Workload("llama-3.1-70b", 8, 128 * K, 1.25),
-    *[
-        Workload(model, batch, length)
-        for model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-r1")
-        for batch, length in ((1, 128 * K), (1, M), (8, 128 * K), (8, M))
-    ],
-]
-# Models of 2, 4, 8 KV heads, and of one latent; batches up to what memory holds, for the curve of users against GPUs.
-BASELINES = [
-    Workload(model, batch, length)
-    for model in ("qwen2.5-3b", "qwen2.5-7b", "llama-3.1-8b", "deepseek-v2-lite")
-    for length, batches in ((128 * K, (1, 8, 32)), (M, (1, 2, 4, 8)))
-    for batch in batches
-] + [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-r1")]
+WORKLOADS = [Workload(*case) for case in cases("step")]
+BASELINES = [Workload(*case) for case in cases("baselines")]
+BASELINES += [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-r1")]
 
 
 class Items(NamedTuple):
@@ -194,3 +172,32 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
         return [*chosen, *(HelixLayout.create("helix", last.kvp, last.tpa, ep=ep) for ep in eps)]
     tp = HelixLayout.create("tp", 1, ranks)
     return [tp, *(HelixLayout.create("medha", layout.kvp, layout.tpa) for layout in split[-1:]), *split[-2:]]
+
+
+def widest(spec: DecoderSpec, ranks: int) -> HelixLayout:
+    """The grid with the widest tpa that splits the KV."""
+    return [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
+
+
+def decoding(
+    model: str,
+    layout: HelixLayout,
+    points: Sequence[tuple[int, int]],
+    gammas: Sequence[int],
+    steps: int,
+    kept: float,
+    *more: str,
+) -> list[str]:
+    """The overrides of a job that times decode steps with and without drafts, which are kept at a set rate."""
+    return [
+        *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}",
+        "hopb=off", "decode.stream=false", "bench=decode", f"bench.gammas={[*gammas]}",
+        f"bench.points=[{','.join(f'{batch}x{length}' for batch, length in points)}]", f"bench.steps={steps}",
+        f"bench.acceptance={kept}", *more,
+    ]  # fmt: skip
+
+
+def failed(points: Sequence[tuple[int, int]], gammas: Sequence[int], error: object) -> list[dict[str, Any]]:
+    """The rows of a job of which nothing was measured."""
+    of = product(points, gammas)
+    return [{"batch": batch, "length": length, "gamma": n, "failed": str(error)} for (batch, length), n in of]

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks.quality.agreement import mean_range, wilson
-from benchmarks.quality.drafting import LAYERED, POLICIES, Drafting, Found, Outcome
+from benchmarks.quality.drafting import LAYERED, POLICIES, Drafting, Outcome
 from benchmarks.runner import Row
 from helix.speculation import DraftBudget
 
@@ -17,8 +17,7 @@ SCORED = ("sparsity", "recent", "reach")  # what a policy that goes by scores is
 LOOKUPS = ("ngram", "suffix")  # whose drafts have no noise
 READS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LOOKUPS, *LAYERED), ()),
-    "window": ("sparsity",), "quest": ("sparsity", "recent"), "full": (), "oracle": ("sparsity",),
-    "weights": SCORED, "fixed": SCORED,
+    "window": ("sparsity",), "quest": ("sparsity", "recent"), "full": (),
 }  # fmt: skip
 
 
@@ -99,10 +98,8 @@ def acceptance(way: Drafting, outcomes: Sequence[Outcome], plain: Sequence[Outco
     return described(way) | counted(outcomes, way.gamma) | {"as_plain": same if lossless else None}
 
 
-def rows(found: dict[Drafting, Found], tasks: Sequence[str], exact: bool) -> list[Row]:
-    """Kind `acceptance`, one for each way and task; where something was metered, kind `choices`, one for each way.
-
-    Of several shares of keys the kind is `sweep`.
+def rows(found: dict[Drafting, list[Outcome]], tasks: Sequence[str], exact: bool) -> list[Row]:
+    """Kind `acceptance`, one for each way and task; `sweep` of several shares of keys.
 
     Args:
         tasks: of each prompt.
@@ -113,14 +110,10 @@ def rows(found: dict[Drafting, Found], tasks: Sequence[str], exact: bool) -> lis
     for way, of_way in found.items():
         if not way.gamma:
             continue
-        plain = found[way.plain].outcomes
+        plain = found[way.plain]
         for task in dict.fromkeys(tasks):
             ours, theirs = (
-                [x for x, of in zip(outcomes, tasks, strict=True) if of == task]
-                for outcomes in (of_way.outcomes, plain)
+                [x for x, of in zip(outcomes, tasks, strict=True) if of == task] for outcomes in (of_way, plain)
             )
             made.append({"kind": kind, "task": task} | acceptance(way, ours, theirs, exact))
-        if of_way.metered is not None:
-            about = {"tasks": [*dict.fromkeys(tasks)], "prompts": len(tasks)}
-            made.append({"kind": "choices", **about} | described(way) | of_way.metered)
     return made

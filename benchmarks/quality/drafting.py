@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -22,8 +21,6 @@ from torch import Tensor
 
 from benchmarks.papers.policies import FULL
 from benchmarks.quality.continuations import Continuation
-from benchmarks.quality.draft_meter import DraftMeter
-from benchmarks.quality.draft_variants import FixedBudget, JudgingDrafter, by_weights, oracle
 from benchmarks.quality.prefilled import Subject, prefilled
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
@@ -104,43 +101,10 @@ class Outcome:
     refused: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a way made of all prompts; `metered` as in `DraftMeter.row`, None where nothing was."""
-
-    outcomes: list[Outcome]
-    metered: dict[str, object] | None
-
-
-S = TypeVar("S", bound=SparseDrafter)
-
-
-def _sparse(way: Drafting, runner: ModelRunner) -> SparseDrafter:
-    return _made(SparseDrafter, way, runner)
-
-
-def _made(kind: type[S], way: Drafting, runner: ModelRunner) -> S:
+def _sparse(way: Drafting, runner: ModelRunner) -> Drafter:
     # As many pages of a sequence as the runner has, whose room for drafts is that of any way.
     sizes = replace(runner.sizes, drafts=way.gamma, length=runner.sizes.length + runner.sizes.drafts - way.gamma)
-    return kind(runner.model, runner.cache, sizes, way.budget, way.noise)
-
-
-def _oracle(way: Drafting, runner: ModelRunner) -> Drafter:
-    return oracle(_sparse(replace(way, budget=replace(way.budget, policy="window")), runner))
-
-
-def _by_weights(way: Drafting, runner: ModelRunner) -> Drafter:
-    return by_weights(_sparse(way, runner), runner.comm)
-
-
-def _judging(way: Drafting, runner: ModelRunner) -> Drafter:
-    return _made(JudgingDrafter, way, runner).judge(way.policy)
-
-
-def _fixed(way: Drafting, runner: ModelRunner) -> Drafter:
-    keys = round(way.budget.sparsity * runner.model.spec.max_positions)
-    budget = FixedBudget("any", way.budget.sparsity, way.budget.recent, way.budget.reach, fixed=keys)
-    return _sparse(replace(way, budget=budget), runner)
+    return SparseDrafter(runner.model, runner.cache, sizes, way.budget, way.noise)
 
 
 def _ngram(way: Drafting, runner: ModelRunner) -> Drafter:
@@ -167,13 +131,8 @@ def _of_prompts(way: Drafting, runner: ModelRunner) -> Drafter:
     return runner.drafter
 
 
-# The product's, and ways that it does not have: by the mean of queries of verification (all; accepted: those whose
-# drafts held; last: the last of these), each draft by its own logits (oracle), by what verification made of keys after
-# the softmax (weights), as many keys as of a text as long as the model's context (fixed).
 DRAFTERS: dict[str, Callable[[Drafting, ModelRunner], Drafter]] = {
-    **dict.fromkeys(POLICIES, _sparse), **dict.fromkeys(("all", "accepted", "last"), _judging),
-    **dict.fromkeys(LAYERED, _of_prompts), "ngram": _ngram, "suffix": _suffix,
-    "oracle": _oracle, "weights": _by_weights, "fixed": _fixed,
+    **dict.fromkeys(POLICIES, _sparse), **dict.fromkeys(LAYERED, _of_prompts), "ngram": _ngram, "suffix": _suffix,
 }  # fmt: skip
 
 
@@ -235,20 +194,17 @@ def run(
     continuations: Sequence[Continuation],
     new_tokens: int,
     ways: Sequence[Drafting],
-    meter: Sequence[int] = (),
-) -> dict[Drafting, Found]:
+) -> dict[Drafting, list[Outcome]]:
     """What each way makes of the same prompts; progress goes to stderr.
 
     Args:
         new_tokens: of a prompt, the same number in each of its turns.
-        meter: ranks for which choices are measured as well, by `DraftMeter`; none: nothing is.
     """
     layout = setting.layout
     room = max(len(c.prompt) + sum(map(len, c.turns)) for c in continuations) + new_tokens + MAX_QUERIES
     at_once = setting.fitting(room)
     batches = [continuations[i : i + at_once] for i in range(0, len(continuations), at_once)]
     outcomes: dict[Drafting, list[Outcome]] = {way: [] for way in ways}
-    meters = {way: DraftMeter(meter) for way in ways} if meter else {}
 
     @torch.inference_mode()
     def rank(world: LoopbackWorld, index: int) -> None:
@@ -261,7 +217,7 @@ def run(
                 follower = runner.drafter
                 for way in group:
                     runner.drafter = follower
-                    found = _decode(runner, way, batch, new_tokens, meters.get(way))
+                    found = _decode(runner, way, batch, new_tokens)
                     if index == 0:
                         outcomes[way] += found
                         progress.advance(task)
@@ -272,7 +228,7 @@ def run(
     with Progress(console=Console(file=sys.stderr)) as progress:
         task = progress.add_task(f"{len(continuations)} x {room}, kvp={layout.kvp}", total=len(ways) * len(batches))
         run_ranks(layout.world_size, rank, DEADLINE_S, setting.device)
-    return {way: Found(found, meters[way].row() if way in meters else None) for way, found in outcomes.items()}
+    return outcomes
 
 
 def _layer(setting: Subject, model: Decoder, comm: Communicator) -> DraftLayer | None:
@@ -307,9 +263,7 @@ def _runner(
     return runner
 
 
-def _decode(
-    runner: ModelRunner, way: Drafting, batch: Sequence[Continuation], new_tokens: int, meter: DraftMeter | None
-) -> list[Outcome]:
+def _decode(runner: ModelRunner, way: Drafting, batch: Sequence[Continuation], new_tokens: int) -> list[Outcome]:
     """All turns of a batch, from the end of its prompts."""
     state, n, device, sampled = runner.state, len(batch), runner.device, way.temperature > 0
     drafter = DRAFTERS[way.policy](way, runner) if way.gamma else NoDrafts()
@@ -324,7 +278,6 @@ def _decode(
     state.activate(rows, torch.stack([c.prompt[-1] for c in batch]).to(device), lengths)
     if isinstance(drafter, StartedLayer):
         drafter.start(state.tokens[:n].long(), lengths)
-    measured = meter.of(drafter, runner) if meter is not None and isinstance(drafter, SparseDrafter) else None
     steps: list[Tensor] = []
     tokens: list[list[int]] = [[] for _ in batch]
     refused: list[list[float]] = [[] for _ in batch]
@@ -340,8 +293,6 @@ def _decode(
             read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], most)
             if not isinstance(drafter, StartedLayer):  # which has followed the prompts
                 drafter.prefilled(Prefilled(begun, read, ()))
-        if measured is not None:
-            measured.verified(torch.tensor([len(x) > 0 for x in told], device=device))
         count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)
         watched = Watched(drafter, way.temperature) if way.gamma and runner.layout.world_size == 1 else None
         runner.drafter, runner.observer = watched or drafter, None if watched is None else watched.observe
@@ -355,8 +306,6 @@ def _decode(
                 for slot, held in enumerate(steps[-1].tolist()):
                     if 0 <= held < way.gamma and watched.proposed[slot, held] >= 0:
                         refused[slot].append(watched.refused(slot, int(before[slot]) + 1 + held, held))
-            if measured is not None:
-                measured.verified(active)
         runner.observer = None
         for slot in (slot for slot in range(n) if live[slot]):
             span = slice(int(first[slot]), int(last[slot]) + 1)

@@ -13,16 +13,12 @@ from benchmarks.quality.agreement import common_prefix, compare, paired, wilson
 from benchmarks.quality.forced import ForcedOutcome, Policy, run
 from benchmarks.quality.haystacks import Haystack, Questions, texts
 from benchmarks.quality.prefilled import Subject
-from benchmarks.quality.recall import RecallMeter
 from benchmarks.runner import Row
 from helix.placement import BlockBudget
 
 FACTS = 4
 HOPS = 3  # lines of a chain
 DEPTHS = 10  # parts of the text by which hits are counted
-PAGES = (128, 16)
-BUDGETS = (512, 1024, 2048, 4096)  # chosen keys: 4 to 32 blocks of 128
-RANKS = (1, 4, 8)
 HOT = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5)  # shares of a text's blocks
 LATE = 640  # generated tokens from which on some of them are outside of the window of any policy that chooses
 
@@ -46,8 +42,6 @@ def policies() -> list[Policy]:
         *(Policy(f"{score}-{k}", blocks(k), score=score) for score in ("bounds", "mean") for k in (4, 8, 16, 32)),
         Policy("quest-64", blocks(64, 32), page=16),
         *(Policy(f"parts-{k}-of-{n}", parts(k, n)) for k, n in ((64, 64), (128, 64), (128, 128), (128, 256))),
-        *(Policy(f"{stored}-32", blocks(32), stored=stored) for stored in ("int8", "fp8")),
-        *(Policy(f"{name}-32", blocks(32), layers=n) for name, n in (("pairs", 2), ("fours", 4))),
     ]
 
 
@@ -75,9 +69,7 @@ class FidelityTask:
 def described(task: FidelityTask, outcome: ForcedOutcome) -> Row:
     policy = outcome.policy
     budget = None if policy.budget is None else asdict(policy.budget)
-    kind = {
-        name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "stored", "layers", "kv")
-    }
+    kind = {name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "kv")}
     return {"policy": policy.name, **kind, "budget": budget, "blocks_read": outcome.blocks_read}
 
 
@@ -211,15 +203,6 @@ def _hits(hot: int, came: int, hot_ahead: int, came_ahead: int, _: int, guessed:
     }
 
 
-def recall(task: FidelityTask) -> list[Row]:
-    """What choices would keep of dense attention's weight, and of the blocks with most of it, on true text."""
-    if {*task.setting.spec().windows} != {None}:
-        raise ValueError("task=recall needs a model whose layers all have full attention")
-    meter = RecallMeter(PAGES, BUDGETS, RANKS)
-    _on_text(task, texts(task.tokenizer, task.count, task.length), [Policy("dense", attends=meter)])
-    return [{"windows": task.count, "steps": task.count * task.steps} | row for row in meter.rows()]
-
-
 def _on_text(task: FidelityTask, ids: Tensor, chosen: Sequence[Policy]) -> tuple[dict[str, ForcedOutcome], Tensor]:
     """What policies make of the last `steps` tokens of texts, and these tokens."""
     follows = ids[:, -task.steps :]
@@ -228,5 +211,5 @@ def _on_text(task: FidelityTask, ids: Tensor, chosen: Sequence[Policy]) -> tuple
 
 TASKS: dict[str, Callable[[FidelityTask], list[Row]]] = {
     "text": text, "needles": needles, "facts": facts, "hops": hops, "free": free, "generated": generated,
-    "recall": recall, "hits": hits,
+    "hits": hits,
 }  # fmt: skip

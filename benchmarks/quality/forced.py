@@ -19,7 +19,6 @@ from torch import Tensor
 from benchmarks.papers.policies import fold_means
 from benchmarks.quality.hits import HitMeter
 from benchmarks.quality.prefilled import Subject, prefilled
-from benchmarks.quality.variants import RoundedBounds, SharedChoice
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
@@ -44,8 +43,6 @@ class Policy:
         score: bounds, or mean: of the policy of benchmarks.papers.policies.
         choice: local or global, over the ranks of a kvp group.
         frozen: pages that become full behind the prefill are never chosen; by bounds alone.
-        stored: int8 or fp8, how bounds are kept; None: in the cache's dtype.
-        layers: so many neighbouring layers share one choice.
         attends: a policy made by the caller, for one rank, in place of the budget.
         hot: shares of the texts' blocks for which hits are counted, were so many on the GPU.
         kv: auto, fp8 or k16v8, how keys and values are kept, from the prefill on.
@@ -57,8 +54,6 @@ class Policy:
     score: str = "bounds"
     choice: str = "local"
     frozen: bool = False
-    stored: str | None = None
-    layers: int = 1
     attends: AttentionPolicy | None = None
     hot: tuple[float, ...] = ()
     kv: str = "auto"
@@ -227,10 +222,6 @@ def _attention(policy: Policy, placement: Placement, length: int, comm: Communic
     if policy.budget is None:
         return policy.attends
     place = placement, length, comm.device, comm if policy.choice == "global" else None
-    if policy.stored is not None:
-        return RoundedBounds(policy.stored, policy.budget, *place)
-    if policy.layers > 1:
-        return SharedChoice(policy.layers, policy.budget, *place)
     if policy.hot:
         return HitMeter(policy.hot, policy.budget, *place)
     return BlockSparseAttention(policy.budget, *place)

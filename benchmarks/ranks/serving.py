@@ -11,7 +11,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 from threading import Thread
@@ -23,23 +22,14 @@ import numpy as np
 from benchmarks.ranks.crowds import CROWDS
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import lab
-from helix.config import ScheduleConfig
-from helix.engine.block_tables import BlockTables
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
-from helix.engine.pages import PagePool
-from helix.engine.prefill_time import PrefillTime
-from helix.engine.prefix import PrefixTree
 from helix.engine.request import Request
-from helix.engine.scheduler import Scheduler
 from helix.errors import ConfigError
-from helix.placement import Stripes
 from helix.setup.buffers import most_slots
 from helix.setup.engine import build_engine
 from helix.worker.graph_keys import StepKind
-from helix.worker.keeps import EngineSizes
 from helix.worker.warm_up import fill, step_seconds
-from launch.job.report import percentile_us
 from launch.job.task import Done, Task
 
 K, M = 1 << 10, 1 << 20
@@ -292,66 +282,11 @@ def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def churn(client: Client, small: int) -> Iterator[dict[str, Any]]:
-    """Thousands of requests with common beginnings, a third aborted at random: what they leave behind."""
-    rng = random.Random(11)
-    count = 10_000 if small == 1 else 40
-    heads = [client.tokens(rng.randrange(16, 2000) // (1 if small == 1 else 16)) for _ in range(16)]
-    arrivals = []
-    for i in range(count):
-        request = client.request(rng.choice(heads), rng.randrange(1, 64), rng.randrange(1, 12))
-        at = i * 0.002
-        arrivals.append(Arrival(at, request, at + 3 * rng.random() if rng.random() < 0.33 else None))
-    begin = perf_counter()
-    seen = client.serve(arrivals)
-    left = client.engine.comm.all_gather_object(len(client.engine.runner.admitted))
-    if client.leads:
-        ends = [s.end for s in seen.values()]
-        yield {
-            "trace": "churn", "requests": count, "aborted": ends.count("abort"), "seconds": perf_counter() - begin,
-            "pages_left": sum(tables.pool.used for tables in client.engine.tables),
-            "slots_left": max(left), "never_ended": ends.count(""),
-            "decide_us": 1e6 * client.engine.timings.decide_s / client.engine.timings.decisions,
-        }  # fmt: skip
-
-
-def decisions(client: Client, small: int) -> Iterator[dict[str, Any]]:
-    """Rank 0's host alone: a decision with 64 running and 1,000 waiting, short contexts and long ones."""
-    for context in (K, M) if client.leads else ():
-        stripes = Stripes(client.engine.runner.layout, 16, 64)
-        times = PrefillTime(32_768.0)
-        pages = 65 * stripes.pages_for(context + 8192)
-        tables = BlockTables(PrefixTree(PagePool(pages), stripes, times.cost))
-        runner = copy(client.engine.runner)
-        runner.sizes = EngineSizes(64, context + 8192, context, run_steps=8)
-        scheduler = Scheduler([tables], times, runner, ScheduleConfig())
-        times.observe(1000.0, 0.001)
-        prompts = [np.full(context, i, dtype=np.int32) for i in range(64)]
-        for i in range(1064):
-            scheduler.submit(Request(i, prompts[i % 64], 4096), 0.0)
-        spent: list[float] = []
-        while len(spent) < (400 if small == 1 else 50):
-            begin = perf_counter()
-            decision = scheduler.decide(begin)
-            spent.append(perf_counter() - begin)
-            assert decision is not None
-            if scheduler.under_way > 1:
-                scheduler.landed()
-            if any(segment for segment in decision.prefill):
-                spent.clear()
-        yield {
-            "trace": "decision", "running": len(scheduler.running), "waiting": scheduler.waiting, "length": context,
-            "decide_p50_us": percentile_us(spent, 50), "decide_p99_us": percentile_us(spent, 99),
-        }  # fmt: skip
-
-
 TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
-    "decisions": decisions,
     "streams": streams,
     "first_tokens": first_tokens,
     "beside_prefill": beside_prefill,
     "crowds": crowds,
-    "churn": churn,
     "poisson": poisson,
 }
 

@@ -13,27 +13,24 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.ranks.hopb import PEER_MEMORY
 from benchmarks.records import acceptance_figures, draft_figures, fronts, tuned_tables
-from benchmarks.records.acceptance_tables import KEY as ACCEPTANCE
-from benchmarks.records.draft_tables import KEY as DRAFTERS
-from benchmarks.records.fidelity_tables import KEY as FIDELITY
-from benchmarks.records.hopb_tables import POINT as HOPB
+from benchmarks.records import style as palette
+from benchmarks.records.declared import LenientScope, Scope, said, value
 from benchmarks.records.recorded_steps import cell_of
-from benchmarks.records.rows import WORKLOAD, Row, grouped, newest
+from benchmarks.records.rows import Row, grouped, newest
 from benchmarks.records.sparse_bill import Account, accounts
 from benchmarks.records.step_tables import ideal_us
 from benchmarks.records.style import (
     BLACK,
     BLUE,
     COLOURS,
-    DASHES,
     GREEN,
     GREY,
     LEVEL,
@@ -65,9 +62,7 @@ MODES: dict[str, Style] = {
     "tp": {"label": "plain tensor parallelism", "color": ORANGE, "marker": "s"},
     "medha": {"label": "Medha's layout, best", "color": PURPLE, "marker": "^"},
 }
-OPERATIONS = {"exchange": "exchange", "all_reduce_norm": "all-reduce and norm", "all_gather": "all-gather"}
 WORKLOADS: Style = {"linestyle": "", "label": "sequences x tokens:"}
-BACKENDS = {"symm_mem": "our exchange", "nccl": "NCCL's exchange"}
 RATES = ("tokens_per_s_user", "tokens_per_s_gpu")
 SCORED = {"bounds": "bounds", "mean": "mean", "mean_std": "mean and deviation"}
 HAYSTACKS = {"code": "code", "loop": "looped paragraph"}
@@ -87,53 +82,6 @@ def _styles(rows: list[Row], field: str, label: str, **cycles: list[str]) -> dic
 
 def _workload(row: Row) -> str:
     return f"{row['batch']} x {short(row['length'])}"
-
-
-def kernels(rows: list[Row]) -> Figure:
-    """Decode attention on one GPU beside the fastest of cuDNN, FlashAttention and FlashInfer."""
-    batches = _styles(rows, "batch", "batch {}", color=COLOURS, marker=MARKERS)
-    return facets(
-        grouped([row for row in rows if row["best_peer_over_ours"] is not None], "heads"),
-        partial(curves, x="length", y="best_peer_over_ours", batch=batches), batches.values(),
-        "{} query/KV heads".format, "tokens of KV in each sequence",
-        "time of the fastest peer / ours\n(higher is better)", level="as fast as the fastest peer", base=4, sharey=True,
-    )  # fmt: skip
-
-
-STEP = 2 << 20  # bytes of a decode step's longest message: beside a prompt's the others could not be told apart
-
-
-def comm(rows: list[Row]) -> Figure:
-    """Collectives of decode steps over symmetric memory beside NCCL's."""
-    rows = [row for row in rows if row["message_bytes"] <= STEP]
-    lines: dict[str, Style] = {
-        "symm_us": {"label": "ours", "color": BLUE, "marker": "o"},
-        "nccl_us": {"label": "NCCL", "color": ORANGE, "marker": "s"},
-        "bar_us": {**LEVEL, "linestyle": "-", "label": "target"},
-    }
-    ranks = _styles(rows, "ranks", "{} GPUs", linestyle=DASHES)
-
-    def draw(panel: Axes, same: list[Row]) -> None:
-        for field, style in lines.items():
-            curves(panel, same, "message_bytes", field, style, ranks=ranks)
-
-    keys = [*lines.values(), *ranks.values()]
-    axes = "message (bytes)", "time (us; lower is better)"
-    figure = facets(grouped(rows, "op"), draw, keys, OPERATIONS.__getitem__, *axes, base=4, sharey=True)
-    figure.axes[0].set_ylim(0, None)
-    return figure
-
-
-def moe(rows: list[Row]) -> Figure:
-    """A rank's experts in 16 bits on each grid in decode steps, beside the time of reading the touched ones."""
-    rows = [row for row in rows if row["tokens"] <= 64 and "fp8" not in row["model"]]
-    rows = [{**row, "grid": f"{row['tpf']} x {row['ep']}", "ratio": row["us"] / row["bar_us"]} for row in rows]
-    grids = _styles(rows, "grid", "tpf x ep = {}", color=COLOURS, marker=MARKERS)
-    return facets(
-        grouped(rows, "model"), partial(curves, x="tokens", y="ratio", grid=grids), grids.values(), str,
-        "tokens of a step", "time / target (lower is better)", level="target", base=2, across=square, sharex=True,
-        sharey=True,
-    )  # fmt: skip
 
 
 def prefill(rows: list[Row]) -> Figure:
@@ -253,24 +201,6 @@ def baselines(rows: list[Row]) -> Figure:
 
 def _user(row: Row) -> float:
     return row["tokens_per_s_user"]
-
-
-def hopb(rows: list[Row]) -> Figure:
-    """Time per token with HOP-B over the time without, in grids without TPA."""
-    rows = [
-        {"link": PEER_MEMORY, **row, "ratio": row["on_us"] / row["off_us"]}
-        for row in rows
-        if "tpa=1 " in row.get("layout", "tpa=1 ")
-    ]
-    colours = _styles(rows, "length", "{} tokens", color=COLOURS)
-    dashes = _styles(rows, "chunks", "{} chunks", linestyle=DASHES)
-    return facets(
-        grouped(rows, "model", "backend", "link"),
-        partial(curves, x="batch", y="ratio", over={"marker": "o"}, length=colours, chunks=dashes),
-        [*colours.values(), *dashes.values()],
-        lambda model, backend, link: f"{model}, {BACKENDS.get(backend, backend)}" + f", {link}" * (link != PEER_MEMORY),
-        "sequences", "time per token with HOP-B / without\n(lower is better)", level="", base=2, sharey=True,
-    )  # fmt: skip
 
 
 def timeline(rows: list[Row]) -> Figure:
@@ -424,65 +354,77 @@ def _scored(labels: dict[str, str]) -> dict[str, Style]:
     }
 
 
-class Drawing(NamedTuple):
-    """A figure: how it is drawn, from which results, what names a point there, and which kind of line if of several.
-
-    Attributes:
-        field: what tells kinds apart.
-        needs: a field without which a line is not drawn: older ones lack it.
-    """
-
-    draw: Callable[[list[Row]], Figure]
-    source: str
-    key: tuple[str, ...]
-    kind: str | None = None
-    field: str = "kind"
-    needs: str = ""
-
-
-DRAWINGS = {
-    "kernels": Drawing(kernels, "kernels", ("kind", "heads", "batch", "length", "queries"), "decode"),
-    "moe": Drawing(moe, "moe", ("model", "tpf", "ep", "tokens"), "moe"),
-    "comm": Drawing(comm, "comm", ("op", "ranks", "message_bytes")),
-    "step": Drawing(step, "step", WORKLOAD),
-    "step.emulated-8": Drawing(step, "step.emulated-8", WORKLOAD),
-    "grids.emulated-8": Drawing(grids, "step.emulated-8", WORKLOAD),
-    "baselines.emulated-8": Drawing(baselines, "baselines.emulated-8", WORKLOAD),
-    "fronts-deepseek-r1": Drawing(fronts.figure, "fronts", fronts.KEY, "deepseek-r1", "model"),
-    "fronts-llama-3.1-405b": Drawing(fronts.figure, "fronts", fronts.KEY, "llama-3.1-405b", "model"),
-    "hopb": Drawing(hopb, "hopb", HOPB, "ttl"),
-    "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),
-    "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
-    "sparse-map": Drawing(sparse_map, "sparse-steps", (*WORKLOAD, "attention")),
-    "sparse-map.emulated-8": Drawing(sparse_map, "sparse-steps.emulated-8", (*WORKLOAD, "attention")),
-    "fidelity-needles": Drawing(needles, "fidelity", FIDELITY, "needles"),
-    "fidelity-recall": Drawing(recall, "fidelity", FIDELITY, "recall"),
-    "acceptance-places": Drawing(acceptance_figures.places, "acceptance", ACCEPTANCE, "acceptance"),
-    "acceptance-sparsity": Drawing(acceptance_figures.sparsities, "acceptance", ACCEPTANCE, "sweep"),
-    "acceptance-refused": Drawing(acceptance_figures.refused, "acceptance", ACCEPTANCE, "acceptance", needs="refused"),
-    "drafters-gains": Drawing(draft_figures.gains, "drafters", DRAFTERS, "drafters"),
-    "drafters-breakdown": Drawing(draft_figures.breakdown, "drafters", DRAFTERS, "drafters"),
-    "tuned": Drawing(tuned_tables.drawn, "tune", tuned_tables.KEY),
-    "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "synthetic"),
+DRAW: dict[str, Callable[[list[Row]], Figure]] = {
+    **{
+        made.__name__: made
+        for made in (step, grids, baselines, timeline, prefill, sparse_map, needles, recall, speculate)
+    },
+    "fronts": fronts.figure,
+    "acceptance_places": acceptance_figures.places,
+    "acceptance_sparsities": acceptance_figures.sparsities,
+    "acceptance_refused": acceptance_figures.refused,
+    "drafters_gains": draft_figures.gains,
+    "drafters_breakdown": draft_figures.breakdown,
+    "tuned": tuned_tables.drawn,
 }
+DRAWINGS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "figures.yaml").read_text("utf-8"))
+
+
+def drawn(name: str, rows: list[Row]) -> Figure:
+    """Draws rows as a figure is declared."""
+    of = DRAWINGS[name]
+    if "draw" in of:
+        return DRAW[of["draw"]](rows)
+    fields = of["panels"].split()
+    rows = [row for row in rows if "where" not in of or value(of["where"], LenientScope(row))]
+    derived = of.get("derive", {}).items()
+    rows = [{**row, **{field: value(expression, Scope(row)) for field, expression in derived}} for row in rows]
+    ys: dict[str, Style] = of["y"] if isinstance(of["y"], dict) else {of["y"]: {}}
+    ys = {y: _named(style) for y, style in ys.items()}
+    lines = {field: _styles(rows, field, **_named(look)) for field, look in of["lines"].items()}
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        for y, style in ys.items():
+            curves(panel, same, of["x"], y, style, **lines)
+
+    def title(*values: Any) -> str:
+        return said(of["title"], dict(zip(fields, values, strict=True))) or ""
+
+    keys = [style for style in ys.values() if "label" in style]
+    keys += [style for of_field in lines.values() for style in of_field.values()]
+    across = {"across": square} if of.get("across") == "square" else {}
+    shared = {**across, **of.get("share", {})}
+    figure = facets(
+        grouped(rows, *fields), draw, keys, title, *of["axes"], level=of.get("level"), base=of["base"], **shared
+    )
+    if "floor" in of:
+        figure.axes[0].set_ylim(of["floor"], None)
+    return figure
+
+
+def _named(look: Style) -> Style:
+    """A style with the colours, markers and dashes that its words name."""
+    return {
+        key: getattr(palette, word, word) if isinstance(word, str) and word.isupper() else word
+        for key, word in look.items()
+    }
 
 
 def rows_of(name: str, results: Path) -> list[Row]:
     """The rows that a figure is drawn from; none where nothing was recorded."""
-    drawing = DRAWINGS[name]
-    only = {} if drawing.kind is None else {drawing.field: drawing.kind}
-    rows = newest(results / f"{drawing.source}.jsonl", *drawing.key, **only)
-    return [row for row in rows if row.get(drawing.needs, not drawing.needs)]
+    of = DRAWINGS[name]
+    rows = newest(results / f"{of['record']}.jsonl", *of["key"].split(), **of.get("only", {}))
+    return [row for row in rows if "needs" not in of or row.get(of["needs"])]
 
 
 def draw(name: str, results: Path, figures: Path) -> None:
     """Draws one figure, at its foot what was measured where; says so where there are no results."""
-    source, target = results / f"{DRAWINGS[name].source}.jsonl", figures / f"{name}.png"
+    source, target = results / f"{DRAWINGS[name]['record']}.jsonl", figures / f"{name}.png"
     rows = rows_of(name, results)
     if not rows:
         print(f"skipped {target}: {source} {'has no lines for it' if source.exists() else 'does not exist'}")
         return
-    save(DRAWINGS[name].draw(rows), target, footer(rows))
+    save(drawn(name, rows), target, footer(rows))
     print(f"wrote {target}")
 
 

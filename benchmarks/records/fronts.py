@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -11,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.models.fronts import FP8, RANKS, TIMED, front
-from benchmarks.records.columns import POINT, Columns, lines, ms, page, where_it_fits
+from benchmarks.records.columns import Cells
 from benchmarks.records.rows import WORKLOAD, Row, grouped, results, tokens
+from benchmarks.records.step_tables import points_of
 from benchmarks.records.style import BLUE, ORANGE, Style, curves, facets, plain_ticks, square
-from helix.planner.points import Points
 from helix.planner.step import predict
 from launch.inputs.hardware import hardware_of
 from launch.inputs.shapes import load_spec
@@ -32,10 +30,8 @@ STYLES: dict[str, Style] = {
 
 def predicted_us(row: Row) -> float:
     """Predicts the TTL (us) of a recorded point with the hardware it was measured on."""
-    widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row["layout"])}
     hardware = replace(hardware_of(row["device"]), gpus=max(RANKS))
-    points = Points.of(row["layout"].split()[0], row["batch"], **widths)
-    return 1e6 * float(predict(load_spec(row["model"]), hardware, points, row["length"], FP8).ttl_s[0])
+    return 1e6 * float(predict(load_spec(row["model"]), hardware, points_of(row), row["length"], FP8).ttl_s[0])
 
 
 @cache
@@ -51,27 +47,12 @@ def simulated(model: str, device: str, length: int, mode: str) -> list[Row]:
     ]
 
 
-def _gpus(r: Row) -> str:
+def on_gpus(r: Row) -> str:
     """How many GPUs of which kind emulated a row's ranks; one alone has no link."""
     return f"{r['emulated_by']} {r['device'].removeprefix('NVIDIA ').split()[0]}"
 
 
-def points() -> list[str]:
-    """Tabulates measured points beside what the simulator predicts of them."""
-    columns: Columns = {
-        **POINT,
-        "emulated on": _gpus,
-        "layout": lambda r: r["layout"].split(" ->")[0],
-        "time per token": lambda r: "does not fit" if "failed" in r else ms("ttl_p50_us")(r),
-        "simulated": lambda r: f"{predicted_us(r) / 1e3:.2f} ms",
-        "off": where_it_fits(lambda r: f"{predicted_us(r) / r['ttl_p50_us'] - 1:+.0%}"),
-        "tokens/s/user": where_it_fits(lambda r: f"{r['tokens_per_s_user']:.1f}"),
-        "tokens/s/GPU": where_it_fits(lambda r: f"{r['tokens_per_s_gpu']:.2f}"),
-    }
-    return lines(columns, results("fronts", *KEY))
-
-
-def budgets() -> list[str]:
+def budgets() -> Cells:
     """Tabulates the largest measured batch within a TTL, in any layout of a mode, and the simulated front's."""
     table = [
         ("shape", "length", "emulated on", "mode", *(f"<= {budget} ms: measured (simulated)" for budget in BUDGETS_MS))
@@ -87,8 +68,8 @@ def budgets() -> list[str]:
                     for rows in (of_mode, simulated(model, device, length, mode))
                 )
                 cells.append("{} ({})".format(*both))
-            table.append((model, tokens(length), ", ".join(dict.fromkeys(map(_gpus, same))), mode, *cells))
-    return page(table) if len(table) > 1 else []
+            table.append((model, tokens(length), ", ".join(dict.fromkeys(map(on_gpus, same))), mode, *cells))
+    return table
 
 
 def figure(rows: list[Row]) -> Figure:
@@ -110,6 +91,3 @@ def figure(rows: list[Row]) -> Figure:
 
     axes = "tokens/s/user (higher is better)", "tokens/s/GPU (higher is better)"
     return facets(grouped(drawn, "length", "device"), draw, STYLES.values(), title, *axes, across=square, height=3)
-
-
-PAGE: dict[str, Callable[[], list[str]]] = {"fronts": points, "fronts-budgets": budgets}

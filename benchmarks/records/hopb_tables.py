@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
-from functools import partial
 
 from benchmarks.ranks.hopb import PEER_MEMORY
-from benchmarks.records.columns import Columns, at, lines, page, share, us
-from benchmarks.records.rows import Row, grouped, kv, results, shape
+from benchmarks.records.columns import Cells
+from benchmarks.records.rows import Row, grouped, kv, results
 from launch.inputs.compose import ROOT
 
 RECORDS = {"hopb": "", "hopb.emulated-8": "8 emulated ranks", "hopb.emulated-16": "16 emulated ranks"}
-FIRST = "qwen2.5-7b"  # the model that every machine's first record has
 POINT = ("backend", "model", "link", "layout", "batch", "length", "chunks", "regime")
 SIMULATED = ROOT / "benchmarks" / "results" / "simulate" / "hopb-lost.csv"
 
@@ -24,60 +21,25 @@ def timed(name: str) -> list[Row]:
     return [unsaid | row | {"older": "link" not in row} for row in results(name, *POINT, kind="ttl")]
 
 
-def hopb(name: str = "hopb") -> list[str]:
-    """Steps of the first model with HOP-B and without it."""
-    columns: Columns = {
-        "backend": at("backend"),
-        "KV": kv,
-        "chunks": at("chunks"),
-        "off": us("off_us", 0),
-        "on": us("on_us", 0),
-        "without the exchange": us("without_us", 0),
-        "share hidden": share("hidden"),
-        "auto": us("auto_us", 0),
-    }
-    return lines(columns, [row for row in timed(name) if _is_first(row)])
+def chunks() -> list[Row]:
+    """The first model's steps without HOP-B, and with the best of its chunk counts, over both backends."""
+    ttl = [row for row in timed("hopb") if row["model"] == "qwen2.5-7b" and row["older"]]
+    rows = []
+    for point in dict.fromkeys((r["batch"], r["length"]) for r in ttl):
+        row: Row = dict(zip(("batch", "length"), point, strict=True))
+        for name, backend in (("symm", "symm_mem"), ("nccl", "nccl")):
+            same = [r for r in ttl if (r["backend"], r["batch"], r["length"]) == (backend, *point)]
+            row |= {f"{name}_off": same[0]["off_us"], f"{name}_on": min(r["on_us"] for r in same)}
+        rows.append(row)
+    return rows
 
 
-def chunks() -> list[str]:
-    """The best of HOP-B's chunk counts beside none, over both backends."""
-    ttl = [row for row in timed("hopb") if _is_first(row)]
-    table = [["KV"]]
-    for name in ("own kernels", "NCCL"):
-        table[0] += [f"{name}: no chunks", "best chunks", "difference"]
-    for point in dict.fromkeys(kv(r) for r in ttl):
-        line = [point]
-        for backend in ("symm_mem", "nccl"):
-            same = [r for r in ttl if r["backend"] == backend and kv(r) == point]
-            off, on = same[0]["off_us"], min(r["on_us"] for r in same)
-            line += [f"{off:.0f} us", f"{on:.0f} us", f"{on / off - 1:+.1%}"]
-        table.append(line)
-    return page(table)
-
-
-def _is_first(row: Row) -> bool:
-    return bool(row["model"] == FIRST and row["older"])  # four GPUs, and eight emulated ranks
-
-
-def links() -> list[str]:
+def links() -> list[Row]:
     """Steps of every model, grid and link."""
-    columns: Columns = {
-        "model": shape,
-        "grid": at("layout"),
-        "over": at("link"),
-        "backend": at("backend"),
-        "KV": kv,
-        "chunks": at("chunks"),
-        "off": us("off_us", 0),
-        "on": us("on_us", 0),
-        "exchanges alone": us("exchange_us", 0),
-        "share hidden": share("hidden"),
-        "auto": us("auto_us", 0),
-    }
-    return lines(columns, [row for name in RECORDS for row in timed(name) if not row["older"]])
+    return [row for name in RECORDS for row in timed(name) if not row["older"]]
 
 
-def ablation() -> list[str]:
+def ablation() -> Cells:
     """Lists the loss without HOP-B: in the paper (its figure 7), as simulated, and at most as measured on each link."""
     table = [["model", "where", "lost without HOP-B, at most", "there", "share hidden", "lost by auto, at most"]]
     with SIMULATED.open(encoding="utf-8") as file:
@@ -93,7 +55,7 @@ def ablation() -> list[str]:
                 of_link = [row for row in ours if (row["link"], row["backend"]) == (link, backend)]
                 where = ", ".join(filter(None, ("measured", ranks, link, backend)))
                 table.append([model, where, *_most(of_link)])
-    return page(table)
+    return table
 
 
 def _most(rows: list[Row]) -> list[str]:
@@ -102,12 +64,3 @@ def _most(rows: list[Row]) -> list[str]:
     auto = max(row["auto_us"] / row["off_us"] - 1 for row in rows)
     there = f"{kv(best)}, {best['layout']}, {best['chunks']} chunks"
     return [f"{lost:.1%}", there, f"{best['hidden']:.0%}", f"{max(auto, 0.0):.1%}"]
-
-
-PAGE: dict[str, Callable[[], list[str]]] = {
-    "chunks": chunks,
-    "hopb": hopb,
-    "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),
-    "hopb-links": links,
-    "hopb-ablation": ablation,
-}

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.records.columns import Cells
-from benchmarks.records.recorded_steps import Cell, compare
+from benchmarks.records.columns import Cells, page
+from benchmarks.records.recorded_steps import RESULTS, Cell, compare, halves, read_cells
 from helix.planner.hardware import Hardware
-from launch.inputs.hardware import hardware_of
+from launch.inputs.hardware import hardware_of, load_hardware
 
 WITHIN = 0.05  # of the best measured TTL: what counts as a good choice
 
@@ -110,3 +110,23 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
             of = [row["measured_us"][layout] / row["best_us"] - 1 for row in rows if layout in row["measured_us"]]
             said.append(f"always {layout}: {good(of)}")
     return "\n".join(said)
+
+
+def page_of(records: str) -> list[str]:
+    """The planner's first choice among recorded layouts, with the shipped description of an H200."""
+    hardware = load_hardware("h200")
+    cells = read_cells([RESULTS / f"{name}.jsonl" for name in records.split()])
+    rows = regrets([cell for cell in cells if cell.device == hardware.name], lambda device: hardware)
+    return [*page(check_table(rows)), "", *(f"- {line}" for line in summary(rows).splitlines())]
+
+
+def errors() -> Cells:
+    """Errors of recorded steps that the shipped description of an H200 was not fitted on, dense ones and others."""
+    steps: dict[str, list[Cell]] = {}
+    for where, suffix in (("over eight GPUs", ""), ("emulated on two GPUs", ".emulated-8")):
+        cells = read_cells([RESULTS / f"{name}{suffix}.jsonl" for name in ("step", "baselines")])
+        dense = [cell for cell in cells if cell.is_dense]
+        name = f"{where}: dense" + ("" if suffix else ", the half that was not fitted on")
+        steps[name] = dense if suffix else halves(dense)[1]
+        steps[f"{where}: with experts or latents"] = [cell for cell in cells if not cell.is_dense]
+    return errors_table(steps, load_hardware("h200"))

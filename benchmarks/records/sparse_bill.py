@@ -209,7 +209,7 @@ def _point(batch: int, length: int) -> str:
 
 
 def bill_table(found: Sequence[Account]) -> Cells:
-    """Every bill, how well it explains what was measured, and how well it predicts what it was not fitted on."""
+    """Tabulates bills: how well each explains what was measured, and predicts what it was not fitted on."""
     table: list[Sequence[str]] = [
         ("model, layout", "blocks", "steps", "bandwidth", "overhead", "finding", "each sequence", "bounds", "R²",
          "R² without finding", "held out: median, worst"),
@@ -284,3 +284,18 @@ def summary(found: Sequence[Account]) -> str:
             line += f"; {best:.2f} times as fast at {_point(batch, length)}, projected without overhead {projected:.2f}"
         said.append(line)
     return "\n".join(said)
+
+
+def bill() -> Cells:
+    """Tabulates the bills of what is recorded."""
+    return bill_table(recorded())
+
+
+def three_terms() -> Cells:
+    """Tabulates the bills of three terms of what is recorded."""
+    return three_terms_table(recorded())
+
+
+def crossovers() -> Cells:
+    """Tabulates the lengths from which on recorded block-sparse steps pay."""
+    return crossover_table(recorded())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from benchmarks.ranks.tuning_steps import Measured, Tuned, TuningGrid, run
-from benchmarks.records.columns import POINT, Columns, lines
 from benchmarks.records.rows import Row, check_commit, grouped, results
 from benchmarks.records.tuned import heat_map
 
@@ -28,22 +27,13 @@ def found(rows: list[Row]) -> tuple[list[Measured], Tuned, Measured]:
     return measured, tuned, best
 
 
-def table() -> list[str]:
-    """Tabulates, for each model, the drafts that the search finds, those of the whole grid, and what is fastest."""
-    rows = []
+def rows() -> list[Row]:
+    """The first row of each model, with the drafts that the search finds and those of the whole grid."""
+    found_of = []
     for same in grouped(results("tune", *KEY), "model", "batch", "length").values():
-        measured, tuned, best = found(same)
-        rows.append({**same[0], "measured": len(measured), "tuned": tuned, "best": best})
-    columns: Columns = {
-        **POINT,
-        "found": lambda r: str(r["tuned"].sparse.way),
-        "tokens/s": lambda r: f"{r['tuned'].sparse.rate:.1f}",
-        "best of the grid": lambda r: str(r["best"].way),
-        "behind it": lambda r: f"{1 - r['tuned'].sparse.rate / r['best'].rate:.1%}",
-        "fastest": lambda r: str(r["tuned"].chosen.way),
-        "over plain": lambda r: f"{r['tuned'].chosen.rate / r['tuned'].plain.rate:.2f} x",
-    }
-    return lines(columns, rows)
+        _, tuned, best = found(same)
+        found_of.append({**same[0], "tuned": tuned, "best": best})
+    return found_of
 
 
 def worst() -> str:
@@ -60,6 +50,3 @@ def drawn(rows: list[Row]) -> Figure:
     """
     measured, tuned, _ = found([r for r in rows if r["model"] == rows[0]["model"]])
     return heat_map(measured, tuned)
-
-
-PAGE = {"tuned": table}

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.bench import BENCHMARKS
 from benchmarks.bench import main as bench_main
 from benchmarks.jobs import COMMAND
-from benchmarks.models import speculate
 from benchmarks.ranks.steps import UNTIMED
 from benchmarks.runner import Given
 from benchmarks.runner import run as run_benchmark
@@ -408,7 +408,7 @@ def test_benchmarks_run_without_a_gpu(
 
 @pytest.mark.slow
 def test_speculation_is_timed_without_a_gpu(with_imports: None) -> None:
-    plain, drafted, *copies = run_benchmark(speculate.BENCHMARK, Given(torch.device("cpu"), 1))
+    plain, drafted, *copies = run_benchmark(BENCHMARKS["speculate"], Given(torch.device("cpu"), 1))
     assert (plain["gamma"], plain["gain"], plain["tokens_per_step"]) == (0, 1, 1) and drafted["gamma"] == 2
     assert drafted["gain"] > 0 and 1 <= drafted["tokens_per_step"] <= 3
     assert drafted["gain_at_rate"] == pytest.approx((1 + 0.8 + 0.64) * plain["ttl_p50_us"] / drafted["ttl_p50_us"])

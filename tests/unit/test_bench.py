@@ -1,11 +1,13 @@
-"""What the benchmarks compute before they measure."""
+"""Benchmarks: what they compute before they measure, jobs and rows, queues of jobs, clients of a server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
+import shlex
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,19 +15,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import jobs
+from benchmarks import jobs, queue
 from benchmarks.bench import BENCHMARKS, given, main
-from benchmarks.models import hopb
+from benchmarks.models import fronts as timed
+from benchmarks.models import hopb, layer_drafts
+from benchmarks.models.http import HTTPClient, HTTPSeen, row, serving
+from benchmarks.models.speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
 from benchmarks.models.steps import time_job
-from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
-from benchmarks.records import rows, serving_tables, step_tables
-from benchmarks.records.step_tables import largest_batch
+from benchmarks.models.workloads import WORKLOADS, fitting_layers, floor_s, layouts
+from benchmarks.quality import agent_turns
+from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
+from benchmarks.queue import Queue, QueuedJob, read
 from benchmarks.runner import Benchmark, Given, Part, record, run
+from benchmarks.schema import bench_points, check
 from helix.devices import ranks as ranks_of
-from helix.layout import HelixLayout
-from launch.inputs.shapes import spec_of
+from helix.setup.parts import make_layout
+from launch.inputs.compose import ROOT
+from launch.inputs.hardware import load_hardware
+from launch.inputs.shapes import load_spec, spec_of
 from launch.job import spawn
 from tests.laboratory import composed
+from tests.serving.front import front
 
 
 @pytest.mark.parametrize(
@@ -52,22 +62,6 @@ def test_the_layers_that_fit() -> None:
     assert fitting_layers(spec, 8, memory) == 3 + int((0.8 * 8 * memory - 2 * 1.85e9 - 3 * 2 * 0.6e9) / (2 * 11.5e9))
     assert fitting_layers(spec_of("llama-3.1-8b"), 1, memory) == 32
     assert fitting_layers(spec_of("llama-3.1-70b"), 1, memory) < 80
-
-
-def test_layouts_fit_and_cover_what_is_compared() -> None:
-    for model in {work.model for work in [*WORKLOADS, *BASELINES]}:
-        spec = spec_of(model)
-        for baselines in (False, True):
-            found = layouts(spec, 8, baselines)
-            for layout in found:
-                layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
-            assert {layout.mode for layout in found} == ({"tp", "medha", "helix"} if baselines else {"helix"})
-        assert all(layout.kvp >= 2 for layout in layouts(spec, 8, False))
-
-
-def test_the_largest_batch_is_a_measured_one_within_the_budget() -> None:
-    rows = [{"batch": 1, "ttl_p50_us": 5.0}, {"batch": 8, "ttl_p50_us": 9.0}, {"batch": 32, "failed": "does not fit"}]
-    assert [largest_batch(rows, budget) for budget in (4.9, 5.0, 8.0, 100.0)] == [None, 1, 1, 8]
 
 
 @pytest.mark.parametrize(
@@ -117,15 +111,6 @@ def test_a_wrong_argument_of_a_benchmark(
         given(what, [argument], gpus)
 
 
-def test_what_a_benchmark_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found, output = given("step", ["models=qwen2.5-7b,llama-3.1-70b", "ranks=8", "output=here"], 2)
-    assert (found.ranks, found.models, found.emulated) == (8, ["qwen2.5-7b", "llama-3.1-70b"], True)
-    assert output == Path("here")
-    found, output = given("speculate", ["models=demo"], 2)
-    assert (found.ranks, found.models, found.emulated, output) == (2, ["demo"], False, None)
-
-
 def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["benchmarks.bench", *arguments])
     main()
@@ -173,32 +158,6 @@ def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
     assert len(out.read_text().splitlines()) == 7 and "appended 3 lines" in capsys.readouterr().out
 
 
-def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ("ttl", "mla", "delay", "timeline")
-    job = {"hopb": [{"kind": kind} for kind in kinds]}
-    monkeypatch.setattr(jobs, "measure", lambda ranks, overrides: job)
-    given = Given(torch.device("cuda"), 2, ["qwen2.5-3b", "qwen2.5-7b"])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(hopb, "cut", lambda *args: [])
-    counted = {case: [row["kind"] for row in hopb.measure(given, case)] for (case,) in hopb.cases(given)}
-    grid = HelixLayout.create("helix", 2)
-    assert counted == {
-        hopb.Case("qwen2.5-3b", "symm_mem", grid): [*kinds], hopb.Case("qwen2.5-3b", "nccl", grid): ["ttl", "mla"],
-        hopb.Case("qwen2.5-7b", "symm_mem", grid): ["ttl"], hopb.Case("qwen2.5-7b", "nccl", grid): ["ttl"],
-    }  # fmt: skip
-
-
-def test_every_grid_with_an_exchange_over_the_link_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    given = Given(torch.device("cuda"), 16, ["llama-3.1-405b", "deepseek-r1"])
-    found = [(case.model, case.backend, case.layout.kvp, case.layout.tpa) for (case,) in hopb.cases(given)]
-    assert found == [
-        *(("llama-3.1-405b", "emulated", 16 // tpa, tpa) for tpa in (1, 2, 4, 8)), ("deepseek-r1", "emulated", 16, 1)
-    ]  # fmt: skip
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert [case.backend for (case,) in hopb.cases(Given(torch.device("cuda"), 2))] == ["nccl"]
-
-
 def test_models_are_cut_to_the_layers_that_fit_beside_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30), raising=False
@@ -219,25 +178,10 @@ def test_rows_come_while_a_job_measures(tmp_path: Path, capfd: pytest.CaptureFix
     with pytest.raises(jobs.JobError, match=r"^no room$"):
         next(rows)
     assert capfd.readouterr().out == "a table\n"
-    job.write_text("import sys, time\nprint(sys.argv[1])\ntime.sleep(60)\n")
-    begin, rows = time.monotonic(), jobs.rows(['{"b": 2}'], [str(job)])
+    job.write_text("import sys, time\nprint(sys.argv[1])\ntime.sleep(600)\n")
+    rows = jobs.rows(['{"b": 2}'], [str(job)])
     assert next(rows) == {"b": 2}
-    rows.close()
-    assert time.monotonic() - begin < 30
-
-
-def test_crowds_stand_beside_those_of_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of another model, and newer, change nothing of a model's."""
-    crowd = {"gpus": 1, "requests": 8, "length": 1 << 15, "new": 128}
-    lines = [
-        crowd | {"engine": "vllm 0.25.1", "goal": None, "model": "a", "seconds": 4.0},
-        crowd | {"engine": "helix", "goal": "balance", "model": "a", "seconds": 5.0},
-        crowd | {"engine": "helix", "goal": "balance", "model": "b", "seconds": 9.0},
-    ]
-    monkeypatch.setattr(rows, "ROOT", tmp_path)
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    (tmp_path / "benchmarks/results/crowds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert serving_tables.crowds_beside_vllm(1)[2:] == ["| 8 x 32K, 128 | 4.00 s | 5.00 s | 1.25 |"]
+    rows.close()  # it does not wait for the job
 
 
 SLOW = """
@@ -256,68 +200,201 @@ def test_points_come_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Whole lines alone; what a job that fails has not ended is left out."""
     (job := tmp_path / "job.py").write_text(SLOW)
     monkeypatch.setattr(jobs, "COMMAND", (str(job),))
-    begin, points = time.monotonic(), jobs.points(2, ["bench=decode"])
-    assert next(points) == {"a": 1} and time.monotonic() - begin < 20
-    assert next(points) == {"a": 2}
+    points = jobs.points(2, ["bench=decode"])
+    assert [next(points), next(points)] == [{"a": 1}, {"a": 2}]
     with pytest.raises(jobs.JobError, match=r"^no room$"):
         next(points)
 
 
-def test_emulated_steps_stand_beside_those_of_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = {"model": "qwen2.5-7b", "batch": 1, "length": 1 << 20, "layout": "helix kvp=2 tpa=4 -> tpf=8 ep=1"}
-    lines = {
-        "step": [("new", 1000.0)],
-        "step.emulated-8": [("old", 1500.0), ("new", 990.0)],
-        "baselines.emulated-8": [("older", 2000.0)],
-    }
+# Of prompts alone.
+ELSEWHERE = {"_unpack_kernel", "_unpack_pages_kernel", "_inputs_kernel", "_systems_kernel", "_chunks_kernel"}
 
-    def recorded(name: str, *key: str) -> list[dict[str, object]]:
-        return [point | {"commit": commit, "ttl_p50_us": us} for commit, us in lines.get(name, [])]
 
-    monkeypatch.setattr(step_tables, "results", recorded)
-    assert step_tables.emulated_eight()[2:] == [
-        "| qwen2.5-7b | 1 x 1M | helix kvp=2 tpa=4 | 1.00 ms | 0.99 ms | -1.0% |"
+def test_every_kernel_of_a_step_is_in_one_part() -> None:
+    sources = [file.read_text() for file in (ROOT / "kernels").rglob("*.py")]
+    kernels = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.M)}
+    kernels -= {name for name in kernels if "prefill" in name} | ELSEWHERE
+    assert len(kernels) > 30
+    for name in kernels:
+        assert len([part for part, names in PARTS.items() if re.search(names, name)]) == 1, name
+
+
+def test_parts_are_the_kernels_sums() -> None:
+    found = split(
+        {
+            "_flash_decode_kernel": 5.0,
+            "_merge_parts_kernel": 1.0,
+            "nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT": 3.0,
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float>": 0.5,
+            "_replay_kernel": 0.25,
+            "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": 2.0,
+            "_commit_kernel": 0.125,
+            "void at::native::vectorized_elementwise_kernel<2, at::native::(anonymous namespace)::where_": 1.5,
+        }
+    )
+    assert found == {
+        "draft": 0.25, "attention": 6.0, "exchange": 2.0, "projections": 3.5, "all-reduce": 0.0, "acceptance": 0.125,
+        REST: 1.5,
+    }  # fmt: skip
+
+
+def test_edits_begin_a_copy_in_which_one_name_is_another(tmp_path: Path) -> None:
+    lines = ["def f(width: int, depth: int) -> int:", "    return width * depth + width", *["# width"] * LINES]
+    (tmp_path / "long.py").write_text("\n".join(lines))
+    (tmp_path / "short.py").write_text("\n".join(lines[: LINES - 1]))
+    (prompt,) = copy_prompts(7, tmp_path)
+    assert prompt["id"] == "long.py" and prompt["max_tokens"] == 7
+    before, _, after = str(prompt["prompt"]).partition("\n\n\n# The same file with width renamed to new_width.\n")
+    assert before == "\n".join(lines[:LINES])
+    assert after == "\n".join(lines[:GIVEN]).replace("width", "new_width")
+
+
+@pytest.mark.parametrize("model", timed.MODELS)
+def test_points_are_of_the_front_and_fit(model: str) -> None:
+    hardware, spec = load_hardware("h100"), load_spec(model)
+    found = timed.chosen(model, hardware)
+    works = [work for same in found.values() for work in same]
+    assert {work.length for work in works} == {*timed.LENGTHS} and len(works) <= 12 and len(found) <= 6
+    assert {layout.mode for layout in found} == {"helix", "tp"}
+    for layout, same in found.items():
+        assert layout.world_size in timed.RANKS
+        layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
+        assert len({(work.batch, work.length) for work in same}) == len(same)
+
+
+LISTS = sorted((ROOT / "benchmarks" / "lists").glob("*.txt"))
+
+
+def test_jobs_have_gpus_of_their_own_in_the_order_of_the_list(tmp_path: Path) -> None:
+    note = "echo $CUDA_VISIBLE_DEVICES > $ROWS/"
+    jobs = [
+        QueuedJob("a", 1, 90, f"{note}a"),
+        QueuedJob("b", 1, 90, f"{note}b; until [ -e $ROWS/a ]; do sleep 0.02; done"),
+        QueuedJob("both", 2, 90, f"{note}both"),
     ]
-    lines["step.emulated-8"].pop()
-    assert not step_tables.emulated_eight()
+    jobs.append(QueuedJob("last", 1, 90, f"{note}last; exit 3"))
+    said = [line.split("s  ")[1] for line in Queue(jobs, 2, tmp_path).run(120)]
+    assert {name: (tmp_path / "rows" / name).read_text().strip() for name in ("a", "b", "both", "last")} == {
+        "a": "0", "b": "1", "both": "0,1", "last": "0",
+    }  # fmt: skip
+    starts = [line.split()[0] for line in said if " on " in line]
+    assert starts == ["a", "b", "both", "last"]
+    assert said.index("both on 0, 1") > next(i for i, line in enumerate(said) if line.startswith("b: exit code 0"))
+    assert said[-1].startswith("last: exit code 3")
 
 
-def test_whole_models_stand_beside_plain_tp_and_dp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step in bf16 of the same workload is none of them; what does not fit is said.
+def test_a_job_of_all_gpus_starts_early_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "WAITS", ("START_AFTER",))
+    waits = "date +%s.%N > $ROWS/began; until [ -e $START_AFTER ]; do sleep 0.02; done; date +%s.%N > $ROWS/went"
+    first = "until [ -e $ROWS/began ]; do sleep 0.02; done; date +%s.%N > $ROWS/ended"
+    jobs = [QueuedJob("first", 2, 90, first), QueuedJob("second", 2, 90, waits)]
+    assert [*Queue(jobs, 2, tmp_path).run(120)][-1].split("  ")[-1].startswith("second: exit code 0")
+    began, ended, went = (float((tmp_path / "rows" / name).read_text()) for name in ("began", "ended", "went"))
+    assert began < ended < went
 
-    The ideal counts products where these outlast reading: over 2^20 latents, 128 heads take 52.14 us in each of 61
-    layers at 700 TFLOP/s, and reading takes 32.19 us.
-    """
-    work = {"model": "deepseek-r1", "batch": 1, "length": 1 << 20, "weights": "fp8", "floor_us": 2000.0}
-    work |= {"used_bytes_per_gpu": [98e9, 99e9], "vllm_ms": None, "bar": None}
-    whole = [
-        work | {"layout": "helix kvp=8 tpa=1 -> tpf=8 ep=1", "ttl_p50_us": 5000.0},
-        work | {"layout": "helix kvp=8 tpa=1 -> tpf=1 ep=8", "ttl_p50_us": 6000.0},
-        work | {"layout": "tp kvp=1 tpa=8 -> tpf=8 ep=1", "failed": "no room"},
-        work | {"layout": "dp dp=8 -> tpf=1 ep=8", "ttl_p50_us": 7000.0, "commit": "another"},
+
+def test_late_jobs_are_ended_and_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on with each look alone."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic, clock.sleep = lambda: clock.now, lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(queue, "time", clock)
+    jobs = [
+        QueuedJob("late", 1, 0.3, "sleep 600"), QueuedJob("cut", 1, 60, "sleep 600"), QueuedJob("never", 1, 60, "true")
+    ]  # fmt: skip
+    said = [*Queue(jobs, 1, tmp_path).run(1.5)]
+    assert any("late: ended after its 0 s" in line for line in said)
+    assert "cut: time is up" in said[-2] and said[-1] == "not begun: never"
+    with pytest.raises(ValueError, match="wide takes 2 GPUs, and there are 1"):
+        Queue([QueuedJob("wide", 2, 1, "true")], 1, tmp_path)
+
+
+def test_lines() -> None:
+    assert read("# no job\n\nname 2  3.5   echo a | cat\n") == [QueuedJob("name", 2, 3.5, "echo a | cat")]
+    with pytest.raises(ValueError, match="line 1, 'name two 3 x': a job is NAME GPUS SECONDS COMMAND"):
+        read("name two 3 x")
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
+def test_lists(path: Path) -> None:
+    """Each command of a list is one that there is, with settings that go together."""
+    jobs = read(path.read_text(encoding="utf-8"))
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        words = [word for word in shlex.split(job.command) if not re.fullmatch(r"[A-Z0-9_]+=.*", word)]
+        if "benchmarks.layout_steps" in words:
+            own = {key: text for key, _, text in (word.partition("=") for word in words[4:])}
+            points = own.pop("points").split(",")
+            own.pop("keep", None)
+            settings = [f"{key}={text}" for key, text in own.items()]
+            config = composed("bench=decode", f"bench.points=[{','.join(points)}]", "model.load=random", *settings)
+            check(config)
+            assert bench_points(config.bench) and make_layout(config.layout).world_size >= job.gpus
+        elif words[:2] == ["helix", "bench"]:
+            assert words[2] in BENCHMARKS
+            given(words[2], [word for word in words[3:] if not word.startswith(("models=", "ranks="))], job.gpus)
+
+
+def seen(sent: float, came: list[float], new: int) -> HTTPSeen:
+    usage = {"completion_tokens": new, "prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 5}}
+    return HTTPSeen(sent, came, usage)
+
+
+def test_figures_of_a_row() -> None:
+    """Two streams; the second one's last piece has two tokens, so that its gaps are not its times of a token."""
+    found = row([seen(0.0, [0.1, 0.2, 0.3], 3), seen(1.0, [1.3, 1.6], 3)], 2.0, 0.05)
+    wanted = {
+        "mean_ttft_ms": 200, "p50_ttft_ms": 200, "mean_itl_ms": 500 / 3, "p50_itl_ms": 100, "p90_itl_ms": 260,
+        "mean_tpot_ms": 125, "p99_tpot_ms": 149.5, "requests": 2, "output_throughput": 3, "hit_rate": 0.5,
+        "step_ms": 50, "over_step": 2.5,
+    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    assert not any("itl" in name for name in row([seen(0.0, [0.1], 4)], 2.0))
+
+
+def test_a_client_notes_each_piece(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with front(tmp_path) as made, asyncio.timeout(60):
+            client = HTTPClient(made.url, 4096)
+            noted = await client.stream(client.tokens(7), 5)
+            assert noted.usage["completion_tokens"] == 5 and noted.usage["prompt_tokens"] == 7
+            assert 1 <= len(noted.came) <= 5 and noted.sent < noted.came[0] and noted.came == sorted(noted.came)
+            with pytest.raises(jobs.JobError, match=r"400 Bad Request.*context_length_exceeded"):
+                await client.stream(client.tokens(5000), 5)
+
+    asyncio.run(check())
+
+
+def test_a_server_that_does_not_start_is_no_wait() -> None:
+    with pytest.raises(jobs.JobError, match="did not start"), serving(["serve.port=70000"]):
+        pass
+
+
+def test_gains_of_planted_steps() -> None:
+    """Two drafts kept at 0.5 give 1.75 tokens; here two came, of steps a quarter longer."""
+    assert [expected_tokens(n, 0.5) for n in (0, 1, 2)] == [1.0, 1.5, 1.75]
+    assert expected_tokens(max(GAMMAS), 1.0) == 16 and expected_tokens(7, 0.0) == 1
+    steps = {"batch": 2, "length": 64, "kernel_us": {"_linear_kernel": 30.0, "_replay_kernel": 10.0}}
+    points = [
+        steps | {"gamma": gamma, "ttl_p50_us": us, "tokens_per_s_user": 1e6 * tokens / us}
+        for gamma, us, tokens in ((2, 1250.0, 2.0), (0, 1000.0, 1.0))
     ]
-    bf16 = {**whole[0], "weights": None, "layers": 44, "ttl_p50_us": 1.0}
-    recorded = {step_tables.WHOLE: whole, "step": [bf16]}
-    monkeypatch.setattr(step_tables, "results", lambda name, *key: recorded.get(name, []))
-    (row,) = step_tables.whole()[2:]
-    cells = "kvp=8 tpa=1 tpf=8 ep=1 | 5.00 ms | 3.22 ms | 1.55 | does not fit | 7.00 ms ‡ | 99 GB"
-    assert row == f"| deepseek-r1, FP8 | 1 x 1M | {cells} |"
-    assert step_tables.headline()[2:] == ["| deepseek-r1, FP8 | 1 latent | 8 | 1 x 1M | 5.00 ms | does not fit | - |"]
-    del whole[2]
-    assert "| 5.00 ms | does not fit, planned | - |" in step_tables.headline()[2]
+    failed = {"batch": 4, "length": 64, "gamma": 0, "failed": "does not fit"}
+    two, none, same = with_gains([*points, failed], 0.5)
+    assert two["gain"] == pytest.approx(2 / 1.25) and two["gain_at_rate"] == pytest.approx(1.75 / 1.25)
+    assert none["gain"] == none["gain_at_rate"] == 1 and same == failed
+    assert two["split_us"]["projections"] == 30 and two["split_us"]["draft"] == 10
+    timed = [{"batch": 1, "length": 9, "gamma": n, "ttl_p50_us": us} for n, us in ((0, 1000.0), (3, 1250.0), (6, 2e3))]
+    found = [layer_drafts.gains("glm-4.6", row, timed) for row in timed]
+    assert found[1] == {"step_over_plain": 1.25, "gain_published": 2.99 / 1.25}
+    assert found[0]["gain_published"] is found[2]["gain_published"] is None
+    assert layer_drafts.gains("glm-4.6", {"batch": 1, "length": 9, "failed": "no room"}, timed) == {}
 
 
-def test_plain_tp_compares_with_helix_of_the_same_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest commit that has both counts, not the newest of each."""
-    work = {"model": "deepseek-v2-lite", "batch": 1, "length": 1 << 20}
-    helix, tp = "helix kvp=8 tpa=1 -> tpf=8 ep=1", "tp kvp=1 tpa=8 -> tpf=8 ep=1"
-    rows = [
-        work | {"commit": "old", "layout": helix, "ttl_p50_us": 2000.0},
-        work | {"commit": "new", "layout": helix, "ttl_p50_us": 1000.0},
-        work | {"commit": "old", "layout": tp, "ttl_p50_us": 8000.0},
-        work | {"batch": 8, "commit": "old", "layout": helix, "ttl_p50_us": 9000.0},
-        work | {"batch": 8, "commit": "old", "layout": tp, "failed": "no room"},
-    ]
-    monkeypatch.setattr(step_tables, "results", lambda name, *key: rows if name == "step" else [])
-    lines = step_tables.over_tp()[2:]
-    assert lines[1] == "| 1 x 1M | - | - | 4.00 | - |" and lines[3] == "| 8 x 1M | - | - | plain TP does not fit | - |"
+def test_turns_are_what_was_said_before_each_answer(tmp_path: Path) -> None:
+    said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"messages": [*said, {"role": "assistant", "content": "d"}]}) + "\n")
+    assert agent_turns.turns(trace) == [(said[:1], "b"), (said, "d")]
+    trace.write_text(trace.read_text() + json.dumps({"messages": said}) + "\n")
+    with pytest.raises(ValueError, match=r"trace.jsonl, line 2: the last message must be an answer"):
+        agent_turns.turns(trace)

@@ -69,7 +69,7 @@ LEVELS = {
     ],
     "launch": [{"answers"}, {"client"}, {"serving"}, {"inputs"}, {"job"}],
     "benchmarks": [
-        {"constants", "jobs", "runner", "schema", "timer"},
+        {"cases", "constants", "jobs", "runner", "schema", "timer"},
         {"ranks"},
         {"papers.policies"},
         {"kernels", "program", "quality"},

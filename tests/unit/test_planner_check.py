@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.records import fit as fitting
 from benchmarks.records.planner_check import regrets, summary
-from benchmarks.records.recorded_steps import Cell, compare, halves, read_cells
+from benchmarks.records.recorded_steps import Cell, compare, read_cells
 from helix.planner.hardware import Hardware
 from launch.inputs.hardware import load_hardware
 
@@ -45,13 +45,6 @@ def test_regret_is_measured_time_lost() -> None:
     ]
     assert set(regrets(spread, SHIPPED)[0]["measured_us"]) == {"helix kvp=2 tpa=2", "helix kvp=2 tpa=2 ep=4"}
     assert regrets(cells[:1], SHIPPED) == [] and "no workload" in summary([])  # nothing to choose from
-
-
-def test_halves_share_no_workload() -> None:
-    cells = [cell for cell in read_cells() if cell.is_dense]
-    a, b = halves(cells)
-    assert len(a) + len(b) == len(cells) and not {c.workload for c in a} & {c.workload for c in b}
-    assert halves(reversed(cells)) == (a, b)
 
 
 def test_fitting_finds_planted_constants() -> None:

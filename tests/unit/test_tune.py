@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from benchmarks import tune
 from benchmarks.papers.policies import FULL
 from benchmarks.ranks.tuning_file import MeasuredFile, read_measured
-from benchmarks.ranks.tuning_steps import DraftSource, Measured
+from benchmarks.ranks.tuning_steps import DraftSource, Measured, Tuned, TuningGrid, levels_at, run
 from benchmarks.records.tuned import OPTIONS
 from helix.config import Config
 from launch.inputs.prompts import PromptFile
@@ -66,23 +71,6 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], said: 
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_the_run_that_is_started_is_the_users(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "layout.kvp=2", "speculation.policy=c2q")
-    assert (config.bench.kind, config.speculation.drafter, config.speculation.gamma) == ("tune", "sparse", 4)
-    assert (config.layout.kvp, config.speculation.policy) == (2, "c2q")
-    assert config.bench.output == str(tmp_path / "tuned" / "mine.jsonl")
-    assert tune.overrides(["name=mine"])[1][:3] == ["bench=tune", "speculation=sparse", "speculation.gamma=11"]
-    plan = preflight(config, 2)
-    assert len(plan.prompts) == 2 and not plan.finished
-
-
-@pytest.mark.parametrize("name", ["sparse", "on", "NULL", "3", "a.b", "../x", "-a"])
-def test_names_that_are_not_taken(tmp_path: Path, name: str) -> None:
-    (tmp_path / "conf" / "speculation" / "sparse.yaml").write_text("drafter: sparse\n")
-    with pytest.raises(ValueError, match=f"^name={name}"):
-        tune.overrides([f"name={name}"])
-
-
 def test_a_name_is_needed_and_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, told in (
         (["model=demo"], "error: name missing: add name=NAME, and conf/speculation/NAME.yaml is written\n"),
@@ -121,16 +109,6 @@ def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt_ids": [1, 2, 9]}\n')
     with pytest.raises(ValueError, match="was measured with prompts="):
         preflight(config, 1)
-
-
-def test_another_file_is_not_touched(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    path = Path(str(config.bench.output))
-    for text, line in (('{"id": 0}\n{}\n', 1), ("hello\n\n", 1)):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=f"line {line}, is none of tuning: move the file away"):
-            preflight(config, 1)
-        assert path.read_text() == text
 
 
 # ---- what is written
@@ -194,11 +172,122 @@ def test_the_fastest_is_written_and_runs(
 def test_what_is_missing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def run(overrides: list[str], program: Program) -> int:
+    def ran(overrides: list[str], program: Program) -> int:
         started.append(overrides)
         return 130
 
-    monkeypatch.setattr("launch.run.main", run)
+    monkeypatch.setattr("launch.run.main", ran)
     assert tune.main(["name=mine", *given(tmp_path)]) == 130, "its exit code is the run's"
     assert len(started) == 1 and "bench=tune" in started[0]
     assert not (tmp_path / "conf" / "speculation" / "mine.yaml").exists()
+
+
+# ---- the search, on planted curves
+
+SPARSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)
+GAMMAS = (1, 2, 3, 4, 6, 8, 11)
+CANDIDATES = TuningGrid(SPARSITIES, GAMMAS, 11)
+
+
+def curve(*tokens: float, noise: float = 0.0, prompts: int = 8) -> list[Measured]:
+    """Tokens an iteration at one sparsity after the other, prompts apart by far more than sparsities are."""
+    draw = random.Random(0)
+    of_prompts = [draw.uniform(-1, 1) for _ in range(prompts)]
+    return [
+        Measured(DraftSource("sparse", 11, s), tuple(t + p + draw.gauss(0, noise) for p in of_prompts), 1.0)
+        for s, t in zip(SPARSITIES, tokens, strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    "tokens, at",
+    [
+        ((3.0, 5.0, 6.0, 6.05, 6.1), 2),  # less than 2% more, twice
+        ((3.0, 5.0, 6.0, 6.1, 6.2), 3),  # 3% in two parts count
+        ((6.0, 6.0, 6.0), 0),
+        ((3.0, 4.0, 5.0, 6.0, 7.0), 4),
+        ((5.0, 4.0, 6.0, 6.0), 2),  # a dip does not end it
+        ((5.0,), 0),
+    ],
+)
+def test_tokens_level_off_where_nothing_behind_is_better(tokens: tuple[float, ...], at: int) -> None:
+    assert levels_at(curve(*tokens)) == at
+
+
+def test_what_lies_within_the_interval_is_no_gain() -> None:
+    gains = (0.9, -0.5, 0.6, -0.2, 0.4, 0.0)  # 0.2 more on average, 4%, and as likely none
+    few = Measured(DraftSource("sparse", 11, 0.01), (5.0,) * 6, 1.0)
+    many = Measured(DraftSource("sparse", 11, 0.02), tuple(5 + gain for gain in gains), 1.0)
+    sure = Measured(DraftSource("sparse", 11, 0.02), (5.2,) * 6, 1.0)
+    assert levels_at([few, many]) == 0 and levels_at([few, sure]) == 1
+    # Prompts may differ as they like: what counts is what each one gains.
+    assert levels_at(curve(4.0, 4.5, 4.5)) == 1
+
+
+def world(keys_us: float = 100.0, draft_us: float = 800.0, level: float = 0.05) -> Callable[[DraftSource], Measured]:
+    """A machine: a plain step of 3 ms; drafts kept at 0.9 from `level` on, at less below."""
+
+    def measure(way: DraftSource) -> Measured:
+        if way.drafter == "none":
+            return Measured(way, (1.0,) * 4, 3e-3)
+        if way.drafter == "ngram":
+            kept, draft_s = 0.3, 0.0
+        else:
+            assert way.sparsity is not None
+            kept = 0.9 * min(1.0, (way.sparsity / level) ** 0.2)
+            draft_s = 1e-6 * (draft_us + 100 * keys_us * way.sparsity)
+        tokens = sum(kept**i for i in range(way.gamma + 1))
+        return Measured(way, tuple(tokens * spread for spread in (0.9, 1.0, 1.0, 1.1)), 3.2e-3 + way.gamma * draft_s)
+
+    return measure
+
+
+def asked(candidates: TuningGrid, measure: Callable[[DraftSource], Measured]) -> tuple[Tuned, list[DraftSource]]:
+    ways: list[DraftSource] = []
+
+    def noted(way: DraftSource) -> Measured:
+        ways.append(way)
+        return measure(way)
+
+    return run(candidates, noted), ways
+
+
+def test_the_three_steps() -> None:
+    measure = world()
+    found, ways = asked(CANDIDATES, measure)
+    assert found.level == 0.05 and found.levelled
+    assert ways[0] == DraftSource("none") and ways[1:6] == [DraftSource("sparse", 11, s) for s in SPARSITIES]
+    best = max((measure(DraftSource("sparse", g, s)) for g in GAMMAS for s in SPARSITIES), key=lambda m: m.rate)
+    assert found.sparse.rate >= 0.98 * best.rate and found.chosen == found.sparse
+    assert len(ways) == len(set(ways)), "nothing is measured twice"
+    assert len([way for way in ways if way.drafter == "sparse"]) < len(GAMMAS) * len(SPARSITIES) / 2
+
+
+def test_plain_decoding_and_ngram_may_be_faster() -> None:
+    slow, _ = asked(CANDIDATES, world(draft_us=3000.0))
+    assert slow.chosen == slow.ngram and slow.chosen.way.drafter == "ngram"
+
+    def useless(way: DraftSource) -> Measured:
+        found = world(draft_us=3000.0)(way)
+        return Measured(way, (1.0,) * 4, found.seconds) if way.drafter == "ngram" else found
+
+    plain, _ = asked(CANDIDATES, useless)
+    assert plain.chosen == plain.plain and plain.sparse.rate < plain.plain.rate
+
+
+@drawn(st.integers(0, 30))
+def test_a_second_start_goes_on_and_finds_the_same(interrupted: int) -> None:
+    whole, ways = asked(CANDIDATES, world())
+    lines = [world()(way).row() for way in ways[:interrupted]]
+    known = {found.way: found for found in map(Measured.of, lines)}
+    measured: list[DraftSource] = []
+
+    def measure(way: DraftSource) -> Measured:
+        if way in known:
+            return known[way]
+        measured.append(way)
+        return world()(way)
+
+    again = run(CANDIDATES, measure)
+    assert measured == ways[interrupted:]
+    assert again.chosen.way == whole.chosen.way and math.isclose(again.chosen.rate, whole.chosen.rate)
