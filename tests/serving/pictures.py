@@ -53,6 +53,10 @@ async def take() -> None:
                     await converse(front, page, name)
 
 
-if __name__ == "__main__":
+def main() -> None:
     argparse.ArgumentParser("python -m tests.serving.pictures", description=__doc__).parse_args()
     asyncio.run(take())
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,8 @@ from launch.serving.http import listen
 from tests.serving.chats import CHATS, COMPLETIONS
 from tests.serving.front import FakeJob, Front, Serve, until
 
-Connect = Callable[[Front, str, Any], Awaitable[asyncio.StreamReader]]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[Front, str, Any], Awaitable[Connection]]
 
 
 @pytest.fixture
@@ -30,11 +31,11 @@ async def narrow(monkeypatch: pytest.MonkeyPatch) -> Connect:
         (made := listen(serve)).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return made
 
-    async def connect(front: Front, path: str, body: Any) -> asyncio.StreamReader:
+    async def connect(front: Front, path: str, body: Any) -> Connection:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", front.port))
-        return (await front.connect(path, body, sock=client, limit=4096))[0]
+        return await front.connect(path, body, sock=client, limit=4096)
 
     monkeypatch.setattr("tests.serving.front.listen", listening)
     return connect
@@ -49,7 +50,7 @@ async def test_a_slow_reader_gets_larger_pieces_and_then_the_end(narrow: Connect
             await asyncio.sleep(0.001)
 
     front = await serve(FakeJob(flood), slow_s=0.5)
-    _reader = await narrow(front, COMPLETIONS, {"prompt": [1], "max_tokens": 4000, "stream": True})
+    _kept = await narrow(front, COMPLETIONS, {"prompt": [1], "max_tokens": 4000, "stream": True})
     await until(lambda: front.job.aborts)
     assert front.core.flights == {}
 
@@ -66,7 +67,7 @@ async def test_a_client_that_reads_nothing_of_a_whole_answer_is_left(
 
     front = await serve(FakeJob(telling), slow_s=600)  # the test looks in place of the clock
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
-    reader = await narrow(front, CHATS, body)
+    reader, _kept = await narrow(front, CHATS, body)
     await until(lambda: any(one._slow for one in front.server.server_state.connections))
     (connection,) = front.server.server_state.connections
     left, got = connection.transport.get_write_buffer_size(), 0

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from helix.config import ServeConfig
 from launch.client.errors import ApiError
 from launch.client.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
+from launch.serving.http import listen
 from launch.serving.messages import Count, Messages
 from launch.serving.responses import Responses
 from tests.serving.chats import CHATS, COMPLETIONS, REFUSALS
@@ -132,9 +134,9 @@ def test_whatever_a_body_holds_is_read_or_refused_by_name(data: st.DataObject) -
     assert refused.status == 400 and refused.message and "\n" not in refused.message, refused.message
 
 
-async def test_an_answer_does_not_wait_for_the_clients_acknowledgement(serve: Serve) -> None:
+def test_an_answer_does_not_wait_for_the_clients_acknowledgement() -> None:
     """Headers and body are two pieces; clients acknowledge the first after 40 ms, where the second does not come."""
-    front = await serve()
-    await front.get("/livez")
-    (connection,) = front.server.server_state.connections
-    assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with listen(ServeConfig(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
