@@ -37,7 +37,6 @@ from helix.worker.keeps import EngineSizes, dtype_name
 from helix.worker.kv_cache import KVCache, snapshot_bytes, with_bounds
 from helix.worker.model_runner import ModelRunner
 from helix.worker.tiered_cache import HostTier, TieredCache
-from kernels.scaled import ScaledMatrix
 from tests.sequences import generated_ids
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
@@ -91,14 +90,6 @@ class SelfDrafts:
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
     """One rank's slices of a checkpoint, without EOS: random models would stop anywhere."""
     return _built(Checkpoint(path), layout, comm, dtype, unpacked)
-
-
-def build_kept(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
-    """`build_model` with weights as they are stored."""
-    checkpoint = Checkpoint(path)
-    model = _built(checkpoint, layout, comm, dtype, checkpoint.kept)
-    assert any(isinstance(s.target, ScaledMatrix) for s in model.weights.slices), "nothing is kept in few bits"
-    return model
 
 
 def _built(

@@ -12,77 +12,16 @@ import pytest
 import torch
 
 from benchmarks.quality.needles import SOURCES, make
-from comm.symm_mem import SymmMemCommunicator
-from comm.torch_dist import TorchDistCommunicator
 from helix.layout import HelixLayout
-from helix.speculation import SuffixDrafter
-from tests.e2e.checkpoints import DEMO, FAMILIES, HYBRID_FAMILIES, MOE_FAMILIES, checkpoint, oracle
+from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.e2e.cli import ENTRY, Ended, Job
-from tests.e2e.parity import agreement, check, distributed_rank, loopback
-from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS, STATE_LENGTHS, layouts
+from tests.e2e.parity import agreement
+from tests.e2e.test_parity import NEW_TOKENS
 from tests.pool import pool
 
 # Where the best token leads by more than this, rounding to bf16 (2^-8 of logits below 32, over a few layers) cannot
 # turn the choice.
 CLEAR_MARGIN = 1.0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", [*FAMILIES, "demo"])
-def test_fp32_parity_of_loopback_ranks_on_one_gpu(family: str) -> None:
-    wanted = oracle(family, LENGTHS, NEW_TOKENS)
-    for layout in [layout for layout in layouts(family) if layout.world_size in (1, 4, 8)]:
-        check(loopback(checkpoint(family), layout, 16, wanted, device="cuda"), wanted)
-
-
-def gpu_cases() -> list[object]:
-    return [
-        pytest.param(family, layout, id=f"{family}-kvp{layout.kvp}-tpa{layout.tpa}", marks=pytest.mark.gpu(world))
-        for world in (2, 4, 8)
-        for family in [*FAMILIES, "demo"]
-        for layout in layouts(family)
-        if layout.world_size == world
-    ]
-
-
-@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-@pytest.mark.parametrize("family, layout", gpu_cases())
-def test_fp32_parity_over_gpus(family: str, layout: HelixLayout, kind: type[TorchDistCommunicator]) -> None:
-    wanted = oracle(family, LENGTHS, NEW_TOKENS)
-    task = (checkpoint(family), layout, 16, wanted, "cuda", kind)
-    check(pool(layout.world_size, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
-
-
-@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_experts_over_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> None:
-    """Every TPF x EP grid, the attention grid being now one and now the other."""
-    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-    for number, ep in enumerate(n for n in (1, 2, 4, 8) if world % n == 0):
-        tpa = 2 if number % 2 and world > 1 else 1
-        task = (checkpoint(family), HelixLayout.create("helix", world // tpa, tpa, ep=ep), 16, wanted, "cuda", kind)
-        check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
-def test_states_of_loopback_ranks_on_one_gpu(family: str) -> None:
-    wanted = oracle(family, STATE_LENGTHS, MOE_TOKENS)
-    for layout in [layout for layout in layouts(family) if layout.world_size in (1, 4)]:
-        check(loopback(checkpoint(family), layout, 16, wanted, device="cuda"), wanted)
-
-
-@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
-def test_states_over_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> None:
-    """Captured steps too, without drafts and with those of an n-gram."""
-    wanted = oracle(family, STATE_LENGTHS, MOE_TOKENS)
-    for tpa, drafter in ((1, None), (min(world, 2), SuffixDrafter(3, 2))):
-        layout = HelixLayout.create("helix", world // tpa, tpa)
-        task = (checkpoint(family), layout, 16, wanted, "cuda", kind, drafter)
-        check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
 
 
 @pytest.mark.gpu(2)

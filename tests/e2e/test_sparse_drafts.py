@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -30,8 +29,8 @@ from helix.worker.step import DecodeState, Step
 from helix.worker.warm_up import fill
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import Result, SelfDrafts, build_engine, check, generate
-from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
+from tests.e2e.parity import SelfDrafts, build_engine
+from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.e2e.test_speculation import whimsical
 from tests.pool import pool
 from tests.sequences import generated, generated_ids
@@ -48,50 +47,6 @@ Tokens = dict[int, tuple[int, ...]]
 def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of hundreds of tokens are long enough to leave keys out."""
     monkeypatch.setattr("helix.speculation.sparse.LEAST_KEYS", 16)
-
-
-def same(family: str, layout: HelixLayout, drafts: SelfDrafts, block: int = 16, *, adaptive: bool = False) -> None:
-    """Every token and every logit of greedy decoding are transformers'."""
-    dense = family in ("qwen2", "qwen3", "llama-llama3", "mistral-windowed", "demo")
-    wanted = oracle(family, LENGTHS, NEW_TOKENS) if dense else oracle(family, MOE_LENGTHS, MOE_TOKENS)
-
-    def body(world: LoopbackWorld, rank: int) -> Result:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        return generate(
-            build_engine(checkpoint(family), layout, comm, block, drafter=drafts, adaptive=adaptive), wanted
-        )
-
-    check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies_change_no_token(policy: str) -> None:
-    same("qwen2", HelixLayout.create("helix", 2), SelfDrafts(3, DraftBudget(policy, 0.1)))
-
-
-@pytest.mark.parametrize(
-    "mode, kvp, tpa, block",
-    [
-        ("helix", 3, 1, 1),
-        pytest.param("helix", 4, 2, 64, marks=SLOW),
-        pytest.param("tp", 1, 2, 16, marks=SLOW),
-        pytest.param("medha", 3, 1, 128, marks=SLOW),
-    ],
-)
-def test_layouts(mode: str, kvp: int, tpa: int, block: int) -> None:
-    same("qwen2", HelixLayout.create(mode, kvp, tpa), SelfDrafts(4, FEW), block)
-
-
-@pytest.mark.parametrize("family", ["gpt-oss", *(pytest.param(f, marks=SLOW) for f in ("llama-llama3", "qwen3-moe"))])
-def test_families(family: str) -> None:
-    """Windowed layers and learned sinks stay as they are."""
-    same(family, HelixLayout.create("helix", 2), SelfDrafts(3, FEW))
-
-
-def test_paces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps without drafts between those with some, of all counts, and rows of which fewer are verified."""
-    monkeypatch.setattr(DraftPolicy, "pace", whimsical())
-    same("qwen2", HelixLayout.create("helix", 2), SelfDrafts(4, FEW), adaptive=True)
 
 
 def test_chunks() -> None:
@@ -137,13 +92,6 @@ def served(
 @cache
 def plain() -> Tokens:
     return served(None, HelixLayout.create())[0]
-
-
-@pytest.mark.parametrize("policy", ["any", pytest.param("window", marks=SLOW)])
-@pytest.mark.parametrize("kvp", [1, 3])
-def test_shared_noise_changes_no_sampled_token(kvp: int, policy: str) -> None:
-    drafts = SelfDrafts(3, DraftBudget(policy, 0.1))
-    assert served(drafts, HelixLayout.create("helix", kvp))[0] == plain()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -280,27 +228,6 @@ def test_phases_of_an_iteration() -> None:
     first, second = run_ranks(2, body, timeout_s=120.0)
     assert first == second and list(first) == ["draft", "verify", "accept", "choose"]
     assert first["draft"] > first["verify"] > 0 and min(first.values()) > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", POLICIES)
-def test_loopback_ranks_on_one_gpu(policy: str) -> None:
-    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    for kvp, tpa, block in ((1, 1, 16), (3, 1, 17), (4, 2, 5)):  # groups of drafts pass on to ranks without keys
-        layout, drafts = HelixLayout.create("helix", kvp, tpa), SelfDrafts(3, replace(FEW, policy=policy))
-
-        def body(
-            world: LoopbackWorld,
-            rank: int,
-            layout: HelixLayout = layout,
-            drafts: SelfDrafts = drafts,
-            block: int = block,
-        ) -> Result:
-            comm = world.communicator(rank, layout.kvp_group(rank))
-            engine = build_engine(checkpoint("qwen2"), layout, comm, block, drafter=drafts, adaptive=False)
-            return generate(engine, wanted)
-
-        check(run_ranks(layout.world_size, body, timeout_s=120.0, device="cuda"), wanted)
 
 
 def captured_rank(

@@ -111,12 +111,12 @@ FAULTS = [
     Fault(
         "the next draft comes from the first verified row", "helix/speculation/layer.py",
         "step.span.before - 1).clamp(min=0)", "step.span.before - 1).clamp(max=0)",
-        ("tests/e2e/test_mtp.py::test_drafts_are_those_of_the_layer",),
+        ("tests/e2e/test_layer_drafts.py::test_drafts_are_those_of_the_layer",),
     ),
     Fault(
         "the last row of a chunk is forgotten", "helix/speculation/layer.py",
         "self._ends[slots] = chunk.states[rows]", "self._ends[slots] = 0 * chunk.states[rows]",
-        ("tests/e2e/test_mtp.py::test_drafts_are_those_of_the_layer",),
+        ("tests/e2e/test_layer_drafts.py::test_drafts_are_those_of_the_layer",),
     ),
     Fault(
         "acceptance may fall by two thirds", "launch/serving/acceptance.py",
