@@ -13,7 +13,7 @@ A line's keys, all but the model optional:
   tier     places on the GPU: all that there are, or few; `ahead`
   dtype, hopb, kv, weights, snapshots (on the GPU + in host memory)
   ways     of `fuzz_runs.WAYS`
-  sees     what has to happen, of the outcome's `seen`
+  sees     what has to happen, of the outcome's `seen`; `never`: what must not
   places   threads, gloo, gpu (threads that share one), nccl, symm_mem
   slow     left out of `make test`
 """
@@ -98,7 +98,6 @@ def _drafts(words: str) -> Settings:
         settings |= {f"speculation.layout.{key}": getattr(own, key) for key in ("mode", "kvp", "tpa")}
         return settings
     settings |= {"speculation.noise": "own"} if "own" in more else {}
-    settings |= {"speculation.window": 21} if "window" in more and drafter == "eagle3" else {}
     if drafter == "sparse":
         settings |= {"speculation.policy": more[0], "speculation.sparsity": 1.0 if "whole" in more else 0.1}
     return settings

@@ -22,7 +22,7 @@ from helix.placement import BlockBudget
 from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import HYBRID_FAMILIES, checkpoint
 from tests.e2e.parity import LOGIT_TOLERANCE, Sparse, build_engine
-from tests.e2e.test_block_sparse import PAGE, prompts
+from tests.e2e.test_tiered import PAGE, prompts
 from tests.pool import pool
 from tests.sequences import generated_ids
 

@@ -49,6 +49,7 @@ def test_tokens_and_logits(name: str, place: str) -> None:
     assert outcome.kind == "equal", outcome.reason
     missing = [event for event in ROWS[name].get("sees", ()) if not outcome.seen.get(event)]
     assert not missing, f"the row is to see {missing}: {outcome.seen}"
+    assert not outcome.seen.get(ROWS[name].get("never", "")), outcome.seen
 
 
 def test_every_pair_that_was_tested_is_in_some_row() -> None:

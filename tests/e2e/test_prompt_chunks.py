@@ -49,9 +49,9 @@ from tests.e2e import test_layer_drafts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.fuzz_runs import SMALL_CHUNKS
 from tests.e2e.parity import ModelDrafts, SelfDrafts, Sparse, build_engine
-from tests.e2e.test_block_sparse import BUDGET, prompts
 from tests.e2e.test_layer_drafts import KINDS
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.e2e.test_tiered import BUDGET, prompts
 from tests.sequences import generated_ids, updates_of
 
 KEYS = [depth.keys for depth in DEPTHS]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.ranks.kept import keep_blocks
 from comm.loopback import LoopbackWorld, run_ranks
@@ -20,22 +21,63 @@ from helix.engine.decision import Admission
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
 from helix.layout import HelixLayout
+from helix.placement import BlockBudget
+from helix.speculation import SuffixDrafter
 from helix.worker.tiered_cache import TieredCache
 from tests.e2e.checkpoints import checkpoint
+from tests.e2e.masked import Masked
 from tests.e2e.parity import Sparse, build_engine
-from tests.e2e.test_block_sparse import (
-    BUDGET,
-    LENGTHS,
-    NEW_TOKENS,
-    PAGE,
-    SHORT_WINDOW,
-    Tokens,
-    generate,
-    prompts,
-    tokens,
-    wanted,
-)
 from tests.sequences import generated, generated_ids
+
+PAGE = 16
+BUDGET = BlockBudget(sink_blocks=1, local_blocks=4, topk=5, from_tokens=0)
+LENGTHS = (7, 60, 260, 128, 33)
+NEW_TOKENS = 18
+SHORT_WINDOW = replace(BUDGET, local_blocks=1)
+
+Tokens = dict[int, tuple[int, ...]]
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[tuple[int, ...]]:
+    gen = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(0, 257, (n,), generator=gen).tolist()) for n in lengths]
+
+
+def generate(engine: Engine) -> Tokens:
+    requests = [Request(i, prompt, NEW_TOKENS) for i, prompt in enumerate(prompts())]
+    return generated_ids(engine, requests)
+
+
+def tokens(
+    family: str,
+    layout: HelixLayout,
+    sparse: Sparse | None,
+    tamper: Callable[[Engine], None] = lambda engine: None,
+    *,
+    drafts: int = 0,
+    **options: Any,
+) -> Tokens:
+    def body(world: LoopbackWorld, rank: int) -> Tokens:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        drafter = SuffixDrafter(drafts, 1) if drafts else None
+        engine = build_engine(
+            checkpoint(family), layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False,
+            **options,
+        )  # fmt: skip
+        tamper(engine)
+        with closing(engine):
+            return generate(engine)
+
+    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+
+
+@cache
+def wanted(family: str, budget: BlockBudget) -> Tokens:
+    def masks(engine: Engine) -> None:
+        engine.runner.policy = Masked(budget)
+
+    return tokens(family, HelixLayout.create(), None, masks)
+
 
 # Hot places of a KV head: no more than five sequences choose at once on a rank of so many; and for every page there is.
 FEW, ALL = {1: 25, 2: 17}, 40

@@ -86,7 +86,7 @@ FAULTS = [
     Fault(
         "a draft too many is read", "helix/attention/chosen.py",
         "behind = hi - self.known[rows] + self.counts[rows]", "behind = hi - self.known[rows] + self.counts[rows] + 1",
-        ("tests/e2e/test_sparse_drafts.py::test_drafts_that_read_every_key_all_hold",),
+        ("tests/e2e/test_parity.py::test_tokens_and_logits[every key is read by any-threads]",),
     ),
     Fault(
         "a guess that nobody looks at", "kernels/sparse/select_tokens.py",
