@@ -30,7 +30,7 @@ class Masked(DenseAttention):
             return super().attend(q, cache, step, layer)
         N, q_heads = q.shape[:2]
         group = q_heads // cache.keys.shape[2]
-        out, lse = torch.zeros_like(q), torch.full((N, q_heads), -torch.inf)
+        out, lse = torch.zeros_like(q), torch.full((N, q_heads), -torch.inf, device=q.device)
         layout, rank, block = step.placement.layout, step.placement.kvp_rank, step.placement.append_block
         for n in range(N):
             position, start = int(step.positions[n]), int(step.starts[n])
@@ -56,7 +56,7 @@ class Masked(DenseAttention):
         """Places of the keys that one KV head's queries read, of this rank's tokens `own`."""
         b = self.budget
         begin, end = b.sink_blocks * page, min((position // page - b.local_blocks + 1) * page, committed)
-        slots = torch.arange(len(own))
+        slots = torch.arange(len(own), device=keys.device)
         blocks = [x for x in slots.split(page) if len(x) == page and begin <= own[x[0]] and own[x[-1]] < end]
         if position + 1 < b.from_tokens or not blocks:
             return slots
@@ -74,4 +74,8 @@ class Masked(DenseAttention):
 
         if b.parts > 1:
             blocks = [part for block in best(blocks, b.candidates) for part in block.split(page // b.parts)]
-        return torch.cat([torch.tensor(anyway, dtype=torch.int64), *best(blocks, b.topk)]).sort().values
+        return (
+            torch.cat([torch.tensor(anyway, dtype=torch.int64, device=keys.device), *best(blocks, b.topk)])
+            .sort()
+            .values
+        )
