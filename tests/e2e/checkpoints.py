@@ -28,8 +28,7 @@ DEMO = ROOT / "assets" / "demo-model"
 FIRST_TOKENS = 6
 
 TINY: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
-FAMILIES, MOE_FAMILIES, HYBRID_FAMILIES = TINY["dense"], TINY["experts"], TINY["states"]
-MLA_FAMILIES, DSA_FAMILIES = TINY["latents"], TINY["indexed"]
+FAMILIES, HYBRID_FAMILIES = TINY["dense"], TINY["states"]
 
 ALL: dict[str, Any] = {
     "vocab_size": 257,
@@ -185,11 +184,6 @@ def config_of(family: str) -> Any:
 def class_of(config: Any) -> Any:
     """Returns transformers' class of a text model; AutoModelForCausalLM knows not all of them."""
     return getattr(transformers, next(name for name, (kind, _) in KNOWN.items() if kind == config.model_type))
-
-
-def kv_heads(family: str) -> int:
-    """Returns the number of KV heads, which limits the layouts; the demo model has 2."""
-    return 2 if family == "demo" else config_of(family).num_key_value_heads
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from helix.models import spec_from_config
 from helix.models.spec import NextTokenNames
 from tests.e2e.checkpoints import config_of, earliest_topk
-from tests.e2e.parity import Continuation
 from tests.ending import folder
 
 # Lists with an entry for each layer, and that of the layer behind the last; empty: the last one's.
@@ -149,10 +148,3 @@ class Oracle:
 @functools.cache
 def oracle(family: str) -> Oracle:
     return Oracle(family)
-
-
-def plain(family: str, lengths: Sequence[int], new_tokens: int) -> list[Continuation]:
-    """Greedy continuations without drafts."""
-    from tests.e2e.checkpoints import continuations
-
-    return continuations(with_layer(family), tuple(lengths), new_tokens)

@@ -1,4 +1,4 @@
-"""Models whose indexers choose tokens (DSA) give what transformers gives, over every number of ranks."""
+"""Models whose indexers choose tokens (DSA): keys in few bits, and what runs beside."""
 
 from __future__ import annotations
 
@@ -15,24 +15,16 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.layers import indexer, mla, specs
 from helix.layers.mla import MLA
 from helix.layout import HelixLayout
-from helix.worker import graph_keys as chunk_size
 from helix.worker.keeps import latents
 from helix.worker.step import Step
 from kernels.scaled_keys import rounded
 from tests.e2e.checkpoints import checkpoint, continuations, oracle
-from tests.e2e.deepseek import DSA_FAMILIES
-from tests.e2e.parity import (
-    Result,
-    build_engine,
-    check,
-    distributed_rank,
-    generate,
-)
+from tests.e2e.fuzz_runs import SMALL_CHUNKS
+from tests.e2e.parity import Result, build_engine, check, distributed_rank, generate
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
-from tests.e2e.test_prompt_chunks import small_sizes  # noqa: F401
 from tests.pool import PoolError, pool
 
-CHOOSING = [family for family in DSA_FAMILIES if family != "glm-5-all"]
+CHOOSING = ["deepseek-v32", "glm-5", "glm-5-shared"]
 
 
 @pytest.mark.parametrize("family, kv", [("deepseek-v32", "fp8"), ("glm-5-shared", "fp8_all")])
@@ -99,9 +91,8 @@ def with_late_kernels(rank: int, ranks: int, late: str, waits: bool, *task: Any)
         gather(self, cache, dealt)
 
     with pytest.MonkeyPatch.context() as patched:
-        small = {"SIZES": (8, 14, 22, 27, 50, 70), "LONG": 70, "LAUNCHED": 20, "SEQUENCES": (2, 4), "DEEP": 16}
-        for name, value in small.items():
-            patched.setattr(chunk_size, name, value)
+        for target in (target for target in SMALL_CHUNKS if "graph_keys" in target):
+            patched.setattr(target, SMALL_CHUNKS[target])
         patched.setattr(turns, "LEAST", 7)
         patched.setattr(specs, "WORTH", 0 if late in LATE else 1 << 20)
         patched.setattr(MLA, "project", late_project)
