@@ -39,6 +39,8 @@ from helix.worker.model_runner import ModelRunner
 from helix.worker.tiered_cache import HostTier, TieredCache
 from tests.sequences import generated_ids
 
+# Chunks of prompts are as long as they may be, and nobody decodes between them, however slow a machine is.
+UNHURRIED = ScheduleConfig(stall_ms=60_000.0, decode_share=0.0)
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
 

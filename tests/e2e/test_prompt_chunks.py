@@ -16,7 +16,6 @@ from triton.runtime.interpreter import GridExecutor
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.solo import SoloCommunicator
-from helix.config import ScheduleConfig
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.prefill_time import PrefillTime
@@ -48,7 +47,7 @@ from launch.inputs.shapes import spec_of
 from tests.e2e import test_layer_drafts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.fuzz_runs import SMALL_CHUNKS
-from tests.e2e.parity import ModelDrafts, SelfDrafts, Sparse, build_engine
+from tests.e2e.parity import UNHURRIED, ModelDrafts, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_layer_drafts import KINDS
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_tiered import BUDGET, prompts
@@ -294,9 +293,6 @@ def test_sizes_that_came_are_captured_in_a_pause(small_sizes: None) -> None:
     assert {i: tuple(tokens) for i, tokens in seen.items()} == {
         (turn, i): c.tokens for turn in range(2) for i, c in enumerate(wanted)
     }
-
-
-UNHURRIED = ScheduleConfig(stall_ms=60_000.0, decode_share=0.0)  # chunks are as long as they may be, however slow
 
 
 Texts = dict[tuple[int, ...], tuple[int, ...]]

@@ -23,7 +23,7 @@ from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from helix.worker.warm_up import fill, step_seconds
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import Result, build_engine, check, generate
+from tests.e2e.parity import UNHURRIED, Result, build_engine, check, generate
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.sequences import generated, generated_ids, resize
 
@@ -73,7 +73,9 @@ def served(drafter: Drafter | None, layout: HelixLayout, adaptive: bool = False)
 
     def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=adaptive)
+        engine = build_engine(
+            checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=adaptive, schedule=UNHURRIED
+        )
         requests = [Request(i, prompts[i], 24, p) for i, p in enumerate(params)]
         return generated_ids(engine, requests), engine
 
@@ -102,8 +104,9 @@ def test_drafts_hold_at_a_set_rate(acceptance: float, adaptive: bool) -> None:
         drafter = SuffixDrafter(3, 2)
         keep_drafts(drafter, acceptance, 5, 256)
         engine = build_engine(
-            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, drafter=drafter, adaptive=adaptive
-        )
+            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, drafter=drafter, adaptive=adaptive,
+            schedule=UNHURRIED,
+        )  # fmt: skip
         requests = [Request(i, (1, i), 121) for i in range(5)]
         return generated_ids(engine, requests), engine
 

@@ -18,7 +18,7 @@ from helix.placement import NO_PAGES
 from helix.sampling_params import SamplingParams
 from helix.speculation import SuffixDrafter
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import build_engine
+from tests.e2e.parity import UNHURRIED, build_engine
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.sequences import admission, generated_ids
 
@@ -72,7 +72,9 @@ def test_sampled_tokens_of_several_salts() -> None:
         def body(world: LoopbackWorld, rank: int) -> list[tuple[dict[Any, tuple[int, ...]], int]]:
             comm = world.communicator(rank, (0, 1))
             layout = HelixLayout.create("helix", 2, 1)
-            engine: Engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=make(), adaptive=False)
+            engine: Engine = build_engine(
+                checkpoint("qwen2"), layout, comm, 16, drafter=make(), adaptive=False, schedule=UNHURRIED
+            )
             found = []
             for salt in ("a", "a", "b"):
                 requests = [Request(i, prompts[i], 24, p, salt=salt) for i, p in enumerate(params)]
