@@ -1,4 +1,4 @@
-"""Mode dp gives what transformers gives: attention of whole sequences by rank, the FFN over all ranks."""
+"""Mode dp: which rank has which sequence."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from tests.e2e.parity import build_engine
 from tests.e2e.test_serve import Served, serve
 
 
-def layout_of(dp: int, ep: int = 1) -> HelixLayout:
-    return HelixLayout.create("dp", dp=dp, ep=ep)
-
-
 def test_sequences_are_spread_and_a_prefix_decides_where() -> None:
     """Three of six sequences on each of two ranks; one that begins as another goes to its rank, if half of it does."""
 
     def body(world: LoopbackWorld, rank: int) -> tuple[int, Served]:
-        e = build_engine(checkpoint("qwen2"), layout_of(2), world.communicator(rank, (rank,)), 4, page_size=4)
+        e = build_engine(
+            checkpoint("qwen2"), HelixLayout.create("dp", dp=2), world.communicator(rank, (rank,)), 4, page_size=4
+        )
         prompts = [tuple(range(40 * i, 40 * i + 40)) for i in range(6)]
         most: list[int] = []
 

@@ -27,7 +27,6 @@ from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
-from helix.sampling_params import SamplingParams
 from helix.setup.parts import make_eagle3
 from helix.speculation import Draft, LayerDrafter, SuffixDrafter
 from helix.worker.follower import Taken
@@ -37,6 +36,7 @@ from helix.worker.step_tokens import StepTokens
 from tests.e2e import eagle3, mtp, test_draft_model
 from tests.e2e.checkpoints import continuations
 from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, loopback
+from tests.e2e.pinned import SAMPLED
 from tests.e2e.recorded import Kept, Recorded, unlike
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_serve import CLOSE, Served, serve, turns
@@ -223,14 +223,6 @@ def test_the_demo_models_layer_is_for_it() -> None:
     assert layer.taps == (2, 4, 5) and layer.hidden == spec.hidden and layer.vocab is None
 
 
-SAMPLED = [
-    SamplingParams(),
-    SamplingParams(temperature=0.9, seed=9),
-    SamplingParams(temperature=0.7, top_k=20, seed=2),
-    SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
-]
-
-
 @functools.cache
 def drawn(kind: str, kvp: int, noise: str | None) -> dict[Any, tuple[int, ...]]:
     layout, prompt = HelixLayout.create("helix", kvp), plain(target(kind))[1].prompt
@@ -239,7 +231,7 @@ def drawn(kind: str, kvp: int, noise: str | None) -> dict[Any, tuple[int, ...]]:
         comm = world.communicator(rank, layout.kvp_group(rank))
         drafter = None if noise is None else drafts(kind, noise=noise)
         engine = build_engine(target(kind), layout, comm, 16, drafter=drafter, adaptive=False)
-        return generated_ids(engine, [Request(i, (*prompt, i), 24, p) for i, p in enumerate(SAMPLED)])
+        return generated_ids(engine, [Request(i, (*prompt, i), 24, p) for i, p in enumerate(SAMPLED[:4])])
 
     return run_ranks(kvp, body, timeout_s=120.0)[0]
 

@@ -1,4 +1,4 @@
-"""DeepSeek's models give what transformers gives, wherever W_UV is applied and whoever makes the queries."""
+"""A timing that leaves the exchange of latents out."""
 
 from __future__ import annotations
 
@@ -14,18 +14,10 @@ from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import check, loopback
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
-CHOICES = [(values, gathers) for values in (False, True) for gathers in (False, True)]
-
-
-def choose(monkeypatch: pytest.MonkeyPatch, values: bool, gathers: bool) -> None:
-    """Models as small as these would always take the same ways."""
-    monkeypatch.setattr(mla, "exchanges_values", lambda *args: values)
-    monkeypatch.setattr(mla, "gathers_queries", lambda *args: gathers)
-    monkeypatch.setattr(mla, "gathers_first", lambda *args: values)
-
 
 def test_queries_are_gathered_where_the_exchange_is_left_out_of_a_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose(monkeypatch, values=False, gathers=True)
+    monkeypatch.setattr(mla, "gathers_queries", lambda *args: True)
+    monkeypatch.setattr(mla, "exchanges_values", lambda *args: False)
     wanted = oracle("deepseek-v2-yarn", MOE_LENGTHS, MOE_TOKENS)
     seconds = []
 

@@ -15,7 +15,6 @@ from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, DraftBudget, SparseDrafter
 from helix.worker.follower import Taken
 from helix.worker.graph_keys import StepKind
@@ -25,6 +24,7 @@ from helix.worker.warm_up import fill
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import SelfDrafts, build_engine
+from tests.e2e.pinned import SAMPLED
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.e2e.test_speculation import whimsical
 from tests.sequences import generated, generated_ids
@@ -51,17 +51,9 @@ def test_chunks() -> None:
     assert served(SelfDrafts(3, FEW), HelixLayout.create("helix", 2), chunked) == served(None, HelixLayout.create())
 
 
-SAMPLED = [
-    SamplingParams(),
-    SamplingParams(temperature=0.9, seed=9),
-    SamplingParams(temperature=0.7, top_k=20, seed=2),
-    SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
-]
-
-
 def requests() -> list[Request]:
     prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
-    return [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED)]
+    return [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED[:4])]
 
 
 def served(

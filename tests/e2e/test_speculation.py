@@ -16,7 +16,6 @@ from helix.engine.decision import Admission, StepPlan
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, Drafter, SuffixDrafter
 from helix.worker.follower import Prefilled, Retired
 from helix.worker.graph_keys import StepKind
@@ -24,6 +23,7 @@ from helix.worker.step import DecodeState
 from helix.worker.warm_up import fill, step_seconds
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import UNHURRIED, Result, build_engine, check, generate
+from tests.e2e.pinned import SAMPLED
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.sequences import generated, generated_ids, resize
 
@@ -63,12 +63,6 @@ def whimsical() -> Callable[[DraftPolicy, int], StepPlan]:
 
 def served(drafter: Drafter | None, layout: HelixLayout, adaptive: bool = False) -> tuple[Tokens, int]:
     """Tokens of sampled requests on rank 0, and in how many decode steps."""
-    params = [
-        SamplingParams(),
-        SamplingParams(temperature=0.9, seed=9),
-        SamplingParams(temperature=0.7, top_k=20, seed=2),
-        SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
-    ]
     prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
 
     def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
@@ -76,7 +70,7 @@ def served(drafter: Drafter | None, layout: HelixLayout, adaptive: bool = False)
         engine = build_engine(
             checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=adaptive, schedule=UNHURRIED
         )
-        requests = [Request(i, prompts[i], 24, p) for i, p in enumerate(params)]
+        requests = [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED[:4])]
         return generated_ids(engine, requests), engine
 
     tokens, engine = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
