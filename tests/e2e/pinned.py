@@ -221,6 +221,8 @@ def features_of(name: str) -> set[str]:
     found |= {f"weights: {row['weights']}"} if "weights" in row else set()
     if "snapshots" in row:
         found.add("snapshots" if row["snapshots"].endswith("+0") else "host snapshots")
+    ranks = layout_of(row.get("ranks", "helix 1x1")).world_size
+    found |= {f"{ranks} GPUs"} if {"nccl", "symm_mem"} & set(places_of(name)) else set()
     return found | set(row.get("ways", ())) | (set(places_of(name)) - {"threads"})
 
 
