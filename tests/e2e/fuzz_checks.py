@@ -326,16 +326,17 @@ def disorder(case: Case, served: Served) -> str:
     return ""
 
 
-def misdrawn(case: Case, ask: Ask, served: Served, logits: Tensor) -> str:
-    """Names a token that is not what the sampler draws from our own logits [n, V] fp32; empty where none is.
-
-    Drafts that are drawn with noise of their own and kept by rejection decide which token a sampled request gets: then
-    it is one that may be drawn.
-    """
+def drafts_decide(case: Case, ask: Ask) -> bool:
+    """Says whether drafts, drawn with noise of their own and kept by rejection, decide which tokens a request gets."""
     drafter, noise = case.settings["speculation.drafter"], case.settings.get("speculation.noise")
     rejection = drafter == "model" or (drafter in ("sparse", "mtp", "eagle3") and noise == "own")
+    return rejection and not ask.sampling.is_greedy
+
+
+def misdrawn(case: Case, ask: Ask, served: Served, logits: Tensor) -> str:
+    """Names a token that is not what the sampler draws from our own logits [n, V] fp32; empty where none is."""
     for token, at, row in zip(served.tokens[ask.name], _places(served, ask.name), logits, strict=True):
-        if rejection and not ask.sampling.is_greedy:
+        if drafts_decide(case, ask):
             right = bool(oracle_kept(row, ask.sampling)[token])
         else:
             right = drawn_from(row, ask.sampling, at) == token
@@ -367,8 +368,9 @@ def _redrawn(case: Case, served: Served, again: Served) -> str:
     """Names a request for which captured steps, which see what the others saw, draw other tokens."""
     if problem := disorder(case, again):
         return f"captured: {problem}"
-    for ask in (ask for asks in case.rounds for ask in asks if ask.abort is None):
-        if again.tokens[ask.name] != served.tokens[ask.name]:
+    for ask in (ask for asks in case.rounds for ask in asks if ask.abort is None and not drafts_decide(case, ask)):
+        same = again.prompts[ask.name] == served.prompts[ask.name]
+        if same and again.tokens[ask.name] != served.tokens[ask.name]:
             return f"captured: {ask.name} draws other tokens"
     return ""
 

@@ -205,7 +205,7 @@ def features_of(name: str) -> set[str]:
     row, settings = ROWS[name], settings_of(ROWS[name])
     found = {row["model"], *_grid(layout_of(row.get("ranks", "helix 1x1")))}
     block, page = row.get("cache", (16, 16))
-    found.add("blocks of a token" if block == 1 else "blocks of pages" if block > page else "odd blocks")
+    found.add("blocks of a token" if block == 1 else "blocks of pages" if block > page else "short blocks")
     kind, _, again = row.get("asks", "few").partition(" ")
     found |= {"again"} if again or kind == "served" else set()
     found |= {kind} & {"long", "sampled", "served"}
