@@ -174,7 +174,9 @@ def write_fp8(
 
 
 def config_of(family: str) -> Any:
-    """Transformers' config of a tiny model."""
+    """Transformers' config of a tiny model, or of the demo model."""
+    if family == "demo":
+        return AutoConfig.from_pretrained(DEMO)
     own = dict(next(models[name] for models in TINY.values() if (name := family.removesuffix(MXFP4)) in models))
     content = (scaled(own.pop("of")) if "of" in own else ALL) | own
     (architecture,) = content.pop("architectures")

@@ -84,6 +84,7 @@ class Case:
         ways: of `tests.e2e.fuzz_runs`: what a model as small as this would not do by itself.
         masked: lossy attention is compared with dense attention under a mask that is judged by the keys themselves.
         alone: it is compared with that of one rank.
+        trained: directory of a checkpoint, which is taken in place of random weights.
         pinned: nothing hangs by a hair, so that captured steps draw the same tokens.
     """
 
@@ -108,6 +109,7 @@ class Case:
     ways: tuple[str, ...] = ()
     masked: bool = False
     alone: bool = False
+    trained: str | None = None
     pinned: bool = False
 
     @property

@@ -117,9 +117,9 @@ def save(case: Case, directory: Path) -> None:
     cls = getattr(transformers, ARCHITECTURES[case.family])
     config = CONFIG_MAPPING[case.family](**json.loads(json.dumps(case.content)))
     torch.manual_seed(case.seed)
-    model = cls(config).float()
+    model = cls(config).float() if case.trained is None else cls.from_pretrained(case.trained, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.state_dict().items():
+        for name, parameter in model.state_dict().items() if case.trained is None else ():
             if name.endswith(("bias", "norm.weight", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             if case.stored == MXFP4 and name.endswith(("gate_up_proj", "down_proj")):

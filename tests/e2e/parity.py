@@ -11,7 +11,6 @@ import torch
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
@@ -312,42 +311,3 @@ def distributed_rank(
         drafter.comm.close()
     comm.close()
     return result
-
-
-def agreement(
-    rank: int, world_size: int, path: Path, layout: HelixLayout, wanted: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> list[tuple[int, int]]:
-    """Steps (prompt, number) at which a bf16 run takes another token than wanted; the body of a task for a pool."""
-    comm = SymmMemCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
-    longest = max(len(prompt) + len(tokens) for prompt, tokens in wanted)
-    engine = build_engine(
-        path, layout, comm, 16, max_batch=8, max_length=longest, prefill_chunk=4096, dtype=torch.bfloat16
-    )
-    differing = differences(engine, wanted)
-    engine.close()
-    comm.close()
-    return differing
-
-
-def differences(engine: Engine, wanted: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[int, int]]:
-    """Steps (prompt, number) at which an engine takes another token than wanted (prompt, tokens).
-
-    After such a step the run starts over from what was wanted up to there, so that every step is judged on its own.
-    """
-    differing = []
-    begins = dict.fromkeys(range(len(wanted)), 0)
-    while begins:
-        requests = [Request(i, wanted[i][0] + wanted[i][1][:n], len(wanted[i][1]) - n) for i, n in begins.items()]
-        taken = generated_ids(engine, requests)
-        # Only rank 0 knows what was taken; the others follow it into the next round.
-        taken = engine.comm.broadcast_object(taken)
-        following = {}
-        for i, n in begins.items():
-            tokens = wanted[i][1]
-            first = next((k for k in range(n, len(tokens)) if taken[i][k - n] != tokens[k]), None)
-            if first is not None:
-                differing.append((i, first))
-                if first + 1 < len(tokens):
-                    following[i] = first + 1
-        begins = following
-    return differing

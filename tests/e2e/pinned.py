@@ -2,7 +2,7 @@
 
 A line's keys, all but the model optional:
 
-  model    of tiny.yaml
+  model    of tiny.yaml, or demo
   ranks    mode, kvp x tpa (of dp: ranks), and the width of EP
   cache    tokens of an append block, of a page
   chunk    tokens of a prompt in one step
@@ -33,7 +33,7 @@ import yaml
 from helix.layout import HelixLayout
 from helix.models import FAMILIES
 from helix.sampling_params import SamplingParams
-from tests.e2e.checkpoints import config_of
+from tests.e2e.checkpoints import DEMO, config_of
 from tests.e2e.fuzz_cases import MXFP4, Ask, Case, Settings, room_of
 
 TABLE: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "parity.yaml").read_text())
@@ -57,6 +57,7 @@ ASKS: dict[str, tuple[tuple[int, ...], int]] = {
     "chosen": ((60, 190, 33), 8),
     "states": ((1, 3, 64, 150), 12),  # below and at the rows of a convolution and of a chunk
     "sampled": ((17, 60, 7, 90, 15), 16),
+    "texts": ((300, 2000, 8000), 24),  # for GPUs
     "served": ((21, 58, 40), 20),  # too few pages, and an abort; what comes next goes on where others ended
 }
 
@@ -186,6 +187,7 @@ def case_of(name: str) -> Case:
         ways=tuple(row.get("ways", ())),
         masked=lossy and not few_bits,
         alone=few_bits if not blocks else settings["attention.choice"] == "global",
+        trained=str(DEMO) if row["model"] == "demo" else None,
         pinned=settings["model.dtype"] == "float32",
     )
 
