@@ -85,15 +85,19 @@ def checkpoint(family: str) -> Path:
     if family.endswith(MXFP4):
         pack(checkpoint(family.removesuffix(MXFP4)), directory)
         return directory
+    return write_random(config_of(family), directory, family == "gpt-oss")
+
+
+def write_random(config: Any, directory: Path, in_mxfp4: bool = False) -> Path:
+    """Writes a random model, whose experts are numbers of MXFP4 if they are to be packed; returns its directory."""
     torch.manual_seed(7)
-    config = config_of(family)
     model = class_of(config)._from_config(config)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             # transformers starts them at 0 and 1, where mistakes hide
             if name.endswith(("bias", "norm.weight", "sinks", "conv1d.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            if family == "gpt-oss" and name.endswith(("gate_up_proj", "down_proj")):
+            if in_mxfp4 and name.endswith(("gate_up_proj", "down_proj")):
                 parameter.copy_(convert_moe_packed_tensors(*to_mxfp4(parameter.mT), dtype=torch.float32))
     model.save_pretrained(directory)
     return directory
