@@ -133,7 +133,7 @@ def alternate_windows(rng: random.Random, shapes: Shapes, config: Json) -> Json:
 
 
 def experts(rng: random.Random, shapes: Shapes, config: Json) -> Json:
-    """As many of them as are chosen."""
+    """How many of them a token takes."""
     count = config.get("num_experts") or config["num_local_experts"]
     return {"num_experts_per_tok": shapes.rng.choice((min(4, count), shapes.rng.randint(1, count)))}
 
