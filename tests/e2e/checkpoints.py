@@ -11,354 +11,68 @@ from unittest.mock import patch
 
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    Glm4MoeConfig,
-    GptOssConfig,
-    GraniteConfig,
-    HYV3Config,
-    LlamaConfig,
-    MiniMaxM2Config,
-    Ministral3Config,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SeedOssConfig,
-)
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 from helix.models import FAMILIES as KNOWN
-from tests.e2e.deepseek import DSA_FAMILIES, MLA_FAMILIES
 from tests.e2e.parity import Continuation
 from tests.ending import folder
 
 # Transformers would take kernels of these packages where they are installed, and runs here on a CPU, which they cannot.
 sys.modules["fla"] = sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
 
-DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
-
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "assets" / "demo-model"
 FIRST_TOKENS = 6
 
-# Odd where a share should not come out even: vocabulary, FFN width, heads over ranks.
-_COMMON: dict[str, Any] = dict(
-    vocab_size=257,
-    intermediate_size=97,
-    num_hidden_layers=2,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=None,
-    initializer_range=0.12,  # wide enough for logits that tell tokens apart
-)
+TINY: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
+FAMILIES, HYBRID_FAMILIES = TINY["dense"], TINY["states"]
 
-# Small contexts, so that a prompt of 300 tokens is far in the stretched part.
-_LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10_000.0,
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
-_YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=8.0, original_max_position_embeddings=64)
+ALL: dict[str, Any] = {
+    "vocab_size": 257,
+    "num_hidden_layers": 2,
+    "intermediate_size": 97,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.12,  # wide enough for logits that tell tokens apart
+    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id")),
+}
+# Of models that have such a size.
+SIZES: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "sliding_window": 24,
+    "num_nextn_predict_layers": 0,
+    "moe_intermediate_size": 26,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "linear_key_head_dim": 8,
+}
+ROPE: dict[str, Any] = {"rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 
-FAMILIES: dict[str, Any] = {
-    "llama-llama3": lambda: LlamaConfig(
-        hidden_size=64, num_attention_heads=8, num_key_value_heads=8, head_dim=16, rope_parameters=_LLAMA3, **_COMMON
-    ),
-    "llama-yarn-biased-tied": lambda: LlamaConfig(
-        hidden_size=60,
-        num_attention_heads=15,
-        num_key_value_heads=3,
-        head_dim=8,
-        rope_parameters=_YARN,
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=True,
-        **_COMMON,
-    ),
-    "qwen2": lambda: Qwen2Config(hidden_size=112, num_attention_heads=28, num_key_value_heads=4, **_COMMON),
-    "qwen2-windowed-tied": lambda: Qwen2Config(
-        hidden_size=48,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        use_sliding_window=True,
-        sliding_window=24,
-        max_window_layers=1,
-        tie_word_embeddings=True,
-        **_COMMON,
-    ),
-    "qwen3": lambda: Qwen3Config(hidden_size=72, num_attention_heads=12, num_key_value_heads=6, head_dim=16, **_COMMON),
-    "ministral3": lambda: Ministral3Config(
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        rope_parameters=_YARN | dict(llama_4_scaling_beta=0.4, mscale=1.0, mscale_all_dim=1.0),
-        **_COMMON,
-    ),
-    "phi3": lambda: Phi3Config(
-        hidden_size=96,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
-        sliding_window=24,
-        **_COMMON,
-    ),
-    "olmo2": lambda: Olmo2Config(hidden_size=96, num_attention_heads=12, num_key_value_heads=4, **_COMMON),
-    "olmo3": lambda: Olmo3Config(
-        hidden_size=96,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        sliding_window=24,
-        rope_parameters=dict(full_attention=_YARN, sliding_attention=dict(rope_type="default", rope_theta=5_000.0)),
-        **_COMMON | dict(num_hidden_layers=4),
-    ),
-    "gemma3": lambda: Gemma3TextConfig(
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        query_pre_attn_scalar=12,
-        sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        rope_parameters=dict(
-            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
-            sliding_attention=dict(rope_type="default", rope_theta=10_000.0),
-        ),
-        **_COMMON | dict(num_hidden_layers=3),
-    ),
-    "granite": lambda: GraniteConfig(
-        hidden_size=64,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        tie_word_embeddings=True,
-        embedding_multiplier=3.0,
-        attention_multiplier=0.2,
-        residual_multiplier=0.4,
-        logits_scaling=0.5,
-        **_COMMON,
-    ),
-    "seed-oss": lambda: SeedOssConfig(
-        hidden_size=56, num_attention_heads=10, num_key_value_heads=2, head_dim=8, mlp_bias=True, **_COMMON
-    ),
-    "mistral-windowed": lambda: MistralConfig(
-        hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=16, sliding_window=19, **_COMMON
-    ),
-}
 
-# Of the same kind, with experts; a grid of their own in the tests. Counts and widths that few ranks divide.
-MOE_FAMILIES: dict[str, Any] = {
-    "qwen3-moe": lambda: Qwen3MoeConfig(
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        moe_intermediate_size=52,
-        num_experts=11,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        **_COMMON | dict(num_hidden_layers=3),
-    ),
-    "qwen2-moe": lambda: Qwen2MoeConfig(
-        hidden_size=40,
-        num_attention_heads=10,
-        num_key_value_heads=2,
-        moe_intermediate_size=26,
-        shared_expert_intermediate_size=52,
-        num_experts=6,
-        num_experts_per_tok=2,
-        mlp_only_layers=[0],
-        **_COMMON | dict(num_hidden_layers=3),
-    ),
-    "mixtral": lambda: MixtralConfig(
-        hidden_size=40,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        num_local_experts=5,
-        num_experts_per_tok=2,
-        sliding_window=19,
-        **_COMMON,
-    ),
-    "glm4-moe": lambda: Glm4MoeConfig(
-        hidden_size=48,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=12,
-        partial_rotary_factor=0.5,
-        attention_bias=True,
-        use_qk_norm=True,
-        moe_intermediate_size=26,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=3,
-        routed_scaling_factor=2.5,
-        first_k_dense_replace=1,
-        num_mtp_layers=0,
-        **_COMMON,
-    ),
-    "hy-v3": lambda: HYV3Config(
-        hidden_size=44,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=26,
-        num_experts=7,
-        num_experts_per_tok=3,
-        num_shared_experts=1,
-        **_COMMON | dict(num_hidden_layers=3),
-    ),
-    "minimax-m2": lambda: MiniMaxM2Config(
-        hidden_size=40,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=16,
-        num_local_experts=6,
-        num_experts_per_tok=2,
-        rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5),
-        **_COMMON | dict(intermediate_size=26),
-    ),
-    # The widths are multiples of 32, MXFP4's block, but a rank's share is none.
-    "gpt-oss": lambda: GptOssConfig(
-        hidden_size=64,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=8,
-        num_local_experts=10,
-        num_experts_per_tok=4,
-        sliding_window=24,
-        rope_parameters=_YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0),
-        **_COMMON | dict(intermediate_size=64),
-    ),
-}
-_PARTIAL = dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.25)
-_MROPE = _PARTIAL | dict(mrope_section=[1, 1, 0], mrope_interleaved=True)
+def scaled(name: str) -> dict[str, Any]:
+    """The config of a file of conf/model, of a tiny model: each size is one of the above, and each RoPE short."""
+    published = yaml.safe_load((ROOT / "conf" / "model" / f"{name}.yaml").read_text())["config"]
+    rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
+    rope = {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": 0} | rope
+    left = "quantization_config", "dtype", "layer_types", "rope_scaling", "rope_theta", "rotary_dim"
+    config = {key: value for key, value in published.items() if key not in left}
+    config |= {key: value for key, value in SIZES.items() if config.get(key) is not None} | ALL
+    if "kv_lora_rank" in config:  # far from what the norms of latents take
+        config["rms_norm_eps"] = 1e-2
+    return config | {"rope_parameters": {key: ROPE.get(key, value) for key, value in rope.items() if key != "type"}}
 
-# Layers that keep a state. Value heads that few ranks divide, beside groups of them that a rank has a part of.
-HYBRID_FAMILIES: dict[str, Any] = {
-    "qwen3-next": lambda: Qwen3NextConfig(
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        linear_num_key_heads=3,
-        linear_num_value_heads=9,
-        linear_key_head_dim=12,
-        linear_value_head_dim=10,
-        moe_intermediate_size=28,
-        shared_expert_intermediate_size=23,
-        num_experts=7,
-        num_experts_per_tok=3,
-        mlp_only_layers=[1],
-        rope_parameters=_PARTIAL,
-        **_COMMON | dict(num_hidden_layers=4),
-    ),
-    "qwen3.5-tied": lambda: Qwen3_5TextConfig(
-        hidden_size=48,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=24,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=8,
-        linear_value_head_dim=16,
-        layer_types=["full_attention", "linear_attention", "linear_attention"],
-        rope_parameters=_MROPE | dict(partial_rotary_factor=0.5),
-        tie_word_embeddings=True,
-        **_COMMON | dict(num_hidden_layers=3),
-    ),
-    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
-        hidden_size=40,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        linear_num_key_heads=3,
-        linear_num_value_heads=6,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=3,
-        layer_types=["linear_attention", "full_attention"],
-        moe_intermediate_size=20,
-        shared_expert_intermediate_size=20,
-        num_experts=6,
-        num_experts_per_tok=2,
-        rope_parameters=_MROPE,
-        **_COMMON,
-    ),
-}
-# Widths over 128, the columns of a scale, which ranks cut elsewhere.
-WIDE_FAMILIES: dict[str, Any] = {
-    "wide-qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
-        hidden_size=192,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=48,
-        linear_value_head_dim=40,
-        layer_types=["linear_attention", "full_attention"],
-        moe_intermediate_size=72,
-        shared_expert_intermediate_size=150,
-        num_experts=6,
-        num_experts_per_tok=2,
-        rope_parameters=_MROPE,
-        **_COMMON | dict(initializer_range=0.07),
-    ),
-    "wide-llama": lambda: LlamaConfig(
-        hidden_size=192,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        **_COMMON | dict(intermediate_size=328, initializer_range=0.07),
-    ),
-    "wide-qwen3-moe": lambda: Qwen3MoeConfig(
-        hidden_size=160,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        moe_intermediate_size=200,
-        num_experts=6,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        **_COMMON | dict(intermediate_size=328, initializer_range=0.07),
-    ),
-    "wide-deepseek-v3": lambda: DeepseekV3Config(
-        hidden_size=160,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        q_lora_rank=72,
-        kv_lora_rank=48,
-        qk_nope_head_dim=24,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        moe_intermediate_size=136,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
-        rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
-        **_COMMON | dict(intermediate_size=328, initializer_range=0.07),
-    ),
-}
+
 MXFP4 = "-mxfp4"  # a checkpoint of the same weights, packed
 
 
@@ -371,15 +85,19 @@ def checkpoint(family: str) -> Path:
     if family.endswith(MXFP4):
         pack(checkpoint(family.removesuffix(MXFP4)), directory)
         return directory
+    return write_random(config_of(family), directory, family == "gpt-oss")
+
+
+def write_random(config: Any, directory: Path, in_mxfp4: bool = False) -> Path:
+    """Writes a random model, whose experts are numbers of MXFP4 if they are to be packed; returns its directory."""
     torch.manual_seed(7)
-    config = config_of(family)
     model = class_of(config)._from_config(config)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             # transformers starts them at 0 and 1, where mistakes hide
             if name.endswith(("bias", "norm.weight", "sinks", "conv1d.weight")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            if family == "gpt-oss" and name.endswith(("gate_up_proj", "down_proj")):
+            if in_mxfp4 and name.endswith(("gate_up_proj", "down_proj")):
                 parameter.copy_(convert_moe_packed_tensors(*to_mxfp4(parameter.mT), dtype=torch.float32))
     model.save_pretrained(directory)
     return directory
@@ -460,19 +178,18 @@ def write_fp8(
 
 
 def config_of(family: str) -> Any:
-    return {**FAMILIES, **MOE_FAMILIES, **HYBRID_FAMILIES, **WIDE_FAMILIES, **MLA_FAMILIES, **DSA_FAMILIES}[
-        family.removesuffix(MXFP4)
-    ]()
+    """Transformers' config of a tiny model, or of the demo model."""
+    if family == "demo":
+        return AutoConfig.from_pretrained(DEMO)
+    own = dict(next(models[name] for models in TINY.values() if (name := family.removesuffix(MXFP4)) in models))
+    content = (scaled(own.pop("of")) if "of" in own else ALL) | own
+    (architecture,) = content.pop("architectures")
+    return CONFIG_MAPPING[KNOWN[architecture][0]](**json.loads(json.dumps(content)))
 
 
 def class_of(config: Any) -> Any:
     """Returns transformers' class of a text model; AutoModelForCausalLM knows not all of them."""
     return getattr(transformers, next(name for name, (kind, _) in KNOWN.items() if kind == config.model_type))
-
-
-def kv_heads(family: str) -> int:
-    """Returns the number of KV heads, which limits the layouts; the demo model has 2."""
-    return 2 if family == "demo" else config_of(family).num_key_value_heads
 
 
 @functools.cache

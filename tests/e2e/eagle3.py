@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.checkpoints import config_of
+from tests.e2e.checkpoints import config_of, write_random
 from tests.ending import folder
 
 LAYERS = 5  # of targets
@@ -36,14 +36,7 @@ def target(family: str) -> Path:
     config.num_hidden_layers = LAYERS
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i % len(config.layer_types)] for i in range(LAYERS)]
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.state_dict().items():
-            if name.endswith(("bias", "norm.weight", "sinks")):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(directory)
-    return directory
+    return write_random(config, directory)
 
 
 @functools.cache

@@ -50,7 +50,7 @@ from launch.job.report import provenance
 from tests.e2e.fuzz_cases import MODES, Case, case_of
 from tests.e2e.fuzz_checks import Outcome, outcome
 from tests.e2e.fuzz_configs import MAKERS
-from tests.e2e.fuzz_runs import follow, leave, on_loopback, on_processes
+from tests.e2e.fuzz_runs import Tamper, follow, leave, on_loopback, on_processes
 from tests.interpreted import interpreted
 from tests.pool import Pool, PoolError
 
@@ -119,15 +119,15 @@ class Tally:
         return sum(found.kind == kind for found in self.outcomes)
 
 
-def run_case(case: Case, device: str, timeout_s: float) -> Outcome:
-    """Runs a case on ranks that are threads of this process.
+def run_case(case: Case, device: str, timeout_s: float, tamper: Tamper | None = None) -> Outcome:
+    """Runs a case on ranks that are threads of this process; `tamper` plants a mistake.
 
     Raises:
         Exception: on a GPU, which may be of no use to this process any more.
     """
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     try:
-        return outcome(case, on_loopback(case.world_size, str(where), timeout_s), where)
+        return outcome(case, on_loopback(case.world_size, str(where), timeout_s, tamper), where)
     except Exception as error:
         if device == "cuda":
             raise
@@ -140,20 +140,25 @@ def work(rank: int, world_size: int, options: Options, family: str, seed: int) -
     case, deadline = options.case(family, seed), DEADLINE_S[options.device]
     alone = world_size == 1 and options.device != "cuda"  # threads will do
     if case.world_size == world_size and not alone:
-        here = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-        if rank:
-            follow(here)
-            return None
         backend = case.backend if world_size > 1 and options.device == "cuda" else "torch"
-        found = outcome(case, on_processes(backend, here), here)
-        leave()
-        return found
+        return run_here(rank, world_size, case, backend, options.device)
     if rank:  # of a case that is refused: its settings have another number of ranks
         return None
     if options.device != "interpreter":
         return run_case(case, options.device, deadline)
     with interpreted():
         return run_case(case, "cpu", deadline)
+
+
+def run_here(rank: int, world_size: int, case: Case, backend: str, device: str) -> Outcome | None:
+    """Runs a case on ranks that are processes, of which this is one; the task of a pool."""
+    here = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+    if rank:
+        follow(here)
+        return None
+    found = outcome(case, on_processes(backend, here), here)
+    leave()
+    return found
 
 
 def worker(options: Options, cases: Cases, done: queue.SimpleQueue[Any], end: float) -> None:

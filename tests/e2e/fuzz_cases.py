@@ -25,7 +25,13 @@ STORED: dict[str, tuple[Json, tuple[int | None, int | None]]] = {
     "blocks of 16": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, (16, 16)),
     "blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, (128, 128)),
     "rows": ({"quant_method": "fbgemm_fp8"}, (1, None)),
+    # As Ministral-3 has them.
+    "one scale": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        (None, None),
+    ),
 }
+MXFP4 = "mxfp4"  # of gpt-oss's experts
 LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
 SHARED = 8  # seeds
 MODES = ("helix", "helix", "helix", "tp", "medha", "dp")
@@ -76,6 +82,11 @@ class Case:
         backend: between processes: nccl or symm_mem.
         stored: how matrices are kept in FP8, one of STORED; None: they are not.
         kept: they stay as they are stored.
+        ways: of `tests.e2e.fuzz_runs`: what a model as small as this would not do by itself.
+        masked: lossy attention is compared with dense attention under a mask that is judged by the keys themselves.
+        alone: it is compared with that of one rank.
+        trained: directory of a checkpoint, which is taken in place of random weights.
+        pinned: nothing hangs by a hair, so that captured steps draw the same tokens.
     """
 
     family: str
@@ -96,6 +107,11 @@ class Case:
     backend: str
     stored: str | None
     kept: bool
+    ways: tuple[str, ...] = ()
+    masked: bool = False
+    alone: bool = False
+    trained: str | None = None
+    pinned: bool = False
 
     @property
     def world_size(self) -> int:
@@ -194,7 +210,9 @@ def case_of(
         rng.random() < 0.7,
         rng.random() < 0.4,
         rng.choice(("nccl", "symm_mem")),
-        None if family in ("gpt_oss", "mistral4") else rng.choice((None, None, None, *STORED)),
+        None
+        if family in ("gpt_oss", "mistral4")
+        else rng.choice((None, None, None, "blocks of 16", "blocks of 128", "rows")),
         rng.random() < 0.6,
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.attention.policies import budget_of
 from helix.config import Config
 from helix.engine.core import Engine
 from helix.engine.decision import StepPlan
@@ -41,7 +43,45 @@ from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.worker.tiered_cache import TieredCache
 from launch.inputs.preflight import CheckedRun, preflight
 from tests.e2e.fuzz_cases import Ask, Case
+from tests.e2e.masked import Masked
 from tests.sequences import generated, resize
+
+SMALL_CHUNKS: dict[str, Any] = {  # chunks of up to 64 tokens are captured, or are not
+    "helix.worker.graph_keys.SIZES": (8, 14, 22, 27, 50, 70),
+    "helix.worker.graph_keys.LONG": 70,
+    "helix.worker.graph_keys.LAUNCHED": 20,
+    "helix.worker.graph_keys.SEQUENCES": (2, 4),
+    "helix.worker.graph_keys.DEEP": 16,
+    "helix.layers.indexer.SCORES": 512,
+}
+
+
+def _always(value: object) -> Callable[..., object]:
+    return lambda *args: value
+
+
+# By a case's `ways`: what stands in place of what, and the function whose calls are counted under that name.
+WAYS: dict[str, dict[str, Any]] = {
+    "padded": SMALL_CHUNKS,
+    "halves": {"comm.turns.LEAST": 7},
+    "dealt": {"helix.layers.specs.WORTH": 1 << 20},
+    "not dealt": {"helix.layers.specs.WORTH": 0},
+    "values": {"helix.layers.mla.exchanges_values": _always(True), "helix.layers.mla.gathers_first": _always(True)},
+    "latents": {"helix.layers.mla.exchanges_values": _always(False), "helix.layers.mla.gathers_first": _always(False)},
+    "gathered": {"helix.layers.mla.gathers_queries": _always(True)},
+    "replicated": {"helix.layers.mla.gathers_queries": _always(False)},
+    "expanded": {"helix.worker.model_runner.expanding_rows": _always(0.01)},
+    "in pieces": {"helix.layers.mla.EXPANDED": 1 << 12},
+    "key by key": {"helix.layers.mla.EXPANDED": 1},
+    "few scores": {"helix.layers.indexer.SCORES": 1},
+}
+COUNTED = {
+    "halves": "helix.worker.step.Step.halves",
+    "dealt": "helix.models.decoder.dealt",
+    "expanded": "helix.layers.mla.MLA._attend_expanded",
+    "padded": "helix.worker.step.DecodeState.packed",
+}
+Tamper = Callable[[Engine], None]
 
 Connect = Callable[[HelixLayout], Communicator]  # of a layout over all ranks, this rank's communicator
 Ranks = Callable[..., list["Rank"]]  # runs `run` or `forced` on all ranks, with what follows their first two arguments
@@ -100,10 +140,28 @@ class Forced:
         self.at += 1
 
 
+def counting(name: str, target: str, counts: Counter[str]) -> Any:
+    """Replaces a function by one that counts its calls."""
+    path, _, attribute = target.rpartition(".")
+    owner = resolve_name(path)
+    right = getattr(owner, attribute)
+
+    def counted(*args: Any, **more: Any) -> Any:
+        counts[name] += 1
+        return right(*args, **more)
+
+    return patch.object(owner, attribute, counted)
+
+
 @contextmanager
-def surroundings(case: Case) -> Iterator[None]:
-    """Small numbers in place of those of large models, for all ranks of this process."""
+def surroundings(case: Case, counts: Counter[str] | None = None) -> Iterator[None]:
+    """Small numbers in place of those of large models, for all ranks of this process; what is done is counted."""
     with ExitStack() as stack:
+        for way in case.ways:
+            for target, value in WAYS[way].items():
+                stack.enter_context(patch(target, value))
+            if way in COUNTED and counts is not None:
+                stack.enter_context(counting(way, COUNTED[way], counts))
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
         stack.enter_context(patch("helix.setup.tiering.PIECE_TOKENS", case.piece_tokens))
         if case.whimsical:
@@ -138,10 +196,14 @@ def plan_of(case: Case, directory: Path, rank: int) -> CheckedRun:
 
 
 def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
-    """The same attention with nothing around it: no drafts, no chunks, all on the GPU, one sequence at a time."""
+    """The same attention with nothing around it: no drafts, no chunks, all on the GPU, one sequence at a time.
+
+    Under a mask, which is judged for each query by itself, several may share a step, which is faster.
+    """
     plan = plan_of(case, directory, rank)
     config = plan.config
-    config.speculation.drafter, config.hopb.chunks, config.decode.max_batch = "none", "none", "1"
+    config.speculation.drafter, config.hopb.chunks = "none", "none"
+    config.decode.max_batch = config.decode.max_batch if case.masked else "1"
     config.kv.tier, config.kv.host_bytes, config.kv.ahead = "gpu", None, False
     config.kv.prefix_cache = False
     return replace(plan, draft=None)
@@ -173,6 +235,7 @@ def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine
         raise Refused(str(error)) from error
     for tensor in _unwritten(engine):
         tensor.fill_(torch.nan if tensor.is_floating_point() else -1)  # words of ones are NaN in every dtype
+    engine.runner.pads |= "padded" in case.ways
     try:
         yield engine
     finally:
@@ -207,6 +270,7 @@ def _least_bytes(config: Config, build: Callable[[], None], comm: Communicator) 
 def _unwritten(engine: Engine) -> Iterator[torch.Tensor]:
     cache, drafter = engine.runner.cache, engine.runner.drafter
     yield from cache.tensors
+    yield from (tensor for group in cache.groups for tensor in group.on_host.values())
     if isinstance(cache, TieredCache):
         yield from cache.on_gpu
     if isinstance(drafter, SparseDrafter) and drafter.scores is not None:
@@ -295,13 +359,18 @@ def serve(engine: Engine, case: Case, salt: str) -> Served:
     return served
 
 
-def run(rank: int, connect: Connect, case: Case, directory: Path) -> Rank:
+def run(rank: int, connect: Connect, case: Case, directory: Path, tamper: Tamper | None = None) -> Rank:
     """Serves a case on a rank, and once more by captured steps where there are such.
+
+    Args:
+        tamper: plants a mistake.
 
     Raises:
         Refused: the settings are.
     """
     with engine_of(plan_of(case, directory, rank), case, connect) as engine:
+        if tamper is not None:
+            tamper(engine)
         logits = observe(engine)
         seen = Rank(serve(engine, case, "observed"), logits)
         if engine.comm.capturable:  # whoever observes logits gets eager steps
@@ -312,7 +381,14 @@ def run(rank: int, connect: Connect, case: Case, directory: Path) -> Rank:
 
 def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Served) -> Rank:
     """Draws again what was served, by an engine with nothing around its attention."""
-    with engine_of(plain(case, directory, rank), case, connect) as engine:
+    plan = plain(case, directory, rank)
+    budget = budget_of(plan.config.attention)
+    if case.masked:
+        plan.config.attention.policy = "dense"
+    with engine_of(plan, case, connect) as engine:
+        if case.masked:
+            shared = plan.config.attention.choice == "global"
+            engine.runner.policy = Masked(budget if shared else budget.over(plan.layout.kvp))
         logits, words = observe(engine), -(-engine.runner.model.spec.vocab // 32)
         requests = [
             Request(name, prompt, len(tokens), SamplingParams(ignore_eos=True), matcher=Forced(tokens, words))
@@ -324,15 +400,20 @@ def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Ser
     return Rank(served, logits)
 
 
-def on_loopback(world_size: int, device: str, timeout_s: float) -> Ranks:
-    """Ranks that are threads of this process."""
+def on_loopback(world_size: int, device: str, timeout_s: float, tamper: Tamper | None = None) -> Ranks:
+    """Ranks that are threads of this process; `tamper` plants a mistake in those that run a case."""
 
     def ranks(work: Callable[..., Rank], *args: Any) -> list[Rank]:
-        def body(world: LoopbackWorld, rank: int) -> Rank | Refused:
-            return _unless_refused(work, rank, lambda of: world.communicator(rank, of.kvp_group(rank)), *args)
+        given = (*args, tamper) if work is run else args
 
-        with surroundings(args[0]):  # once: threads that undo one another's changes would leave some behind
-            return _served(run_ranks(world_size, body, timeout_s=timeout_s, device=device))
+        def body(world: LoopbackWorld, rank: int) -> Rank | Refused:
+            return _unless_refused(work, rank, lambda of: world.communicator(rank, of.kvp_group(rank)), *given)
+
+        counts = Counter[str]()
+        with surroundings(args[0], counts):  # once: threads that undo one another's changes would leave some behind
+            found = _served(run_ranks(world_size, body, timeout_s=timeout_s, device=device))
+        found[0].served.seen |= counts
+        return found
 
     return ranks
 
@@ -373,9 +454,12 @@ def _together(work: Callable[..., Rank], backend: str, device: torch.device, arg
     def connect(layout: HelixLayout) -> Communicator:
         return kind(layout.kvp_groups(), device, timedelta(seconds=60))
 
-    results: list[Any] = [None] * dist.get_world_size()
-    with surroundings(args[0]):
-        dist.all_gather_object(results, _unless_refused(work, dist.get_rank(), connect, *args))
+    results, counts = [None] * dist.get_world_size(), Counter[str]()
+    with surroundings(args[0], counts):
+        found = _unless_refused(work, dist.get_rank(), connect, *args)
+    if isinstance(found, Rank):
+        found.served.seen |= counts
+    dist.all_gather_object(results, found)
     return results
 
 

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from helix.models import spec_from_config
 from helix.models.spec import NextTokenNames
-from tests.e2e.checkpoints import config_of, earliest_topk
-from tests.e2e.parity import Continuation
+from tests.e2e.checkpoints import config_of, earliest_topk, write_random
 from tests.ending import folder
 
 # Lists with an entry for each layer, and that of the layer behind the last; empty: the last one's.
@@ -35,14 +34,7 @@ def whole(family: str) -> Path:
             setattr(config, key, [*kinds, kind or kinds[-1]])
     if hybrid(config):
         config.layer_types[-1] = "full_attention"
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.state_dict().items():
-            if name.endswith(("bias", "norm.weight")):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(directory)
-    return directory
+    return write_random(config, directory)
 
 
 @functools.cache
@@ -149,10 +141,3 @@ class Oracle:
 @functools.cache
 def oracle(family: str) -> Oracle:
     return Oracle(family)
-
-
-def plain(family: str, lengths: Sequence[int], new_tokens: int) -> list[Continuation]:
-    """Greedy continuations without drafts."""
-    from tests.e2e.checkpoints import continuations
-
-    return continuations(with_layer(family), tuple(lengths), new_tokens)

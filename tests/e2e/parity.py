@@ -11,7 +11,6 @@ import torch
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
@@ -37,9 +36,10 @@ from helix.worker.keeps import EngineSizes, dtype_name
 from helix.worker.kv_cache import KVCache, snapshot_bytes, with_bounds
 from helix.worker.model_runner import ModelRunner
 from helix.worker.tiered_cache import HostTier, TieredCache
-from kernels.scaled import ScaledMatrix
 from tests.sequences import generated_ids
 
+# Chunks of prompts are as long as they may be, and nobody decodes between them, however slow a machine is.
+UNHURRIED = ScheduleConfig(stall_ms=60_000.0, decode_share=0.0)
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
 
@@ -92,14 +92,6 @@ class SelfDrafts:
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
     """One rank's slices of a checkpoint, without EOS: random models would stop anywhere."""
     return _built(Checkpoint(path), layout, comm, dtype, unpacked)
-
-
-def build_kept(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
-    """`build_model` with weights as they are stored."""
-    checkpoint = Checkpoint(path)
-    model = _built(checkpoint, layout, comm, dtype, checkpoint.kept)
-    assert any(isinstance(s.target, ScaledMatrix) for s in model.weights.slices), "nothing is kept in few bits"
-    return model
 
 
 def _built(
@@ -320,42 +312,3 @@ def distributed_rank(
         drafter.comm.close()
     comm.close()
     return result
-
-
-def agreement(
-    rank: int, world_size: int, path: Path, layout: HelixLayout, wanted: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> list[tuple[int, int]]:
-    """Steps (prompt, number) at which a bf16 run takes another token than wanted; the body of a task for a pool."""
-    comm = SymmMemCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
-    longest = max(len(prompt) + len(tokens) for prompt, tokens in wanted)
-    engine = build_engine(
-        path, layout, comm, 16, max_batch=8, max_length=longest, prefill_chunk=4096, dtype=torch.bfloat16
-    )
-    differing = differences(engine, wanted)
-    engine.close()
-    comm.close()
-    return differing
-
-
-def differences(engine: Engine, wanted: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[int, int]]:
-    """Steps (prompt, number) at which an engine takes another token than wanted (prompt, tokens).
-
-    After such a step the run starts over from what was wanted up to there, so that every step is judged on its own.
-    """
-    differing = []
-    begins = dict.fromkeys(range(len(wanted)), 0)
-    while begins:
-        requests = [Request(i, wanted[i][0] + wanted[i][1][:n], len(wanted[i][1]) - n) for i, n in begins.items()]
-        taken = generated_ids(engine, requests)
-        # Only rank 0 knows what was taken; the others follow it into the next round.
-        taken = engine.comm.broadcast_object(taken)
-        following = {}
-        for i, n in begins.items():
-            tokens = wanted[i][1]
-            first = next((k for k in range(n, len(tokens)) if taken[i][k - n] != tokens[k]), None)
-            if first is not None:
-                differing.append((i, first))
-                if first + 1 < len(tokens):
-                    following[i] = first + 1
-        begins = following
-    return differing

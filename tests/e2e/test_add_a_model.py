@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import CONFIG_MAPPING, Glm4MoeConfig, Glm4MoeForCausalLM
 
+from helix.layers import attention
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, spec_from_config
 from tests.e2e import checkpoints
@@ -20,7 +22,7 @@ from tests.e2e.parity import check, loopback
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "add-a-model.md"
-MODULE, LINE, CHECKPOINT = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+MODULE, LINE, TINY = re.findall(r"^```(?:python|yaml)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 
 class XConfig(Glm4MoeConfig):
@@ -48,8 +50,8 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(MODULE, "helix/models/x.py", "exec"), module.__dict__)
     for name, family in eval(f"{{{LINE}}}", {"x": module}).items():
         monkeypatch.setitem(FAMILIES, name, family)
-    for name, config in eval(f"{{{CHECKPOINT}}}", {"XConfig": XConfig, "_COMMON": checkpoints._COMMON}).items():
-        monkeypatch.setitem(checkpoints.FAMILIES, name, config)
+    for name, content in yaml.safe_load(TINY).items():
+        monkeypatch.setitem(checkpoints.FAMILIES, name, content)
 
 
 @pytest.mark.parametrize("mode, kvp, tpa", [("helix", 1, 1), ("helix", 2, 2), ("helix", 3, 1), ("tp", 1, 4)])
@@ -66,8 +68,6 @@ def test_what_the_page_refuses_is_refused_by_name(added: None) -> None:
 
 
 def test_a_step_of_the_page_that_is_left_out_is_caught(added: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    import helix.layers.attention as attention
-
     wanted = oracle("x", MOE_LENGTHS, MOE_TOKENS)
     monkeypatch.setattr(attention, "paired", lambda head_dim, rotated: [range(head_dim)])
     results = loopback(checkpoint("x"), HelixLayout.create("helix", 2, 1), 16, wanted)

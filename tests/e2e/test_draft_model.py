@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
-from comm.symm_mem import SymmMemCommunicator
-from comm.torch_dist import TorchDistCommunicator
 from helix.engine.core import Engine
 from helix.engine.decision import StepPlan
 from helix.engine.draft_policy import DraftPolicy
@@ -27,58 +25,13 @@ from helix.speculation import Draft, ModelDrafter
 from helix.speculation.drawing import DraftDrawing
 from helix.worker.step import DecodeState, Step
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import ModelDrafts, Result, build_engine, check, distributed_rank, generate
+from tests.e2e.parity import ModelDrafts, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.kernels.test_accept import probabilities
-from tests.pool import Pool, pool
 from tests.sequences import generated, generated_ids
 from tests.unit.test_sampling import chi_square, chi_square_limit
 
 Grid = tuple[str, int, int]
-
-
-@pytest.mark.parametrize(
-    "target, grid, draft, draft_grid, gamma",
-    [
-        ("qwen2", ("helix", 2, 2), "llama-llama3", ("helix", 1, 4), 3),
-        ("qwen3", ("helix", 4, 1), "mistral-windowed", ("helix", 2, 2), 1),
-        ("qwen2", ("tp", 1, 3), "deepseek-v3-yarn", ("helix", 3, 1), 2),
-        ("gpt-oss", ("medha", 2, 1), "qwen3-moe", ("tp", 1, 2), 2),
-        ("deepseek-v2-lite", ("helix", 1, 1), "qwen2-windowed-tied", ("helix", 1, 1), 4),
-    ],
-)
-def test_greedy_tokens_of_other_families_drafts(
-    target: str, grid: Grid, draft: str, draft_grid: Grid, gamma: int
-) -> None:
-    wanted = oracle(target, MOE_LENGTHS, MOE_TOKENS)
-    layout, own = HelixLayout.create(*grid), HelixLayout.create(*draft_grid)
-
-    def body(world: LoopbackWorld, rank: int) -> Result:
-        drafter = ModelDrafts(checkpoint(draft), own, world.communicator(rank, own.kvp_group(rank)), gamma)
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(checkpoint(target), layout, comm, 16, page_size=48, drafter=drafter, adaptive=False)
-        return generate(engine, wanted)
-
-    check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
-
-
-def over_processes(workers: Pool, device: str, kind: type[TorchDistCommunicator]) -> None:
-    """The target itself proposes, in another layout."""
-    wanted = oracle("llama-llama3", MOE_LENGTHS, MOE_TOKENS)
-    path = checkpoint("llama-llama3")
-    draft = (path, HelixLayout.create("helix", 1, 2), 3)
-    task = (path, HelixLayout.create("helix", 2, 1), 16, wanted, device, kind, draft)
-    check(workers.run(distributed_rank, *task, timeout_s=120.0), wanted)
-
-
-def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
-    over_processes(gloo_pool(2), "cpu", TorchDistCommunicator)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-def test_gpus(kind: type[TorchDistCommunicator]) -> None:
-    over_processes(pool(2, "nccl"), "cuda", kind)
 
 
 class Erring(DraftDrawing):

@@ -1,4 +1,4 @@
-"""On GPUs: parity in fp32 over NCCL and over loopback ranks on one GPU, agreement with transformers in bf16."""
+"""Jobs of two GPUs of which one is lost."""
 
 from __future__ import annotations
 
@@ -9,109 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.quality.needles import SOURCES, make
-from comm.symm_mem import SymmMemCommunicator
-from comm.torch_dist import TorchDistCommunicator
-from helix.layout import HelixLayout
-from helix.speculation import SuffixDrafter
-from tests.e2e.checkpoints import DEMO, FAMILIES, HYBRID_FAMILIES, MOE_FAMILIES, checkpoint, oracle
+from tests.e2e.checkpoints import checkpoint
 from tests.e2e.cli import ENTRY, Ended, Job
-from tests.e2e.parity import agreement, check, distributed_rank, loopback
-from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS, STATE_LENGTHS, layouts
-from tests.pool import pool
-
-# Where the best token leads by more than this, rounding to bf16 (2^-8 of logits below 32, over a few layers) cannot
-# turn the choice.
-CLEAR_MARGIN = 1.0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", [*FAMILIES, "demo"])
-def test_fp32_parity_of_loopback_ranks_on_one_gpu(family: str) -> None:
-    wanted = oracle(family, LENGTHS, NEW_TOKENS)
-    for layout in [layout for layout in layouts(family) if layout.world_size in (1, 4, 8)]:
-        check(loopback(checkpoint(family), layout, 16, wanted, device="cuda"), wanted)
-
-
-def gpu_cases() -> list[object]:
-    return [
-        pytest.param(family, layout, id=f"{family}-kvp{layout.kvp}-tpa{layout.tpa}", marks=pytest.mark.gpu(world))
-        for world in (2, 4, 8)
-        for family in [*FAMILIES, "demo"]
-        for layout in layouts(family)
-        if layout.world_size == world
-    ]
-
-
-@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-@pytest.mark.parametrize("family, layout", gpu_cases())
-def test_fp32_parity_over_gpus(family: str, layout: HelixLayout, kind: type[TorchDistCommunicator]) -> None:
-    wanted = oracle(family, LENGTHS, NEW_TOKENS)
-    task = (checkpoint(family), layout, 16, wanted, "cuda", kind)
-    check(pool(layout.world_size, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
-
-
-@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_experts_over_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> None:
-    """Every TPF x EP grid, the attention grid being now one and now the other."""
-    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-    for number, ep in enumerate(n for n in (1, 2, 4, 8) if world % n == 0):
-        tpa = 2 if number % 2 and world > 1 else 1
-        task = (checkpoint(family), HelixLayout.create("helix", world // tpa, tpa, ep=ep), 16, wanted, "cuda", kind)
-        check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
-def test_states_of_loopback_ranks_on_one_gpu(family: str) -> None:
-    wanted = oracle(family, STATE_LENGTHS, MOE_TOKENS)
-    for layout in [layout for layout in layouts(family) if layout.world_size in (1, 4)]:
-        check(loopback(checkpoint(family), layout, 16, wanted, device="cuda"), wanted)
-
-
-@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
-def test_states_over_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> None:
-    """Captured steps too, without drafts and with those of an n-gram."""
-    wanted = oracle(family, STATE_LENGTHS, MOE_TOKENS)
-    for tpa, drafter in ((1, None), (min(world, 2), SuffixDrafter(3, 2))):
-        layout = HelixLayout.create("helix", world // tpa, tpa)
-        task = (checkpoint(family), layout, 16, wanted, "cuda", kind, drafter)
-        check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("tpa", [1, 2])
-def test_bf16_agrees_where_the_margin_is_clear(tpa: int) -> None:
-    """Every step at which transformers' bf16 run has a clear favourite, our bf16 run takes it too."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    world = next(w for w in (8, 4, 2) if w <= torch.cuda.device_count())
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).cuda().eval()
-    prompts = [str(p["prompt"]) for n in (300, 2000, 8000) for p in make(DEMO / "tokenizer.json", SOURCES, n, 3)]
-    wanted = []
-    for text in prompts:
-        ids = tokenizer(text, return_tensors="pt")["input_ids"].cuda()
-        done = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-            eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        margins = torch.cat(done.logits).float().topk(2).values.diff().abs().flatten().tolist()
-        wanted.append((tuple(ids[0].tolist()), tuple(done.sequences[0, ids.shape[1] :].tolist()), margins))
-    layout = HelixLayout.create("helix", world // tpa, tpa)
-    task = (DEMO, layout, [(prompt, tokens) for prompt, tokens, _ in wanted])
-    differing = pool(world, "nccl").run(agreement, *task, timeout_s=200.0)[0]
-    clear = sum(margin > CLEAR_MARGIN for _, _, margins in wanted for margin in margins)
-    found = sorted(((wanted[i][2][n], i, n) for i, n in differing), reverse=True)
-    print(json.dumps({"layout": str(layout), "steps": len(wanted) * NEW_TOKENS, "clear": clear, "differing": found}))
-    assert clear > 100, "too few clear steps for the test to mean something"
-    assert not [f for f in found if f[0] > CLEAR_MARGIN], found
 
 
 @pytest.mark.gpu(2)

@@ -1,12 +1,17 @@
-"""Layers that draft, however requests come, wait and leave, and whatever is drawn; on GPUs too."""
+"""Drafts of layers for multi-token prediction and of EAGLE-3 are those of the layers, and drawn as they should be.
+
+That they change no token is said by rows of parity.yaml.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,97 +19,219 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from comm.symm_mem import SymmMemCommunicator
-from comm.torch_dist import TorchDistCommunicator
 from helix.config import SpeculationConfig
 from helix.engine.decision import Decision
+from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.sampling_params import SamplingParams
+from helix.models import spec_from_config
+from helix.models.checkpoint import read_config
+from helix.setup.parts import make_eagle3
 from helix.speculation import Draft, LayerDrafter, SuffixDrafter
+from helix.worker.follower import Taken
 from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from helix.worker.step_tokens import StepTokens
 from tests.e2e import eagle3, mtp, test_draft_model
 from tests.e2e.checkpoints import continuations
-from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, generate
-from tests.e2e.recorded import Kept, unlike
-from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
-from tests.pool import pool
-from tests.sequences import generated, generated_ids, resize
+from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, loopback
+from tests.e2e.pinned import SAMPLED
+from tests.e2e.recorded import Kept, Recorded, unlike
+from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.e2e.test_serve import CLOSE, Served, serve, turns
+from tests.e2e.test_speculation import whimsical
+from tests.pairs import params
+from tests.sequences import generated, generated_ids
 
 MTP, EAGLE = "deepseek-v3-halves", "qwen3"
-LENGTHS, TOKENS = (1, 17, 90), 12
 KINDS = ["mtp", "eagle3"]
+LATENT = ["deepseek-v3-yarn", "deepseek-v3-halves"]
+INDEXED = ["deepseek-v32", "glm-5-shared"]  # the layer chooses tokens too
+HEADS = ["glm4-moe", "hy-v3", "qwen3-next", "qwen3.5-tied", "qwen3.5-moe"]  # of queries and keys, in place of latents
 
 
 def target(kind: str) -> Path:
     return mtp.with_layer(MTP) if kind == "mtp" else eagle3.target(EAGLE)
 
 
+def eagle(family: str, kind: str, window: int = 512) -> SpeculationConfig:
+    return SpeculationConfig(drafter="eagle3", path=str(eagle3.layer(family, kind, window)))
+
+
 def drafts(of: str, count: int = 3, **more: Any) -> LayerDrafts:
-    layer = SpeculationConfig(drafter="eagle3", path=str(eagle3.layer(EAGLE, "shared"))) if of == "eagle3" else None
-    return LayerDrafts(count, eagle3=layer, **more)
-
-
-def drafts_of(kind: str) -> Callable[[list[int], int], list[int]]:
-    return mtp.oracle(MTP).drafts if kind == "mtp" else eagle3.oracle(EAGLE, "shared").drafts
+    return LayerDrafts(count, eagle3=eagle(EAGLE, "shared") if of == "eagle3" else None, **more)
 
 
 @functools.cache
-def plain(kind: str, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> list[Continuation]:
-    return continuations(target(kind), lengths, tokens)
+def plain(path: Path) -> list[Continuation]:
+    return continuations(path, MOE_LENGTHS, MOE_TOKENS)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "suffix"])
-@pytest.mark.parametrize("kvp", [1, 2])
-def test_prefix_hits_preemptions_and_aborts(kvp: int, kind: str) -> None:
-    model = "mtp" if kind == "suffix" else kind
-    layout, wanted = HelixLayout.create("helix", kvp), plain(model, (7, 1, 15, 16, 17, 80), 24)
-    first, second = turns(wanted)
+def drafted(
+    path: Path, given: LayerDrafts, kvp: int, tpa: int = 1, adaptive: bool = False, chunk: int = 40, device: str = "cpu"
+) -> Recorded:
+    """The drafter of rank 0 after two rounds of the prompts; the second ones go on behind prefixes of the first."""
+    layout = HelixLayout.create("helix", kvp, tpa)
+    prompts = [c.prompt for c in plain(path)]
+    drafters: dict[int, Any] = {}
 
-    def body(world: LoopbackWorld, rank: int) -> Served:
+    def body(world: LoopbackWorld, rank: int) -> None:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        sizes = dict(page_size=4, pages=32 // kvp, **CLOSE)
-        given = SuffixDrafter(3, 4, 100, 3, comm.device) if kind == "suffix" else drafts(kind)
-        e = build_engine(target(model), layout, comm, 4, drafter=given, adaptive=False, **sizes)
-        resize(e, run_steps=1)
-        found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
-        assert left_behind(e)[1:] == (0, 0)
-        assert rank or e.timings.preemptions > 0, "pages are too many for this test"
-        return found
+        engine = build_engine(path, layout, comm, 16, drafter=given, adaptive=adaptive, prefill_chunk=chunk)
+        drafters[rank] = engine.runner.drafter
+        generated(engine, [Request(i, p, 12) for i, p in enumerate(prompts)])
+        generated(engine, [Request(i, (*p, 9, i), 12) for i, p in enumerate(prompts)])
 
-    found = run_ranks(kvp, body, timeout_s=120.0)[0]
-    for i, c in enumerate(wanted):
-        assert tuple(found.tokens[i]) == c.tokens, f"prompt {i}"
-        assert tuple(found.tokens[f"next {i}"]) == c.tokens[-3:], f"prompt {i}, continued"
-    assert found.ends["gone"] == "abort" and any(found.cached.values())
+    run_ranks(layout.world_size, body, timeout_s=240.0, device=device)
+    return drafters[0]
 
 
-SAMPLED = [
-    SamplingParams(),
-    SamplingParams(temperature=0.9, seed=9),
-    SamplingParams(temperature=0.7, top_k=20, seed=2),
-    SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
-]
+class NotRewritten(Kept):
+    """Leaves the rows of kept drafts as drafts wrote them."""
+
+    def taken(self, step: Taken) -> None:
+        before = self.cache.layer(2).kept["latents"].clone()
+        super().taken(step)
+        now = self.cache.layer(2).kept["latents"]
+        now.copy_(torch.where(before.isnan(), now, before))
 
 
-def sampled(kind: str) -> list[Request]:
-    prompt = plain(kind)[1].prompt
-    return [Request(i, (*prompt, i), 24, p) for i, p in enumerate(SAMPLED)]
+class EachChooses(Kept):
+    """Lets each draft choose its tokens."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.layer.choice = 0
+
+
+@pytest.mark.parametrize(
+    "family, kvp, kind",
+    params(
+        [*product([*LATENT, *INDEXED, *HEADS], (1, 3), (Recorded, Kept))],
+        lambda family, kvp, kind: f"{family}-{kvp}-{kind.__name__}",
+    ),
+)
+def test_drafts_are_those_of_the_layer(family: str, kvp: int, kind: type[Recorded]) -> None:
+    found = drafted(mtp.with_layer(family), LayerDrafts(3, kind=kind), kvp)
+    assert len(found.drafted) > 20
+    assert unlike(found, mtp.oracle(family).drafts) == []
+
+
+@pytest.mark.parametrize(
+    "family, kind, window, kvp, tpa, drafter",
+    [
+        ("qwen3", "shared", 512, 1, 1, Kept),
+        ("qwen3", "whole", 21, 3, 1, Recorded),
+        ("qwen3", "own", 9, 2, 1, Kept),
+        ("deepseek-v3-halves", "own", 512, 2, 1, Recorded),
+        ("deepseek-v3-halves", "own", 512, 2, 1, Kept),
+        ("gpt-oss", "shared", 30, 2, 2, Recorded),
+        ("gpt-oss", "shared", 30, 2, 1, Kept),
+    ],
+)
+def test_drafts_are_those_of_an_eagle3_layer(
+    family: str, kind: str, window: int, kvp: int, tpa: int, drafter: type[Recorded]
+) -> None:
+    given = LayerDrafts(3, kind=drafter, eagle3=eagle(family, kind, window))
+    found = drafted(eagle3.target(family), given, kvp, tpa)
+    assert len(found.drafted) > 20
+    assert unlike(found, eagle3.oracle(family, kind, window).drafts) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kvp", [1, 3])
+def test_drafts_on_one_gpu_are_those_of_the_layer(kind: str, kvp: int) -> None:
+    found = drafted(target(kind), drafts(kind, kind=Kept), kvp, device="cuda")
+    of = mtp.oracle(MTP) if kind == "mtp" else eagle3.oracle(EAGLE, "shared")
+    assert len(found.drafted) > 20 and unlike(found, of.drafts) == []
+
+
+def test_drafts_after_steps_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftPolicy, "pace", whimsical())
+    found = drafted(mtp.with_layer(LATENT[0]), LayerDrafts(3, kind=Kept), 2, adaptive=True, chunk=7)
+    assert len(found.drafted) > 10
+    assert unlike(found, mtp.oracle(LATENT[0]).drafts) == []
+
+
+def test_without_the_drafter_its_layer_is_not_read() -> None:
+    path = mtp.with_layer(LATENT[0])
+    check(loopback(path, HelixLayout.create(), 16, plain(path)), plain(path))
+
+
+@pytest.mark.parametrize("family, mistake", [(LATENT[0], NotRewritten), ("glm-5-shared", EachChooses)])
+def test_mistakes_are_found(family: str, mistake: type[Recorded]) -> None:
+    """Rows that are not written anew; drafts that choose anew, of a model that was trained to choose for the first."""
+    found = drafted(mtp.with_layer(family), LayerDrafts(3, kind=mistake), 1)
+    assert unlike(found, mtp.oracle(family).drafts) != []
+
+
+def test_who_hits_a_prefix_spoils_no_row_of_it() -> None:
+    """The states computed again lack their windows, and the rows lie in pages that sequences share."""
+    prompt = torch.randint(90, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+    given = LayerDrafts(3, kind=Recorded, eagle3=eagle("gpt-oss", "shared", 120))
+    comm = LoopbackWorld(1).communicator(0, [0])
+    engine = build_engine(eagle3.target("gpt-oss"), HelixLayout.create(), comm, 16, drafter=given, adaptive=False)
+    assert 1 < engine.runner.lacking < len(prompt) / 2
+    for i in range(3):
+        generated(engine, [Request(i, (*prompt, *range(9, 9 + i)), 12)])
+    found = engine.runner.drafter
+    assert isinstance(found, Recorded) and len(found.drafted) > 20
+    assert unlike(found, eagle3.oracle("gpt-oss", "shared", 120).drafts) == []
+
+
+def changed(tmp_path: Path, **keys: Any) -> SpeculationConfig:
+    directory = tmp_path / "layer"
+    shutil.copytree(eagle3.layer("qwen3", "shared"), directory)
+    content = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(content | keys))
+    return SpeculationConfig(drafter="eagle3", path=str(directory))
+
+
+@pytest.mark.parametrize(
+    "ids, taps",
+    [(None, (2, 2, 2)), ([1, 1, 1], (2, 2, 2)), ([2, 2, 2], (2, 2, 2)), ([0, 1, 4], (1, 2, 5))],
+)
+def test_states_are_named_in_two_ways(ids: list[int] | None, taps: tuple[int, ...], tmp_path: Path) -> None:
+    of = spec_from_config(read_config(eagle3.target("qwen3")))
+    given = changed(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids} if ids else None)
+    assert make_eagle3(given, of).taps == taps
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures=.* must name one of LlamaForCausalLMEagle3"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2 must be 1"),
+        ({"vocab_size": 300}, "vocab_size=300, and the target has 257"),
+        ({"target_hidden_size": 73}, "target_hidden_size=73"),
+        ({"norm_output": True}, "norm_output=True is not supported"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, r"\[1, 2, 9\] must be 3 of .* 5 layers"),
+    ],
+)
+def test_another_layer_is_refused(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    of = spec_from_config(read_config(eagle3.target("qwen3")))
+    with pytest.raises(ValueError, match=said):
+        make_eagle3(changed(tmp_path, **keys), of)
+
+
+def test_the_demo_models_layer_is_for_it() -> None:
+    given = SpeculationConfig(drafter="eagle3", path="assets/demo-eagle3")
+    spec = spec_from_config(read_config(Path("assets/demo-model")))
+    layer = make_eagle3(given, spec)
+    assert layer.taps == (2, 4, 5) and layer.hidden == spec.hidden and layer.vocab is None
 
 
 @functools.cache
 def drawn(kind: str, kvp: int, noise: str | None) -> dict[Any, tuple[int, ...]]:
-    layout = HelixLayout.create("helix", kvp)
+    layout, prompt = HelixLayout.create("helix", kvp), plain(target(kind))[1].prompt
 
     def body(world: LoopbackWorld, rank: int) -> dict[Any, tuple[int, ...]]:
         comm = world.communicator(rank, layout.kvp_group(rank))
         drafter = None if noise is None else drafts(kind, noise=noise)
         engine = build_engine(target(kind), layout, comm, 16, drafter=drafter, adaptive=False)
-        return generated_ids(engine, sampled(kind))
+        return generated_ids(engine, [Request(i, (*prompt, i), 24, p) for i, p in enumerate(SAMPLED[:4])])
 
     return run_ranks(kvp, body, timeout_s=120.0)[0]
 
@@ -159,38 +286,16 @@ class TestDistribution(test_draft_model.TestDistribution):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-def test_loopback_ranks_on_one_gpu(kind: str) -> None:
-    for kvp in (1, 3):
-        layout, drafters = HelixLayout.create("helix", kvp), dict[int, Any]()
-
-        def body(
-            world: LoopbackWorld, rank: int, layout: HelixLayout = layout, drafters: dict[int, Any] = drafters
-        ) -> Any:
-            comm = world.communicator(rank, layout.kvp_group(rank))
-            e = build_engine(target(kind), layout, comm, 16, drafter=drafts(kind), adaptive=False, prefill_chunk=40)
-            found = [generate(e, plain(kind)) for _ in range(2)]
-            e = build_engine(target(kind), layout, comm, 16, drafter=drafts(kind, kind=Kept), adaptive=False)
-            drafters[rank] = e.runner.drafter
-            generated(e, [Request(i, c.prompt, 12) for i, c in enumerate(plain(kind))])
-            return found
-
-        for results in zip(*run_ranks(kvp, body, timeout_s=240.0, device="cuda"), strict=True):
-            check(results, plain(kind))
-        assert unlike(drafters[0], drafts_of(kind)) == []
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*KINDS, "suffix"])
 def test_what_a_decision_says_is_launched_without_a_wait(kind: str) -> None:
     """The device never drains for a step, a chunk, an admission or a retirement. The first time compiles."""
-    model = "mtp" if kind == "suffix" else kind
-    first, second = turns(plain(model))
+    path = target("mtp" if kind == "suffix" else kind)
+    first, second = turns(plain(path))
 
     def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served]:
         comm = world.communicator(0, [0])
         given = SuffixDrafter(2, 4, 1000, 3, comm.device) if kind == "suffix" else drafts(kind, 2)
-        e = build_engine(target(model), HelixLayout.create(), comm, 16, drafter=given, **CLOSE)
+        e = build_engine(path, HelixLayout.create(), comm, 16, drafter=given, **CLOSE)
         execute = e.runner.execute
 
         def watched(decision: Decision) -> list[StepTokens]:
@@ -207,39 +312,3 @@ def test_what_a_decision_says_is_launched_without_a_wait(kind: str) -> None:
 
     before, after = run_ranks(1, body, timeout_s=240.0, device="cuda")[0]
     assert after.tokens == before.tokens
-
-
-def captured_rank(
-    rank: int,
-    world_size: int,
-    path: Path,
-    kind: type[TorchDistCommunicator],
-    drafter: LayerDrafts | None,
-    wanted: list[Request],
-) -> list[dict[Any, tuple[int, ...]]]:
-    """Tokens of a run whose steps are captured as they come, and of two that replay them."""
-    layout = HelixLayout.create("helix", world_size)
-    comm: Communicator = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
-    given = drafter or SuffixDrafter(3, 4, 1000, 5, comm.device)
-    engine = build_engine(path, layout, comm, 16, drafter=given, adaptive=False)
-    assert engine.runner.graphs is not None
-    found = [generated_ids(engine, wanted) for _ in range(3)]
-    engine.close()
-    comm.close()  # type: ignore[attr-defined]
-    return found
-
-
-@pytest.mark.parametrize(
-    "kind, world",
-    [
-        pytest.param(TorchDistCommunicator, 1, marks=pytest.mark.gpu, id="nccl-1"),
-        *(pytest.param(kind, 2, marks=pytest.mark.gpu(2)) for kind in (TorchDistCommunicator, SymmMemCommunicator)),
-    ],
-)
-@pytest.mark.parametrize("drafter", [*KINDS, "suffix"])
-def test_captured(drafter: str, kind: type[TorchDistCommunicator], world: int) -> None:
-    """One graph holds the drafts, their verification and the rows that are written anew."""
-    model = "mtp" if drafter == "suffix" else drafter
-    given = None if drafter == "suffix" else drafts(drafter)
-    task = captured_rank, target(model), kind, given, sampled(model)
-    assert pool(world, "nccl").run(*task, timeout_s=240.0)[0] == [drawn(model, 1, None)] * 3

@@ -17,6 +17,7 @@ import torch
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.engine.core import Engine
 from helix.engine.decision import Admission
 from helix.engine.request import Request
 from helix.layout import HelixLayout
@@ -27,7 +28,7 @@ from helix.placement import PromptChunk
 from helix.speculation import Draft, DraftBudget, Drafter
 from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
-from tests.e2e.checkpoints import checkpoint
+from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, SelfDrafts, build_engine
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 from tests.mixers import Decay, DecaySpec
@@ -61,7 +62,7 @@ def build(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtyp
     return model
 
 
-def engine(layout: HelixLayout, world: LoopbackWorld, rank: int, **more: Any) -> Any:
+def engine(layout: HelixLayout, world: LoopbackWorld, rank: int, **more: Any) -> Engine:
     comm = world.communicator(rank, layout.kvp_group(rank))
     return build_engine(checkpoint("qwen3"), layout, comm, 4, page_size=4, build=build, **more)
 
@@ -113,30 +114,39 @@ class Prophet(Drafter):
         return Draft(tokens)
 
 
-def served(layout: HelixLayout, wanted: list[Continuation], drafts: int, change: Callable[[Any], None]) -> Served:
-    """Serves requests with too few pages: the engine preempts and finds prefixes, and one request is aborted."""
+def served(
+    make: Callable[..., Engine],
+    layout: HelixLayout,
+    wanted: list[Continuation],
+    drafts: int,
+    change: Callable[[Any], None] = lambda e: None,
+    pages: int = 28,
+    **more: Any,
+) -> Served:
+    """Serves requests, one of which is aborted; with few pages the engine preempts, with more it finds prefixes."""
     first, second = turns(wanted)
 
     def body(world: LoopbackWorld, rank: int) -> Served:
-        drafter = Prophet(drafts, wanted) if drafts else None
-        e = engine(
-            layout,
-            world,
-            rank,
-            pages=(32 if drafts > 2 else 28) // layout.kvp,
-            drafter=drafter,
-            adaptive=False,
-            **CLOSE,
-        )
+        given = {"drafter": Prophet(drafts, wanted) if drafts else None, "adaptive": False, **CLOSE, **more}
+        e = make(layout, world, rank, pages=(pages + 4 * (drafts > 2)) // layout.kvp, **given)
         resize(e, run_steps=1)  # or a lease of its own would be as long as a run
         change(e)
         found = serve(e, [*reversed(first), Request("gone", wanted[1].prompt, 30)], second, aborts={"gone": 2})
         assert left_behind(e)[1:] == (0, 0)
-        assert rank or e.timings.preemptions > 0, "pages are too many for this test"
+        assert rank or pages > 28 or e.timings.preemptions > 0, "pages are too many for this test"
         assert rank or not drafts or len(e.timings.kept) > 1, "no draft was kept"
         return found
 
     return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+
+
+def tokens_of(found: Served, wanted: list[Continuation]) -> list[tuple[int, ...]]:
+    both = [(tuple(found.tokens[i]), tuple(found.tokens[f"next {i}"])) for i in range(len(wanted))]
+    return [tokens for pair in both for tokens in pair]
+
+
+def tokens_wanted(wanted: list[Continuation]) -> list[tuple[int, ...]]:
+    return [tokens for c in wanted for tokens in (c.tokens, c.tokens[-3:])]
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 4])
@@ -144,10 +154,8 @@ def served(layout: HelixLayout, wanted: list[Continuation], drafts: int, change:
 def test_states_follow_prefix_hits_preemptions_drafts_and_aborts(
     layout: HelixLayout, drafts: int, wanted: list[Continuation]
 ) -> None:
-    found = served(layout, wanted, drafts, lambda e: None)
-    for i, c in enumerate(wanted):
-        assert tuple(found.tokens[i]) == c.tokens, f"prompt {i}"
-        assert tuple(found.tokens[f"next {i}"]) == c.tokens[-3:], f"prompt {i}, continued"
+    found = served(engine, layout, wanted, drafts)
+    assert tokens_of(found, wanted) == tokens_wanted(wanted)
     assert found.ends["gone"] == "abort"
     assert not any(found.cached.values()), "a state is right from the first token on, which is computed again"
 
@@ -181,10 +189,25 @@ def behind_what_pages_hold(e: Any) -> None:
 
 @pytest.mark.parametrize("mistake", [without_replay, with_refused, with_what_the_slot_had, behind_what_pages_hold])
 def test_mistakes_are_caught(mistake: Callable[[Any], None], wanted: list[Continuation]) -> None:
-    found = served(LAYOUTS[1], wanted, 2, mistake)
-    told = [tuple(found.tokens[i]) for i in range(len(wanted))]
-    told += [tuple(found.tokens[f"next {i}"]) for i in range(len(wanted))]
-    assert told != [c.tokens for c in wanted] + [c.tokens[-3:] for c in wanted]
+    found = served(engine, LAYOUTS[1], wanted, 2, mistake)
+    assert tokens_of(found, wanted) != tokens_wanted(wanted)
+
+
+def hybrid(layout: HelixLayout, world: LoopbackWorld, rank: int, **more: Any) -> Engine:
+    comm = world.communicator(rank, layout.kvp_group(rank))
+    return build_engine(checkpoint("qwen3-next"), layout, comm, 4, page_size=4, **more)
+
+
+@pytest.mark.parametrize("layout, drafts, snapshots", [(LAYOUTS[0], 2, 1), (LAYOUTS[1], 0, 4), (LAYOUTS[2], 2, 4)])
+def test_hits_resume_behind_snapshots(layout: HelixLayout, drafts: int, snapshots: int) -> None:
+    """Prompts that go on where others ended begin with a state, of the longest whole stripe."""
+    wanted = oracle("qwen3-next", LENGTHS, NEW)
+    found = served(hybrid, layout, wanted, drafts, pages=120, snapshots=snapshots)
+    assert tokens_of(found, wanted) == tokens_wanted(wanted)
+    stripe = 4 * layout.kvp
+    ends = [(len(c.prompt) - 1) // stripe * stripe for c in wanted]
+    cached = [found.cached[f"next {i}"] for i in range(len(wanted))]
+    assert any(cached) and all(found in (0, end) for found, end in zip(cached, ends, strict=True)), (cached, ends)
 
 
 def test_drafts_of_several_steps_are_refused() -> None:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from datetime import timedelta
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.papers.policies import FULL
 from benchmarks.ranks.phases import phase_us
 from comm.loopback import LoopbackWorld, run_ranks
-from comm.symm_mem import SymmMemCommunicator
-from comm.torch_dist import TorchDistCommunicator
 from helix.attention.chosen import CollectingAttention
 from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, DraftBudget, SparseDrafter
 from helix.worker.follower import Taken
 from helix.worker.graph_keys import StepKind
@@ -31,14 +23,12 @@ from helix.worker.step import DecodeState, Step
 from helix.worker.warm_up import fill
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import Result, SelfDrafts, build_engine, check, generate
-from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
+from tests.e2e.parity import SelfDrafts, build_engine
+from tests.e2e.pinned import SAMPLED
+from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.e2e.test_speculation import whimsical
-from tests.pool import pool
 from tests.sequences import generated, generated_ids
 
-SLOW = pytest.mark.slow
-POLICIES = ["any", "c2q", "window", "quest", FULL]
 # Few enough keys that a wrong table shows in what is kept.
 FEW = DraftBudget(sparsity=0.1, recent=0.25, reach=2)
 
@@ -51,50 +41,6 @@ def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helix.speculation.sparse.LEAST_KEYS", 16)
 
 
-def same(family: str, layout: HelixLayout, drafts: SelfDrafts, block: int = 16, *, adaptive: bool = False) -> None:
-    """Every token and every logit of greedy decoding are transformers'."""
-    dense = family in ("qwen2", "qwen3", "llama-llama3", "mistral-windowed", "demo")
-    wanted = oracle(family, LENGTHS, NEW_TOKENS) if dense else oracle(family, MOE_LENGTHS, MOE_TOKENS)
-
-    def body(world: LoopbackWorld, rank: int) -> Result:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        return generate(
-            build_engine(checkpoint(family), layout, comm, block, drafter=drafts, adaptive=adaptive), wanted
-        )
-
-    check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies_change_no_token(policy: str) -> None:
-    same("qwen2", HelixLayout.create("helix", 2), SelfDrafts(3, DraftBudget(policy, 0.1)))
-
-
-@pytest.mark.parametrize(
-    "mode, kvp, tpa, block",
-    [
-        ("helix", 3, 1, 1),
-        pytest.param("helix", 4, 2, 64, marks=SLOW),
-        pytest.param("tp", 1, 2, 16, marks=SLOW),
-        pytest.param("medha", 3, 1, 128, marks=SLOW),
-    ],
-)
-def test_layouts(mode: str, kvp: int, tpa: int, block: int) -> None:
-    same("qwen2", HelixLayout.create(mode, kvp, tpa), SelfDrafts(4, FEW), block)
-
-
-@pytest.mark.parametrize("family", ["gpt-oss", *(pytest.param(f, marks=SLOW) for f in ("llama-llama3", "qwen3-moe"))])
-def test_families(family: str) -> None:
-    """Windowed layers and learned sinks stay as they are."""
-    same(family, HelixLayout.create("helix", 2), SelfDrafts(3, FEW))
-
-
-def test_paces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps without drafts between those with some, of all counts, and rows of which fewer are verified."""
-    monkeypatch.setattr(DraftPolicy, "pace", whimsical())
-    same("qwen2", HelixLayout.create("helix", 2), SelfDrafts(4, FEW), adaptive=True)
-
-
 def test_chunks() -> None:
     """Verification in turns of attention and exchange (HOP-B) finds the pages of scores of its sequences."""
 
@@ -102,64 +48,26 @@ def test_chunks() -> None:
         engine.runner.hopb = "2"
         Watch(engine)
 
-    assert served(SelfDrafts(3, FEW), HelixLayout.create("helix", 2), chunked)[0] == plain()
-
-
-SAMPLED = [
-    SamplingParams(),
-    SamplingParams(temperature=0.9, seed=9),
-    SamplingParams(temperature=0.7, top_k=20, seed=2),
-    SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
-]
+    assert served(SelfDrafts(3, FEW), HelixLayout.create("helix", 2), chunked) == served(None, HelixLayout.create())
 
 
 def requests() -> list[Request]:
     prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
-    return [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED)]
+    return [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED[:4])]
 
 
 def served(
     drafts: SelfDrafts | None, layout: HelixLayout, look: Callable[[Engine], None] = lambda engine: None
-) -> tuple[Tokens, list[float]]:
-    """Tokens of sampled requests on rank 0, and which share of the drafts was kept at each place behind kept ones."""
+) -> Tokens:
+    """Tokens of sampled requests on rank 0."""
 
-    def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
+    def body(world: LoopbackWorld, rank: int) -> Tokens:
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
         look(engine)
-        tokens = generated_ids(engine, requests())
-        return tokens, engine
+        return generated_ids(engine, requests())
 
-    tokens, engine = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
-    seen = engine.timings.acceptance
-    return tokens, [kept / tried for kept, tried in zip(seen.kept, seen.tried, strict=True)]
-
-
-@cache
-def plain() -> Tokens:
-    return served(None, HelixLayout.create())[0]
-
-
-@pytest.mark.parametrize("policy", ["any", pytest.param("window", marks=SLOW)])
-@pytest.mark.parametrize("kvp", [1, 3])
-def test_shared_noise_changes_no_sampled_token(kvp: int, policy: str) -> None:
-    drafts = SelfDrafts(3, DraftBudget(policy, 0.1))
-    assert served(drafts, HelixLayout.create("helix", kvp))[0] == plain()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_drafts_that_read_every_key_all_hold(policy: str) -> None:
-    """Chosen keys, those that came since and the drafts before: none is missing, double or in another's place."""
-    drafts = SelfDrafts(3, DraftBudget(policy, sparsity=1.0))
-    tokens, kept = served(drafts, HelixLayout.create("helix", 2))
-    assert tokens == plain() and kept == [1.0] * 3
-
-
-def test_drafts_with_noise_of_their_own_all_hold_where_they_read_every_key() -> None:
-    """p = q: rejection keeps all but what differs by the order of sums."""
-    drafts = SelfDrafts(3, DraftBudget(sparsity=1.0), noise="own")
-    tokens, kept = served(drafts, HelixLayout.create("helix", 2))
-    assert tokens[0] == plain()[0] and tokens != plain() and kept == [1.0] * 3
+    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
 
 
 class Watch:
@@ -281,61 +189,3 @@ def test_phases_of_an_iteration() -> None:
     first, second = run_ranks(2, body, timeout_s=120.0)
     assert first == second and list(first) == ["draft", "verify", "accept", "choose"]
     assert first["draft"] > first["verify"] > 0 and min(first.values()) > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", POLICIES)
-def test_loopback_ranks_on_one_gpu(policy: str) -> None:
-    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    for kvp, tpa, block in ((1, 1, 16), (3, 1, 17), (4, 2, 5)):  # groups of drafts pass on to ranks without keys
-        layout, drafts = HelixLayout.create("helix", kvp, tpa), SelfDrafts(3, replace(FEW, policy=policy))
-
-        def body(
-            world: LoopbackWorld,
-            rank: int,
-            layout: HelixLayout = layout,
-            drafts: SelfDrafts = drafts,
-            block: int = block,
-        ) -> Result:
-            comm = world.communicator(rank, layout.kvp_group(rank))
-            engine = build_engine(checkpoint("qwen2"), layout, comm, block, drafter=drafts, adaptive=False)
-            return generate(engine, wanted)
-
-        check(run_ranks(layout.world_size, body, timeout_s=120.0, device="cuda"), wanted)
-
-
-def captured_rank(
-    rank: int,
-    world_size: int,
-    path: Path,
-    kind: type[TorchDistCommunicator],
-    drafts: SelfDrafts,
-    wanted: list[Request],
-) -> tuple[list[Tokens], list[float]]:
-    """Tokens of a run whose steps are captured as they come, and of two that replay them; shares that were kept."""
-    layout = HelixLayout.create("helix", world_size)
-    comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
-    engine = build_engine(path, layout, comm, 16, drafter=drafts, adaptive=False)
-    assert engine.runner.graphs is not None
-    found = [generated_ids(engine, wanted) for _ in range(3)]
-    seen = engine.timings.acceptance
-    engine.close()
-    comm.close()
-    return found, [kept / max(1.0, tried) for kept, tried in zip(seen.kept, seen.tried, strict=True)]
-
-
-KINDS = [
-    pytest.param(TorchDistCommunicator, 1, marks=pytest.mark.gpu, id="nccl-1"),
-    *(pytest.param(kind, 2, marks=pytest.mark.gpu(2)) for kind in (TorchDistCommunicator, SymmMemCommunicator)),
-]
-
-
-@pytest.mark.parametrize("kind, world", KINDS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_captured(policy: str, kind: type[TorchDistCommunicator], world: int) -> None:
-    """One graph holds the drafts, their verification and the choice for the next; every key read, every draft holds."""
-    for sparsity in (0.1, 1.0):
-        task = captured_rank, checkpoint("qwen2"), kind, SelfDrafts(3, DraftBudget(policy, sparsity)), requests()
-        found, kept = pool(world, "nccl").run(*task, timeout_s=120.0)[0]
-        assert found == [plain()] * 3
-        assert sparsity < 1 or kept == [1.0] * 3

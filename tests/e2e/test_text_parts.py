@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
 from helix.models.decoder import Decoder
-from helix.models.loading import Checkpoint, is_untrained
+from helix.models.loading import Checkpoint, is_untrained, weights_of
+from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, check, loopback
+from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 
 TEXT: dict[str, Any] = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -108,3 +111,32 @@ def test_weights_that_were_not_found_are_noticed(tmp_path: Path) -> None:
     saved("gemma3", tmp_path / "whole")
     Gemma3ForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "text")
     assert is_untrained(loaded(tmp_path / "text")) and not is_untrained(loaded(tmp_path / "whole"))
+
+
+def test_a_text_part_beside_one_for_images(tmp_path: Path) -> None:
+    """Published files have the text part's tensors under another name, experts in one tensor, and layers of no use."""
+    plain = checkpoint("qwen3.5-moe")
+    weights = load_file(plain / "model.safetensors")
+    experts = weights.keys() - {name for name in weights if ".experts." not in name}
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp.experts"
+
+        def stack(part: str, block: str = block) -> torch.Tensor:
+            return torch.stack([weights[f"{block}.{e}.{part}_proj.weight"] for e in range(6)])
+
+        weights[f"{block}.gate_up_proj"] = torch.cat((stack("gate"), stack("up")), 1)
+        weights[f"{block}.down_proj"] = stack("down")
+    whole = {name.replace("model.", "model.language_model.", 1): weights[name] for name in weights.keys() - experts}
+    whole |= {"model.visual.merger.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2)}
+    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, tmp_path / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"eos_token_id": 7}))
+    assert spec_from_config(read_config(tmp_path)).eos == (7,)
+    wanted = oracle("qwen3.5-moe", MOE_LENGTHS, MOE_TOKENS)
+    for layout in (HelixLayout.create("helix", 3), HelixLayout.create("helix", 1, 2, ep=2)):
+        check(loopback(tmp_path, layout, 16, wanted), wanted)
+    made = weights_of(Checkpoint(tmp_path).as_stored(spec_from_config(outer)), layout, 0, torch.float32)
+    Checkpoint(tmp_path).check(made.slices, spec_from_config(outer).unused)
+    with pytest.raises(ValueError, match="text_config=None must be an object"):
+        spec_from_config(outer | {"text_config": None})

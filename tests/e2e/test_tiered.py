@@ -1,13 +1,13 @@
-"""A cache in host memory changes no token: not with places for one choice alone, nor with some for all there is."""
+"""A cache in host memory: what comes early, once or late, what waits, and who writes where."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import chain, cycle, product
+from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,47 +15,72 @@ import torch
 
 from benchmarks.ranks.kept import keep_blocks
 from comm.loopback import LoopbackWorld, run_ranks
-from comm.torch_dist import TorchDistCommunicator
 from helix.attention import tiered
-from helix.attention.block_sparse import BlockSparseAttention
 from helix.engine.core import Engine
 from helix.engine.decision import Admission
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.sampling_params import SamplingParams
+from helix.placement import BlockBudget
+from helix.speculation import SuffixDrafter
 from helix.worker.tiered_cache import TieredCache
-from kernels.hot_blocks import BlockList
-from kernels.tier.copy_blocks import copy_blocks
 from tests.e2e.checkpoints import checkpoint
+from tests.e2e.masked import Masked
 from tests.e2e.parity import Sparse, build_engine
-from tests.e2e.test_block_sparse import (
-    BUDGET,
-    GRIDS,
-    KINDS,
-    LENGTHS,
-    NEW_TOKENS,
-    PAGE,
-    SHORT_WINDOW,
-    SLOW,
-    Tokens,
-    captured_rank,
-    dense,
-    generate,
-    prompts,
-    tokens,
-    wanted,
-)
-from tests.pairs import params
-from tests.pool import pool
 from tests.sequences import generated, generated_ids
 
+PAGE = 16
+BUDGET = BlockBudget(sink_blocks=1, local_blocks=4, topk=5, from_tokens=0)
+LENGTHS = (7, 60, 260, 128, 33)
+NEW_TOKENS = 18
+SHORT_WINDOW = replace(BUDGET, local_blocks=1)
+
+Tokens = dict[int, tuple[int, ...]]
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[tuple[int, ...]]:
+    gen = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(0, 257, (n,), generator=gen).tolist()) for n in lengths]
+
+
+def generate(engine: Engine) -> Tokens:
+    requests = [Request(i, prompt, NEW_TOKENS) for i, prompt in enumerate(prompts())]
+    return generated_ids(engine, requests)
+
+
+def tokens(
+    family: str,
+    layout: HelixLayout,
+    sparse: Sparse | None,
+    tamper: Callable[[Engine], None] = lambda engine: None,
+    *,
+    drafts: int = 0,
+    **options: Any,
+) -> Tokens:
+    def body(world: LoopbackWorld, rank: int) -> Tokens:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        drafter = SuffixDrafter(drafts, 1) if drafts else None
+        engine = build_engine(
+            checkpoint(family), layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False,
+            **options,
+        )  # fmt: skip
+        tamper(engine)
+        with closing(engine):
+            return generate(engine)
+
+    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+
+
+@cache
+def wanted(family: str, budget: BlockBudget) -> Tokens:
+    def masks(engine: Engine) -> None:
+        engine.runner.policy = Masked(budget)
+
+    return tokens(family, HelixLayout.create(), None, masks)
+
+
 # Hot places of a KV head: no more than five sequences choose at once on a rank of so many; and for every page there is.
-FEW, ALL = {1: 25, 2: 17, 3: 11, 4: 9}, 40
-
-
-def in_host_memory(kvp: int) -> Sparse:
-    return Sparse(SHORT_WINDOW, hot=FEW.get(kvp, FEW[4]))
+FEW, ALL = {1: 25, 2: 17}, 40
 
 
 @pytest.mark.parametrize(
@@ -64,22 +89,17 @@ def in_host_memory(kvp: int) -> Sparse:
         ("gpt-oss", 1, 1, 0),
         ("qwen2", 2, 2, 0),
         ("qwen3", 2, 1, 3),
-        pytest.param("qwen3-moe", 3, 1, 0, marks=SLOW),
     ],
 )
 def test_what_a_guess_names_comes_early(family: str, kvp: int, tpa: int, drafts: int) -> None:
     """Over places for one choice alone: what comes for a guess takes them from blocks that are chosen next."""
-    counted: list[torch.Tensor] = []
-
-    def watched(engine: Engine) -> None:
-        assert isinstance(engine.runner.cache, TieredCache)
-        counted.append(engine.runner.cache.counted_ahead)
-
+    caches = list[Any]()
     budget = replace(BUDGET, local_blocks=2) if drafts else SHORT_WINDOW
     sparse = Sparse(budget, hot=19 if drafts else FEW[kvp], ahead=True)
-    assert tokens(family, HelixLayout.create("helix", kvp, tpa), sparse, watched, drafts=drafts) == wanted(
-        family, budget
-    )
+    layout = HelixLayout.create("helix", kvp, tpa)
+    found = tokens(family, layout, sparse, lambda e: caches.append(e.runner.cache), drafts=drafts)
+    assert found == wanted(family, budget)
+    counted = [cache.counted_ahead for cache in caches]
     assert len(counted) == kvp * tpa and all(misses > 0 for _, misses in counted), "every rank fetches ahead"
 
 
@@ -127,92 +147,24 @@ def test_a_guess_may_take_until_its_layer_waits_for_it(late: tuple[str, ...], mo
 
 def test_a_right_guess_leaves_nothing_to_fetch() -> None:
     """A set pattern is guessed to the block: what the first layer fetches, the others have come ahead."""
-    counts: list[list[list[int]]] = []
+    runners = list[Any]()
 
     def repeating(engine: Engine) -> None:
-        assert isinstance(engine.runner.policy, BlockSparseAttention) and isinstance(engine.runner.cache, TieredCache)
         keep_blocks(engine.runner, 0.5)
-        cache = engine.runner.cache
-        counts.append([[len(engine.runner.model.spec.full)], cache.counted, cache.counted_ahead])  # type: ignore[list-item]
+        runners.append(engine.runner)
 
     sparse = Sparse(SHORT_WINDOW, choice="local", hot=4 * ALL, ahead=True)
     tokens("qwen2", HelixLayout.create(), sparse, repeating)
-    ((layers,), (_, chosen), (_, ahead)) = counts[0]
-    assert ahead == (layers - 1) * chosen > 0
-
-
-@pytest.mark.parametrize("kvp, tpa", GRIDS)
-def test_every_grid(kvp: int, tpa: int) -> None:
-    counted: list[torch.Tensor] = []
-
-    def watched(engine: Engine) -> None:
-        assert isinstance(engine.runner.cache, TieredCache)
-        counted.append(engine.runner.cache.counted)
-
-    found = tokens("qwen2", HelixLayout.create("helix", kvp, tpa), in_host_memory(kvp), watched)
-    assert found == wanted("qwen2", SHORT_WINDOW) != dense("qwen2")
-    assert len(counted) == kvp * tpa and all(misses > 0 for _, misses in counted), "every rank fetches"
-
-
-FEW_BITS = pytest.mark.parametrize("kv", ["fp8", "k16v8"])
-
-
-@pytest.mark.parametrize(
-    "kvp, tpa, kv",
-    [
-        pytest.param(*grid.values, kv, marks=[*grid.marks, *([SLOW] if kv != once else [])])
-        for grid, once in zip(GRIDS, cycle(("fp8", "k16v8")), strict=False)
-        for kv in ("fp8", "k16v8")
-    ],
-)
-def test_every_grid_in_few_bits(kvp: int, tpa: int, kv: str) -> None:
-    """Tokens are those over a cache on the GPU that keeps as few."""
-    layout = HelixLayout.create("helix", kvp, tpa)
-    on_gpu = tokens("qwen2", layout, Sparse(SHORT_WINDOW), kv=kv)
-    assert tokens("qwen2", layout, in_host_memory(kvp), kv=kv) == on_gpu
-
-
-@pytest.mark.parametrize(
-    "family, guess, kv, chunk",
-    [
-        *params([*product(["gpt-oss"], [(0, True), (3, False), (3, True)], ["fp8", "k16v8"], [24, 64])]),
-        *(pytest.param("qwen3", (3, True), kv, 24, marks=SLOW) for kv in ("fp8", "k16v8")),
-    ],
-)
-def test_few_bits(family: str, guess: tuple[int, bool], kv: str, chunk: int) -> None:
-    """With rejected drafts, and guesses; chunks of prompts end within pages."""
-    drafts, ahead = guess
-    layout, budget = HelixLayout.create("helix", 2), replace(BUDGET, local_blocks=2) if drafts else SHORT_WINDOW
-    on_gpu = tokens(family, layout, Sparse(budget), drafts=drafts, kv=kv)
-    few = Sparse(budget, hot=19 if drafts else FEW[2], ahead=ahead)
-    assert tokens(family, layout, few, drafts=drafts, kv=kv, prefill_chunk=chunk) == on_gpu
-
-
-@FEW_BITS
-def test_scales_that_do_not_come_along_are_missed(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, few = HelixLayout.create(), in_host_memory(1)
-    on_gpu = tokens("qwen2", layout, Sparse(SHORT_WINDOW), kv=kv)
-
-    def numbers_alone(source: torch.Tensor, target: torch.Tensor, blocks: BlockList) -> None:
-        scales = 2 * PAGE if kv == "fp8" else PAGE  # words at the end of a block
-        copy_blocks(source[..., :-scales], target[..., :-scales], blocks)
-
-    found = None
-    monkeypatch.setattr(tiered, "copy_blocks", numbers_alone)
-    with suppress(RuntimeError):
-        found = tokens("qwen2", layout, few, kv=kv)
-    assert found != on_gpu
+    (_, chosen), (_, ahead) = runners[0].cache.counted, runners[0].cache.counted_ahead
+    assert ahead == (len(runners[0].model.spec.full) - 1) * chosen > 0
 
 
 def test_with_places_for_everything_a_block_comes_once() -> None:
-    caches: list[TieredCache] = []
-
-    def watched(engine: Engine) -> None:
-        assert isinstance(engine.runner.cache, TieredCache)
-        caches.append(engine.runner.cache)
-
+    caches = list[Any]()
     for hot in (FEW[1], ALL):
-        found = tokens("qwen2", HelixLayout.create(), Sparse(SHORT_WINDOW, hot=hot), watched)
+        found = tokens(
+            "qwen2", HelixLayout.create(), Sparse(SHORT_WINDOW, hot=hot), lambda e: caches.append(e.runner.cache)
+        )
         assert found == wanted("qwen2", SHORT_WINDOW)
     few, most = (int(cache.counted[1]) for cache in caches)
     full = sum((n + NEW_TOKENS - 1) // PAGE for n in LENGTHS)
@@ -224,7 +176,6 @@ def test_a_set_pattern_of_blocks() -> None:
     """In benchmarks: what the token's position says is read, wherever it lies."""
 
     def repeating(engine: Engine) -> None:
-        assert isinstance(engine.runner.policy, BlockSparseAttention)
         keep_blocks(engine.runner, 0.5)
 
     local = Sparse(SHORT_WINDOW, choice="local")
@@ -234,57 +185,7 @@ def test_a_set_pattern_of_blocks() -> None:
     assert found[0] == found[1] != tokens("qwen2", HelixLayout.create("helix", 2), local)
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt-oss", *(pytest.param(f, marks=SLOW) for f in ("llama-llama3", "qwen3", "qwen3-moe"))]
-)
-def test_families(family: str) -> None:
-    """With a learned sink, and windowed layers, whose keys come from the host too."""
-    assert tokens(family, HelixLayout.create("helix", 2), in_host_memory(2)) == wanted(family, SHORT_WINDOW)
-
-
-@pytest.mark.parametrize("mode, kvp, tpa", [pytest.param(*x, marks=SLOW) for x in (("medha", 3, 1), ("tp", 1, 2))])
-def test_modes(mode: str, kvp: int, tpa: int) -> None:
-    found = tokens("qwen2", HelixLayout.create(mode, kvp, tpa), in_host_memory(kvp))
-    assert found == wanted("qwen2", SHORT_WINDOW)
-
-
-@pytest.mark.parametrize("drafts, hot", [(3, 19), pytest.param(8, 24, marks=SLOW), pytest.param(20, 30, marks=SLOW)])
-def test_drafts(drafts: int, hot: int) -> None:
-    """Rejected ones run over into pages that are overwritten."""
-    budget = replace(BUDGET, local_blocks=2 if drafts < 16 else 3)
-    found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(budget, hot=hot), drafts=drafts)
-    assert found == wanted("qwen2", budget)
-
-
-def test_short_sequences_read_everything() -> None:
-    budget = replace(BUDGET, from_tokens=140)
-    assert tokens("qwen2", HelixLayout.create("helix", 2), Sparse(budget, hot=17)) == wanted("qwen2", budget)
-
-
-@pytest.mark.parametrize("block, kvp", [(8, 3), *(pytest.param(*x, marks=SLOW) for x in ((1, 2), (16, 4), (64, 2)))])
-def test_each_rank_its_own_share(block: int, kvp: int) -> None:
-    """Pages of several append blocks, and append blocks of several pages."""
-    layout, local = HelixLayout.create("helix", kvp), Sparse(SHORT_WINDOW, choice="local")
-    few = replace(local, hot=FEW[kvp])
-    assert tokens("qwen2", layout, few, block=block) == tokens("qwen2", layout, local, block=block)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_chunks_change_no_token(ahead: bool) -> None:
-    """Each part of the batch chooses, fetches and attends before the next one does: both take the same places."""
-    layout, local = HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, choice="local")
-    few = replace(local, hot=FEW[2], ahead=ahead, chunks="2")
-    assert tokens("qwen2", layout, few) == tokens("qwen2", layout, local)
-
-
-@pytest.mark.slow
-def test_sampled() -> None:
-    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
-    found = tokens("qwen2", HelixLayout.create("helix", 2), in_host_memory(2), sampling=sampling)
-    assert found == wanted("qwen2", SHORT_WINDOW, sampling=sampling)
-
-
-@pytest.mark.parametrize("kv", ["auto", "fp8", "k16v8"])
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_what_is_found_in_pages(kv: str) -> None:
     """What was in a sequence's unfinished page as it ended goes on in another sequence, to the token."""
     found: list[Tokens] = []
@@ -306,7 +207,7 @@ def test_what_is_found_in_pages(kv: str) -> None:
 
     again = [
         tokens("qwen2", HelixLayout.create("helix", 2), sparse, follow_up, kv=kv)
-        for sparse in (Sparse(SHORT_WINDOW), in_host_memory(2))
+        for sparse in (Sparse(SHORT_WINDOW), Sparse(SHORT_WINDOW, hot=FEW[2]))
     ]
     assert again[0] == again[1] and (kv != "auto" or again[0] == wanted("qwen2", SHORT_WINDOW))
     assert found[0] == found[1] and any(n % PAGE for n in known)
@@ -318,14 +219,9 @@ def test_where_memory_is_full_the_next_waits() -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, str | None]:
         comm = world.communicator(rank, [0, 1])
         engine = build_engine(
-            checkpoint("qwen2"),
-            HelixLayout.create("helix", 2),
-            comm,
-            PAGE,
-            page_size=PAGE,
-            sparse=in_host_memory(2),
-            pages=12,
-        )
+            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, PAGE, page_size=PAGE,
+            sparse=Sparse(SHORT_WINDOW, hot=FEW[2]), pages=12,
+        )  # fmt: skip
         found = generate(engine)
         refused = generated(engine, [Request("huge", (1,) * 450, 5)]).get("huge")
         engine.close()
@@ -364,85 +260,3 @@ def test_who_is_aborted_before_its_first_token_writes_to_nobodys_pages(shared: b
         return found
 
     assert served("stays", "goes") == served("stays")
-
-
-@pytest.mark.parametrize("kind, world", KINDS)
-@pytest.mark.parametrize(
-    "drafts, ahead",
-    [(0, False), (3, False), (0, True), (3, True)],
-)
-def test_captured_steps(drafts: int, ahead: bool, kind: type[TorchDistCommunicator], world: int) -> None:
-    """One graph resolves, fetches and writes back for sequences of 7 to 278 tokens, over memory of the host."""
-    budget = replace(BUDGET, local_blocks=2)
-    # Four queries read 8 + 3 * 5 blocks of a sequence, where it has so many: five sequences 23 + 18 + 9 + 6 + 3.
-    sparse = Sparse(budget, hot=60 if drafts else 30, ahead=ahead)
-    task = captured_rank, checkpoint("qwen2"), kind, sparse, drafts, torch.float32
-    found = pool(world, "nccl").run(*task, timeout_s=120.0)[0]
-    assert found == [wanted("qwen2", budget)] * 3
-
-
-@pytest.mark.parametrize("kind, world", KINDS)
-@pytest.mark.parametrize("drafts, ahead", [(0, False), (3, True)])
-@FEW_BITS
-def test_captured_steps_in_few_bits(
-    kv: str, drafts: int, ahead: bool, kind: type[TorchDistCommunicator], world: int
-) -> None:
-    budget = replace(BUDGET, local_blocks=2)
-    found = [
-        pool(world, "nccl").run(
-            captured_rank, checkpoint("qwen2"), kind, sparse, drafts, torch.float32, kv, timeout_s=120.0
-        )[0]
-        for sparse in (Sparse(budget), Sparse(budget, hot=60 if drafts else 30, ahead=ahead))
-    ]
-    assert found[0] == found[1]
-
-
-@pytest.mark.gpu
-@FEW_BITS
-def test_few_bits_on_one_gpu(kv: str) -> None:
-    """Eager steps and prompts, by the kernels."""
-    for family in ("qwen2", "gpt-oss"):
-        layout = HelixLayout.create("helix", 3)
-        on_gpu, found = (
-            tokens(family, layout, Sparse(SHORT_WINDOW, hot=hot), device="cuda", kv=kv) for hot in (None, FEW[3])
-        )
-        assert found == on_gpu
-
-
-@pytest.mark.gpu
-def test_loopback_ranks_on_one_gpu() -> None:
-    """Eager steps and prompts, by the kernels."""
-    for family in ("qwen2", "gpt-oss"):
-        found = tokens(family, HelixLayout.create("helix", 3), Sparse(SHORT_WINDOW, hot=FEW[3]), device="cuda")
-        assert found == wanted(family, SHORT_WINDOW)
-
-
-def without_write_back(engine: Engine) -> None:
-    cache = engine.runner.cache
-    cache.taken = lambda step: cache.fold(step.span)  # type: ignore[method-assign]
-
-
-def with_stale_places(engine: Engine) -> None:
-    """A page of a new sequence is looked up where the one before, of another sequence, has its place."""
-    cache = engine.runner.cache
-    assert isinstance(cache, TieredCache)
-    layer = cache.layer
-
-    def forgetful(index: int, prefill: bool = False) -> object:
-        found = layer(index, prefill)
-        hot = found.hot  # type: ignore[attr-defined]
-        return replace(found, hot=replace(hot, place_of=hot.place_of.clone())) if prefill else found
-
-    cache.layer = forgetful  # type: ignore[method-assign, assignment]
-    for turn in range(5):  # until no page is left that nobody had
-        others = [Request(i, (turn, *prompt[::-1]), NEW_TOKENS) for i, prompt in enumerate(prompts())]
-        generated(engine, others)
-
-
-@pytest.mark.parametrize("mistake", [without_write_back, with_stale_places])
-def test_mistakes_are_caught(mistake: Callable[[Engine], None]) -> None:
-    """In tokens, or by memory that nobody has written, which is NaN."""
-    found = None
-    with suppress(RuntimeError):
-        found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, hot=4 * ALL), mistake)
-    assert found != wanted("qwen2", SHORT_WINDOW)

@@ -53,7 +53,7 @@ FAULTS = [
     Fault(
         "bounds of no generated page", "helix/worker/model_runner.py",
         "state.span(rows, before, state.lengths[:rows]", "state.span(rows, state.lengths[:rows], state.lengths[:rows]",
-        ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
+        ("tests/e2e/test_parity.py::test_tokens_and_logits[chosen blocks-threads]",),
     ),
     # ---- a cache in host memory
     Fault(
@@ -80,12 +80,12 @@ FAULTS = [
     Fault(
         "tier: parts of the batch share rings", "helix/attention/tiered.py",
         "step.max_q, step.first)", "step.max_q, 0)",
-        ("tests/e2e/test_tiered.py::test_chunks_change_no_token",),
+        ("tests/e2e/test_parity.py::test_tokens_and_logits[chunks of a batch in host memory-threads]",),
     ),
     Fault(
         "tier: an unfinished page without its scales", "helix/worker/tiered_cache.py",
         "for kept in self.block.parts:", "for kept in self.block.parts[:2]:",
-        ("tests/e2e/test_tiered.py::test_few_bits",),
+        ("tests/e2e/test_parity.py::test_tokens_and_logits[few bits in host memory with drafts-threads]",),
     ),
     Fault(
         "tier: values as far apart as keys", "kernels/attention/paged_tiles.py", "if V_APART > 1:", "if V_APART > 9:",

@@ -189,13 +189,11 @@ FAULTS = [
     Fault(
         "rows that choose after others have the others' places", "helix/layers/indexer.py",
         "step.cu_q.clamp(begin, begin + most) - begin", "step.cu_q.clamp(begin, begin + most)",
-        ("tests/e2e/test_prompt_chunks.py::test_tokens_are_those_of_transformers"
-         "[deepseek-v32-helix kvp=2 tpa=1 -> tpf=2 ep=1]",),
+        ("tests/e2e/test_parity.py::test_tokens_and_logits[padded choices-threads]",),
     ),
     Fault(
         "padding of a chunk goes on in a sequence's state", "helix/worker/step.py", "slots[n:] = -1", "slots[n:] = 0",
-        ("tests/e2e/test_prompt_chunks.py::test_tokens_are_those_of_transformers"
-         "[qwen3-next-helix kvp=2 tpa=1 -> tpf=2 ep=1]",),
+        ("tests/e2e/test_parity.py::test_tokens_and_logits[padded states-threads]",),
     ),
     Fault(
         "refused rows are part of a state", "helix/worker/kv_cache.py",

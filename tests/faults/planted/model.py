@@ -20,9 +20,10 @@ ROUTE = ("tests/kernels/test_router.py",)
 LSE_COMBINE = ("tests/kernels/test_lse_combine.py",)
 DECODE = ("tests/kernels/test_flash_decode.py::test_kernel",)
 HOPB = ("tests/dist/test_hopb.py::test_chunked_steps_are_those_of_one_exchange",)
-TURNS = "tests/e2e/test_turns.py::test_halves_change_nothing[qwen2-helix kvp=2 tpa=1 -> tpf=2 ep=1]"
-DEALT = tuple(f"tests/e2e/test_dsa.py::test_rows_dealt_to_ranks[glm-5-{grid}]" for grid in ("helix-3-1", "helix-5-4"))
 PARITY = "tests/e2e/test_parity.py::"
+ROW = PARITY + "test_tokens_and_logits[{}-threads]"
+TURNS = ROW.format("halves")
+DEALT = tuple(map(ROW.format, ("dealt over a token each", "dealt over five ranks")))
 
 FAULTS = [
     # ---- the last layer
@@ -112,7 +113,7 @@ FAULTS = [
     Fault(
         "sinks on every rank", "helix/layers/attention.py",
         "if layout.kvp_rank(comm.rank) == 0:", "if spec.sinks:",
-        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp3-tpa2-ep3-block1]",),
+        (ROW.format("experts over six ranks"),),
     ),
     Fault(
         "a chunk with its neighbour's bounds", "helix/attention/base.py",
@@ -204,27 +205,27 @@ FAULTS = [
     # ---- layers
     Fault(
         "output bias on every rank", "helix/layers/linear.py", "if bias and shard.comm.rank == 0 else", "if bias else",
-        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp3-tpa2-ep3-block1]",),
+        (ROW.format("experts over six ranks"),),
     ),
     Fault(
         "a tied head is read", "helix/models/decoder.py",
         'None if spec.tied else "lm_head"', '"lm_head" if spec.tied else None',
-        (PARITY + "test_every_layout_and_block[qwen2-kvp2-tpa4-block1]",),
+        (ROW.format("KV heads over four of eight ranks"),),
     ),
     Fault(
         "DeepSeek's temperature once", "helix/models/deepseek.py",
         "scale *= rotary.mscale(temperature) ** 2", "scale *= rotary.mscale(temperature)",
-        ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
+        (ROW.format("latents of gathered queries"),),
     ),
     Fault(
         "latent rotation not interleaved", "helix/layers/mla.py",
         "[range(begin, end, 2), range(begin + 1, end, 2)] if spec.interleaved", "[range(begin, end)] if True",
-        ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
+        (ROW.format("latents of gathered queries"),),
     ),
     Fault(
         "index keys rotated as latents are", "helix/layers/specs.py",
         "if self.interleaved else [range(begin, end)]", "if True else [range(begin, end)]",
-        ("tests/e2e/test_dsa.py::test_every_group[deepseek-v32-kvp2]",),
+        (ROW.format("chosen tokens of deepseek-v32"),),
     ),
     Fault(
         "equal scores to the later token", "kernels/indexer/keys.py",
@@ -255,7 +256,7 @@ FAULTS = [
     Fault(
         "each rank its own best tokens", "helix/layers/indexer.py",
         "if placement.layout.kvp > 1:", "if placement.layout.kvp > 99:",
-        ("tests/e2e/test_dsa.py::test_every_group[glm-5-kvp3]",),
+        (ROW.format("chosen tokens over three ranks"),),
     ),
     Fault(
         "a chunk's own tokens are not in what is gathered", "helix/worker/dealt.py",

@@ -86,7 +86,7 @@ FAULTS = [
     Fault(
         "a draft too many is read", "helix/attention/chosen.py",
         "behind = hi - self.known[rows] + self.counts[rows]", "behind = hi - self.known[rows] + self.counts[rows] + 1",
-        ("tests/e2e/test_sparse_drafts.py::test_drafts_that_read_every_key_all_hold",),
+        ("tests/e2e/test_parity.py::test_tokens_and_logits[every key is read by any-threads]",),
     ),
     Fault(
         "a guess that nobody looks at", "kernels/sparse/select_tokens.py",
@@ -111,12 +111,12 @@ FAULTS = [
     Fault(
         "the next draft comes from the first verified row", "helix/speculation/layer.py",
         "step.span.before - 1).clamp(min=0)", "step.span.before - 1).clamp(max=0)",
-        ("tests/e2e/test_mtp.py::test_drafts_are_those_of_the_layer",),
+        ("tests/e2e/test_layer_drafts.py::test_drafts_are_those_of_the_layer",),
     ),
     Fault(
         "the last row of a chunk is forgotten", "helix/speculation/layer.py",
         "self._ends[slots] = chunk.states[rows]", "self._ends[slots] = 0 * chunk.states[rows]",
-        ("tests/e2e/test_mtp.py::test_drafts_are_those_of_the_layer",),
+        ("tests/e2e/test_layer_drafts.py::test_drafts_are_those_of_the_layer",),
     ),
     Fault(
         "acceptance may fall by two thirds", "launch/serving/acceptance.py",
