@@ -15,15 +15,16 @@ from torch import Tensor
 from helix.worker.blocks import BlockShape
 from helix.worker.keeps import dtype_name, keys_and_values
 from kernels.attention.head_squares import head_squares
-from kernels.attention.kv_append import kv_append
-from kernels.dense.qkv_append import qkv_append
+from kernels.attention.kv_append import HeadSlots, kv_append
+from kernels.dense import linear_fp8_sm90, linear_sm90
+from kernels.dense.qkv_append import on_hopper, qkv_append
 from kernels.indexer.append import index_append
 from kernels.mla.append import mla_append
 from kernels.mla.per_head_linear import MAX_ROWS
-from kernels.scaled import Matrix, as_tensor, quantised
+from kernels.scaled import Matrix, as_tensor
 from kernels.scaled_keys import rounded, rounded_latents, scales_of
 from tests.kernels.cases_dense import scaled
-from tests.kernels.suite import FLOATS, KERNEL, Call, Op, Way
+from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Op, Way, copied, shapes_of
 
 E4M3 = torch.float8_e4m3fn
 F32_F16 = torch.float32, torch.float16
@@ -69,17 +70,7 @@ def stored(cache: Tensor, slots: Tensor, values: Tensor) -> Tensor:
 
 
 def moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The same tensors on a device, views of one memory still of one."""
-    memory: dict[int, Tensor] = {}
-
-    def move(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-        there = memory.setdefault(storage.data_ptr(), whole.to(device)).untyped_storage()
-        place = x.storage_offset(), x.shape, x.stride()
-        return torch.empty(0, dtype=x.dtype, device=device).set_(there, *place)  # type: ignore[call-overload]
-
-    return {name: move(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+    return copied(given, device)[0]
 
 
 # ---- keys and values
@@ -159,10 +150,9 @@ def make_heads(
     return Call(moved(given, device), wanted, dtype, append_heads)
 
 
-HEADS = {
-    f"{q}-{kv}-dim-{dim}-page-{page}": dict(q_heads=q, kv_heads=kv, dim=dim, page_size=page)
-    for q, kv, dim, page in ((4, 2, 64, 16), (3, 1, 80, 1), (5, 5, 8, 7), (7, 1, 256, 64), (4, 0, 64, 16))
-}
+HEADS = shapes_of(
+    (4, 2, 64, 16), (3, 1, 80, 1), (5, 5, 8, 7), (7, 1, 256, 64), (4, 0, 64, 16), names="q_heads kv_heads dim page_size"
+)
 WITH_KEYS = {name: shape for name, shape in HEADS.items() if shape["kv_heads"]}
 FEW = {"few": dict(q_heads=3, kv_heads=2, dim=80, page_size=7)}
 # One token a program, or several.
@@ -180,7 +170,7 @@ def norms_of_first_heads(case: Call) -> None:
     case.given["means"] = torch.stack([qkv[:, head].square().mean(-1) for head in (0, 4)], 1)
 
 
-FIRST = HEADS["4-2-dim-64-page-16"] | dict(N=6)
+FIRST = HEADS["4-2-64-16"] | dict(N=6)
 KV_APPEND = Op(
     "kv_append", make_heads, kv_append,
     mistakes={
@@ -194,37 +184,32 @@ KV_APPEND = Op(
 
 def make_projected(
     *, N: int, q_heads: int, kv_heads: int, D: int, K: int, device: torch.device, biased: bool = False,
-    dtype: torch.dtype = torch.float32, weights: str = "", begin: int | None = 0, norms: bool = False,
+    dtype: torch.dtype = torch.float32, few: bool = False, begin: int | None = 0, norms: bool = False,
 ) -> Call:  # fmt: skip
-    """Arguments of `qkv_append`; weights in e4m3 are `quantised` ones, or of scales over `decades` that begin later."""
+    """Arguments of `qkv_append`; weights in e4m3 have scales over decades, and groups that begin so much before."""
     gen, heads = torch.Generator().manual_seed(N + K), q_heads + 2 * kv_heads
     x = torch.randn(N, 2 * K, generator=gen).to(dtype)[:, :K]
-    plain = torch.randn(heads * D, K, generator=gen).div(K**0.5).to(dtype)
-    weight: Matrix = plain.to(device)
-    if weights:
-        weight = quantised(plain.to(device)) if weights == "quantised" else scaled(heads * D, K, begin, device)
+    weight: Matrix = torch.randn(heads * D, K, generator=gen).div(K**0.5).to(dtype).to(device)
+    if few:
+        weight = scaled(heads * D, K, begin, device)
+        weight.scales.clamp_(max=1e-2 / K**0.5)  # of numbers of about 100
     bias = torch.randn(heads * D, generator=gen).to(dtype) if biased else None
     cos, sin = angles(N, D // 2, dtype, gen, False)
     kept = caches(kv_heads, D, 16, dtype, "auto", False)
     slots = torch.randperm(PAGES * 16, generator=gen)[:N]
     if N > 2:
         slots[1] = -1
-    y = x.to(device).double() @ as_tensor(weight, torch.float64).double().T
-    y = (y if bias is None else y + bias.to(device).double()).cpu()
-    largest = y.abs().max().item() if weights == "decades" else 1.0
+    y = (x.to(device).double() @ as_tensor(weight, torch.float64).double().T).cpu()
     # Rounded as a projection's output, so that what is left are sums of another order and the rotation's rounding.
-    y = y.to(dtype).view(N, heads, D)
+    y = (y if bias is None else y + bias.double()).to(dtype).view(N, heads, D)
     q, k, v = y.split([q_heads, kv_heads, kv_heads], 1)
     given: dict[str, Any] = dict(x=x, bias=bias, cos=cos, sin=sin, slots=slots, **kept)
     # A unit in the last place of each of two values of up to 8 that are turned (1.4 of it), and of the result. fp32:
     # sums of up to 1,100 terms of size 1 / sqrt(K) in another order.
     most = 8 * 2.4 * (2**-21 if dtype == torch.float32 else torch.finfo(dtype).eps)
-    if weights == "decades":  # of the largest: sums are off by 1e-6 of their terms' sizes, 30 times as large
-        most = (1e-4 if dtype is torch.float32 else 2e-2) * largest
     if norms:
         given |= dict(norms=1e-6, q_gain=torch.full((D,), 2.0, dtype=dtype), k_gain=torch.full((D,), 3.0, dtype=dtype))
-        q, k = normed(q, given["q_gain"], 1e-6), normed(k, given["k_gain"], 1e-6)
-        most = 1e-4
+        q, k, most = normed(q, given["q_gain"], 1e-6), normed(k, given["k_gain"], 1e-6), 1e-4
     wanted = {
         "0": (turned(q, cos, sin), most),
         "k_cache": (stored(kept["k_cache"], slots, turned(k, cos, sin)), most),
@@ -233,23 +218,42 @@ def make_projected(
     return Call(moved(given, device) | {"weight": weight}, wanted, dtype, append_heads)
 
 
-def projected(*shapes: tuple[int, int, int, int, int]) -> dict[str, dict[str, Any]]:
-    names = "N", "q_heads", "kv_heads", "D", "K"
-    return {"-".join(map(str, shape)): dict(zip(names, shape, strict=True)) for shape in shapes}
-
-
-PROJECTED = projected(
-    (1, 4, 2, 64, 100), (3, 3, 1, 80, 511), (2, 1, 1, 2, 33), (4, 2, 1, 256, 64), (1, 7, 1, 6, 1100), (9, 3, 1, 8, 40)
+SIZES = "N q_heads kv_heads D K"
+PROJECTED = shapes_of(
+    (1, 4, 2, 64, 100), (3, 3, 1, 80, 511), (2, 1, 1, 2, 33), (4, 2, 1, 256, 64), (1, 7, 1, 6, 1100), (9, 3, 1, 8, 40),
+    names=SIZES,
 )  # fmt: skip
-PROJECTED_ON_HOPPER = projected(
+PROJECTED_ON_HOPPER = shapes_of(
     (2, 7, 1, 128, 3584), (8, 16, 2, 128, 8192), (5, 16, 2, 64, 2880), (17, 3, 1, 256, 1040), (32, 1, 1, 64, 64),
-    (70, 7, 1, 128, 1040),
+    (70, 7, 1, 128, 1040), names=SIZES,
 )  # fmt: skip
-OF_DECADES = {
-    f"{N}-{K}-begin-{begin}": dict(N=N, K=K, begin=begin, q_heads=3, kv_heads=2, D=32, biased=True, weights="decades")
-    for N, K, begin in ((1, 300, 64), (3, 200, 0), (4, 256, None), (9, 144, 16))
-}
+PROJECTED_FEW = shapes_of(
+    (1, 3, 2, 32, 300, 64), (3, 3, 2, 32, 200, 0), (4, 3, 2, 32, 256, None), (9, 3, 2, 32, 144, 16),
+    names=SIZES + " begin",
+)  # fmt: skip
 QKV_APPEND = Op("qkv_append", make_projected, qkv_append)
+
+
+def of_programs(
+    x: Tensor, weight: Matrix, bias: Tensor | None, k_cache: Tensor, split: int, norms: None, scales: Any, **given: Any
+) -> Tensor:
+    """`qkv_append` by programs that share the columns, with so little shared memory that slots are filled again."""
+    to = HeadSlots.of(x, len(weight) // k_cache.shape[3], k_cache=k_cache, **given)
+    kernel = linear_sm90 if isinstance(weight, Tensor) else linear_fp8_sm90
+    kernel.launch(x, weight, bias, to, False, split, 60)
+    return to.q
+
+
+def fits_hopper(case: Call) -> bool:
+    return on_hopper(case.given["x"], case.given["weight"], case.given["k_cache"].shape[3])
+
+
+def splits(few: bool, N: int, K: int, **sizes: int) -> dict[str, Way]:
+    steps = -(-K // (256 if few and N <= 16 else 128))
+    return {f"split-{n}": Way({"split": n}) for n in (1, 2, 3, 4, 8) if n <= steps and (few or N <= 32)}
+
+
+QKV_ON_HOPPER = Op("qkv_append-on-hopper", make_projected, of_programs, needs_hopper=True)
 
 # ---- latents
 
@@ -309,19 +313,15 @@ def make_latents(
     return Call(moved(given, device), wanted, dtype, append_latents)
 
 
-LATENTS = {
-    f"{heads}-{nope}-{latent}-{rope}-page-{page}": dict(
-        heads=heads, nope=nope, latent=latent, rope=rope, page_size=page
-    )
-    for heads, nope, latent, rope, page in (
-        (4, 16, 32, 8, 16), (1, 24, 40, 24, 1), (20, 5, 136, 64, 64), (9, 128, 8, 8, 7), (0, 16, 32, 8, 16)
-    )
-}  # fmt: skip
-FEW_LATENTS = {
-    f"{latent}-{rope}": dict(heads=3, nope=16, latent=latent, rope=rope, page_size=7)
-    for latent, rope in ((32, 8), (40, 24), (136, 64), (512, 64))
-}
-FIRST_LATENTS = LATENTS["4-16-32-8-page-16"]
+OF_LATENTS = "heads nope latent rope page_size"
+LATENTS = shapes_of(
+    (4, 16, 32, 8, 16), (1, 24, 40, 24, 1), (20, 5, 136, 64, 64), (9, 128, 8, 8, 7), (0, 16, 32, 8, 16),
+    names=OF_LATENTS,
+)  # fmt: skip
+FEW_LATENTS = shapes_of(
+    (3, 16, 32, 8, 7), (3, 16, 40, 24, 7), (3, 16, 136, 64, 7), (3, 16, 512, 64, 7), names=OF_LATENTS
+)
+FIRST_LATENTS = LATENTS["4-16-32-8-16"]
 MLA_APPEND = Op(
     "mla_append", make_latents, mla_append,
     mistakes={"interleaved": (FIRST_LATENTS | dict(N=6), partial(interleaved, name="q"))},
@@ -372,10 +372,9 @@ def make_index(
     return Call(moved(given, device) | {"eps": eps}, wanted)
 
 
-INDEX_KEYS = {
-    f"{heads}-{width}-{rope}-page-{page}": dict(heads=heads, width=width, rope=rope, page_size=page)
-    for heads, width, rope, page in ((4, 32, 8, 16), (5, 24, 24, 1), (33, 128, 64, 7), (0, 16, 8, 4))
-}
+INDEX_KEYS = shapes_of(
+    (4, 32, 8, 16), (5, 24, 24, 1), (33, 128, 64, 7), (0, 16, 8, 4), names="heads width rope page_size"
+)
 
 
 def rotated_last(case: Call) -> None:
@@ -385,7 +384,7 @@ def rotated_last(case: Call) -> None:
 
 INDEX_APPEND = Op(
     "index_append", make_index, index_append,
-    mistakes={"rotated-last": (INDEX_KEYS["4-32-8-page-16"], rotated_last)},
+    mistakes={"rotated-last": (INDEX_KEYS["4-32-8-16"], rotated_last)},
 )  # fmt: skip
 
 # ---- squares of heads
@@ -406,10 +405,7 @@ def make_squares(
     return Call(given, {"0": (sums, 4e-6 * sums)}, torch.float32)
 
 
-SQUARES = {
-    f"{q}-{kv}-dim-{dim}": dict(q_heads=q, kv_heads=kv, dim=dim)
-    for q, kv, dim in ((4, 2, 64), (3, 1, 80), (5, 5, 8), (48, 8, 128), (7, 0, 16))
-}
+SQUARES = shapes_of((4, 2, 64), (3, 1, 80), (5, 5, 8), (48, 8, 128), (7, 0, 16), names="q_heads kv_heads dim")
 HEAD_SQUARES = Op("head_squares", make_squares, head_squares)
 
 OPS = [KV_APPEND, QKV_APPEND, MLA_APPEND, INDEX_APPEND, HEAD_SQUARES]
@@ -424,12 +420,21 @@ ROWS = [
     ),
     *QKV_APPEND.rows(PROJECTED, which=KERNEL, pairs=True, biased=(False, True), dtype=FLOATS),
     *QKV_APPEND.rows(
-        projected((1, 3, 1, 16, 32), (4, 3, 1, 16, 32)), which=KERNEL, norms=(True,)
+        shapes_of((1, 3, 1, 16, 32), (4, 3, 1, 16, 32), names=SIZES), which=KERNEL, norms=(True,)
     ),
-    *QKV_APPEND.rows(OF_DECADES, which=KERNEL, dtype=(torch.float32, torch.bfloat16)),
+    *QKV_APPEND.rows(PROJECTED_FEW, which=KERNEL, few=(True,), biased=(True,), dtype=(torch.float32, torch.bfloat16)),
     *QKV_APPEND.rows(
-        PROJECTED_ON_HOPPER, which=KERNEL, gpu=True, weights=("", "quantised"), biased=(False, True),
-        dtype=(torch.float16, torch.bfloat16),
+        PROJECTED_ON_HOPPER, which=KERNEL, gpu=True, few=(False, True), biased=(False, True), dtype=FEW_BITS,
+    ),
+    *(
+        row
+        for few in (False, True)
+        for name, shape in PROJECTED_ON_HOPPER.items()
+        if (ways := splits(few, **shape))
+        for row in QKV_ON_HOPPER.rows(
+            {name: shape}, which=KERNEL, gpu=True, hopper=fits_hopper, ways=ways, few=(few,), biased=(False, True),
+            dtype=FEW_BITS,
+        )
     ),
     *MLA_APPEND.rows(LATENTS, N=(6, MAX_ROWS + 1), dtype=F32_F16, pairs=True),
     *MLA_APPEND.rows({"of-other-ranks": FIRST_LATENTS | dict(N=3)}, elsewhere=(True,)),

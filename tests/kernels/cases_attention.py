@@ -16,7 +16,7 @@ from kernels.attention.flash_decode import flash_decode
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.lse_combine import lse_combine
 from tests.kernels.oracle import Case, few_bits, make_case
-from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, PLAIN, Call, Op, Way, sms
+from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, PLAIN, Call, Op, Way, shapes_of, sms
 
 Shapes = dict[str, dict[str, Any]]
 
@@ -294,6 +294,7 @@ PIECES = {
     )
     for size in (1, 100_000)
 }
+SHARED_KEYS = "late-chunks", "shard-shorter-than-chunk", "empty-shard", "window", "many-segments"
 IN_PIECES = "whole-prompts", "late-chunks", "empty-segment-between", "shard-shorter-than-chunk", "window"
 SEVERAL = [0 if i % 11 == 3 else 40 if i % 50 == 7 else 5 * i % 14 for i in range(150)]
 PROMPTS: Shapes = {
@@ -348,8 +349,9 @@ def a_future_key(case: Case) -> None:
 FUTURE = {"a-future-key": (dict(counts=[20], lengths=[20]), a_future_key)}
 PREFILL = Op("flash_prefill", partial(make_case, prefill=True), flash_prefill, mistakes=FUTURE)
 PREFILL_ROWS = [
-    *PREFILL.rows(PROMPTS, ways=PLAIN | SPLIT),
-    *PREFILL.rows(PROMPTS, which=KERNEL, layout=("blocks",)),
+    *PREFILL.rows(PROMPTS),
+    *PREFILL.rows(some(PROMPTS, *SHARED_KEYS, "sinks", "sinks-window"), which=KERNEL, ways=SPLIT),
+    *PREFILL.rows(some(PROMPTS, "late-chunks", "sinks-window", "dim-8"), which=KERNEL, layout=("blocks",)),
     *PREFILL.rows(
         {"low-precision": dict(counts=[40, 9], lengths=[75, 9], heads=(8, 2), dim=128)}, dtype=FEW_BITS
     ),
@@ -436,10 +438,7 @@ def lse_shifted(case: Call) -> None:
 
 
 MERGE = Op("lse_combine", make_parts, lse_combine, mistakes={"lse": (dict(W=3, N=2, H=2, D=16), lse_shifted)})
-PARTS: Shapes = {
-    f"{W}-{N}-{H}-{D}": dict(W=W, N=N, H=H, D=D)
-    for W, N, H, D in ((1, 3, 2, 64), (2, 1, 1, 8), (3, 5, 3, 80), (8, 2, 4, 128), (39, 2, 1, 256))
-}
+PARTS = shapes_of((1, 3, 2, 64), (2, 1, 1, 8), (3, 5, 3, 80), (8, 2, 4, 128), (39, 2, 1, 256), names="W N H D")
 SEVERAL_A_PROGRAM = {"": Way(), "several": Way(settings={"kernels.attention.lse_combine.MANY": 0})}
 MERGE_ROWS = [
     *MERGE.rows(PARTS, ways=SEVERAL_A_PROGRAM, empty=(0.0, 0.6)),

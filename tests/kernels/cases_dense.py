@@ -18,15 +18,11 @@ from kernels.dense.sigmoid_mul import sigmoid_mul
 from kernels.dense.silu_mul import silu_mul
 from kernels.mla.per_head_linear import MAX_ROWS, per_head_linear
 from kernels.scaled import ScaledMatrix, groups
-from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Op, Way
+from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Op, Way, shapes_of
 
 F32_F16 = torch.float32, torch.float16
 F32_BF16 = torch.float32, torch.bfloat16
 REFERENCE = ("reference",)
-
-
-def shapes_of(*shapes: tuple[int | None, ...], names: str) -> dict[str, dict[str, Any]]:
-    return {"-".join(map(str, shape)): dict(zip(names.split(), shape, strict=True)) for shape in shapes}
 
 
 def gate(y: Tensor) -> Tensor:

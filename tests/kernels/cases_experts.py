@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.moe.experts import RoutedExperts
 from kernels.scaled import ScaledMatrix, groups
-from tests.kernels.suite import FEW_BITS, KERNEL, Op, Way
+from tests.kernels.suite import FEW_BITS, KERNEL, Op, Way, shapes_of
 
 F32_BF16 = torch.float32, torch.bfloat16
 
@@ -71,49 +71,72 @@ class Case:
 
 
 def make_experts(
-    *, N: int, k: int, E: int, H: int, F: int, device: torch.device, experts: int | None = None, first: int = 0,
-    clamped: bool = False, addend: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0,
-    crowded: bool = False, shared: int = 0, hint: int | None = None, nan_token: int | None = None,
-    form: tuple[bool, int, tuple[int, int]] | None = None,
+    *, N: int, k: int, E: int, H: int, F: int, device: torch.device, experts: int | None = None,
+    first: int | None = None, clamped: bool = False, addend: bool = False, dtype: torch.dtype = torch.float32,
+    seed: int = 0, choices: str = "any", shared: int = 0, hint: int | None = None, nan_token: int | None = None,
+    form: tuple[bool, int, tuple[int, int]] | None = None, apart: int = 3, poison: bool = True,
 ) -> Case:  # fmt: skip
-    """Random tokens that choose k different ones of `experts` (all local if None), of which E from `first` are here.
+    """Random tokens that choose k different ones of `experts` (all local if None), of which E are here.
 
     Args:
-        crowded: whether all choose the last one here with all of their slots.
+        first: the first one that is here; None: they are those in the middle.
+        choices: any; "nobody" here; "crowded": all slots the last one here; "one": all tokens' first one is here, no
+            other; "same": all tokens' are the first token's; "first-nobody": so, but for the first token; "lone": of
+            one token, one is here; "third": so is the third of all tokens; "four": all choose the same four.
         shared: as many of the first ones are the last choices of all tokens, as `route` has them.
         hint: how many the op is told that all choose; None: those.
         form: of weights of a few bits, whether they are e2m1, else e4m3; columns of a group, and how many of the first
             groups' columns lie before.
+        apart: numbers between rows of x, which are NaN.
+        poison: whether weights that nobody chose are NaN.
     """
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator(device).manual_seed(seed)
+    first = (((experts or E) - E) // 2) if first is None else first
 
-    def normal(*shape: int, behind: int = 0, scale: float = 1.0) -> Tensor:
-        wide = torch.full((shape[0] + behind, *shape[1:]), torch.nan)
-        wide[: shape[0]] = torch.randn(shape, generator=gen) * scale
-        return wide.to(device, dtype)[: shape[0]]
+    def normal(*shape: int, fan_in: int = 1) -> Tensor:
+        wide = torch.full((shape[0] + 1, *shape[1:]), torch.nan, dtype=dtype, device=device)
+        wide[: shape[0]] = torch.randn(shape, generator=gen, dtype=dtype, device=device) * max(fan_in, 1) ** -0.5
+        return wide[: shape[0]]
 
-    x = torch.full((N, H + 3), torch.nan)
-    x[:, :H] = torch.randn(N, H, generator=gen)
+    x = torch.full((N, H + apart), torch.nan, dtype=dtype, device=device)[:, :H]
+    x.copy_(normal(N, H))
     if nan_token is not None:
         x[nan_token] = torch.nan
-    each, others = k - shared, (experts or E) - shared
-    chosen = [torch.randperm(others, generator=gen)[:each] + shared for _ in range(N)]
-    ids = torch.stack(chosen) if N else torch.zeros(0, each)
-    ids = torch.cat([ids, torch.arange(shared).expand(N, -1)], 1).int()
-    if crowded:
+    others = torch.rand(N, (experts or E) - shared, generator=gen, device=device).argsort(1)[:, : k - shared]
+    ids = torch.cat([others + shared, torch.arange(shared, device=device).expand(N, -1)], 1).int()
+    weights = torch.rand(N, k, generator=gen, device=device)
+    if choices in ("same", "first-nobody"):
+        ids[:] = ids[:1].clone()
+        ids[: choices == "first-nobody"] = -1
+    elif choices == "crowded":
         ids[:] = first + E - 1
+        weights /= k  # values as large as the tolerance is made for
+    elif choices != "any":
+        ids[:] = -1
+        if choices == "one":
+            ids[:, 0] = first + E // 2
+        elif choices == "lone":
+            ids[-1, 2] = first + 1
+        elif choices == "third":
+            ids[:, 2] = first + 3
+        elif choices == "four":
+            ids[:] = torch.arange(first, first + 4, device=device)
+    biases = (normal(E, 2 * F), normal(E, H), 1.5) if clamped else (None, None, None)
     case = Case(
-        x.to(device, dtype)[:, :H],
-        ids.to(device),
-        torch.rand(N, k, generator=gen).to(device),
-        normal(E, 2 * F, H, behind=1, scale=max(H, 1) ** -0.5),
-        normal(E, H, F, behind=1, scale=max(F, 1) ** -0.5),
-        first,
-        *((normal(E, 2 * F, behind=1), normal(E, H, behind=1), 1.5) if clamped else (None, None, None)),
-        normal(N, H, behind=1) if addend else None,
-        shared if hint is None else hint,
-    )
-    return case if form is None else of_few_bits(case, form)
+        x, ids, weights, normal(E, 2 * F, H, fan_in=H), normal(E, H, F, fan_in=F), first, *biases,
+        normal(N, H) if addend else None, shared if hint is None else hint,
+    )  # fmt: skip
+    if form is not None:
+        case = of_few_bits(case, form)
+    if poison and hint is None:
+        unused = ~torch.isin(torch.arange(first, first + E, device=device), ids)
+        for w in (case.gate_up, case.down, case.gate_up_bias, case.down_bias):
+            if isinstance(w, ScaledMatrix):
+                w.data.view(torch.uint8)[unused] = 0x7F
+                w.scales[unused] = 255 if w.packed else torch.nan
+            elif w is not None:
+                w[unused] = torch.nan
+    return case
 
 
 def of_few_bits(case: Case, form: tuple[bool, int, tuple[int, int]]) -> Case:
@@ -170,15 +193,8 @@ OTHERS = {"some": way("some"), "many": way("many")}  # the fourth is Hopper's
 WAYS = FEW | OTHERS
 
 
-def shapes_of(*shapes: tuple[Any, ...], names: str = "N k E H F") -> dict[str, dict[str, Any]]:
-    return {
-        "-".join(str(value).replace(" ", "") for value in shape): dict(zip(names.split(), shape, strict=True))
-        for shape in shapes
-    }
-
-
 def slot_left_out(case: Case) -> None:
-    case.ids[0, 0] = -1
+    case.ids[:, 0] = -1
 
 
 def summand_left_out(case: Case) -> None:
@@ -201,6 +217,7 @@ def other_choices(case: Case) -> Iterator[None]:
         yield
 
 
+SIZES = "N k E H F"
 SMALL = dict(N=5, k=3, E=4, H=32, F=16, addend=True)
 EXPERTS = Op(
     "experts", make_experts, RoutedExperts.compute,
@@ -218,8 +235,8 @@ EXPERTS = Op(
     },
     replays=other_choices,
 )  # fmt: skip
-SHAPES = shapes_of((7, 3, 5, 100, 33), (18, 2, 3, 33, 24), (3, 1, 1, 17, 1))
-FEW_TOKENS = shapes_of((1, 4, 8, 64, 48), (4, 2, 3, 33, 24), (3, 1, 1, 17, 1))
+SHAPES = shapes_of((7, 3, 5, 100, 33), (18, 2, 3, 33, 24), (3, 1, 1, 17, 1), names=SIZES)
+FEW_TOKENS = shapes_of((1, 4, 8, 64, 48), (4, 2, 3, 33, 24), (3, 1, 1, 17, 1), names=SIZES)
 SHARED = {
     f"{N}-{k}-{E}-shared-{shared}": dict(N=N, k=k, E=E, H=48, F=24, shared=shared, clamped=True, addend=True)
     for N, k, E, shared in ((5, 3, 5, 2), (16, 2, 4, 1), (17, 3, 4, 2), (40, 4, 9, 1), (35, 2, 2, 2))
@@ -246,23 +263,26 @@ FORMATS = (
 )  # fmt: skip
 # Ragged groups, cuts inside of one, one of all columns; experts elsewhere, shared ones, biases and clamps.
 SCALED = {
-    "7-3-5": dict(N=7, k=3, E=5, H=100, F=162, experts=8, first=1, clamped=True, addend=True, seed=7, hint=1),
+    "7-3-5": dict(N=7, k=3, E=5, H=100, F=162, experts=8, clamped=True, addend=True, seed=7, hint=1),
     "18-2-3": dict(N=18, k=2, E=3, H=34, F=24, experts=6, addend=True, seed=18),
 }
 SCALED_FEW = {
-    "1-4-8": dict(N=1, k=4, E=8, H=288, F=48, experts=11, first=1, seed=1, hint=1),
+    "1-4-8": dict(N=1, k=4, E=8, H=288, F=48, experts=11, seed=1, hint=1),
     "2-2-5": dict(N=2, k=2, E=5, H=100, F=162, experts=8, clamped=True, addend=True, seed=7),
 }
 LONG = shapes_of(
     (1, 8, 128, 2048, 96), (4, 4, 4, 720, 360), (5, 8, 128, 512, 96), (64, 4, 8, 360, 200), (900, 2, 4, 256, 104),
     (64, 8, 128, 2048, 96), (16, 4, 32, 2880, 360),  # of some tokens, such that down starts early, by many rows
+    names=SIZES,
 )  # fmt: skip
-LONG_SCALED = shapes_of((1, 8, 128, 2048, 96), (5, 8, 128, 512, 192), (64, 4, 8, 352, 208), (900, 2, 4, 256, 104))
+LONG_SCALED = shapes_of(
+    (1, 8, 128, 2048, 96), (5, 8, 128, 512, 192), (64, 4, 8, 352, 208), (900, 2, 4, 256, 104), names=SIZES
+)
 
 
 def half_here(shapes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Ranks that hold half of the experts, in the middle."""
-    return {name: s | dict(experts=2 * s["E"], first=s["E"] // 2, addend=True) for name, s in shapes.items()}
+    return {name: s | dict(experts=2 * s["E"], addend=True) for name, s in shapes.items()}
 
 
 OPS = [EXPERTS]
@@ -271,10 +291,10 @@ ROWS = [
     *EXPERTS.rows(SHAPES, which=KERNEL, ways=OTHERS, clamped=(False, True), addend=(True,), pairs=True),
     *EXPERTS.rows({name: SHARED[name] for name in [*SHARED][:1]}, which=KERNEL, ways=FEW),
     *EXPERTS.rows(SHARED, ways=OTHERS, pairs=True),
-    *EXPERTS.rows(ANY, ways=OTHERS, pairs=True, crowded=(False, True), hint=(0, 1), clamped=(False, True)),
+    *EXPERTS.rows(ANY, ways=OTHERS, pairs=True, choices=("any", "crowded"), hint=(0, 1), clamped=(False, True)),
     *EXPERTS.rows(
         {name: shape | dict(N=3) for name, shape in ANY.items()}, which=KERNEL, ways=FEW, pairs=True,
-        crowded=(False, True), hint=(0, 1), clamped=(False, True),
+        choices=("any", "crowded"), hint=(0, 1), clamped=(False, True),
     ),
     *EXPERTS.rows(NOTHING, ways=WAYS, pairs=True, addend=(False, True)),
     *EXPERTS.rows(SCALED, ways=OTHERS, pairs=True, form=FORMATS),
@@ -288,10 +308,5 @@ ROWS = [
         dtype=F32_BF16, clamped=(True,),
     ),
 ]  # fmt: skip
-GRAPHS = EXPERTS.rows(
-    {
-        f"{N}-{F}": dict(N=N, k=4, E=8, H=256, F=F, experts=16, first=4)
-        for N, F in ((2, 96), (32, 96), (1, 384), (8, 384))
-    },
-    which=KERNEL, dtype=(torch.bfloat16,),
-)  # fmt: skip
+IN_A_GRAPH = dict(k=4, E=8, H=256, experts=16, first=4, dtype=torch.bfloat16, apart=8, poison=False)
+GRAPHS = EXPERTS.rows({f"{N}-96": IN_A_GRAPH | dict(N=N, F=96) for N in (2, 32)}, which=KERNEL)

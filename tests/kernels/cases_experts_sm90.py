@@ -3,85 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
 from kernels.moe.experts import RoutedExperts
 from tests.kernels.cases_experts import (
+    EXPERTS,
+    IN_A_GRAPH,
     Case,
-    of_few_bits,
+    make_experts,
     poisoned,
     scales_rolled,
-    shapes_of,
     slot_left_out,
     summand_left_out,
 )  # fmt: skip
-from tests.kernels.suite import KERNEL, Op, Way
+from tests.kernels.suite import KERNEL, Op, Way, shapes_of
 
 
-def make_wide(
-    *, N: int, k: int, experts: int, E: int, H: int, F: int, device: torch.device, clamped: bool = False,
-    form: tuple[bool, int, tuple[int, int]] | None = None, choices: str = "any",
-    nan_token: int | None = None, poison: bool = True,
-) -> Case:  # fmt: skip
-    """N tokens of a rank that holds E of the experts, in the middle; x is strided, with NaN between its rows.
-
-    Unless told otherwise, what nobody chose is NaN. Of one token there is no addend.
-
-    Args:
-        choices: any; "nobody" here; "one": all tokens' first is one here, others are elsewhere; "same": all tokens' are
-            the first one's; "first-nobody": such, but for the first token; "lone": of one token, one is here; "third":
-            so is the third of all tokens; "four": all choose the same four; "all-slots": all of them one expert.
-    """
-    gen = torch.Generator(device).manual_seed(F)
-
-    def normal(*shape: int, fan_in: int = 1) -> Tensor:
-        return torch.randn(shape, generator=gen, device=device, dtype=torch.bfloat16) * fan_in**-0.5
-
-    x = torch.full((N, H + 8), torch.nan, device=device, dtype=torch.bfloat16)
-    x[:, :H] = normal(N, H)
-    if nan_token is not None:
-        x[nan_token] = torch.nan
-    first = (experts - E) // 2
-    ids = torch.rand(N, experts, generator=gen, device=device).argsort(1)[:, :k].int().contiguous()
-    weights = torch.rand(N, k, generator=gen, device=device)
-    if choices in ("same", "first-nobody"):
-        ids[:] = ids[:1].clone()
-        ids[: choices == "first-nobody"] = -1
-    elif choices != "any":
-        ids[:] = -1
-        if choices == "one":
-            ids[:, 0] = first + E // 2
-        elif choices == "lone":
-            ids[-1, 2] = first + 1
-        elif choices == "third":
-            ids[:, 2] = first + 3
-        elif choices == "four":
-            ids[:] = torch.arange(first, first + 4, device=device, dtype=torch.int32)
-        elif choices == "all-slots":
-            ids[:] = first + 3
-            weights /= 4  # values as large as the tolerance is made for
-    biases = (normal(E, 2 * F), normal(E, H), 1.5) if clamped else (None, None, None)
-    case = Case(
-        x[:, :H], ids, weights, normal(E, 2 * F, H, fan_in=H), normal(E, H, F, fan_in=F), first, *biases,
-        normal(N, H) if N > 1 else None,
-    )  # fmt: skip
-    unused = ~torch.isin(torch.arange(first, first + E, device=device, dtype=torch.int32), ids)
-    if form is not None:
-        case = of_few_bits(case, form)
-    if not poison:
-        return case
-    if form is not None:
-        for w in (case.gate_up, case.down):
-            w.data.view(torch.uint8)[unused] = 0x7F
-            w.scales[unused] = 255 if w.packed else torch.nan
-    else:
-        for t in (case.gate_up, case.down, case.gate_up_bias, case.down_bias):
-            if t is not None:
-                t[unused] = torch.nan
-    return case
+def make_wide(*, N: int, **shape: Any) -> Case:
+    """Cases of which copies are aligned; of one token there is no summand."""
+    return make_experts(N=N, addend=N > 1, dtype=torch.bfloat16, apart=8, **shape)
 
 
 def fits_few(case: Case) -> bool:
@@ -186,10 +129,11 @@ ROWS = [
         MANY_PAIRS, which=KERNEL, gpu=True, hopper=fits_many, repeats=5, ways=POISONED, choices=("any", "one", "nobody")
     ),
     *WIDE_EXPERTS.rows(
-        {"crowded": dict(k=4, experts=32, E=4, H=2880, F=360)}, which=KERNEL, gpu=True, repeats=5, ways=POISONED,
-        N=(1, 2, 3, 8), clamped=(False, True), choices=("nobody", "lone", "third", "four", "all-slots"),
+        {"crowded": dict(k=4, experts=32, E=4, H=2880, F=360)}, which=KERNEL, gpu=True, hopper=fits_few, repeats=5,
+        ways=POISONED, N=(1, 2, 3, 8), clamped=(False, True), choices=("nobody", "lone", "third", "four", "crowded"),
     ),
     *WIDE_EXPERTS.rows(
         {"nan-of-a-token": NARROW | dict(nan_token=3)}, which=KERNEL, gpu=True, hopper=fits_few, clamped=(False, True)
     ),
 ]  # fmt: skip
+GRAPHS = EXPERTS.rows({f"{N}-384": IN_A_GRAPH | dict(N=N, F=384) for N in (1, 8)}, which=KERNEL, hopper=fits_few)

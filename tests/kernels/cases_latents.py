@@ -16,8 +16,11 @@ from tests.kernels.cases_attention import (
     FUTURE,
     IN_PIECES,
     PIECES,
+    PROMPTS,
     ROUND_ROBIN,
     SEVERAL,
+    SHAPES,
+    SHARED_KEYS,
     SPLIT,
     TWO,
     Shapes,
@@ -67,10 +70,9 @@ DECODE = Op(
     },
     replays=partial(other_bounds, lengths=[[1, 0, 64], [65, 1, 0], [512, 2, 128], [700, 3, 250]]),
 )  # fmt: skip
-LATENTS: Shapes = {
-    "plain": dict(counts=[1, 1, 1], lengths=[40, 1, 17]),
-    "empty-shards": dict(counts=[1, 1, 1], lengths=[0, 33, 0]),
-    "all-empty": dict(counts=[1, 1], lengths=[0, 0]),
+LATENTS: Shapes = some(
+    SHAPES, "plain", "empty-shards", "all-empty", "window", "window-verify", "fewer-keys-than-queries"
+) | {
     "one-head": dict(counts=[1, 1], lengths=[70, 5], heads=1, page_size=48),
     "three-heads-verify-2": dict(counts=[2, 2], lengths=[37, 2], heads=3, page_size=1),
     "sixteen-heads-page-64": dict(counts=[1, 1], lengths=[130, 64], heads=16, page_size=64),
@@ -78,11 +80,8 @@ LATENTS: Shapes = {
     "80-heads": dict(counts=[1, 1], lengths=[50, 9], heads=80, latent=16),
     "odd-dims": dict(counts=[3], lengths=[45], heads=5, latent=40, rope=24),
     "rope-as-wide": dict(counts=[1], lengths=[33], heads=2, latent=8, rope=8),
-    "window": dict(counts=[1, 1, 1], lengths=[90, 20, 7], window=19),
-    "window-verify": dict(counts=[4, 4], lengths=[90, 21], window=10, page_size=48),
     "verify-16": dict(counts=[16], lengths=[50], heads=6),
     "verify-32": dict(counts=[32, 32], lengths=[70, 33], heads=3),
-    "fewer-keys-than-queries": dict(counts=[4, 4], lengths=[2, 40]),
 }
 WIDE: Shapes = {
     "two-groups": dict(counts=[1, 1], lengths=[90, 33], latent=256, heads=3),
@@ -90,12 +89,10 @@ WIDE: Shapes = {
     "three-groups-page-64": dict(counts=[1], lengths=[130], latent=384, heads=2, page_size=64),
 }
 # What Hopper's kernels take: latents of 512 + 64, pages of whole tiles of 64 keys. Up to 32 rows are few.
+MIXED = [5000, 0, 333, 1]
 LATENTS_ON_HOPPER: Shapes = {
-    "one-head": dict(counts=[1] * 4, lengths=[5000, 0, 333, 1], heads=1),
-    "16-heads": dict(counts=[1] * 4, lengths=[5000, 0, 333, 1], heads=16),
+    **{f"{heads}-heads": dict(counts=[1] * 4, lengths=MIXED, heads=heads) for heads in (1, 16, 32, 33)},
     "20-heads": dict(counts=[1] * 3, lengths=[700, 64, 65], heads=20),
-    "32-heads": dict(counts=[1] * 4, lengths=[5000, 0, 333, 1], heads=32),
-    "33-heads": dict(counts=[1] * 4, lengths=[5000, 0, 333, 1], heads=33),
     "verify-2": dict(counts=[2] * 4, lengths=[5000, 0, 333, 2], heads=16),
     "verify-2-of-10-heads": dict(counts=[2] * 5, lengths=[700, 1, 63, 64, 65], heads=10),
     "verify-3-of-20-heads": dict(counts=[3] * 3, lengths=[700, 64, 65], heads=20),
@@ -103,24 +100,21 @@ LATENTS_ON_HOPPER: Shapes = {
     "verify-16-of-2-heads": dict(counts=[16] * 3, lengths=[700, 16, 70], heads=2),
     "verify-32": dict(counts=[32] * 2, lengths=[700, 40], heads=5),
     "verify-32-of-one-head": dict(counts=[32] * 3, lengths=[700, 32, 70], heads=1),
-    "one-sequence": dict(counts=[1], lengths=[3000], heads=64),
-    "one-sequence-of-few": dict(counts=[1], lengths=[3000], heads=16),
     "page-128": dict(counts=[2] * 3, lengths=[700, 64, 65], heads=48, page_size=128),
     "page-192-of-few": dict(counts=[2] * 3, lengths=[700, 64, 65], heads=12, page_size=192),
-    "fp16": dict(counts=[1] * 3, lengths=[700, 64, 65], heads=128, dtype=torch.float16),
-    "fp16-of-few": dict(counts=[1] * 3, lengths=[700, 64, 65], heads=16, dtype=torch.float16),
-    "window": dict(counts=[1] * 3, lengths=[900, 200, 70], heads=64, window=190),
-    "window-of-few": dict(counts=[1] * 3, lengths=[900, 200, 70], heads=16, window=190),
     "window-verify-4": dict(counts=[4, 4], lengths=[900, 210], heads=32, window=100),
     "window-verify-2-of-few": dict(counts=[2, 2, 2], lengths=[900, 210, 65], heads=16, window=64),
-    "all-empty": dict(counts=[1, 1], lengths=[0, 0], heads=128),
-    "all-empty-of-few": dict(counts=[1, 1], lengths=[0, 0], heads=16),
-    "sequences-of-more-than-a-warp": dict(counts=[1] * 70, lengths=list(range(70)), heads=40),
-    "sequences-of-more-than-a-warp-of-few": dict(counts=[1] * 70, lengths=list(range(70)), heads=16),
     **{
-        f"from-{n}-keys-of-{heads}": dict(counts=[1] * 8, lengths=list(range(n, n + 8)), heads=heads)
-        for n in (1, 57, 121, 185)
-        for heads in (16, 128)
+        f"{name}-of-{heads}": shape | dict(heads=heads)
+        for name, of_heads, shape in (
+            ("one-sequence", (16, 64), dict(counts=[1], lengths=[3000])),
+            ("fp16", (16, 128), dict(counts=[1] * 3, lengths=[700, 64, 65], dtype=torch.float16)),
+            ("window", (16, 64), dict(counts=[1] * 3, lengths=[900, 200, 70], window=190)),
+            ("all-empty", (16, 128), dict(counts=[1, 1], lengths=[0, 0])),
+            ("sequences-of-more-than-a-warp", (16, 40), dict(counts=[1] * 70, lengths=list(range(70)))),
+            *((f"from-{n}", (16, 128), dict(counts=[1] * 8, lengths=[*range(n, n + 8)])) for n in (1, 57, 121, 185)),
+        )
+        for heads in of_heads
     },
 }
 DEEPSEEK: dict[str, Any] = dict(latent=512, rope=64)
@@ -185,16 +179,10 @@ DECODE_ROWS = [
 PREFILL = Op(
     "mla_prefill", partial(make_latents, prefill=True), mla_prefill, mistakes=FUTURE
 )  # fmt: skip
-LATENT_PROMPTS: Shapes = {
-    "whole-prompts": dict(counts=[33, 1, 16], lengths=[33, 1, 16]),
-    "late-chunks": dict(counts=[20, 40], lengths=[150, 41], page_size=48),
-    "empty-segment-between": dict(counts=[5, 0, 7], lengths=[9, 0, 70]),
-    "shard-shorter-than-chunk": dict(counts=[40, 30], lengths=[12, 30]),
-    "empty-shard": dict(counts=[30], lengths=[0]),
+LATENT_PROMPTS: Shapes = some(PROMPTS, *IN_PIECES, "empty-shard") | {
     "one-head": dict(counts=[19, 40], lengths=[64, 40], heads=1, page_size=1),
     "twenty-heads": dict(counts=[9], lengths=[130], heads=20, page_size=64),
     "128-heads": dict(counts=[5, 2], lengths=[31, 2], heads=128, latent=16),
-    "window": dict(counts=[70, 9], lengths=[150, 9], window=23, page_size=100),
     "odd-dims": dict(counts=[17], lengths=[70], heads=3, latent=40, rope=24),
     "many-segments": dict(counts=SEVERAL[:70], lengths=SEVERAL[:70], heads=4, latent=16, rope=8),
 }
@@ -218,7 +206,8 @@ def chosen_on_hopper(case: Case) -> bool:
 
 
 PREFILL_ROWS = [
-    *PREFILL.rows(LATENT_PROMPTS, ways=PLAIN | SPLIT),
+    *PREFILL.rows(LATENT_PROMPTS),
+    *PREFILL.rows(some(LATENT_PROMPTS, *SHARED_KEYS), which=KERNEL, ways=SPLIT),
     *PREFILL.rows(
         {"low-precision": dict(counts=[40, 9], lengths=[75, 9], latent=128, rope=32)}, dtype=FEW_BITS
     ),

@@ -53,15 +53,14 @@ class Call:
     call: Callable[..., Any] | None = None
 
     def run(self, function: Any, **options: Any) -> tuple[Tensor, ...]:
-        memory: dict[int, tuple[Tensor, Tensor]] = {}
-        copies = {name: _copy(x, memory) if isinstance(x, Tensor) else x for name, x in self.given.items()}
+        copies, memory = copied(self.given)
         result = function(**copies, **options) if self.call is None else self.call(function, **copies, **options)
         returned = result if isinstance(result, tuple) else (result,)
         found = {str(i): x for i, x in enumerate(returned)} | copies
         written = tuple(found[name].clone() for name in self.wanted)
         for name in self.wanted.keys() & copies.keys():
             copies[name].copy_(self.given[name])
-        for before, after in memory.values():
+        for before, after in memory:
             assert torch.equal(before, after), "something else is written"
         return written
 
@@ -76,12 +75,23 @@ class Call:
             assert not wrong.any(), f"{name}: {int(wrong.sum())} of {x.numel()} wrong, up to {off[wrong].max()}"
 
 
-def _copy(x: Tensor, memory: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-    """Copies a view with all the memory that it views, once for all views of it."""
-    whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())  # type: ignore[call-overload]
-    _, copied = memory.setdefault(x.untyped_storage().data_ptr(), (whole, whole.clone()))
-    storage, place = copied.untyped_storage(), (x.storage_offset(), x.shape, x.stride())
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, *place)  # type: ignore[call-overload]
+def copied(given: dict[str, Any], device: torch.device | None = None) -> tuple[dict[str, Any], list[Any]]:
+    """Copies tensors with all the memory that they view, once for all views of it; returns this memory, too."""
+    memory: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def bytes_of(x: Tensor) -> Tensor:
+        found: Tensor = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())  # type: ignore
+        return found
+
+    def copy(x: Tensor) -> Tensor:
+        if (key := x.untyped_storage().data_ptr()) not in memory:
+            memory[key] = bytes_of(x), bytes_of(x).to(device or x.device, copy=True)
+        storage, place = memory[key][1].untyped_storage(), (x.storage_offset(), x.shape, x.stride())
+        view: Tensor = torch.empty(0, dtype=x.dtype, device=device or x.device).set_(storage, *place)  # type: ignore
+        return view
+
+    copies = {name: copy(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+    return copies, [*memory.values()]
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,14 @@ class Way:
 
 
 PLAIN = {"": Way()}
+
+
+def shapes_of(*shapes: tuple[Any, ...], names: str) -> dict[str, dict[str, Any]]:
+    """Arguments of a case by the names, of each shape."""
+    return {
+        "-".join(str(value).replace(" ", "") for value in shape): dict(zip(names.split(), shape, strict=True))
+        for shape in shapes
+    }
 
 
 def sms(*counts: int) -> dict[str, Way]:

@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from helix.worker.blocks import BlockShape
 from helix.worker.keeps import keys_and_values
-from kernels.attention.kv_append import HeadSlots, kv_append
-from kernels.dense import linear_fp8_sm90, linear_sm90
-from kernels.dense.qkv_append import fuses, on_hopper, qkv_append
+from kernels.attention.kv_append import kv_append
+from kernels.dense.qkv_append import fuses, qkv_append
 from kernels.mla.append import mla_append
 from kernels.reference.kv_append import kv_append as append_reference
 from kernels.scaled_keys import rounded, rounded_latents, unpacked_latents
-from tests.kernels.cases_append import E4M3, PROJECTED_ON_HOPPER, make_projected
+from tests.kernels.cases_append import E4M3
 
 
 def test_few_rows_take_one_launch(device: torch.device) -> None:
     x, weight = torch.ones(4, 32, device=device).half(), torch.ones(4 * 64, 32, device=device).half()
     assert fuses(x, weight, 64)
     assert not fuses(x, weight.T.contiguous().T, 64), "rows of a weight have to be contiguous"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("weights", ["", "quantised"])
-@pytest.mark.parametrize("shape", PROJECTED_ON_HOPPER)
-def test_programs_that_share_the_columns(
-    shape: str, weights: str, biased: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    """With so little shared memory that slots are filled again."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a GPU of Hopper's")
-    s = PROJECTED_ON_HOPPER[shape]
-    weights = "quantised" if s["N"] > 32 else weights
-    kernel = linear_fp8_sm90 if weights else linear_sm90
-    case = make_projected(**s, weights=weights, biased=biased, dtype=dtype, device=device)
-    assert on_hopper(case.given["x"], case.given["weight"], s["D"])
-    for split in (1, 2, 3, 4, 8):
-        if split <= -(-s["K"] // (256 if weights and s["N"] <= 16 else 128)):
-
-            def shared(x: Tensor, weight: Any, bias: Any, split: int = split, **given: Any) -> Tensor:
-                to = HeadSlots.of(x, s["q_heads"] + 2 * s["kv_heads"], **{k: given[k] for k in PLACES})
-                kernel.launch(x, weight, bias, to, False, split, 60)
-                return to.q
-
-            case.check(*case.run(shared))
-
-
-PLACES = "cos", "sin", "k_cache", "v_cache", "slots"
 
 
 def test_a_projection_appends_the_same_bytes(device: torch.device) -> None:

@@ -29,7 +29,7 @@ def result(case: Case) -> torch.Tensor:
 
 @pytest.mark.parametrize("clamped", [False, True])
 def test_the_oracle_is_transformers(clamped: bool, device: torch.device) -> None:
-    case = make_experts(N=9, k=3, E=6, H=32, F=24, clamped=clamped, device=device)
+    case = make_experts(N=9, k=3, E=6, H=32, F=24, clamped=clamped, poison=False, device=device)
     if clamped:
         case.clamp_at = 7.0
         case.x *= 4  # so that some gates reach it
@@ -147,7 +147,7 @@ def test_layers_in_a_graph_that_start_early(N: int, way: str) -> None:
     few, _ = moe_module.few_tiles(N, F)
     some, _ = moe_module.tiles_of("some", N * k, E, F, H, torch.bfloat16, touched=50 / 132)
     assert moe_module.way_of(N, k, E) == way and (few if way == "few" else some)["EARLY"]
-    layers_in_a_graph(make_experts(N=N, k=k, E=E, H=H, F=F, dtype=torch.bfloat16, device=CUDA), E, k)
+    layers_in_a_graph(make_experts(N=N, k=k, E=E, H=H, F=F, dtype=torch.bfloat16, poison=False, device=CUDA), E, k)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ EXPERT_LAYERS = tuple(
 )
 ROW = "tests/kernels/test_suite.py::test_row"
 KV_APPEND = tuple(
-    f"{ROW}[kv_append-4-2-dim-64-page-16-N=6-{name}]" for name in ("dtype=float32-kernel", "dtype=float32-reference")
+    f"{ROW}[kv_append-4-2-64-16-N=6-{name}]" for name in ("dtype=float32-kernel", "dtype=float32-reference")
 )
 ROUTE = ("tests/kernels/test_router.py",)
 LSE_COMBINE = tuple(
