@@ -220,7 +220,6 @@ def blocks() -> Iterator[Launch]:
             f"select-blocks-{queries}-{parts}-{len(how)}",
             select_blocks,
             *given,
-            "bounds",
             i64(2),
             candidates=offered,
             **how,

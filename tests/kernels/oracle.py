@@ -1,15 +1,23 @@
-"""Paged caches full of traps, and attention over them in float64 by the textbook."""
+"""Attention over paged caches full of traps, and by the textbook in float64."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from helix.worker.blocks import BlockShape
+from helix.worker.keeps import dtype_name, keys_and_values
 from kernels.paged_keys import PagedKeys
+from kernels.scaled_keys import rounded_latents, scales_of
+
+E4M3 = torch.float8_e4m3fn
+ELSEWHERE = 2**30  # pages that are none: following such an entry would fault
+PART = {"keys": "k", "values": "v", "key_scales": "k_scale", "value_scales": "v_scale"}
 
 
 @dataclass
@@ -18,54 +26,97 @@ class Case:
 
     Attributes:
         q: [N, Hq, D], sequence after sequence, counts[i] queries of sequence i.
-        keys, values: the plain [S_i, Hkv, D] of each sequence, as the oracle reads them.
+        store: the cache, as kernels take it; bounds are those of `lo` and `hi`.
         lo, hi: [N] int32.
-        sinks: [Hq] fp32, or None.
+        keys, values: the plain [S_i, Hkv, D] of each sequence, as the oracle reads them.
+        present: of each sequence, which KV head reads which key, [Hkv, S_i], instead of bounds; None: as these say.
+        prefill: whether the op takes queries one after the other, or as many of each sequence.
+        size: what values are up to, in units of a few.
     """
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
+    store: PagedKeys
     counts: list[int]
     lo: Tensor
     hi: Tensor
     keys: list[Tensor]
     values: list[Tensor]
-    sinks: Tensor | None = None
-
-    @property
-    def scale(self) -> float:
-        return self.q.shape[-1] ** -0.5
+    present: list[Tensor] | None = None
+    prefill: bool = False
+    size: float = 1.0
 
     def paged(self, B: int | None = None) -> PagedKeys:
         """Returns the kernels' input, with bounds [B, T] of `B` sequences' queries, or [N] of all."""
         lo, hi = (self.lo, self.hi) if B is None else (self.lo.view(B, -1), self.hi.view(B, -1))
-        return PagedKeys(self.k_cache, self.v_cache, self.block_table, lo, hi, self.scale, self.sinks)
+        return replace(self.store, lo=lo, hi=hi)
 
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """Output [N, Hq, D] and natural-log LSE [N, Hq], float64; 0 and -inf where a query reads nothing.
+    def run(self, function: Any, room: tuple[int, int] | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        """Attends; with `room` into a slice of so many more heads and numbers, around which nothing may be written."""
+        B = len(self.counts)
+        rows = self.q if self.prefill else self.q.unflatten(0, (B, -1))
+        if room is not None:
+            lead, heads, dim = rows.shape[:-2], rows.shape[-2], self.values[0].shape[-1]
+            wide = torch.full((*lead, heads + room[0], dim + room[1]), torch.nan, dtype=rows.dtype, device=rows.device)
+            wide_lse = torch.full((*lead, heads + room[0]), torch.nan, device=rows.device)
+            mine = slice(room[0] // 2, room[0] // 2 + heads)
+            options |= {"out": wide[..., mine, :dim], "lse": wide_lse[..., mine]}
+        if self.prefill:
+            cu_q = torch.tensor([0, *self.counts], device=rows.device).cumsum(0).int()
+            out, lse = function(rows, self.paged(), cu_q, max(self.counts), max(map(len, self.keys)), **options)
+        else:
+            out, lse = function(rows, self.paged(B), **options)
+        if room is not None:
+            out, lse = options["out"].clone(), options["lse"].clone()
+            options["out"].fill_(torch.nan)
+            options["lse"].fill_(torch.nan)
+            assert wide.isnan().all() and wide_lse.isnan().all(), "written outside of what was given"
+        return (out, lse) if self.prefill else (out.flatten(0, 1), lse.flatten(0, 1))
+
+    @cached_property
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        """Output [N, Hq, V] and natural-log LSE [N, Hq], float64; 0 and -inf where a query reads nothing.
 
         A sink is a column of scores beside those of the keys, whose weight goes nowhere.
         """
-        out = torch.zeros(self.q.shape, dtype=torch.float64)
+        out = torch.zeros(*self.q.shape[:2], self.values[0].shape[-1], dtype=torch.float64)
         lse = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float64)
+        sinks = None if self.store.sinks is None else self.store.sinks.double().cpu()[:, None]
         n = 0
-        for count, keys, values in zip(self.counts, self.keys, self.values, strict=True):
+        for i, (count, keys, values) in enumerate(zip(self.counts, self.keys, self.values, strict=True)):
             group = self.q.shape[1] // keys.shape[1]
             k = keys.double().cpu().repeat_interleave(group, 1)  # [S, Hq, D]
             v = values.double().cpu().repeat_interleave(group, 1)
             for _ in range(count):
                 lo = int(self.lo[n])
                 hi = max(lo, int(self.hi[n]))
-                scores = torch.einsum("hd,shd->hs", self.q[n].double().cpu(), k[lo:hi]) * self.scale
-                if self.sinks is not None:
-                    scores = torch.cat([scores, self.sinks.double().cpu()[:, None]], 1)
+                if self.present is not None:
+                    lo, hi = 0, len(keys)
+                scores = torch.einsum("hd,shd->hs", self.q[n].double().cpu(), k[lo:hi]) * self.store.scale
+                if self.present is not None:
+                    scores = scores.masked_fill(~self.present[i].repeat_interleave(group, 0), -torch.inf)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks], 1)
                 if scores.shape[1]:
                     lse[n] = scores.logsumexp(-1)
-                    out[n] = torch.einsum("hs,shd->hd", scores.softmax(-1)[:, : hi - lo], v[lo:hi])
+                    weights = scores.softmax(-1).nan_to_num()[:, : hi - lo]
+                    out[n] = torch.einsum("hs,shd->hd", weights, v[lo:hi])
                 n += 1
         return out, lse
+
+    def check(self, out: Tensor, lse: Tensor) -> None:
+        """Compares with the oracle.
+
+        Tolerances: fp32 sums of a few hundred terms of size 1 keep 1e-5 (2^-24 x sqrt(terms), and Triton's exp2 adds
+        its own 2^-22). Below fp32 the weights are rounded to the dtype before the second product, large parts before
+        they are merged, and the output once more, each by half a unit in the last place, 2^-9 for bf16 and 2^-12 for
+        fp16, of values up to about 4. Two of the three count: a row as large as that is nearly one key's, whose weight
+        is 1 and stays so. LSE stays fp32.
+        """
+        wanted, wanted_lse = self.wanted
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}[out.dtype]
+        assert out.dtype == self.q.dtype
+        torch.testing.assert_close(out.double().cpu(), wanted, atol=tolerance * self.size, rtol=0)
+        torch.testing.assert_close(lse.double().cpu(), wanted_lse, atol=1e-5, rtol=1e-6)
 
 
 def make_case(
@@ -79,12 +130,26 @@ def make_case(
     window: int | None = None,
     sinks: bool = False,
     reads: list[list[int]] | None = None,
+    shrunk: float = 1.0,
+    latent: int | None = None,
+    kv: str = "auto",
+    decades: bool = False,
+    layout: str = "pages",
+    far: bool = False,
+    prefill: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Case:
     """Sequences of `lengths` keys with `counts` causal queries at their end: the last one reads all, or its window.
 
-    With `reads`, the queries of each sequence read as many of its first keys as that says.
+    Args:
+        reads: how many of a sequence's first keys each of its queries reads.
+        shrunk: the size of the queries of most heads, beside 1.
+        latent: so many numbers of a key are its value; there is no other cache.
+        kv: what is in e4m3 with scales: nothing (auto), values (k16v8) or all (fp8).
+        decades: tokens' values, or groups of latents, have sizes over decades.
+        layout: how pages lie, see `LAYOUTS`.
+        far: in caches of more than 2^32 numbers.
     """
     gen = torch.Generator().manual_seed(seed)
     q_heads, kv_heads = heads
@@ -94,7 +159,7 @@ def make_case(
     # Pages are rows of a wider tensor, as the layers of one cache are, and unused slots are NaN.
     wide = torch.full((2, pages, 2, page_size, kv_heads, dim), torch.nan, dtype=dtype)
     k_cache, v_cache = wide[0, :, 1], wide[1, :, 1]
-    table = torch.full((len(lengths), columns), 2**30, dtype=torch.int32)  # far outside: following it would fault
+    table = torch.full((len(lengths), columns), ELSEWHERE, dtype=torch.int32)
     keys, values, los, his = [], [], [], []
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         k = torch.randn(length, kv_heads, dim, generator=gen).to(dtype)
@@ -110,42 +175,177 @@ def make_case(
         hi = torch.tensor(reads[i]) if reads else (torch.arange(count) + length - count + 1).clamp(min=0)
         his.append(hi)
         los.append((hi - window).clamp(min=0) if window else torch.zeros_like(hi))
-    total = sum(counts)
-    q = torch.randn(total, q_heads, 2 * dim, generator=gen).to(dtype)[..., :dim]  # strided
+    q = torch.randn(sum(counts), q_heads, 2 * dim, generator=gen).to(dtype)[..., :dim]  # strided
+    q[1:, 2:] *= shrunk
     # Some far below every score, some far above, most among them.
-    sink = torch.randn(q_heads, generator=gen) * 4 if sinks else None
-    wide, table = wide.to(device), table.to(device)
-    return Case(
-        q.to(device), wide[0, :, 1], wide[1, :, 1], table, counts,
-        torch.cat(los).int().to(device), torch.cat(his).int().to(device), keys, values,
-        None if sink is None else sink.to(device),
-    )  # fmt: skip
+    sink = (torch.randn(q_heads, generator=gen) * 4).to(device) if sinks else None
+    wide, lo, hi = wide.to(device), torch.cat(los).int().to(device), torch.cat(his).int().to(device)
+    store = PagedKeys(wide[0, :, 1], wide[1, :, 1], table.to(device), lo, hi, dim**-0.5, sink)
+    case = Case(q.to(device), store, counts, lo, hi, keys, values, prefill=prefill)
+    if latent is not None:
+        cache = store.k[:, :, 0]
+        case.store, case.values = replace(store, k=cache, v=cache[..., :latent]), [k[..., :latent] for k in keys]
+    if kv != "auto":
+        case = few_bits(case, kv, decades)
+    return _far_away(LAYOUTS[layout](case, gen)) if far else LAYOUTS[layout](case, gen)
 
 
-def low_precision(kernel: Any, reference: Any) -> pytest.MarkDecorator:
-    """`parametrize` of both ops over bf16 and fp16; on a GPU alone where the interpreter multiplies bits of bf16."""
-    return pytest.mark.parametrize(
-        "op, dtype",
-        [
-            pytest.param(
-                op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (op is kernel and dtype is torch.bfloat16)
-            )
-            for name, op in (("kernel", kernel), ("reference", reference))
-            for dtype in (torch.bfloat16, torch.float16)
-        ],
-    )
+def make_latents(
+    counts: list[int], lengths: list[int], *, heads: int = 4, latent: int = 32, rope: int = 8, **options: Any
+) -> Case:
+    """Sequences as `make_case` makes them, of one KV head, whose values are the first `latent` dims of its keys."""
+    return make_case(counts, lengths, heads=(heads, 1), dim=latent + rope, latent=latent, **options)
 
 
-def check(out: Tensor, lse: Tensor, case: Case, expected: tuple[Tensor, Tensor] | None = None) -> None:
-    """Compares with the oracle.
+def few_bits(case: Case, kv: str, decades: bool) -> Case:
+    """Rounds a case's values, or all, to e4m3 with scales; what is absent is NaN in numbers and scales."""
+    if case.store.k.dim() == 3:
+        return _few_bits_of_latents(case, decades)
+    store = case.store
+    values, size = store.v.float(), 1.0
+    if decades:  # from 1e-6 to 1e2 times as large
+        factor = 10 ** (torch.rand(values.shape[:3], generator=torch.Generator().manual_seed(1)) * 8 - 6)
+        values, size = values * factor[..., None].to(values), 400.0
+    v, v_scale, stood = _few(values)
+    made = replace(store, k=store.k.contiguous(), v=v, v_scale=v_scale)
+    found = replace(case, store=made, values=_sequences(case, stood), size=size)
+    if kv == "fp8":
+        k, k_scale, stood = _few(store.k)
+        found = replace(found, store=replace(made, k=k, k_scale=k_scale), keys=_sequences(case, stood))
+    return found
 
-    Tolerances: fp32 sums of a few hundred terms of size 1 keep 1e-5 (2^-24 x sqrt(terms), and Triton's exp2 adds its
-    own 2^-22). Below fp32 the weights are rounded to the dtype before the second product, large parts before they are
-    merged, and the output once more, each by half a unit in the last place, 2^-9 for bf16 and 2^-12 for fp16, of values
-    up to about 4. Two of the three count: a row as large as that is nearly one key's, whose weight is 1 and stays so.
-    LSE stays fp32.
+
+def _few(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages [pages, page_size, Hkv, D] in e4m3, their scales [pages, Hkv, page_size], and what they stand for."""
+    scales = torch.where(x.isnan().any(-1), torch.nan, scales_of(x.nan_to_num()))
+    few = (x.float() / scales[..., None]).to(E4M3)
+    apart = scales.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return few, apart, few.float() * scales[..., None]
+
+
+def _sequences(case: Case, pages: Tensor) -> list[Tensor]:
+    """The entries [S_i, ...] of each sequence, out of pages [pages, page_size, ...]."""
+    found = []
+    for i, k in enumerate(case.keys):
+        at = torch.arange(len(k), device=pages.device)
+        found.append(pages[case.store.table[i, at // pages.shape[1]].long(), at % pages.shape[1]])
+    return found
+
+
+def _few_bits_of_latents(case: Case, decades: bool) -> Case:
+    """Rounds latents in groups of 128; with `decades`, groups of a token are from 1e-3 to 1 times as large."""
+    latent, cache = case.values[0].shape[-1], case.store.k.float()
+    if decades:
+        gen = torch.Generator().manual_seed(1)
+        factor = 10 ** -(torch.rand(*cache.shape[:2], -(-latent // 128), generator=gen) * 3).to(cache)
+        cache[..., :latent] *= factor.repeat_interleave(128, -1)[..., :latent]
+    latents, scales = rounded_latents(cache[..., :latent].nan_to_num())
+    stood = latents.float() * scales.repeat_interleave(128, -1)[..., :latent]
+    absent = cache[..., :1].isnan()
+    latents = latents.float().masked_fill(absent, torch.nan).to(E4M3)
+    scales = scales.masked_fill(absent, torch.nan).mT.contiguous()
+    # Pages lie apart, as in one cache of several layers.
+    latents, ropes = (torch.stack((x, x), 1)[:, 1] for x in (latents, case.store.k[..., latent:]))
+    keys = [k[:, None] for k in _sequences(case, torch.cat((stood, ropes.float()), -1))]
+    store = replace(case.store, k=latents, v=latents, k_scale=scales, rope=ropes)
+    return replace(case, store=store, keys=keys, values=[k[..., :latent] for k in keys])
+
+
+def block_shape(store: PagedKeys, dtype: torch.dtype) -> BlockShape:
+    _, page_size, heads, dim = store.k.shape
+    kv = "fp8" if store.k_scale is not None else "auto" if store.v_scale is None else "k16v8"
+    return BlockShape.of([keys_and_values(heads, dim, dtype_name(dtype), kv, None)], page_size)
+
+
+def _in_blocks(case: Case) -> tuple[BlockShape, Tensor, PagedKeys]:
+    """Blocks of bytes with the same numbers, NaN in between, and views of them."""
+    store, block = case.store, block_shape(case.store, case.q.dtype)
+    memory = torch.full((len(store.k) * block.heads, block.words), -1, dtype=torch.int32, device=store.k.device)
+    views = block.pages(memory)
+    for name, view in views.items():
+        view.copy_(getattr(store, PART[name]))
+    found: dict[str, Any] = {PART[name]: view for name, view in views.items()}
+    return block, memory, replace(store, **found)
+
+
+def _blocks(case: Case, gen: torch.Generator) -> Case:
+    """Each page a block of bytes for each head."""
+    return replace(case, store=_in_blocks(case)[2])
+
+
+def _places(case: Case, gen: torch.Generator) -> Case:
+    """Such blocks under every head; tables say which is a head's, and name no page behind the last key."""
+    block, memory, store = _in_blocks(case)
+    lanes = torch.arange(block.heads, device=memory.device)
+    found: dict[str, Any] = {PART[name]: x for name, x in block.under_every_head(memory).items()}
+    table = store.table[:, None] * block.heads + lanes[None, :, None]
+    table = torch.where(store.table[:, None] < ELSEWHERE, table, -1).int().contiguous()
+    return replace(case, store=replace(store, **found, table=table))
+
+
+def _tokens(case: Case, gen: torch.Generator) -> Case:
+    """Pages of one token, in any order, over the same scales; of keys, a table for each KV head."""
+    store, size = case.store, case.store.page_size
+    slots = torch.arange(store.table.shape[1] * size, device=store.table.device)
+    table = store.table[:, slots // size].clamp(max=ELSEWHERE // size) * size + slots % size
+    keys, values = list(case.keys), list(case.values)
+    for i, k in enumerate(keys):
+        order = torch.randperm(len(k), generator=gen)
+        table[i, : len(k)] = table[i, : len(k)].clone()[order.to(table.device)]
+        keys[i], values[i] = k[order], values[i][order]
+    one = {name: x.flatten(0, 1)[:, None] for name in ("k", "rope") if (x := getattr(store, name)) is not None}
+    if store.k.dim() == 3:
+        v = one["k"][..., : store.v.shape[-1]]
+    else:
+        v = store.v.flatten(0, 1)[:, None]
+        table = table[:, None].expand(-1, store.k.shape[2], -1).contiguous()
+    return replace(case, store=replace(store, **one, v=v, table=table.int()), keys=keys, values=values)
+
+
+def _heads(case: Case, gen: torch.Generator) -> Case:
+    """Some of a sequence's pages for each KV head, in order, the last one among them; one query reads these alone.
+
+    Entries below 0, wherever they stand, are no pages. A page that no head of a sequence reads holds NaN.
     """
-    want, want_lse = expected or case.expected()
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}[out.dtype]
-    torch.testing.assert_close(out.double().cpu(), want, atol=tolerance, rtol=0)
-    torch.testing.assert_close(lse.double().cpu(), want_lse, atol=1e-5, rtol=1e-6)
+    (page_size, kv_heads), store = case.store.k.shape[1:3], case.store
+    counts = [-(-len(keys) // page_size) for keys in case.keys]
+    table = torch.full((len(counts), kv_heads, max(counts) + 1), -1, dtype=torch.int32)
+    hi, present = torch.zeros_like(case.hi), []
+    for b, (keys, pages) in enumerate(zip(case.keys, counts, strict=True)):
+        read = torch.rand(kv_heads, pages, generator=gen) < 0.5
+        read[:, -1:] = True
+        present.append(read.repeat_interleave(page_size, 1)[:, : len(keys)])
+        columns = int(read.sum(1).max()) if pages else 0
+        hi[b] = max(0, columns * page_size - (-len(keys) % page_size))
+        for h in range(kv_heads):
+            chosen = read[h].nonzero()[:, 0]
+            # Pages that are none stand anywhere before the last one.
+            places = torch.randperm(max(columns - 1, 0), generator=gen)[: max(len(chosen) - 1, 0)].sort().values
+            places = torch.cat([places, torch.tensor([columns - 1])])[: len(chosen)]
+            table[b, h, places] = store.table[b, chosen].cpu()
+        for cache in (store.k, store.v):
+            cache[store.table[b, (~read.any(0)).nonzero()[:, 0]].long()] = torch.nan
+    return replace(case, store=replace(store, table=table.to(hi.device)), hi=hi, present=present)
+
+
+LAYOUTS: dict[str, Callable[[Case, torch.Generator], Case]] = {
+    "pages": lambda case, gen: case,
+    "blocks": _blocks,
+    "places": _places,
+    "tokens": _tokens,
+    "heads": _heads,
+}
+
+
+def _far_away(case: Case) -> Case:
+    """The same pages as the last ones of caches of more than 2^32 numbers."""
+    store, begin = case.store, (1 << 32) // case.store.k[0].numel() + 1
+
+    def last(x: Tensor) -> Tensor:
+        found = torch.empty(begin + len(x), *x.shape[1:], dtype=x.dtype, device=x.device)
+        found[begin:] = x
+        return found
+
+    found = {name: last(x) for name in ("k", "k_scale", "v_scale", "rope") if (x := getattr(store, name)) is not None}
+    v = found["k"][..., : store.v.shape[-1]] if store.k.dim() == 3 else last(store.v)
+    return replace(case, store=replace(store, **found, v=v, table=store.table + begin))

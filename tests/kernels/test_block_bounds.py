@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from helix.layout import HelixLayout
+from helix.worker.blocks import BlockShape
+from helix.worker.keeps import keys_and_values
 from kernels.sparse.block_bounds import fold_blocks
 from kernels.sparse.reference import fold_blocks as reference
 
@@ -67,3 +69,22 @@ def test_a_key_that_is_no_number_surfaces(device: torch.device) -> None:
     fold_blocks(keys, None, bounds, table, *lengths, 1, "bounds", **grid, part_bounds=parts)
     assert bounds.isnan().nonzero()[:, -1].tolist() == [5, 5]
     assert parts.isnan().nonzero()[:, -3:].tolist() == [[0, 0, 5], [0, 1, 5]]
+
+
+@pytest.mark.parametrize("kv", ["auto", "k16v8", "fp8"])
+def test_bounds_of_keys_in_blocks(kv: str, device: torch.device) -> None:
+    """Those of the numbers that e4m3 stands for, with scales of its own for each token."""
+    block = BlockShape.of([keys_and_values(2, 40, "float32", kv, None)], 16)
+    kept = block.pages(torch.full((2, 3 * 2, block.words), -1, dtype=torch.int32, device=device))
+    kept["keys"].copy_(torch.randn(2, 3, 16, 2, 40, generator=torch.Generator().manual_seed(0)).to(device))
+    scales, plain = kept.get("key_scales"), kept["keys"].float()
+    if scales is not None:
+        each = torch.tensor([0.25, 2.0, 8.0], device=device)[torch.arange(192, device=device) % 3]
+        scales.copy_(each.view(2, 3, 2, 16))
+        plain = plain * scales.transpose(2, 3)[..., None]
+    table, start = torch.tensor([[2, 0, 1]], device=device).int(), torch.zeros(1, dtype=torch.int64, device=device)
+    wanted = torch.stack([plain.amax(2), plain.amin(2)], 3)
+    bounds = torch.full_like(wanted, torch.nan)
+    where = dict(kvp=1, kvp_rank=0, append_block=16)
+    fold_blocks(kept["keys"], scales, bounds, table, start, start, start + 48, 3, "bounds", **where)
+    torch.testing.assert_close(bounds, wanted, rtol=0, atol=0)

@@ -62,17 +62,21 @@ def choices(N: int, k: int, experts: int, crowded: bool) -> Ints:
     return ids[np.zeros(N, int)] if crowded else ids
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("N", [1, 2, 3, 8])
+RANKS = [
+    (9, 257, 0, 257, 6144, 256), (8, 256, 64, 64, 7168, 512), (8, 256, 224, 32, 7168, 2048), (1, 8, 2, 3, 512, 192),
+    (4, 32, 0, 32, 2880, 2880), (10, 512, 31, 65, 2048, 512), (1, 64, 60, 4, 512, 192), (8, 8, 0, 8, 256, 224),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "k, experts, first, E, H, F",
+    "N, crowded, k, experts, first, E, H, F",
     [
-        (9, 257, 0, 257, 6144, 256), (8, 256, 64, 64, 7168, 512), (8, 256, 224, 32, 7168, 2048), (1, 8, 2, 3, 512, 192),
-        (4, 32, 0, 32, 2880, 2880), (10, 512, 31, 65, 2048, 512), (1, 64, 60, 4, 512, 192), (8, 8, 0, 8, 256, 224),
+        *((N, (N == 3) ^ i % 2, *rank) for i, rank in enumerate(RANKS) for N in (3, 8)),
+        *((N, False, *RANKS[-1]) for N in (1, 2)),
     ],
-)  # fmt: skip
+)
 def test_programs_find_their_experts_and_pairs(
-    N: int, k: int, experts: int, first: int, E: int, H: int, F: int, crowded: bool
+    N: int, crowded: bool, k: int, experts: int, first: int, E: int, H: int, F: int
 ) -> None:
     """Runs of all programs, one behind the other, are the steps of all tiles, in order of experts, with all pairs."""
     ids = choices(N, k, experts, crowded)

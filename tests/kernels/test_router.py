@@ -89,6 +89,9 @@ def test_best_first_and_ties_by_the_lowest_id(device: torch.device) -> None:
         assert ids.tolist() == [[1, 2, 4, 5, 0], [0, 1, 2, 3, 4]]
     ids, weights = route(torch.zeros(1, 8, device=device), 2, groups=4, top_groups=2, group_score=2)
     assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.125, 0.125]]
+    bias = torch.tensor([0.0, -9.0, 5.0, 1.0], device=device)
+    ids, weights = route(torch.zeros(1, 4, device=device), 2, scoring="sigmoid", bias=bias)
+    assert ids.tolist() == [[2, 3]] and weights.tolist() == [[0.5, 0.5]], "the bias chooses and does not weigh"
 
 
 @pytest.mark.parametrize("group_score", [1, 2])
@@ -112,30 +115,26 @@ def test_ties_zeros_of_either_sign_and_infinities(
         torch.testing.assert_close(weights.cpu(), scores, atol=5e-7, rtol=0)
 
 
-def test_experts_that_every_token_goes_to(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "shared_count, options",
+    [
+        (3, dict(normalise=True, scale=2.5)),
+        (1, dict(scoring="top_softmax")),
+        (1, dict(scoring="sigmoid", groups=4, top_groups=2, group_score=2, biased=True)),
+    ],
+    ids=["normalised", "top-softmax", "grouped"],
+)
+def test_experts_that_every_token_goes_to(shared_count: int, options: dict[str, Any], device: torch.device) -> None:
     """They take the lowest ids, and have a weight that neither scale nor sum touches."""
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, 0.5], [3.0, 0.0, 0.0, 4.0, 0.0]], device=device)
-    chosen, scores = route(logits, 2, normalise=True, scale=2.5)
-    ids, weights = route(logits, 2, normalise=True, scale=2.5, shared_count=3)
-    assert ids.tolist() == [[4, 5, 0, 1, 2], [6, 3, 0, 1, 2]]
-    assert torch.equal(ids[:, :2], chosen + 3) and torch.equal(weights[:, :2], scores)
-    assert (weights[:, 2:] == 1.0).all()
-
-    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(9)).to(device)
-    bias = torch.linspace(-1, 1, 24, device=device)
-    grouped: dict[str, Any] = dict(groups=4, top_groups=2, group_score=2, bias=bias, scoring="sigmoid")
-    for options in (grouped, dict(scoring="top_softmax")):
-        chosen, scores = route(x, 5, **options)
-        ids, weights = route(x, 5, shared_count=1, **options)
-        assert torch.equal(ids, torch.cat([chosen + 1, torch.zeros_like(chosen[:, :1])], 1))
-        assert torch.equal(weights, torch.cat([scores, torch.ones_like(scores[:, :1])], 1))
-
-
-def test_the_bias_chooses_and_does_not_weigh(device: torch.device) -> None:
-    logits = torch.zeros(1, 4, device=device)
-    bias = torch.tensor([0.0, -9.0, 5.0, 1.0], device=device)
-    ids, weights = route(logits, 2, scoring="sigmoid", bias=bias)
-    assert ids.tolist() == [[2, 3]] and weights.tolist() == [[0.5, 0.5]]
+    logits = torch.randn(7, 24, generator=torch.Generator().manual_seed(9)).to(device)
+    options = dict(options)
+    if options.pop("biased", False):
+        options["bias"] = torch.linspace(-1, 1, 24, device=device)
+    chosen, scores = route(logits, 5, **options)
+    ids, weights = route(logits, 5, shared_count=shared_count, **options)
+    shared = torch.arange(shared_count, device=device).expand(7, -1)
+    assert torch.equal(ids, torch.cat([chosen + shared_count, shared.int()], 1))
+    assert torch.equal(weights, torch.cat([scores, torch.ones_like(shared, dtype=torch.float32)], 1))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter

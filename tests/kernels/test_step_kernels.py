@@ -1,4 +1,4 @@
-"""What surrounds the layers of a step: placement, angles, embedding, the best token; kernel against reference."""
+"""What surrounds the layers of a step: placement, angles, the best token; kernel against reference."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from helix.layout import HelixLayout
 from helix.placement import Placement
 from kernels.attention.placement import cache_slots, local_bounds
-from kernels.dense.embedding import embedding
 from kernels.dense.reference import angles as reference_angles
-from kernels.dense.reference import embedding as reference_embedding
 from kernels.dense.rotary import angles
 from kernels.tokens import reference as reference_best
 from kernels.tokens.best_token import best_of_rank, best_of_ranks, width_of
@@ -58,22 +56,12 @@ def test_angles(half: int, device: torch.device) -> None:
     positions = torch.tensor([0, 1, 77, 131_071, 1_048_575], device=device)
     inv_freq = (1e6 ** -(torch.arange(half) / half)).to(device)
     inv_freq[half - half // 4 :] = 0.0  # dimensions that rest
-    got, wanted = (
-        angles(positions, inv_freq, 1.2, torch.float32),
-        reference_angles(positions, inv_freq, 1.2, torch.float32),
-    )
+    got, wanted = (op(positions, inv_freq, 1.2, torch.float32) for op in (angles, reference_angles))
     # The same fp32 angle; sines of large angles differ by their argument reduction, a few units of 2^-23.
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
     resting = inv_freq == 0
     assert (got[0][:, resting] == 1).all() and (got[1][:, resting] == 0).all(), "not even the factor counts there"
-
-
-@pytest.mark.parametrize("V, H", [(10, 6), (3, 1500), (0, 8)])
-def test_embedding(V: int, H: int, device: torch.device) -> None:
-    weight = torch.randn(V, H, device=device)
-    tokens = torch.tensor([5, 100, 7, 4, 14, 15], device=device)
-    assert torch.equal(embedding(tokens, weight, 5), reference_embedding(tokens, weight, 5))
 
 
 @pytest.mark.parametrize("V", [1, 5, 2048, 5000])

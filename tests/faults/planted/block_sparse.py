@@ -89,12 +89,12 @@ FAULTS = [
     ),
     Fault(
         "tier: values as far apart as keys", "kernels/attention/paged_tiles.py", "if V_APART > 1:", "if V_APART > 9:",
-        ("tests/kernels/test_block_views.py::test_decode",),
+        ("tests/kernels/test_suite.py::test_row[flash_decode-odd-kv=k16v8-layout=blocks-dtype=float16-kernel]",),
     ),
     Fault(
         "tier: parts of a block that overlap", "helix/worker/blocks.py",
         "            begin = end\n", "            begin = end - ALIGNED // WORD\n",
-        ("tests/kernels/test_block_views.py::test_parts_lie_in_order",),
+        ("tests/kernels/test_append.py::test_parts_lie_in_order",),
     ),
     Fault(
         "tier: a guess renews the order", "kernels/tier/resolve.py",

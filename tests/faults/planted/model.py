@@ -15,10 +15,23 @@ EXPERT_LAYERS = tuple(
         "test_shared_experts_are_among_the_routed_where_all_ranks_hold_these",
     )
 )
-KV_APPEND = ("tests/kernels/test_kv_append.py",)
+ROW = "tests/kernels/test_suite.py::test_row"
+KV_APPEND = tuple(
+    f"{ROW}[kv_append-4-2-64-16-N=6-{name}]" for name in ("dtype=float32-kernel", "dtype=float32-reference")
+)
 ROUTE = ("tests/kernels/test_router.py",)
-LSE_COMBINE = ("tests/kernels/test_lse_combine.py",)
-DECODE = ("tests/kernels/test_flash_decode.py::test_kernel",)
+LSE_COMBINE = tuple(
+    f"{ROW}[lse_combine-{name}]"
+    for name in ("nothing-kernel", "3-5-3-80-empty=0.6-kernel", "3-5-3-80-empty=0.6-reference")
+)
+DECODE = tuple(
+    f"{ROW}[flash_decode-{name}-kernel]" for name in ("plain", "group-16-verify-3", "mha-verify-8", "window-verify")
+)
+SCORED = tuple(
+    f"{ROW}[key_scores-{name}-sms=3-rows={rows}-kernel]"
+    for name in ("plain", "group-7", "first-queries-without-keys", "first-tile-without-keys")
+    for rows in ("ends", "any")
+)
 HOPB = ("tests/dist/test_hopb.py::test_chunked_steps_are_those_of_one_exchange",)
 PARITY = "tests/e2e/test_parity.py::"
 ROW = PARITY + "test_tokens_and_logits[{}-threads]"
@@ -56,11 +69,11 @@ FAULTS = [
     Fault(
         "window one key too narrow", "kernels/attention/paged_tiles.py",
         "(key[None, :] >= row_lo[:, None])", "(key[None, :] > row_lo[:, None])",
-        ("tests/kernels/test_flash_decode.py::test_kernel[window]",),
+        (f"{ROW}[flash_decode-window-kernel]",),
     ),
     Fault(
         "a tile of which no row counts", "kernels/attention/paged_tiles.py", "if SEVERAL:", "if False:",
-        ("tests/kernels/test_key_scores.py::test_scores",),
+        SCORED,
     ),
     Fault(
         "an edge without its mask", "kernels/attention/paged_tiles.py",
@@ -68,22 +81,22 @@ FAULTS = [
     ),
     Fault(
         "a query without keys finds some", "kernels/attention/flash_decode.py",
-        "tl.where(reads[:, None], acc, 0.0)", "acc", ("tests/kernels/test_key_scores.py::test_scores",),
+        "tl.where(reads[:, None], acc, 0.0)", "acc", SCORED,
     ),
     Fault(
         "sink in base 2", "kernels/attention/paged_tiles.py",
         "sink = sink.to(tl.float32) * 1.4426950408889634", "sink = sink.to(tl.float32)",
-        ("tests/kernels/test_flash_decode.py::test_kernel[sinks]",),
+        (f"{ROW}[flash_decode-sinks-kernel]",),
     ),
     Fault(
         "a sink in every split", "kernels/attention/flash_prefill.py",
         "if split == 0:  # a sink", "if split >= 0:  # a sink",
-        ("tests/kernels/test_flash_prefill.py::test_split_keys[sinks]",),
+        (f"{ROW}[flash_prefill-sinks-split-kernel]",),
     ),
     Fault(
         "splits that overlap", "kernels/attention/split_prefill.py",
         "tl.minimum(begin + run, last)", "tl.minimum(begin + run + 1, last)",
-        ("tests/kernels/test_flash_prefill.py::test_split_keys[late-chunks]",),
+        (f"{ROW}[flash_prefill-late-chunks-split-kernel]",),
     ),
     Fault(
         "every rank projects the first tokens of a half", "helix/layers/attention.py",
@@ -96,7 +109,7 @@ FAULTS = [
     Fault(
         "an empty shard is NaN", "kernels/attention/split_kv.py",
         "acc /= tl.where(empty, 1.0, total)[:, None]", "acc /= total[:, None]",
-        ("tests/kernels/test_flash_decode.py::test_kernel[empty-shards]",),
+        (f"{ROW}[flash_decode-empty-shards-kernel]",),
     ),
     Fault(
         "nothing anywhere is NaN", "kernels/attention/lse_combine.py",
@@ -200,7 +213,7 @@ FAULTS = [
     ),
     Fault(
         "gpt-oss's gate without its one", "kernels/dense/reference.py", "* (up + 1))", "* up)",
-        ("tests/kernels/test_experts.py::test_moe_is_transformers",),
+        (f"{ROW}[experts-4-2-3-33-24-few-clamped-addend-reference]",),
     ),
     # ---- layers
     Fault(

@@ -76,12 +76,12 @@ FAULTS = [
     Fault(
         "the bonus row is the last of the tile", "kernels/attention/flash_decode.py",
         "tl.max(tl.where(los < his, query, -1), 0)", "T - 1",
-        ("tests/kernels/test_key_scores.py::test_scores",),
+        ("tests/kernels/test_suite.py::test_row[key_scores-plain-sms=3-rows=ends-kernel]",),
     ),
     Fault(
         "queries that read a key are taken for the first", "kernels/attention/flash_decode.py",
         "earliest = tl.min(tl.where(los < his, query, T), 0)", "earliest = 0",
-        ("tests/kernels/test_key_scores.py::test_groups_that_straddle_append_blocks",),
+        ("tests/kernels/test_attention.py::test_groups_that_straddle_append_blocks",),
     ),
     Fault(
         "a draft too many is read", "helix/attention/chosen.py",

@@ -1,0 +1,335 @@
+"""Projections, also with weights in e4m3, and what is computed number by number: tables of cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.dense import linear_fp8_sm90, linear_sm90
+from kernels.dense.embedding import embedding
+from kernels.dense.linear import linear
+from kernels.dense.rms_norm import rms_norm
+from kernels.dense.sigmoid_mul import sigmoid_mul
+from kernels.dense.silu_mul import silu_mul
+from kernels.mla.per_head_linear import MAX_ROWS, per_head_linear
+from kernels.scaled import ScaledMatrix, groups
+from tests.kernels.suite import FEW_BITS, FLOATS, KERNEL, Call, Op, Way, shapes_of
+
+F32_F16 = torch.float32, torch.float16
+F32_BF16 = torch.float32, torch.bfloat16
+REFERENCE = ("reference",)
+
+
+def gate(y: Tensor) -> Tensor:
+    """silu(gate) * up of the two halves."""
+    first, up = y.chunk(2, -1)
+    return first / (1 + (-first).exp()) * up
+
+
+# ---- projections
+
+
+def make_linear(
+    *, N: int, R: int, K: int, device: torch.device, biased: bool = False, gated: bool = False, exact: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Call:  # fmt: skip
+    """x, strided; a weight with NaN behind it."""
+    gen = torch.Generator().manual_seed(K)
+    x = torch.randn(N, 2 * K, generator=gen).to(device, dtype)[:, :K]
+    rows = 2 * R if gated else R
+    wide = torch.full((rows + 8, K), torch.nan).to(device, dtype)
+    wide[:rows] = torch.randn(rows, K, generator=gen).div(K**0.5).to(device, dtype)
+    bias = torch.randn(rows, generator=gen).to(device, dtype) if biased else None
+    y = x.double() @ wide[:rows].double().T + (0 if bias is None else bias.double())
+    # fp32: sums of up to 1,100 terms of size 1 / sqrt(K); products of 16-bit numbers are exact. Below: a rounding of
+    # values up to 4 (sums in fp32 of up to 8,192 terms are far closer), and for the gate the roundings of both factors
+    # and of their product, up to 16.
+    eps = 0.0 if exact else torch.finfo(dtype).eps
+    given = dict(x=x, weight=wide[:rows], bias=bias, gated=gated, exact=exact)
+    wanted = {"0": (gate(y) if gated else y, max(2e-5, (16 if gated else 4) * eps))}
+    return Call(given, wanted, torch.float32 if exact else dtype)
+
+
+def scaled(rows: int, columns: int, begin: int | None, device: Any, seed: int = 0) -> ScaledMatrix:
+    """A matrix with scales from 1e-6 to 1e2, and NaN behind its rows; `begin` None: one scale a row."""
+    generator = torch.Generator().manual_seed(seed)
+    group, begin = (columns, 0) if begin is None else (128, begin)
+    data = torch.full((rows + 4, columns), torch.nan)
+    data[:rows] = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448)
+    count = groups(begin, columns, group)
+    scales = 10 ** (torch.rand(count, rows, generator=generator) * 8 - 6)
+    return ScaledMatrix(data.to(device, torch.float8_e4m3fn)[:rows], scales.to(device), group, begin)
+
+
+def make_scaled(
+    *, N: int, R: int, K: int, begin: int | None, device: torch.device, biased: bool = False, gated: bool = False,
+    exact: bool = False, dtype: torch.dtype = torch.float32, unpacked: bool = False, seed: int = 0,
+) -> Call:  # fmt: skip
+    """Weights in e4m3, which may be rounded to the dtype where they are `unpacked`."""
+    gen = torch.Generator().manual_seed(K)
+    x = torch.randn(N, 2 * K, generator=gen).to(device, dtype)[:, :K]
+    weight = scaled(2 * R if gated else R, K, begin, device, seed)
+    if dtype is torch.float16:
+        weight.scales.clamp_(max=1e-3)  # results are below 65,504
+    bias = torch.randn(len(weight), generator=gen).to(device, dtype) if biased else None
+    whole = weight.unpacked(torch.float64)
+    y, size = x.double() @ whole.T, x.double().abs() @ whole.T.abs()
+    if bias is not None:
+        y, size = y + bias.double(), size + bias.double().abs()
+    if gated:
+        y, (a, b) = gate(y), size.chunk(2, 1)
+        size = a * b + a + b
+    # Sums in fp32 are off by a few of its units of their terms' sizes; results are rounded.
+    eps = 0.0 if exact or dtype is torch.float32 else torch.finfo(dtype).eps
+    most = size * 2e-6 + ((12 if unpacked else 3) * size + y.abs()) * eps
+    given = dict(x=x, weight=weight, bias=bias, gated=gated, exact=exact)
+    return Call(given, {"0": (y, most)}, torch.float32 if exact else dtype)
+
+
+def on_hopper(x: Tensor, weight: Any, bias: Tensor | None, gated: bool, exact: bool, split: int) -> Tensor:
+    """`linear` by so many programs that share K, with so little shared memory that slots are filled again."""
+    out = torch.full((len(x), len(weight) // (2 if gated else 1)), torch.nan, dtype=x.dtype, device=x.device)
+    module = linear_fp8_sm90 if isinstance(weight, ScaledMatrix) else linear_sm90
+    module.launch(x, weight, bias, out, gated, split, 40)
+    return out
+
+
+def fits_hopper(case: Call) -> bool:
+    x, weight, (wanted, _) = case.given["x"], case.given["weight"], case.wanted["0"]
+    if isinstance(weight, ScaledMatrix):
+        return linear_fp8_sm90.fits(x, weight, wanted.shape[1] if case.given["gated"] else None)
+    return linear_sm90.fits(x, weight)
+
+
+SHAPES = shapes_of(
+    (1, 40, 64), (5, 33, 100), (4, 7, 511), (3, 64, 48), (17, 8, 32), (1, 9, 1100), (2, 1, 16), (6, 33, 528),
+    names="N R K",
+)  # fmt: skip
+NOTHING = shapes_of((2, 3, 0), (0, 3, 4), (2, 0, 4), names="N R K")
+ON_HOPPER = shapes_of(
+    (2, 65, 64), (5, 33, 528), (8, 640, 448), (16, 70, 1040), (31, 130, 368), (17, 257, 2368), (9, 1, 8192),
+    names="N R K",
+)  # fmt: skip
+# Ragged groups, cuts inside them, one scale a row, and more columns than a program's threads load at once.
+SCALED = shapes_of(
+    (1, 40, 256, 0), (1, 9, 1100, 96), (2, 33, 300, 64), (3, 64, 144, 100), (4, 7, 511, 16), (7, 50, 400, 64),
+    (16, 65, 128, 0), (33, 130, 272, 112), (100, 96, 520, 0), (1, 24, 200, None), (5, 24, 200, None), (1, 8, 48, 80),
+    names="N R K begin",
+)  # fmt: skip
+SCALED_ON_HOPPER = shapes_of(
+    (1, 72, 528, 64), (2, 72, 64, 0), (5, 40, 528, 64), (8, 640, 448, 0), (16, 72, 1040, 112), (31, 136, 368, 48),
+    (17, 264, 2368, None), (9, 8, 8192, 16), (33, 200, 400, 96), (64, 136, 1792, 0), (65, 72, 528, 64),
+    (100, 264, 2368, None), (128, 136, 400, 0),
+    names="N R K begin",
+)  # fmt: skip
+# One matrix follows another in the memory that they are unpacked to.
+UNPACKED = {"": Way(settings={"kernels.dense.linear_scaled.MANY": 5})}
+
+
+def splits_of(shapes: dict[str, dict[str, Any]], splits: Any) -> Iterator[tuple[dict[str, Any], dict[str, Way]]]:
+    """A shape, and ways in which so many programs share its K."""
+    for name, shape in shapes.items():
+        yield {name: shape}, {f"split-{n}": Way({"split": n}) for n in splits(**shape)}
+
+
+def slices(N: int, R: int, K: int) -> list[int]:
+    """Slices that begin at 16 bytes."""
+    return [split for split in (1, 2, 4, 8) if K % (16 * split) == 0]
+
+
+def runs(N: int, R: int, K: int, begin: int | None) -> list[int]:
+    """Runs of steps, of which each program has one."""
+    return [n for n in (1, 2, 3, 5, 8, 16) if n <= -(-(K + (begin or 0)) // (256 if N <= 16 else 128))]
+
+
+def row_doubled(case: Call) -> None:
+    case.given["weight"][9] *= 2
+
+
+def scales_rolled(case: Call, dim: int) -> None:
+    """Scales of the next group or row."""
+    case.given["weight"] = replace(case.given["weight"], scales=case.given["weight"].scales.roll(1, dim))
+
+
+def groups_later(case: Call) -> None:
+    """Groups that begin a column later."""
+    case.given["weight"] = replace(case.given["weight"], begin=case.given["weight"].begin + 1)
+
+
+LINEAR = Op("linear", make_linear, linear, mistakes={"another-row": (dict(N=1, R=16, K=64), row_doubled)})
+LINEAR_ON_HOPPER = Op("linear-on-hopper", make_linear, on_hopper, needs_hopper=True)
+LINEAR_SCALED = Op(
+    "linear_scaled", make_scaled, linear,
+    mistakes={
+        f"{name}-{N}": (dict(N=N, R=40, K=300, begin=64), change)
+        for N in (1, 4, 20)
+        for name, change in (
+            ("group", partial(scales_rolled, dim=0)), ("row", partial(scales_rolled, dim=1)), ("begin", groups_later)
+        )
+    },
+)  # fmt: skip
+LINEAR_SCALED_ON_HOPPER = Op("linear_scaled-on-hopper", make_scaled, on_hopper, needs_hopper=True)
+LINEAR_ROWS = [
+    *LINEAR.rows(SHAPES, pairs=True, biased=(False, True), gated=(False, True), dtype=FLOATS),
+    *LINEAR.rows(SHAPES, pairs=True, exact=(True,), dtype=FLOATS),
+    *LINEAR.rows(NOTHING, gated=(True,)),
+    *LINEAR.rows(
+        ON_HOPPER, which=KERNEL, gpu=True, hopper=fits_hopper, biased=(False, True), gated=(False, True), dtype=FEW_BITS
+    ),
+    *(
+        row
+        for shape, ways in splits_of(ON_HOPPER, slices)
+        for row in LINEAR_ON_HOPPER.rows(
+            shape, which=KERNEL, gpu=True, ways=ways, biased=(False, True), gated=(False, True), dtype=FEW_BITS
+        )
+    ),
+    # In slices of its own or, where they would not begin at 16 bytes, in runs of steps; and leaves no sums behind.
+    *LINEAR_ON_HOPPER.rows(
+        shapes_of((16, 70, 1680), (18, 257, 2368), (5, 40, 1040), names="N R K"), which=KERNEL, gpu=True, repeats=2,
+        ways={f"split-{n}": Way({"split": n}) for n in (2, 3, 5, 6, 7)}, biased=(True,), gated=(False, True),
+        dtype=(torch.bfloat16,),
+    ),
+    *(
+        row
+        for biased, gated in ((False, False), (True, False), (True, True))
+        for row in LINEAR_SCALED.rows(SCALED, pairs=True, biased=(biased,), gated=(gated,))
+    ),
+    *LINEAR_SCALED.rows(SCALED, which=KERNEL, biased=(True,), gated=(False, True), dtype=(torch.bfloat16,)),
+    *LINEAR_SCALED.rows(
+        SCALED, which=REFERENCE, pairs=True, biased=(False, True), gated=(False, True), dtype=(torch.bfloat16,),
+        unpacked=(True,),
+    ),
+    *LINEAR_SCALED.rows(SCALED, which=KERNEL, exact=(True,), dtype=F32_BF16),
+    *LINEAR_SCALED.rows(
+        shapes_of((7, 40, 300, 64), (7, 33, 130, None), names="N R K begin"), which=KERNEL, ways=UNPACKED,
+        gated=(False, True), dtype=F32_BF16, unpacked=(True,), seed=(0, 1),
+    ),
+    *LINEAR_SCALED.rows(
+        SCALED_ON_HOPPER, which=KERNEL, gpu=True, hopper=fits_hopper, biased=(True,), gated=(False, True),
+        dtype=FEW_BITS,
+    ),
+    *(
+        row
+        for shape, ways in splits_of(SCALED_ON_HOPPER, runs)
+        for row in LINEAR_SCALED_ON_HOPPER.rows(
+            shape, which=KERNEL, gpu=True, ways=ways, biased=(True,), gated=(False, True), dtype=FEW_BITS
+        )
+    ),
+]  # fmt: skip
+
+# ---- each head's own matrix
+
+
+def make_per_head(
+    *, N: int, heads: int, wide: int, narrow: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Call:
+    """x out of wider heads, W_UV as a transposed view of kv_b_proj, and where the result goes in other heads."""
+    gen = torch.Generator().manual_seed(N + heads)
+    x = torch.randn(N, heads, wide + 3, generator=gen).to(dtype).to(device)[..., 3:]
+    weight = torch.randn(heads, 5 + narrow, wide, generator=gen).to(dtype).to(device)[:, 5:].mT
+    out = torch.full((N, heads, narrow + 7), torch.nan, dtype=dtype, device=device)[..., :narrow]
+    y = torch.einsum("nha,hab->nhb", x.double(), weight.double())
+    # fp32: sums of at most 100 products of values up to 4, each rounded by 2^-24. bf16: one rounding of the result,
+    # 2^-9 of values up to 6 sqrt(512).
+    most = 100 * 16 * 2**-24 if dtype == torch.float32 else 6 * 512**0.5 * 2**-9
+    return Call(dict(x=x, weight=weight, out=out), {"out": (y, most), "0": (y, most)}, dtype)
+
+
+def of_another_head(case: Call) -> None:
+    case.given["weight"] = case.given["weight"].roll(1, 0)
+
+
+PER_HEAD = Op(
+    "per_head_linear", make_per_head, per_head_linear,
+    mistakes={"of-another-head": (dict(N=2, heads=3, wide=16, narrow=16), of_another_head)},
+)  # fmt: skip
+
+# ---- number by number
+
+# Of values up to about 8: fp32 sums of a thousand terms; below it the roundings named in the ops, half a unit each.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3 * 8 * 2**-11, torch.bfloat16: 3 * 8 * 2**-8}
+
+
+def strided(N: int, width: int, dtype: torch.dtype, gen: torch.Generator, nan: bool, device: torch.device) -> Tensor:
+    """Rows of a wider matrix; NaN in the second one."""
+    x = torch.randn(N, width + 3, generator=gen).to(dtype).to(device)[:, :width]
+    if nan:
+        x[1, 3] = torch.nan
+    return x
+
+
+def make_norm(
+    *, N: int, H: int, device: torch.device, adds: bool = False, dtype: torch.dtype = torch.float32, nan: bool = False
+) -> Call:
+    gen = torch.Generator().manual_seed(H)
+    x = strided(N, H, dtype, gen, nan, device)
+    residual = torch.randn(N, H, generator=gen).to(dtype).to(device) if adds else None
+    weight = torch.randn(H, generator=gen).to(dtype).to(device)
+    total = x if residual is None else x + residual
+    wide = total.double()
+    y = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    given = dict(x=x, weight=weight, eps=1e-5, residual=residual)
+    return Call(given, {"0": (y, TOLERANCE[dtype]), "1": (total, 0.0)}, dtype)
+
+
+def make_gated(
+    *, N: int, F: int, device: torch.device, gates: int | None = None, dtype: torch.dtype = torch.float32,
+    nan: bool = False,
+) -> Call:  # fmt: skip
+    """Arguments of `silu_mul`, or, with the width of a gate, of `sigmoid_mul`."""
+    gen = torch.Generator().manual_seed(F)
+    if gates is None:
+        gate_up = strided(N, 2 * F, dtype, gen, nan, device)
+        return Call(dict(gate_up=gate_up), {"0": (gate(gate_up.double()), TOLERANCE[dtype])}, dtype)
+    x, other = strided(N, F, dtype, gen, nan, device), strided(N, gates, dtype, gen, False, device)
+    return Call(dict(x=x, gate=other), {"0": (x.double() * other.double().sigmoid(), TOLERANCE[dtype])}, dtype)
+
+
+def make_embedding(*, V: int, H: int, device: torch.device) -> Call:
+    """Tokens from 5 on are of this rank."""
+    weight, tokens = torch.randn(V, H), torch.tensor([5, 100, 7, 4, 14, 15])
+    mine = (tokens >= 5) & (tokens < 5 + V)
+    rows = torch.zeros(6, H)
+    rows[mine] = weight[tokens[mine] - 5]
+    return Call(dict(tokens=tokens.to(device), weight=weight.to(device), first=5), {"0": (rows, 0.0)})
+
+
+def residual_forgotten(case: Call) -> None:
+    case.given["residual"] = None
+
+
+NORM = Op(
+    "rms_norm", make_norm, rms_norm,
+    mistakes={"residual-forgotten": (dict(N=2, H=64, adds=True), residual_forgotten)},
+)  # fmt: skip
+SILU = Op("silu_mul", make_gated, silu_mul)
+SIGMOID = Op("sigmoid_mul", make_gated, sigmoid_mul)
+EMBEDDING = Op("embedding", make_embedding, embedding)
+
+OPS = [LINEAR, LINEAR_SCALED, PER_HEAD, NORM]
+ROWS = [
+    *LINEAR_ROWS,
+    *PER_HEAD.rows(
+        shapes_of(
+            (1, 4, 40, 24), (3, 1, 16, 130), (16, 5, 100, 33), (0, 2, 8, 8), (2, 0, 8, 8), names="N heads wide narrow"
+        )
+    ),
+    *PER_HEAD.rows(
+        shapes_of((4, 512, 128), (32, 512, 128), (16, 128, 512), (3, 512, 192), names="heads wide narrow"),
+        which=KERNEL, gpu=True, N=(1, 8, MAX_ROWS, MAX_ROWS + 1, 64), dtype=(torch.bfloat16,),
+    ),
+    *NORM.rows(shapes_of((1, 64), (5, 72), (3, 1000), (2, 4096), names="N H"), adds=(False, True), dtype=F32_F16),
+    *SILU.rows(shapes_of((1, 64), (5, 97), (3, 1500), (2, 0), names="N F"), dtype=F32_F16),
+    *SIGMOID.rows(
+        shapes_of((1, 64, 64), (5, 97, 1), (3, 1500, 1500), (2, 0, 1), names="N F gates"), dtype=F32_F16
+    ),
+    *NORM.rows({"nan": dict(N=2, H=16, nan=True)}),
+    *SILU.rows({"nan": dict(N=2, F=8, nan=True)}),
+    *SIGMOID.rows({"nan": dict(N=2, F=8, gates=1, nan=True)}),
+    *EMBEDDING.rows(shapes_of((10, 6), (3, 1500), (0, 8), names="V H")),
+]  # fmt: skip

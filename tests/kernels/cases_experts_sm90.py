@@ -1,0 +1,139 @@
+"""Routed experts on Hopper, few tokens of wide experts and weights of a few bits: tables of cases for GPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from kernels.moe import experts_many_sm90, experts_scaled_sm90, experts_sm90
+from kernels.moe.experts import RoutedExperts
+from tests.kernels.cases_experts import (
+    EXPERTS,
+    IN_A_GRAPH,
+    Case,
+    make_experts,
+    poisoned,
+    scales_rolled,
+    slot_left_out,
+    summand_left_out,
+)  # fmt: skip
+from tests.kernels.suite import KERNEL, Op, Way, shapes_of
+
+
+def make_wide(*, N: int, **shape: Any) -> Case:
+    """Cases of which copies are aligned; of one token there is no summand."""
+    return make_experts(N=N, addend=N > 1, dtype=torch.bfloat16, apart=8, **shape)
+
+
+def fits_few(case: Case) -> bool:
+    return experts_sm90.fits(case.x, case.gate_up, case.down)
+
+
+def fits_scaled(case: Case) -> bool:
+    return experts_scaled_sm90.fits(case.x, case.ids, case.gate_up, case.down)
+
+
+def fits_either(case: Case) -> bool:
+    return fits_few(case) or fits_scaled(case)
+
+
+def fits_many(case: Case) -> bool:
+    return experts_many_sm90.fits(case.x, case.ids.numel(), len(case.gate_up), case.gate_up, case.down)
+
+
+WIDE = "k experts E H F clamped"
+# Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-R1: experts of a token, in all and on a rank, H, the rank's F, biases and clamp.
+RANKS = shapes_of(
+    (8, 128, 16, 2048, 768, False), (8, 128, 32, 2048, 384, False),
+    (4, 32, 4, 2880, 2880, True), (4, 32, 8, 2880, 1440, True), (4, 32, 32, 2880, 360, True),
+    (8, 256, 32, 7168, 2048, False), (8, 256, 64, 7168, 1024, False), (8, 256, 256, 7168, 512, False),
+    names=WIDE,
+)  # fmt: skip
+# Columns that begin inside a group, of the least size, twice that, or all.
+E4M3_RANKS = shapes_of(
+    (8, 128, 16, 2048, 768, False, (False, 128, (0, 0))), (8, 256, 32, 7168, 2048, False, (False, 128, (0, 0))),
+    (4, 32, 8, 2880, 1440, True, (False, 128, (0, 96))), (4, 32, 32, 2880, 336, True, (False, 128, (80, 16))),
+    (8, 16, 16, 2048, 384, False, (False, 4096, (0, 384))), (8, 16, 16, 2048, 384, False, (False, 256, (128, 208))),
+    names=WIDE + " form",
+)  # fmt: skip
+# Blocks of 8 to 32 pairs, experts of several; columns that begin inside a group.
+FEW_BITS_RANKS = shapes_of(
+    (40, 8, 128, 128, 2048, 768, False, (False, 128, (0, 0))),
+    (17, 8, 256, 32, 7168, 2048, False, (False, 128, (0, 0))),
+    (128, 8, 128, 16, 2048, 768, False, (False, 128, (0, 0))),
+    (9, 4, 32, 8, 2880, 1440, True, (False, 128, (0, 96))),
+    (64, 8, 16, 16, 2064, 400, False, (False, 4096, (0, 384))),
+    (33, 8, 16, 5, 2048, 208, True, (False, 256, (128, 208))),
+    (1, 4, 32, 32, 2880, 2880, True, (True, 32, (0, 0))), (5, 4, 32, 32, 2880, 2880, True, (True, 32, (0, 0))),
+    (40, 4, 32, 32, 2880, 2880, True, (True, 32, (0, 0))), (128, 4, 128, 16, 2880, 2880, True, (True, 32, (0, 0))),
+    (19, 3, 7, 5, 352, 224, False, (True, 32, (32, 96))), (128, 4, 8, 8, 288, 192, True, (True, 64, (0, 32))),
+    names=f"N {WIDE} form",
+)  # fmt: skip
+# Tiles and blocks with odd ends; experts that all chose, or nobody.
+MANY_PAIRS = shapes_of(
+    (300, 2, 6, 4, 256, 112, (False, 128, (0, 0))), (256, 1, 2, 2, 320, 256, (False, 128, (0, 0))),
+    (401, 3, 7, 5, 576, 400, (False, 256, (64, 208))), (333, 2, 4, 4, 1088, 144, (False, 2048, (0, 640))),
+    names="N k experts E H F form",
+)  # fmt: skip
+POISONED = {"": Way(settings={"torch.empty": poisoned})}
+COLUMNS = {
+    f"{columns}-columns": Way(
+        settings={
+            "torch.empty": poisoned,
+            "kernels.moe.experts_scaled_sm90.columns_of": lambda pairs, experts, columns=columns: columns,
+        }
+    )
+    for columns in (8, 16, 32)
+}
+NARROW = dict(N=8, k=4, experts=8, E=8, H=512, F=328)
+WIDE_EXPERTS = Op(
+    "experts-wide", make_wide, RoutedExperts.compute, gpu=True,
+    mistakes={
+        **{
+            f"{name}-{clamped}": (NARROW | dict(clamped=clamped), change)
+            for clamped in (False, True)
+            for name, change in (("slot-left-out", slot_left_out), ("summand-left-out", summand_left_out))
+        },
+        **{
+            f"scale-of-another-{of}-{name}-{i}": (shape, partial(scales_rolled, name=name, dim=dim))
+            for i, shape in enumerate(
+                [
+                    dict(N=8, k=8, experts=128, E=16, H=2048, F=768, form=(False, 128, (0, 0))),
+                    dict(N=33, k=8, experts=16, E=5, H=2048, F=208, clamped=True, form=(False, 256, (128, 208))),
+                    dict(N=40, k=4, experts=32, E=32, H=2880, F=2880, clamped=True, form=(True, 32, (0, 0))),
+                    dict(N=401, k=3, experts=7, E=5, H=576, F=400, form=(False, 256, (64, 208))),
+                ]
+            )
+            for name in ("gate_up", "down")
+            for dim, of in ((1, "group"), (2, "row"))
+        },
+    },
+)  # fmt: skip
+OPS = [WIDE_EXPERTS]
+ROWS = [
+    *WIDE_EXPERTS.rows(
+        RANKS, which=KERNEL, gpu=True, hopper=fits_few, repeats=5, ways=POISONED, N=(8, 3, 2, 1)
+    ),
+    *WIDE_EXPERTS.rows(
+        E4M3_RANKS, which=KERNEL, gpu=True, hopper=fits_either, repeats=5, ways=POISONED, N=(8, 3, 1)
+    ),
+    *WIDE_EXPERTS.rows(
+        FEW_BITS_RANKS, which=KERNEL, gpu=True, hopper=fits_scaled, repeats=5, ways=POISONED | COLUMNS
+    ),
+    *WIDE_EXPERTS.rows(
+        FEW_BITS_RANKS, which=KERNEL, gpu=True, repeats=5, ways=POISONED, choices=("nobody", "one")
+    ),
+    *WIDE_EXPERTS.rows(
+        MANY_PAIRS, which=KERNEL, gpu=True, hopper=fits_many, repeats=5, ways=POISONED, choices=("any", "one", "nobody")
+    ),
+    *WIDE_EXPERTS.rows(
+        {"crowded": dict(k=4, experts=32, E=4, H=2880, F=360)}, which=KERNEL, gpu=True, hopper=fits_few, repeats=5,
+        ways=POISONED, N=(1, 2, 3, 8), clamped=(False, True), choices=("nobody", "lone", "third", "four", "crowded"),
+    ),
+    *WIDE_EXPERTS.rows(
+        {"nan-of-a-token": NARROW | dict(nan_token=3)}, which=KERNEL, gpu=True, hopper=fits_few, clamped=(False, True)
+    ),
+]  # fmt: skip
+GRAPHS = EXPERTS.rows({f"{N}-384": IN_A_GRAPH | dict(N=N, F=384) for N in (1, 8)}, which=KERNEL, hopper=fits_few)

@@ -1,0 +1,219 @@
+"""Tables of tests of kernels: ops, rows of cases of each, and mistakes that have to show.
+
+`tests/kernels/test_suite.py` runs the tables in `tests/kernels/cases_*.py`, which derive the tolerances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pairs import covering
+
+FLOATS = torch.float32, torch.float16, torch.bfloat16
+FEW_BITS = torch.float16, torch.bfloat16
+BOTH = "kernel", "reference"
+KERNEL = ("kernel",)
+
+
+class Case(Protocol):
+    """Arguments of an op, and what it has to make of them; what nobody may read is NaN, or lies far outside."""
+
+    def run(self, function: Any, **options: Any) -> Sequence[Tensor]:
+        """Calls the op, and returns all that it wrote; a second call finds what the first one did."""
+
+    def check(self, *found: Tensor) -> None:
+        """Compares with what is right, which is computed in float64 at the first call and then stays.
+
+        Raises:
+            AssertionError: also where something is written that should not be.
+        """
+
+
+@dataclass
+class Call:
+    """A case of tensors that are compared number by number.
+
+    Attributes:
+        given: arguments by name. Each call has copies of the tensors, of whose memory nothing else may be written.
+        wanted: of the arguments that are written, and of what is returned ("0", "1"), numbers and their largest error.
+        dtype: of what is returned.
+        call: calls the op with such arguments; None: by their names.
+    """
+
+    given: dict[str, Any]
+    wanted: dict[str, tuple[Tensor, float | Tensor]]
+    dtype: torch.dtype | None = None
+    call: Callable[..., Any] | None = None
+
+    def run(self, function: Any, **options: Any) -> tuple[Tensor, ...]:
+        copies, memory = copied(self.given)
+        result = function(**copies, **options) if self.call is None else self.call(function, **copies, **options)
+        returned = result if isinstance(result, tuple) else (result,)
+        found = {str(i): x for i, x in enumerate(returned)} | copies
+        written = tuple(found[name].clone() for name in self.wanted)
+        for name in self.wanted.keys() & copies.keys():
+            copies[name].copy_(self.given[name])
+        for before, after in memory:
+            assert torch.equal(before, after), "something else is written"
+        return written
+
+    def check(self, *found: Tensor) -> None:
+        for (name, (wanted, most)), x in zip(self.wanted.items(), found, strict=True):
+            assert x.shape == wanted.shape and (self.dtype in (None, x.dtype) or name in self.given)
+            x, wanted = x.double(), wanted.to(x.device, torch.float64)
+            if isinstance(most, Tensor):
+                most = most.to(x.device)
+            off = (x - wanted).abs()
+            wrong = ~((x == wanted) | (x.isnan() & wanted.isnan()) | (off <= most))
+            assert not wrong.any(), f"{name}: {int(wrong.sum())} of {x.numel()} wrong, up to {off[wrong].max()}"
+
+
+def copied(given: dict[str, Any], device: torch.device | None = None) -> tuple[dict[str, Any], list[Any]]:
+    """Copies tensors with all the memory that they view, once for all views of it; returns this memory, too."""
+    memory: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def bytes_of(x: Tensor) -> Tensor:
+        found: Tensor = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())  # type: ignore
+        return found
+
+    def copy(x: Tensor) -> Tensor:
+        if (key := x.untyped_storage().data_ptr()) not in memory:
+            memory[key] = bytes_of(x), bytes_of(x).to(device or x.device, copy=True)
+        storage, place = memory[key][1].untyped_storage(), (x.storage_offset(), x.shape, x.stride())
+        view: Tensor = torch.empty(0, dtype=x.dtype, device=device or x.device).set_(storage, *place)  # type: ignore
+        return view
+
+    copies = {name: copy(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+    return copies, [*memory.values()]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a kernel is run.
+
+    Attributes:
+        options: arguments beside those of the case.
+        settings: values of modules' names meanwhile, by the dotted name.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAIN = {"": Way()}
+
+
+def shapes_of(*shapes: tuple[Any, ...], names: str) -> dict[str, dict[str, Any]]:
+    """Arguments of a case by the names, of each shape."""
+    return {
+        "-".join(str(value).replace(" ", "") for value in shape): dict(zip(names.split(), shape, strict=True))
+        for shape in shapes
+    }
+
+
+def sms(*counts: int) -> dict[str, Way]:
+    """A way for each number of multiprocessors that take part."""
+    return {f"sms={count}": Way({"sms": count}) for count in counts}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case, and how it is run; see `Op.rows`."""
+
+    op: Op
+    name: str
+    shape: Mapping[str, Any]
+    which: str
+    way: Way
+    hopper: Callable[[Any], bool] | None
+    repeats: int
+
+    def make(self, device: torch.device) -> Any:
+        return self.op.make(**self.shape, device=device)
+
+    def run(self, case: Case) -> Sequence[Tensor]:
+        return case.run(self.op.function, **(self.way.options if self.which == "kernel" else {}))
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op with its tables.
+
+    Attributes:
+        function: what launches the kernel on a GPU, and calls the reference on a CPU.
+        make: makes a case of a row's shape, on `device`.
+        mistakes: by name a shape and a mistake in the case, made once it is known what is right: the check has to fail.
+        nan: by name a shape, and what puts NaN among what is read: it has to come out.
+        replays: changes a case's tensors in place, and what is right with them, one time after the other.
+        gpu: whether mistakes and NaN are looked at on a GPU alone.
+        needs_hopper: whether nothing else serves the function.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    function: Any
+    mistakes: Mapping[str, tuple[Mapping[str, Any], Callable[[Any], None]]] = field(default_factory=dict)
+    nan: Mapping[str, tuple[Mapping[str, Any], Callable[[Any], None]]] = field(default_factory=dict)
+    replays: Callable[[Any], Iterator[None]] | None = None
+    gpu: bool = False
+    needs_hopper: bool = False
+
+    def rows(
+        self,
+        shapes: Mapping[str, Mapping[str, Any]],
+        *,
+        which: Sequence[str] = BOTH,
+        ways: Mapping[str, Way] = PLAIN,
+        pairs: bool = False,
+        gpu: bool = False,
+        hopper: Callable[[Any], bool] | None = None,
+        repeats: int = 1,
+        **axes: Sequence[Any],
+    ) -> list[Any]:
+        """Makes parameters of a test, each a `Row`: every shape in every way, with every value of the axes.
+
+        Args:
+            which: the kernel, or its reference, which is what the op calls on a CPU.
+            ways: of the kernel; the reference is run once.
+            pairs: all but rows that hold every pair of values are slow; of kernel and reference, with bf16 and without.
+            gpu: for a GPU alone. So are kernels in bf16, whose bit patterns the interpreter multiplies.
+            hopper: tells of a case whether a kernel for Hopper takes it, which has to be so where there is one.
+            repeats: runs more on a GPU, which have to leave the same bits.
+            axes: further arguments of `make`.
+        """
+        way_of_references = next(iter(ways))
+        cases = [
+            case
+            for case in product(shapes, which, ways, *axes.values())
+            if case[1] == "kernel" or case[2] == way_of_references
+        ]
+        made: list[Any] = []
+        if pairs:
+            groups: dict[Any, list[Any]] = {}
+            for case in cases:
+                groups.setdefault((case[1], torch.bfloat16 in case), []).append(case)
+            kept = {case for group in groups.values() for case in covering(group)}
+        else:
+            kept = set(cases)
+        for case in cases:
+            shape, op, way, *values = case
+            given = {**shapes[shape], **dict(zip(axes, values, strict=True))}
+            only_gpu = gpu or (op == "kernel" and given.get("dtype") == torch.bfloat16)
+            marks = [pytest.mark.gpu] * only_gpu + [pytest.mark.slow] * (case not in kept)
+            name = "-".join(filter(None, (self.name, shape, way, *map(_said, axes, values), op)))
+            row = Row(self, name, given, op, ways[way], hopper, repeats)
+            made.append(pytest.param(row, id=name, marks=marks))
+        return made
+
+
+def _said(axis: str, value: Any) -> str:
+    if isinstance(value, bool) or value == "":
+        return axis if value else ""
+    return f"{axis}={str(value).removeprefix('torch.').replace(' ', '')}"

@@ -1,0 +1,95 @@
+"""What only one kernel of projections shows; results are compared by `tests/kernels/test_suite.py`."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.kernels.linear import MATRICES
+from kernels.dense import linear_fp8_sm90, linear_sm90
+from kernels.dense.linear import linear
+from kernels.scaled import quantised
+from tests.kernels.cases_dense import scaled
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [linear_sm90, linear_fp8_sm90])
+@pytest.mark.parametrize("split", [3, 4])
+def test_layers_in_a_graph(split: int, kernel: Any, device: torch.device) -> None:
+    """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
+    generator = torch.Generator().manual_seed(0)
+    K = 2048
+    gate, down = (
+        torch.randn(rows, K, generator=generator).div(K**0.5).to(device, torch.bfloat16) for rows in (2 * K, K)
+    )
+    if kernel is linear_fp8_sm90:
+        gate, down = quantised(gate), quantised(down)
+    x = torch.randn(8, K, generator=generator).to(device, torch.bfloat16)
+    ys = [torch.empty_like(x) for _ in range(20)]
+
+    def layers(between: Any) -> None:
+        for i, y in enumerate(ys):
+            weight, gated = (gate, True) if i % 2 else (down, False)
+            kernel.launch(ys[i - 1] if i else x, weight, None, y, gated, split)
+            between()
+
+    layers(torch.cuda.synchronize)
+    wanted = [y.clone() for y in ys]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(lambda: None)
+    for _ in range(50):
+        for y in ys:
+            y.fill_(torch.nan)
+        graph.replay()
+        assert all(map(torch.equal, ys, wanted))
+
+
+def test_splits() -> None:
+    """One program an SM of a small matrix, two of one that is streamed."""
+    assert linear_sm90.split_of(1152, 3584, False, 132) == 2
+    assert linear_sm90.split_of(1792, 4096, True, 132) == 4
+    assert linear_sm90.split_of(19008, 3584, False, 132) == 1
+    assert linear_sm90.split_of(64, 48, False, 132) == 1
+    # Where powers of two would leave more than a third of the SMs idle:
+    assert linear_sm90.split_of(1280, 8192, False, 132) == 6
+    assert linear_sm90.split_of(2368, 3584, True, 132) == 3
+
+
+@pytest.mark.parametrize("sms", [78, 132])
+def test_no_program_without_a_step(sms: int) -> None:
+    shapes = [*product(range(1, 9000, 61), (16, 48, 432, 2880, 4112, 8192, 53248), (False, True))]
+    for R, K, gated in shapes + [(m.rows, m.columns, m.gated) for m in MATRICES]:
+        split = linear_sm90.split_of(R, K, gated, sms)
+        assert K % (16 * split) == 0 or split <= -(-K // 128)
+
+
+@pytest.mark.gpu
+def test_hopper_does_not_take(device: torch.device) -> None:
+    x = torch.randn(4, 512, device=device, dtype=torch.bfloat16)
+    for rows, columns, begin in ((40, 512, 8), (40, 504, 0), (40, 512, 0)):
+        weight = scaled(rows, columns, begin, device)
+        assert linear_fp8_sm90.fits(x[:, :columns], weight) == ((columns, begin) == (512, 0))
+    assert not linear_fp8_sm90.fits(x, weight, 20), "pairs are interleaved by eights"
+    assert not linear_fp8_sm90.fits(x, weight.rows(8, 40)), "its scales are apart"
+    assert not linear_fp8_sm90.fits(x.float(), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("begin", [0, 64, None])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("N, R, K", [(1, 3584, 448), (1, 1152, 3584), (2, 2368, 3584), (8, 576, 7168), (32, 4096, 1792),
+                                     (64, 1280, 8192), (300, 2112, 7168), (2049, 1536, 2048)])  # fmt: skip
+def test_matrices_of_models(N: int, R: int, K: int, gated: bool, begin: int | None, device: torch.device) -> None:
+    weight = scaled(2 * R if gated else R, K, begin, device)
+    weight.scales.fill_(1e-4 / K**0.5)
+    x = torch.randn(N, K, device=device, dtype=torch.bfloat16)
+    wanted = x.double() @ weight.unpacked(torch.float64).T
+    if gated:
+        gate, up = wanted.chunk(2, 1)
+        wanted = gate * torch.sigmoid(gate) * up
+    # Sums are rounded once, a gate's factors and their product: units of 2^-8 of values far below their terms' sizes.
+    assert (linear(x, weight, gated=gated).double() - wanted).norm() <= 6e-3 * wanted.norm()
