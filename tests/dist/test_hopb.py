@@ -274,7 +274,7 @@ def test_an_exchange_of_whole_multiprocessors_is_launched_before_the_attention_b
     assert calls == [*beside, "main: attend 2", "main waits for side", "main: exchange 2 found 2"]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=1000)  # alone: it is timed
 def test_delays_overlap_as_in_the_paper() -> None:
     # Other processes take the GPU's time by turns, which can only add: the least of five. A twentieth: launches,
     # clocks.
