@@ -1,6 +1,6 @@
 """The papers that the runtime follows, item by item, and their tables and figures: `helix papers`.
 
-  helix papers               write docs/papers.md and docs/simulator.md, and draw the figures of all papers
+  helix papers               write benchmarks/papers/README.md and docs/simulator.md, and draw the figures of all papers
   helix papers verification  print one paper's items and tables, each with the command that makes it
 
 papers: helix, verification, vegas, gather; figures=DIR also draws those of the paper there. Figures of helix are the
@@ -27,7 +27,7 @@ from helix.schema import unknown
 from launch.inputs.arguments import helped, need_checkout, parse
 from launch.inputs.compose import ROOT
 
-PAGE = ROOT / "docs" / "papers.md"
+PAGE = ROOT / "benchmarks" / "papers" / "README.md"
 BENCHMARKS = ROOT / "benchmarks"
 PAPERS: dict[str, ModuleType] = {
     "helix": helix_items,
@@ -71,7 +71,7 @@ def _fronts() -> list[str]:
 
 
 def _image(caption: str, name: str) -> str:
-    return f"![{caption}](../benchmarks/figures/{name}.png)"
+    return f"![{caption}](../figures/{name}.png)"
 
 
 SHOWN = {"verification-figures": _verification, "fronts-figures": _fronts}  # those for which there are records

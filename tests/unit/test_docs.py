@@ -30,7 +30,7 @@ from launch.inputs.work import RUNTIME
 from tests.e2e.checkpoints import DEMO
 
 ROOT = Path(__file__).parents[2]
-ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/papers/README.md"]
 DOCS = [*ROOT_PAGES, *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 FOLDERS = "assets|benchmarks|comm|conf|docs|examples|helix|kernels|launch|tests"
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
