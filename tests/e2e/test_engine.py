@@ -92,12 +92,13 @@ def test_a_failure_while_one_request_is_read_is_its_own(where: str, monkeypatch:
     assert left_behind(e) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_the_longest_sequence_of_an_engine_fits(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sets no limit asks for as many tokens as a sequence may have."""
     monkeypatch.setattr(build, "free_bytes", lambda device: 700_000)
     config = Config()
-    config.speculation.drafter, config.decode.prefill_chunk = drafter, "64"
+    config.speculation.drafter, config.speculation.remembered = drafter, 0
+    config.decode.prefill_chunk = "64"
     layout, comm = HelixLayout.create(), LoopbackWorld(1).communicator(0, [0])
     model = build_model(checkpoint(FAMILY), layout, comm, torch.float32)
     e = build.build_engine(layout, model, config, 4, 4 * 512)

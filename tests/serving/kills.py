@@ -99,7 +99,7 @@ def reader_in(server: Server, state: str, number: int) -> Reader | None:
         reader.is_in(state)
     if state == "drain":
         server.process.send_signal(signal.SIGTERM)
-        server.until(503, REFUSED_S)
+        server.until_health(503, REFUSED_S)
     return reader
 
 
@@ -109,11 +109,11 @@ def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:
     reader = reader_in(server, state, number)
     begin = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    server.until(503, DEADLINE_S)
+    server.until_health(503, DEADLINE_S)
     row: Row = {"refused_s": time.monotonic() - begin}
     assert row["refused_s"] < REFUSED_S, f"new requests were taken for {row['refused_s']:.1f} s"
     if state != "drain":
-        server.until(200, DEADLINE_S)
+        server.until_health(200, DEADLINE_S)
         row["load_s"] = age_s(server)
         row["back_s"] = time.monotonic() - begin - row["load_s"]
         assert row["back_s"] < BACK_S, f"new ranks were started after {row['back_s']:.1f} s"

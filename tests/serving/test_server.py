@@ -54,7 +54,7 @@ class Server(Job):
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             return metrics_of(answer.read().decode())
 
-    def until(self, status: int, seconds: float = 120) -> dict[str, Any]:
+    def until_health(self, status: int, seconds: float = 120) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while (answer := self.health())[0] != status:
             assert time.monotonic() < deadline, (answer, self.log.read_text())
@@ -185,9 +185,9 @@ def test_a_rank_that_dies_is_a_pause(server: Server, victim: int) -> None:
     reading = threading.Thread(target=lambda: texts.extend(piece.choices[0].text for piece in stream))
     reading.start()
     os.kill(server.rank(victim), signal.SIGKILL)
-    state = server.until(503)
+    state = server.until_health(503)
     assert state["state"] == "restarting" and state["reason"]
-    server.until(200)
+    server.until_health(200)
     reading.join(120)
     assert not reading.is_alive() and "".join(texts) == expected
 
@@ -206,8 +206,8 @@ def test_a_log_on_a_full_disk_ends_nothing(tmp_path: Path) -> None:
         answer = connection.getresponse()
         assert answer.status == 200 and answer.read() and not answer.will_close
     os.kill(server.rank(0), signal.SIGKILL)
-    server.until(503)
-    server.until(200)
+    server.until_health(503)
+    server.until_health(200)
     connection.request("POST", "/v1/completions", body)
     assert connection.getresponse().status == 200
     server.process.send_signal(signal.SIGTERM)
@@ -219,7 +219,7 @@ def test_a_signal_lets_running_requests_end(tmp_path: Path) -> None:
     stream = server.complete("def f", max_tokens=80, stream=True)
     next(stream)
     server.process.send_signal(signal.SIGTERM)
-    assert server.until(503)["state"] == "draining"
+    assert server.until_health(503)["state"] == "draining"
     assert "draining: 1 running request has up to 300 s to finish (serve.drain_s)" in server.log.read_text()
     assert sum(1 for _ in stream) and server.wait(120).code == 0
 
@@ -261,7 +261,7 @@ def test_ranks_of_torchrun_outlive_a_server_beside_them(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGTERM)
             assert server.wait(60).code == 0 and ranks.process.poll() is None
     ranks.kill()
-    assert server.until(503)["state"] == "restarting"
+    assert server.until_health(503)["state"] == "restarting"
     server.process.send_signal(signal.SIGTERM)
     assert server.wait(60).code == 0
 

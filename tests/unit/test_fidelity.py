@@ -220,7 +220,7 @@ def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monk
     here = position, torch.tensor([0]), torch.tensor([True])
     table = torch.arange(pages, dtype=torch.int32)[None]
     cache = layer_cache(torch.zeros(pages, 4, 1, 8))
-    meter = HitMeter((0.02, few, many), BlockBudget(1, 1, 5, 0), "bounds", place, pages * 4, torch.device("cpu"))
+    meter = HitMeter((0.02, few, many), BlockBudget(1, 1, 5, 0), place, pages * 4, torch.device("cpu"))
     meter.width = 7
     held = torch.full((1,), pages, dtype=torch.int32)
     hi = torch.full((1,), 7 * 4 - 1, dtype=torch.int32)

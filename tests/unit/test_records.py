@@ -407,11 +407,8 @@ def test_what_cannot_be_read_is_found() -> None:
     axes[0, 0].text(0.1, 0.1, "one over")
     axes[0, 0].text(0.11, 0.11, "another")
     figure.text(0.99, 0.5, "past the right edge")
-    axes[0, 0].set_title("the bar for a run that failed")
     problems = " ".join(illegible(figure))
-    assert all(
-        word in problems for word in ("small: 8", "one over, another: overlap", "past the right edge", "the bar")
-    )
+    assert all(word in problems for word in ("small: 8", "one over, another: overlap", "past the right edge"))
     plt.close(figure)
 
 
