@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -73,9 +73,10 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of a file: the characters from `begin` to `end` become `new`."""
+    """A change of a file: the bytes from `begin` to `end` become `new`; `number` counts the file's mutants."""
 
     file: str
+    number: int
     line: int
     begin: int
     end: int
@@ -89,14 +90,14 @@ def mutants_of(file: str) -> Iterator[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
-    data = source.encode()
+    data, number = source.encode(), count()
 
     def at(line: int | None, column: int | None) -> int:
         assert line is not None and column is not None
         return starts[line - 1] + column
 
     def change(line: int, begin: int, end: int, new: str) -> Mutant:
-        return Mutant(file, line, begin, end, data[begin:end].decode(), new)
+        return Mutant(file, next(number), line, begin, end, data[begin:end].decode(), new)
 
     def operator(kind: ast.AST, left: ast.expr, right: ast.expr) -> Iterator[Mutant]:
         begin, end = at(left.end_lineno, left.end_col_offset), at(right.lineno, right.col_offset)
@@ -139,12 +140,12 @@ def code_of(node: ast.AST) -> Iterator[ast.AST]:
                 yield from code_of(child)
 
 
-def drawn(count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, of each file about equally many."""
+def drawn(most: int, seed: int) -> list[Mutant]:
+    """`most` mutants, of each file about equally many."""
     chance = random.Random(seed)
     piles = [chance.sample(pile, len(pile)) for pile in ([*mutants_of(file)] for file in FILES)]
-    rounds = [pile[i] for i in range(count) for pile in piles if i < len(pile)]
-    return sorted(rounds[:count], key=lambda mutant: (mutant.file, mutant.begin))
+    rounds = [pile[i] for i in range(most) for pile in piles if i < len(pile)]
+    return sorted(rounds[:most], key=lambda mutant: (mutant.file, mutant.begin))
 
 
 def importing(file: str) -> list[str]:
@@ -216,13 +217,13 @@ def main(words: list[str]) -> int:
     console.print(f"{sum(fates.values())} of {len(fates)} mutants are killed")
     before = read(Path(options["compare"]))[1] if "compare" in options else {}
     survivors = sorted(name for name, killed in before.items() if killed and not fates[name])
-    for file_name, begin, new in survivors:
-        console.print(f"was killed, survives: {file_name} at character {begin}: {new}", markup=False)
+    for file_name, number, new in survivors:
+        console.print(f"was killed, survives: {file_name}, number {number}: {new}", markup=False)
     return 1 if survivors else 0
 
 
 def key(line: dict[str, Any]) -> tuple[str, int, str]:
-    return line["file"], line["begin"], line["new"]
+    return line["file"], line["number"], line["new"]
 
 
 def read(record: Path) -> tuple[list[str], dict[tuple[str, int, str], bool]]:
