@@ -253,10 +253,14 @@ def field_of(name: str, route: str) -> Field | None:
 
 
 def table() -> list[str]:
-    """Returns the table of fields for the page on serving, as lines of Markdown."""
+    """Returns the table of fields for the page on serving, as lines of Markdown: what is done first, a row a field."""
     rows = ["| field | of | here | |", "|---|---|---|---|"]
-    order = (DONE, REFUSED, HARMLESS)
-    for field in sorted(FIELDS, key=lambda field: order.index(field.fate)):
-        says = field.says.replace("2**", r"2\*\*")  # a power, and no bold text
-        rows.append(f"| `{field.name}` | {field.route} | {field.fate} | {says} |")
+    for field in FIELDS:
+        if field.fate == DONE:
+            says = field.says.replace("2**", r"2\*\*")  # a power, and no bold text
+            rows.append(f"| `{field.name}` | {field.route} | {DONE} | {says} |")
+    for fate, says in ((REFUSED, "status 400, whose message says why"), (HARMLESS, "ignored, and named in a header")):
+        for route in dict.fromkeys(field.route for field in FIELDS if field.fate == fate):
+            names = ", ".join(f"`{field.name}`" for field in FIELDS if (field.fate, field.route) == (fate, route))
+            rows.append(f"| {names} | {route} | {fate} | {says} |")
     return rows
