@@ -49,7 +49,7 @@ def test_the_oracle_is_transformers(clamped: bool, device: torch.device) -> None
         torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=24)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -68,7 +68,7 @@ def test_many_pairs_as_any_other_algorithm(shape: dict[str, Any], monkeypatch: p
     torch.testing.assert_close(ours.float(), result(case).float(), atol=60 * 2**-9, rtol=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=24)
 @pytest.mark.parametrize("N", [1, 2, 3, 8])
 @pytest.mark.parametrize("choices", ["any", "same", "first-nobody", "nobody"])
 @pytest.mark.parametrize(

@@ -317,7 +317,7 @@ def test_long(how: dict[str, int]) -> None:
     same(long(3, 2, [5000, 70001], 0.4, page=1), **how)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=10)
 def test_a_million_keys_beyond_31_bits() -> None:
     same(long(3, 1, [(1 << 20) + 77], 0.07, reserve=1 << 30))
 

@@ -249,7 +249,7 @@ def test_bf16_payloads(B: int, G: int, D: int, alpha: float) -> None:
     check_fused(verify_and_pack, make(B, G, D, torch.device("cuda"), alpha=alpha, dtype=torch.bfloat16), 1)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=12)
 def test_offsets_past_2_to_the_31() -> None:
     B, G, D = 260, 1024, 8192
     case = make(B, G, 1, torch.device("cuda"), alpha=1.0)
