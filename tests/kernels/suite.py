@@ -94,6 +94,24 @@ def copied(given: dict[str, Any], device: torch.device | None = None) -> tuple[d
     return copies, [*memory.values()]
 
 
+def check_in_a_graph(layers: Callable[[Callable[[], None]], None], ys: Tensor) -> None:
+    """Each layer reads what the one before wrote, in one workspace: however they overlap, the bits are the same.
+
+    Args:
+        layers: launches all of them, which write `ys`, and calls its argument between them.
+    """
+    layers(torch.cuda.synchronize)
+    wanted = ys.clone()
+    assert not wanted.isnan().any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(lambda: None)
+    for _ in range(50):
+        ys.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(ys, wanted)
+
+
 @dataclass(frozen=True)
 class Way:
     """How a kernel is run.

@@ -144,13 +144,8 @@ def test_every_sharding_does_what_the_textbook_says(V: int, G: int, world: int, 
         assert len(set(accepted)) == G + 1, "every length should occur"
 
 
-@pytest.mark.parametrize(
-    "V, G, world, sampled",
-    [
-        (90, 3, 1, True), (90, 3, 1, False), (61, 2, 2, True), (61, 2, 2, False), (2, 1, 3, True), (2, 1, 3, False),
-        (50, 0, 1, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("V, G, world", [(90, 3, 1), (61, 2, 2), (2, 1, 3), (50, 0, 1)])
 @pytest.mark.usefixtures("few_slices", "device")
 def test_kernels_do_what_the_reference_does(V: int, G: int, world: int, sampled: bool) -> None:
     case = setting(V, G, seed=4)
@@ -323,10 +318,6 @@ class TestDistribution:
             monkeypatch.setattr(reference, "gumbel", lambda s, p, stream, ids: gumbel(s, p, stream, ids * 0))
         assert any(statistic > limit for statistic, limit in self.statistics(*self.rounds(True, "position")))
 
-    def test_a_draft_distribution_that_is_not_the_one_drawn_from_fails(self) -> None:
-        draft, accepted, token = self.rounds(True, "position", q_temperature=1.3)
-        assert any(statistic > limit for statistic, limit in self.statistics(draft, accepted, token))
-
     def test_recovery_from_the_target_fails(self) -> None:
         p_logits = self.logits()[0]
         draft, accepted, token = self.rounds(True, "position")
@@ -334,7 +325,9 @@ class TestDistribution:
         at = torch.arange(self.N) * (self.G + 1) + accepted
         drawn = (p[accepted].log() + gumbel(torch.tensor(5), at[:, None], 7, torch.arange(self.V))).argmax(-1)
         biased = torch.where(accepted < self.G, drawn, token)
-        assert any(statistic > limit for statistic, limit in self.statistics(draft, accepted, biased))
+        other_q = self.rounds(True, "position", q_temperature=1.3)  # which the drafts were not drawn from
+        for rounds in ((draft, accepted, biased), other_q):
+            assert any(statistic > limit for statistic, limit in self.statistics(*rounds))
 
 
 @pytest.mark.gpu

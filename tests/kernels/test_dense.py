@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,42 +11,31 @@ import torch
 
 from benchmarks.kernels.linear import MATRICES
 from kernels.dense import linear_fp8_sm90, linear_sm90
-from kernels.dense.linear import linear
 from kernels.scaled import quantised
 from tests.kernels.cases_dense import scaled
+from tests.kernels.suite import check_in_a_graph
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [linear_sm90, linear_fp8_sm90])
 @pytest.mark.parametrize("split", [3, 4])
 def test_layers_in_a_graph(split: int, kernel: Any, device: torch.device) -> None:
-    """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
-    generator = torch.Generator().manual_seed(0)
-    K = 2048
+    generator, K = torch.Generator().manual_seed(0), 2048
     gate, down = (
         torch.randn(rows, K, generator=generator).div(K**0.5).to(device, torch.bfloat16) for rows in (2 * K, K)
     )
     if kernel is linear_fp8_sm90:
         gate, down = quantised(gate), quantised(down)
     x = torch.randn(8, K, generator=generator).to(device, torch.bfloat16)
-    ys = [torch.empty_like(x) for _ in range(20)]
+    ys = x.new_empty(20, *x.shape)
 
-    def layers(between: Any) -> None:
+    def layers(between: Callable[[], None]) -> None:
         for i, y in enumerate(ys):
             weight, gated = (gate, True) if i % 2 else (down, False)
             kernel.launch(ys[i - 1] if i else x, weight, None, y, gated, split)
             between()
 
-    layers(torch.cuda.synchronize)
-    wanted = [y.clone() for y in ys]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers(lambda: None)
-    for _ in range(50):
-        for y in ys:
-            y.fill_(torch.nan)
-        graph.replay()
-        assert all(map(torch.equal, ys, wanted))
+    check_in_a_graph(layers, ys)
 
 
 def test_splits() -> None:
@@ -76,20 +66,3 @@ def test_hopper_does_not_take(device: torch.device) -> None:
     assert not linear_fp8_sm90.fits(x, weight, 20), "pairs are interleaved by eights"
     assert not linear_fp8_sm90.fits(x, weight.rows(8, 40)), "its scales are apart"
     assert not linear_fp8_sm90.fits(x.float(), weight)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("begin", [0, 64, None])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("N, R, K", [(1, 3584, 448), (1, 1152, 3584), (2, 2368, 3584), (8, 576, 7168), (32, 4096, 1792),
-                                     (64, 1280, 8192), (300, 2112, 7168), (2049, 1536, 2048)])  # fmt: skip
-def test_matrices_of_models(N: int, R: int, K: int, gated: bool, begin: int | None, device: torch.device) -> None:
-    weight = scaled(2 * R if gated else R, K, begin, device)
-    weight.scales.fill_(1e-4 / K**0.5)
-    x = torch.randn(N, K, device=device, dtype=torch.bfloat16)
-    wanted = x.double() @ weight.unpacked(torch.float64).T
-    if gated:
-        gate, up = wanted.chunk(2, 1)
-        wanted = gate * torch.sigmoid(gate) * up
-    # Sums are rounded once, a gate's factors and their product: units of 2^-8 of values far below their terms' sizes.
-    assert (linear(x, weight, gated=gated).double() - wanted).norm() <= 6e-3 * wanted.norm()
