@@ -127,11 +127,6 @@ SCALED_ON_HOPPER = shapes_of(
     (100, 264, 2368, None), (128, 136, 400, 0),
     names="N R K begin",
 )  # fmt: skip
-OF_MODELS = shapes_of(
-    (1, 3584, 448, False), (1, 1152, 3584, False), (2, 2368, 3584, False), (8, 576, 7168, False),
-    (32, 4096, 1792, False), (64, 1280, 8192, False), (300, 2112, 7168, True), (2049, 1536, 2048, True),
-    names="N R K unpacked",
-)  # fmt: skip
 # One matrix follows another in the memory that they are unpacked to.
 UNPACKED = {"": Way(settings={"kernels.dense.linear_scaled.MANY": 5})}
 
@@ -217,9 +212,6 @@ LINEAR_ROWS = [
     *LINEAR_SCALED.rows(
         SCALED_ON_HOPPER, which=KERNEL, gpu=True, hopper=fits_hopper, biased=(True,), gated=(False, True),
         dtype=FEW_BITS,
-    ),
-    *LINEAR_SCALED.rows(
-        OF_MODELS, which=KERNEL, gpu=True, gb=4, begin=(0, 64, None), gated=(False, True), dtype=(torch.bfloat16,),
     ),
     *(
         row

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.kernels.linear import MATRICES
 from kernels.dense import linear_fp8_sm90, linear_sm90
+from kernels.dense.linear import linear
 from kernels.scaled import quantised
 from tests.kernels.cases_dense import scaled
 from tests.kernels.suite import check_in_a_graph
@@ -66,3 +67,20 @@ def test_hopper_does_not_take(device: torch.device) -> None:
     assert not linear_fp8_sm90.fits(x, weight, 20), "pairs are interleaved by eights"
     assert not linear_fp8_sm90.fits(x, weight.rows(8, 40)), "its scales are apart"
     assert not linear_fp8_sm90.fits(x.float(), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("begin", [0, 64, None])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("N, R, K", [(1, 3584, 448), (1, 1152, 3584), (2, 2368, 3584), (8, 576, 7168), (32, 4096, 1792),
+                                     (64, 1280, 8192), (300, 2112, 7168), (2049, 1536, 2048)])  # fmt: skip
+def test_matrices_of_models(N: int, R: int, K: int, gated: bool, begin: int | None, device: torch.device) -> None:
+    weight = scaled(2 * R if gated else R, K, begin, device)
+    weight.scales.fill_(1e-4 / K**0.5)
+    x = torch.randn(N, K, device=device, dtype=torch.bfloat16)
+    wanted = x.double() @ weight.unpacked(torch.float64).T
+    if gated:
+        gate, up = wanted.chunk(2, 1)
+        wanted = gate * torch.sigmoid(gate) * up
+    # Sums are rounded once, a gate's factors and their product: units of 2^-8 of values far below their terms' sizes.
+    assert (linear(x, weight, gated=gated).double() - wanted).norm() <= 6e-3 * wanted.norm()
