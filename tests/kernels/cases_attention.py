@@ -264,7 +264,7 @@ DECODE_ROWS = [
             "one-query": dict(counts=[1], lengths=[100], heads=(4, 1)),
             "many-rows": dict(counts=[12], lengths=[100], heads=(7, 1)),
         },
-        which=KERNEL, gpu=True, dim=(128,), page_size=(64,), dtype=(torch.bfloat16,), far=(True,),
+        which=KERNEL, gpu=True, gb=20, dim=(128,), page_size=(64,), dtype=(torch.bfloat16,), far=(True,),
     ),
 ]  # fmt: skip
 
@@ -381,7 +381,7 @@ PREFILL_ROWS = [
     ),
     *PREFILL.rows(
         {"": dict(counts=[100], lengths=[1200], heads=(1, 1), dim=128, page_size=64, dtype=torch.bfloat16)},
-        which=KERNEL, gpu=True, far=(True,),
+        which=KERNEL, gpu=True, gb=20, far=(True,),
         ways={name: Way(settings=hopper_settings(rows=rows)) for name, rows in (("triton", 1 << 30), ("hopper", 1))},
     ),
 ]  # fmt: skip
@@ -446,7 +446,7 @@ MERGE_ROWS = [
     *MERGE.rows({"nothing": dict(W=3, N=2, H=2, D=16, empty=1.1)}),
     *MERGE.rows({"nan": dict(W=3, N=2, H=2, D=16, nan=True)}),
     *MERGE.rows({"source": dict(W=2, N=37, H=4, empty=0.3, to="source")}, D=(128, 256)),
-    *MERGE.rows({"large": dict(W=2, N=40_000, H=4, D=128, empty=0.3, to="source")}, gpu=True),
+    *MERGE.rows({"large": dict(W=2, N=40_000, H=4, D=128, empty=0.3, to="source")}, gpu=True, gb=4),
     *MERGE.rows({"slice": dict(W=4, N=3, H=3, D=64, empty=0.3, to="slice")}),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,11 @@ def fits_either(case: Case) -> bool:
 
 def fits_many(case: Case) -> bool:
     return experts_many_sm90.fits(case.x, case.ids.numel(), len(case.gate_up), case.gate_up, case.down)
+
+
+def gigabytes(shape: Mapping[str, Any]) -> float:
+    """Of weights in bf16 and the numbers that they are made of; those that are rounded to e4m3 are in fp32."""
+    return 2 + 3e-9 * shape["E"] * shape["H"] * shape["F"] * (14 if "form" in shape else 6)
 
 
 WIDE = "k experts E H F clamped"
@@ -114,16 +120,16 @@ WIDE_EXPERTS = Op(
 OPS = [WIDE_EXPERTS]
 ROWS = [
     *WIDE_EXPERTS.rows(
-        RANKS, which=KERNEL, gpu=True, hopper=fits_few, repeats=5, ways=POISONED, N=(8, 3, 2, 1)
+        RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_few, repeats=5, ways=POISONED, N=(8, 3, 2, 1)
     ),
     *WIDE_EXPERTS.rows(
-        E4M3_RANKS, which=KERNEL, gpu=True, hopper=fits_either, repeats=5, ways=POISONED, N=(8, 3, 1)
+        E4M3_RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_either, repeats=5, ways=POISONED, N=(8, 3, 1)
     ),
     *WIDE_EXPERTS.rows(
-        FEW_BITS_RANKS, which=KERNEL, gpu=True, hopper=fits_scaled, repeats=5, ways=POISONED | COLUMNS
+        FEW_BITS_RANKS, which=KERNEL, gpu=True, gb=gigabytes, hopper=fits_scaled, repeats=5, ways=POISONED | COLUMNS
     ),
     *WIDE_EXPERTS.rows(
-        FEW_BITS_RANKS, which=KERNEL, gpu=True, repeats=5, ways=POISONED, choices=("nobody", "one")
+        FEW_BITS_RANKS, which=KERNEL, gpu=True, gb=gigabytes, repeats=5, ways=POISONED, choices=("nobody", "one")
     ),
     *WIDE_EXPERTS.rows(
         MANY_PAIRS, which=KERNEL, gpu=True, hopper=fits_many, repeats=5, ways=POISONED, choices=("any", "one", "nobody")

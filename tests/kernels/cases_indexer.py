@@ -107,7 +107,7 @@ ROWS = [
     *SCORES.rows({"chunks": CHUNKS}),  # a sequence may have no query in a part of a chunk
     *SCORES.rows({"nan": ONE | dict(counts=[2], nan=True)}),
     *SCORES.rows(
-        {"one": dict(counts=[1], lengths=[128], heads=32, width=128, page_size=64)}, which=KERNEL, gpu=True,
+        {"one": dict(counts=[1], lengths=[128], heads=32, width=128, page_size=64)}, which=KERNEL, gpu=True, gb=30,
         dtype=(torch.bfloat16,), far=(True,),
     ),
 ]  # fmt: skip

@@ -171,7 +171,7 @@ DECODE_ROWS = [
         },
         which=KERNEL, gpu=True, ways={"early": Way({"early": True})}, latent=(512,), rope=(64,),
     ),
-    *DECODE.rows(FAR, which=KERNEL, gpu=True, kv=("auto", "fp8"), far=(True,)),
+    *DECODE.rows(FAR, which=KERNEL, gpu=True, gb=12, kv=("auto", "fp8"), far=(True,)),
 ]  # fmt: skip
 
 # ---- prompts
@@ -235,7 +235,7 @@ PREFILL_ROWS = [
         which=KERNEL, gpu=True, kv=("auto", "fp8"), dtype=(torch.bfloat16, torch.float32), page_size=(16, 64),
         latent=(512,), rope=(64,), decades=(True,),
     ),
-    *PREFILL.rows(FAR, which=KERNEL, gpu=True, kv=("fp8",), far=(True,)),
+    *PREFILL.rows(FAR, which=KERNEL, gpu=True, gb=12, kv=("fp8",), far=(True,)),
 ]  # fmt: skip
 
 # ---- prompts over latents that were expanded to keys and values

@@ -78,10 +78,8 @@ def decodes() -> Iterator[Launch]:
         (128, 8, 16, 64, "k16v8", ""), (64, 8, 1, 64, "fp8", ""), (256, 16, 1, 16, "fp8", ""),
         (128, 8, 1, 1, "fp8", ""),
     ):  # fmt: skip
-        q, name = (
-            numbers(4, tokens, 8 * group, dim),
-            f"decode-{dim}-{tokens}-{kv}-{page}" + f"-{collect}" * bool(collect),
-        )
+        q = numbers(4, tokens, 8 * group, dim)
+        name = f"decode-{dim}-{tokens}-{kv}-{page}" + f"-{collect}" * bool(collect)
         for holes in (False, True)[page == 1 : 1 + (tokens == 1)]:
             keys = paged((8 * group, 8), dim, page, (4, tokens), kv=kv, sinks=dim == 256, holes=holes)
             scores = scores_of(8, page, collect) if collect else None
@@ -196,10 +194,8 @@ def indexers() -> Iterator[Launch]:
             yield launch(name, index_scores, *given, segments, rows, fp32(N, 4096), scales, counts)
         for heads in (32, 0):
             given = numbers(4, heads, 128), fp32(4, 128), numbers(4, 32), numbers(4, 32), numbers(128), numbers(128)
-            counts = i32(PLANES, 4, 256) if heads else None
-            yield launch(
-                f"index-append-{heads}" + "-fp8" * few, index_append, *given, 1e-6, cache, i64(4), scales, counts
-            )
+            kept = cache, i64(4), scales, i32(PLANES, 4, 256) if heads else None
+            yield launch(f"index-append-{heads}" + "-fp8" * few, index_append, *given, 1e-6, *kept)
     for N in (4, FEW_ROWS + 1):
         for kvp in (1, 8):
             shard = Shard(kvp, kvp - 1, 16, 64, None if kvp == 1 else lambda x: numbers(8, *x.shape, dtype=x.dtype))
@@ -216,40 +212,31 @@ def blocks() -> Iterator[Launch]:
         bounds = numbers(PAGES, 4, parts, 2, 128) if parts else numbers(PAGES, 4, 2, 128)
         given = numbers(N, 28, 128), bounds, table, i32(N), i32(N), i32(N), 32, 40
         offered = i32(N, 4, 32, 2) if queries > 1 and not how else None
-        yield launch(
-            f"select-blocks-{queries}-{parts}-{len(how)}",
-            select_blocks,
-            *given,
-            i64(2),
-            candidates=offered,
-            **how,
-        )
+        name = f"select-blocks-{queries}-{parts}-{len(how)}"
+        yield launch(name, select_blocks, *given, i64(2), candidates=offered, **how)
     grid: dict[str, Any] = {"kvp": 2, "kvp_rank": 1, "append_block": 128}
     for few in (False, True):
         keys = numbers(2, PAGES, 128, 4, 128, dtype=E4M3 if few else BF16)
         scales = fp32(2, PAGES, 4, 128) if few else None
         given = keys, scales, numbers(2, PAGES, 4, 2, 128), i32(4, 40), i64(4), i64(4), i64(4), 2
         yield launch(f"fold-{few}", fold_blocks, *given, "bounds", **grid)
-        yield launch(
-            f"fold-parts-{few}", fold_blocks, *given, "bounds", **grid, part_bounds=numbers(2, PAGES, 4, 8, 2, 128)
-        )
+        of_parts = numbers(2, PAGES, 4, 8, 2, 128)
+        yield launch(f"fold-parts-{few}", fold_blocks, *given, "bounds", **grid, part_bounds=of_parts)
     sizes = dict(page_size=128, sink_blocks=1, local_blocks=2, topk=32, from_tokens=4096)
     of_tokens = i64(4), i64(4), flags(4)
     yield launch("local-bounds", local_bounds, *of_tokens, **grid, window=1000)
     yield launch("cache-slots", cache_slots, *of_tokens, i32(4, 40), None, **grid, page_size=128)
     yield launch("block-ranges", block_ranges, i64(4), i64(4), flags(4), 1, **grid, **sizes)
-    yield launch(
-        "draft-ranges", draft_ranges, i64(4), i64(4), flags(4), **grid, sink_tokens=4, least=64, share=9, latest=8
-    )
+    drafted = dict(sink_tokens=4, least=64, share=9, latest=8)
+    yield launch("draft-ranges", draft_ranges, *of_tokens, **grid, **drafted)
     yield launch("keep-best", keep_best, i32(8, 4, 4, 32, 2), i32(4), i64(4), i32(4, 4, 40), 3, i64(2))
     yield launch("repeat", repeat_blocks, i32(4, 4, 40), i32(4, 400), i32(4), i32(4), i64(4), 32, 0.5)
     for planes, reach, ranks in ((1, 0, 0), (2, 0, 0), (1, 8, 0), (1, 16, 0), (2, 0, 3)):
         together = Together(lambda x: numbers(3, *x.shape, dtype=x.dtype), 1, i32(4), i64(1)) if ranks else None
         scores = numbers(2, planes, PAGES, 1, 128, dtype=torch.float16)
         given = scores, i32(4, 40), i32(4, 40), i32(4), i32(4), i32(4), i32(4), flags(4), i32(2, 4, 1, 300)
-        yield launch(
-            f"select-tokens-{planes}-{reach}-{ranks}", select_tokens, *given, 8, reach=reach, together=together
-        )
+        how = dict(reach=reach, together=together)
+        yield launch(f"select-tokens-{planes}-{reach}-{ranks}", select_tokens, *given, 8, **how)
 
 
 def tiers() -> Iterator[Launch]:
@@ -259,17 +246,8 @@ def tiers() -> Iterator[Launch]:
         hot = HotBlocks.create(1, 4, PAGES, places, 24, 2, cpu).layer(0)
         misses = FetchList(i32(4, places), i32(4, places), i32(4), i64(2), guess)
         readers = Readers(i32(4), i32(4), i64(4), i64(4), 1)
-        yield launch(
-            f"resolve-{places}-{guess}",
-            resolve,
-            i32(4, 4, 64),
-            readers,
-            hot,
-            misses,
-            **grid,
-            parts=parts,
-            apart=2 * parts,
-        )
+        given = i32(4, 4, 64), readers, hot, misses
+        yield launch(f"resolve-{places}-{guess}", resolve, *given, **grid, parts=parts, apart=2 * parts)
     for words in (16384, 8448, 12416):  # of a page of 128 tokens of a head of 128: bf16, e4m3, and values alone in it
         listed = BlockList(i32(4, 64), i32(4, 64), i32(4))
         yield launch(f"copy-blocks-{words}", copy_blocks, i32(2, PAGES, words), i32(2, PAGES, words), listed)

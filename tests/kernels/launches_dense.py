@@ -63,9 +63,7 @@ def projections() -> Iterator[Launch]:
         yield launch(f"linear-{N}-sm90", launch_sm90, x, weight, bias, out, False)
         yield launch(f"linear-{N}-sm90-gated", launch_sm90, x, weight, bias, out[:, : R // 2].reshape(N, -1), True)
         yield launch(f"linear-{N}-sm90-send", launch_sm90, x, weight, bias, target(N == 2), False)
-    for N, R, K in (
-        (2, 6144, 4096), (16, 1536, 16384), (32, 12288, 4096), (128, 6144, 4096),
-    ):  # fmt: skip
+    for N, R, K in ((2, 6144, 4096), (16, 1536, 16384), (32, 12288, 4096), (128, 6144, 4096)):
         x, weight, bias, gated = numbers(N, K), scaled(R, K, begin=64), numbers(R), N in (2, 32, 128)
         out = numbers(N, R // 2 if gated else R)
         yield launch(f"linear-fp8-{N}-sm90", launch_sm90, x, weight, bias, out, gated)
@@ -81,18 +79,14 @@ def projections() -> Iterator[Launch]:
 def routed(tokens: int, E: int, H: int, F: int, k: int, clamped: bool, group: int) -> RoutedExperts:
     """E experts of width F on a rank, k a token; in e4m3, in e2m1 by groups of 32, or (group 0) in bf16."""
     gate_up, down = (scaled(E, *shape, group=group) if group else numbers(E, *shape) for shape in ((2 * F, H), (H, F)))
-    biases = {}
-    if clamped:
-        biases = dict(gate_up_bias=numbers(E, 2 * F), down_bias=numbers(E, H), clamp_at=7.0)
+    biases = dict(gate_up_bias=numbers(E, 2 * F), down_bias=numbers(E, H), clamp_at=7.0) if clamped else {}
     given = numbers(tokens, H), i32(tokens, k), fp32(tokens, k), gate_up, down, 0
     return RoutedExperts(*given, addend=numbers(tokens, H), **biases)
 
 
 def experts() -> Iterator[Launch]:
-    groups = dict(groups=8, top_groups=4, group_score=2)
-    yield launch(
-        "route", route, fp32(4, 256), 8, scoring="sigmoid", bias=fp32(256), normalise=True, shared_count=1, **groups
-    )
+    how = dict(groups=8, top_groups=4, group_score=2, scoring="sigmoid", normalise=True, shared_count=1)
+    yield launch("route", route, fp32(4, 256), 8, bias=fp32(256), **how)
     # Ranks of Qwen3-30B-A3B and gpt-oss-20b; of DeepSeek-R1 in e4m3; of gpt-oss-120b in e2m1.
     for E, H, F, k, clamped, group in (
         (128, 2048, 96, 8, False, 0), (4, 2880, 2880, 4, True, 0), (32, 7168, 2048, 8, False, 128),
@@ -129,9 +123,8 @@ def states() -> Iterator[Launch]:
         rows = i64(4), i64(4 * most), numbers(4 * most, dtype=torch.bool)
         yield launch(f"delta-step-{values}-{most}", gated_delta_step, step, of_heads, kept, *rows)
         if most == 5:
-            yield launch(
-                f"delta-prefill-{values}", gated_delta_prefill, chunk, of_heads, kept, i64(2), i64(512), i32(3)
-            )
+            prompts = i64(2), i64(512), i32(3)
+            yield launch(f"delta-prefill-{values}", gated_delta_prefill, chunk, of_heads, kept, *prompts)
 
 
 def collectives() -> Iterator[Launch]:

@@ -62,9 +62,8 @@ def commits() -> Iterator[Launch]:
         drawn = Candidates(numbers(slices, B * (G + 1), 2, dtype=FP64))
         for name, outcome in (("drafts", None), ("replaced", i64(B, G))):
             yield launch(f"commit-{name}-{slices}", commit, drawn, i64(B, G), outcome, *state, i32(B, 64))
-        yield launch(
-            f"commit-accepted-{slices}", commit, Candidates(plain.pairs, i64(B)), i64(B, G), None, *state, i32(B, 64)
-        )
+        accepted = Candidates(plain.pairs, i64(B))
+        yield launch(f"commit-accepted-{slices}", commit, accepted, i64(B, G), None, *state, i32(B, 64))
     yield launch("synthetic", synthetic_drafts, i64(B), G, 0.8, 7, 1000)
 
 

@@ -94,6 +94,24 @@ def copied(given: dict[str, Any], device: torch.device | None = None) -> tuple[d
     return copies, [*memory.values()]
 
 
+def check_in_a_graph(layers: Callable[[Callable[[], None]], None], ys: Tensor) -> None:
+    """Each layer reads what the one before wrote, in one workspace: however they overlap, the bits are the same.
+
+    Args:
+        layers: launches all of them, which write `ys`, and calls its argument between them.
+    """
+    layers(torch.cuda.synchronize)
+    wanted = ys.clone()
+    assert not wanted.isnan().any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(lambda: None)
+    for _ in range(50):
+        ys.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(ys, wanted)
+
+
 @dataclass(frozen=True)
 class Way:
     """How a kernel is run.
@@ -173,6 +191,7 @@ class Op:
         ways: Mapping[str, Way] = PLAIN,
         pairs: bool = False,
         gpu: bool = False,
+        gb: float | Callable[[Mapping[str, Any]], float] = 2.0,
         hopper: Callable[[Any], bool] | None = None,
         repeats: int = 1,
         **axes: Sequence[Any],
@@ -184,6 +203,7 @@ class Op:
             ways: of the kernel; the reference is run once.
             pairs: all but rows that hold every pair of values are slow; of kernel and reference, with bf16 and without.
             gpu: for a GPU alone. So are kernels in bf16, whose bit patterns the interpreter multiplies.
+            gb: what a row that is for a GPU alone holds of it, or tells that of a shape.
             hopper: tells of a case whether a kernel for Hopper takes it, which has to be so where there is one.
             repeats: runs more on a GPU, which have to leave the same bits.
             axes: further arguments of `make`.
@@ -206,7 +226,8 @@ class Op:
             shape, op, way, *values = case
             given = {**shapes[shape], **dict(zip(axes, values, strict=True))}
             only_gpu = gpu or (op == "kernel" and given.get("dtype") == torch.bfloat16)
-            marks = [pytest.mark.gpu] * only_gpu + [pytest.mark.slow] * (case not in kept)
+            held = gb(given) if callable(gb) else gb
+            marks = [pytest.mark.gpu(gb=held)] * only_gpu + [pytest.mark.slow] * (case not in kept)
             name = "-".join(filter(None, (self.name, shape, way, *map(_said, axes, values), op)))
             row = Row(self, name, given, op, ways[way], hopper, repeats)
             made.append(pytest.param(row, id=name, marks=marks))

@@ -14,7 +14,7 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.layout import share
 from helix.sampling_params import SamplingParams
-from helix.worker.sampling import SamplingState, distribution, sample
+from helix.worker.sampling import SamplingState, distribution
 from kernels.tokens import accept as kernels
 from kernels.tokens import reference
 from kernels.tokens.best_token import best_of_ranks
@@ -129,11 +129,11 @@ def few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("V, G, world", [(150, 3, 1), (150, 3, 3), (61, 5, 2), (2, 1, 4)])
+@pytest.mark.parametrize("V, G, world", [(150, 3, 1), (150, 3, 3), (61, 5, 2), (2, 1, 4), (200, 0, 1)])
 def test_every_sharding_does_what_the_textbook_says(V: int, G: int, world: int, sampled: bool) -> None:
     case = setting(V, G, copies=3)
     p, q, draft, position, params, q_params = case
-    draft[5::7, G - 1] = -1
+    draft[5::7, -1:] = -1
     expected = [
         textbook(p[b], q[b] if sampled else None, draft[b].tolist(), params[b], q_params[b], int(position[b]))
         for b in range(len(params))
@@ -144,13 +144,8 @@ def test_every_sharding_does_what_the_textbook_says(V: int, G: int, world: int, 
         assert len(set(accepted)) == G + 1, "every length should occur"
 
 
-@pytest.mark.parametrize(
-    "V, G, world, sampled",
-    [
-        (90, 3, 1, True), (90, 3, 1, False), (61, 2, 2, True), (61, 2, 2, False), (2, 1, 3, True), (2, 1, 3, False),
-        (50, 0, 1, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("V, G, world", [(90, 3, 1), (61, 2, 2), (2, 1, 3), (50, 0, 1)])
 @pytest.mark.usefixtures("few_slices", "device")
 def test_kernels_do_what_the_reference_does(V: int, G: int, world: int, sampled: bool) -> None:
     case = setting(V, G, seed=4)
@@ -200,18 +195,6 @@ def test_a_request_ignores_its_row_and_its_neighbours() -> None:
     moved = [tuple(s[i] for i in order) for s in (params, q_params)]
     shuffled = run((p[order], q[order], draft[order], position[order], moved[0], moved[1]), True, world=2)
     assert shuffled == ([accepted[i] for i in order], [tokens[i] for i in order])
-
-
-def test_without_drafts_the_sampler_draws() -> None:
-    case = setting(200, 0, copies=5)
-    p, _, _, position, params, _ = case
-    wanted = run_ranks(
-        1,
-        lambda ranks, rank: sample(
-            p[:, 0], 0, position, state_of(params), ranks.communicator(0, [0]), stochastic=True, filtered=True
-        ),
-    )[0]
-    assert run(case, False)[1] == wanted.tolist()
 
 
 @triton.jit
@@ -323,10 +306,6 @@ class TestDistribution:
             monkeypatch.setattr(reference, "gumbel", lambda s, p, stream, ids: gumbel(s, p, stream, ids * 0))
         assert any(statistic > limit for statistic, limit in self.statistics(*self.rounds(True, "position")))
 
-    def test_a_draft_distribution_that_is_not_the_one_drawn_from_fails(self) -> None:
-        draft, accepted, token = self.rounds(True, "position", q_temperature=1.3)
-        assert any(statistic > limit for statistic, limit in self.statistics(draft, accepted, token))
-
     def test_recovery_from_the_target_fails(self) -> None:
         p_logits = self.logits()[0]
         draft, accepted, token = self.rounds(True, "position")
@@ -334,7 +313,9 @@ class TestDistribution:
         at = torch.arange(self.N) * (self.G + 1) + accepted
         drawn = (p[accepted].log() + gumbel(torch.tensor(5), at[:, None], 7, torch.arange(self.V))).argmax(-1)
         biased = torch.where(accepted < self.G, drawn, token)
-        assert any(statistic > limit for statistic, limit in self.statistics(draft, accepted, biased))
+        other_q = self.rounds(True, "position", q_temperature=1.3)  # which the drafts were not drawn from
+        for rounds in ((draft, accepted, biased), other_q):
+            assert any(statistic > limit for statistic, limit in self.statistics(*rounds))
 
 
 @pytest.mark.gpu

@@ -82,7 +82,7 @@ def test_parts_lie_in_order(kv: str) -> None:
         assert torch.equal(plain[:, :, 1].transpose(1, 2), views["values"])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=24)
 def test_slots_of_keys_beyond_2_to_the_31_elements() -> None:
     pages = (1 << 32) // (64 * 128)
     k_cache = torch.zeros(pages, 64, 1, 128, dtype=torch.bfloat16, device="cuda")
@@ -95,7 +95,7 @@ def test_slots_of_keys_beyond_2_to_the_31_elements() -> None:
     assert torch.equal(k_cache[0, 5, 0], qkv[1, 1]) and k_cache.count_nonzero() == 2 * 128
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=12)
 @pytest.mark.parametrize("few", [False, True])
 def test_slots_of_latents_beyond_2_to_the_31_elements(few: bool) -> None:
     width = 512 if few else 576

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -22,18 +23,9 @@ OPS = pytest.mark.parametrize("op", [choose_tokens, reference], ids=["kernel", "
 
 
 def chosen(
-    op: Any,
-    scores: Tensor,
-    lengths: list[int],
-    starts: list[int],
-    topk: int,
-    layout: HelixLayout,
-    block: int,
-    page: int,
-    device: torch.device,
-    each: int = 1,
-    counted: bool = False,
-) -> list[list[int]]:
+    op: Any, scores: Tensor, lengths: list[int], starts: list[int], topk: int, layout: HelixLayout, block: int,
+    page: int, device: torch.device, each: int = 1, counted: bool = False,
+) -> list[list[int]]:  # fmt: skip
     """Global positions that all ranks choose for each row of global scores [N, S]; checks the order of each rank's."""
     N, S = scores.shape
     sequences, kvp = N // each, layout.kvp
@@ -179,35 +171,31 @@ def test_rows_of_a_verified_group(op: Any, device: torch.device) -> None:
     check(op, scores, lengths, starts, 9, 2, 16, 16, device, each=3)
 
 
+Rows = Callable[[Tensor, Tensor], Tensor]
+# What becomes of random scores [N, S], and of the places [S].
+KINDS: dict[str, Rows] = {
+    "apart": lambda x, at: x,
+    "equal": lambda x, at: torch.full_like(x, -0.5),
+    "zeros": lambda x, at: torch.where(x > 1.5, x, x * 0),  # of either sign
+    "below zero": lambda x, at: torch.where(x < -1.5, x, x * 0),
+    "infinite": lambda x, at: torch.where(x > 0.5, torch.inf, torch.where(x < 0, -torch.inf, x)),
+    "least": lambda x, at: torch.full_like(x, -torch.inf),
+    "nan": lambda x, at: torch.where(at == 1, torch.inf, torch.where(at % 3 == 0, torch.nan, x)),
+    "some nan": lambda x, at: torch.where(at % 97 == 7, torch.nan, x),
+}
+PLACES: dict[str, Rows] = {
+    "one group": lambda x, at: torch.where(at // 2 % 64 < 6, x + 100, x),  # which has several of the best
+    "last": lambda x, at: x + 100 * (at > len(at) - 20),  # no other tile has any
+    "falling": lambda x, at: (-at).float().expand_as(x),
+    "rising": lambda x, at: at.float().expand_as(x),
+}
+
+
 def rows_of_a_kind(kind: str, N: int, S: int) -> Tensor:
-    gen = torch.Generator().manual_seed(S)
-    scores, at = torch.randn(N, S, generator=gen), torch.arange(S)
-    if kind == "equal":
-        scores = torch.full((N, S), -0.5)
-    elif kind == "zeros":
-        scores = torch.where(scores > 1.5, scores, scores * 0)  # of either sign
-    elif kind == "below zero":
-        scores = torch.where(scores < -1.5, scores, scores * 0)
-    elif kind == "infinite":
-        scores = torch.where(scores > 0.5, torch.inf, torch.where(scores < 0, -torch.inf, scores))
-    elif kind == "least":
-        scores = torch.full((N, S), -torch.inf)
-    elif kind == "nan":
-        scores[:, ::3], scores[:, 1] = torch.nan, torch.inf
-    elif kind == "some nan":
-        scores[:, 7::97] = torch.nan
-    elif kind == "one group":  # the best are in few groups, each of which has several of them
-        scores = torch.where(at // 2 % 64 < 6, scores + 100, scores)
-    elif kind == "last":  # no other tile has any
-        scores = scores + 100 * (at > S - 20)
-    elif kind == "falling":
-        scores = (-at).float().expand(N, S)
-    elif kind == "rising":
-        scores = at.float().expand(N, S)
-    return scores
+    scores = torch.randn(N, S, generator=torch.Generator().manual_seed(S))
+    return (KINDS | PLACES)[kind](scores, torch.arange(S))
 
 
-KINDS = ["apart", "equal", "zeros", "below zero", "infinite", "least", "nan", "some nan"]
 MANY = [(1, 16, 16, 24), (2, 16, 16, 12), (3, 5, 7, 33), (4, 16, 32, 7)]  # ranks, block, page, tokens of a row
 
 
@@ -217,7 +205,7 @@ MANY = [(1, 16, 16, 24), (2, 16, 16, 12), (3, 5, 7, 33), (4, 16, 32, 7)]  # rank
     params(
         [  # each kind in two shapes, every other one in the same
             *((kind, MANY[(i + j) % 4]) for i, kind in enumerate(KINDS) for j in (0, 2)),
-            *product(["one group", "last", "falling", "rising"], [(1, 16, 16, 24), (2, 16, 16, 12), (2, 16, 16, 70)]),
+            *product(PLACES, [(1, 16, 16, 24), (2, 16, 16, 12), (2, 16, 16, 70)]),
         ],
         lambda kind, shape: f"{kind}-{'-'.join(map(str, shape))}".replace(" ", "-"),
     ),
@@ -263,9 +251,3 @@ def test_codes_have_the_order_of_scores() -> None:
     codes = ordered(scores)
     assert codes.tolist() == sorted(codes.tolist()) and codes.min() >= 0 and codes.max() < 1 << 32
     assert codes[4] == codes[5] and len(codes.unique()) == 10
-
-
-def test_ties_to_the_later_token_are_caught(device: torch.device) -> None:
-    scores = torch.zeros(1, 40)
-    found = chosen(choose_tokens, scores, [40], [0], 4, HelixLayout.create("helix", 2), 4, 4, device)
-    assert found[0] == [0, 1, 2, 3] and found[0] != [36, 37, 38, 39]

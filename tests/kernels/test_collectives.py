@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -210,31 +211,10 @@ def projections(
     return [PendingProjection(random(N, K), weight(), random(H) if biased else None) for _ in range(W)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("W, H, K, biased", [(2, 200, 40, True), (3, 6, 1100, False), (8, 258, 16, True)])
-def test_what_a_projection_of_one_row_sends(
-    W: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    check_what_is_sent(projections(W, 1, H, K, biased, dtype, device), False, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("two_shot", [False, True])
-@pytest.mark.parametrize("few", [False, True])
-@pytest.mark.parametrize(
-    "W, N, H, K, biased",
-    [(8, 2, 66, 64, True), (3, 5, 510, 528, False), (8, 8, 3584, 448, True), (2, 31, 130, 2368, False)],
-)
-def test_what_projections_on_hopper_send(
-    W: int, N: int, H: int, K: int, biased: bool, few: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    check_what_is_sent(projections(W, N, H, K, biased, dtype, device, few), two_shot, device)
-
-
 def experts(
-    W: int, N: int, k: int, E: int, H: int, F: int, addend: bool, dtype: torch.dtype, device: torch.device
-) -> list[PendingSum]:
+    W: int, N: int, k: int, E: int, H: int, F: int, addend: bool, dtype: torch.dtype, device: torch.device,
+    on_hopper: bool = False,
+) -> list[PendingSum]:  # fmt: skip
     """E experts a rank, of which the last rank's get no token."""
     random = random_tensors(dtype, device, 0.5)
     found: list[PendingSum] = []
@@ -242,42 +222,45 @@ def experts(
         x, scores = random(N, H), random(N, k).float()
         ids = torch.rand(N, (W - 1) * E, device=device).argsort(1)[:, :k].int().contiguous()
         summand = random(N, H) if addend else None
-        found.append(RoutedExperts(x, ids, scores, random(E, 2 * F, H), random(E, H, F), r * E, addend=summand))
+        one = RoutedExperts(x, ids, scores, random(E, 2 * F, H), random(E, H, F), r * E, addend=summand)
+        assert not on_hopper or experts_sm90.fits(one.x, one.gate_up, one.down)
+        found.append(one)
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("two_shot", [False, True])
-@pytest.mark.parametrize(
-    "W, N, k, E, H, F, addend", [(2, 1, 3, 4, 300, 8, True), (3, 2, 1, 1, 34, 5, False), (3, 17, 2, 3, 258, 16, True)]
-)
-def test_what_experts_send(
-    W: int,
-    N: int,
-    k: int,
-    E: int,
-    H: int,
-    F: int,
-    addend: bool,
-    two_shot: bool,
-    dtype: torch.dtype,
+GPU, BELOW_FP32 = pytest.mark.gpu, (torch.float16, torch.bfloat16)
+# Whose rows are summed, their sizes, whether in two shots, and the dtype.
+SENT = [
+    *(  # one row of each rank: in one shot
+        pytest.param(projections, (W, 1, H, K, biased), False, dtype, marks=[GPU] * (dtype == torch.bfloat16))
+        for W, H, K, biased in ((2, 200, 40, True), (3, 6, 1100, False), (8, 258, 16, True))
+        for dtype in (torch.float32, *BELOW_FP32)
+    ),
+    *(
+        pytest.param(experts, sizes, two_shot, dtype, marks=[GPU] * (dtype == torch.bfloat16))
+        for sizes in ((2, 1, 3, 4, 300, 8, True), (3, 2, 1, 1, 34, 5, False), (3, 17, 2, 3, 258, 16, True))
+        for two_shot in (False, True)
+        for dtype in (torch.float32, *BELOW_FP32)
+    ),
+    *(
+        pytest.param(partial(projections, few=few), sizes, two_shot, dtype, marks=GPU)
+        for sizes in ((8, 2, 66, 64, True), (3, 5, 510, 528, False), (8, 8, 3584, 448, True), (2, 31, 130, 2368, False))
+        for few, two_shot, dtype in product((False, True), (False, True), BELOW_FP32)
+    ),
+    *(
+        pytest.param(partial(experts, on_hopper=True), sizes, two_shot, torch.bfloat16, marks=GPU)
+        for sizes in ((3, 8, 4, 4, 2880, 360, True), (2, 1, 4, 8, 264, 704, False), (8, 5, 6, 16, 1032, 512, True))
+        for two_shot in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize("make, sizes, two_shot, dtype", SENT)
+def test_what_is_sent(
+    make: Callable[..., list[PendingSum]], sizes: tuple[Any, ...], two_shot: bool, dtype: torch.dtype,
     device: torch.device,
-) -> None:
-    check_what_is_sent(experts(W, N, k, E, H, F, addend, dtype, device), two_shot, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("two_shot", [False, True])
-@pytest.mark.parametrize(
-    "W, N, k, E, H, F, addend",
-    [(3, 8, 4, 4, 2880, 360, True), (2, 1, 4, 8, 264, 704, False), (8, 5, 6, 16, 1032, 512, True)],
-)
-def test_what_wide_experts_on_hopper_send(
-    W: int, N: int, k: int, E: int, H: int, F: int, addend: bool, two_shot: bool, device: torch.device
-) -> None:
-    found = experts(W, N, k, E, H, F, addend, torch.bfloat16, device)
-    assert all(experts_sm90.fits(one.x, one.gate_up, one.down) for one in found if isinstance(one, RoutedExperts))
-    check_what_is_sent(found, two_shot, device)
+) -> None:  # fmt: skip
+    check_what_is_sent(make(*sizes, dtype=dtype, device=device), two_shot, device)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -13,39 +14,29 @@ from kernels.dense import linear_fp8_sm90, linear_sm90
 from kernels.dense.linear import linear
 from kernels.scaled import quantised
 from tests.kernels.cases_dense import scaled
+from tests.kernels.suite import check_in_a_graph
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [linear_sm90, linear_fp8_sm90])
 @pytest.mark.parametrize("split", [3, 4])
 def test_layers_in_a_graph(split: int, kernel: Any, device: torch.device) -> None:
-    """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
-    generator = torch.Generator().manual_seed(0)
-    K = 2048
+    generator, K = torch.Generator().manual_seed(0), 2048
     gate, down = (
         torch.randn(rows, K, generator=generator).div(K**0.5).to(device, torch.bfloat16) for rows in (2 * K, K)
     )
     if kernel is linear_fp8_sm90:
         gate, down = quantised(gate), quantised(down)
     x = torch.randn(8, K, generator=generator).to(device, torch.bfloat16)
-    ys = [torch.empty_like(x) for _ in range(20)]
+    ys = x.new_empty(20, *x.shape)
 
-    def layers(between: Any) -> None:
+    def layers(between: Callable[[], None]) -> None:
         for i, y in enumerate(ys):
             weight, gated = (gate, True) if i % 2 else (down, False)
             kernel.launch(ys[i - 1] if i else x, weight, None, y, gated, split)
             between()
 
-    layers(torch.cuda.synchronize)
-    wanted = [y.clone() for y in ys]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers(lambda: None)
-    for _ in range(50):
-        for y in ys:
-            y.fill_(torch.nan)
-        graph.replay()
-        assert all(map(torch.equal, ys, wanted))
+    check_in_a_graph(layers, ys)
 
 
 def test_splits() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from comm.emulated import addresses
 from kernels.attention.reference import lse_combine
 from kernels.dense.reference import rms_norm
-from kernels.peers.all_gather import SLICE_WORDS, all_gather
 from kernels.peers.exchange import PIECE_WORDS, exchange
 from tests.kernels.peers import Ranks, emulated_sums, summed
 
@@ -102,19 +101,3 @@ def test_sums_of_rows(ranks: tuple[int, int], world: int, way: str, device: torc
             torch.testing.assert_close(total, right, atol=2**-18, rtol=0)
             torch.testing.assert_close(y, rms_norm(right, weight, 1e-5)[0], atol=2**-18, rtol=0)
     assert played.gave_up() == [0, 0]
-
-
-def test_gathers(device: torch.device) -> None:
-    played = Played((0, 2), 4, SLICE_WORDS, False, device)
-    x = [torch.arange(7, device=device, dtype=torch.int32) + 100 * p for p in range(2)]
-    for phase in (1, 4):
-        got = [
-            all_gather(
-                x[p], played.tables[p], played.counts[p][0], played.status[p], rank=(0, 2)[p], pieces=PIECES, spins=3,
-                phases=phase,
-            )
-            for p in range(2)
-        ]  # fmt: skip
-    for p, ranks in enumerate(got):
-        mine = (0, 2)[p]
-        assert all(torch.equal(of_rank, x[p if r == mine else 1 - p]) for r, of_rank in enumerate(ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import route
 from tests.kernels.cases_experts import Case, make_experts, poisoned
 from tests.kernels.cases_experts_sm90 import NARROW, fits_either, fits_few, fits_many, fits_scaled, make_wide
+from tests.kernels.suite import check_in_a_graph
 
 E4M3, E2M1 = (False, 128, (0, 0)), (True, 32, (0, 0))
 CUDA = torch.device("cuda")
@@ -49,7 +51,7 @@ def test_the_oracle_is_transformers(clamped: bool, device: torch.device) -> None
         torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=24)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -68,7 +70,7 @@ def test_many_pairs_as_any_other_algorithm(shape: dict[str, Any], monkeypatch: p
     torch.testing.assert_close(ours.float(), result(case).float(), atol=60 * 2**-9, rtol=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=24)
 @pytest.mark.parametrize("N", [1, 2, 3, 8])
 @pytest.mark.parametrize("choices", ["any", "same", "first-nobody", "nobody"])
 @pytest.mark.parametrize(
@@ -115,11 +117,10 @@ def test_what_hopper_does_not_take() -> None:
 
 
 def layers_in_a_graph(case: Case, experts: int, k: int) -> None:
-    """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
     logits = torch.randn(12, len(case.x), experts, device="cuda")
     ys = torch.empty(12, *case.x.shape, device="cuda", dtype=torch.bfloat16)
 
-    def layers(between: Any) -> None:
+    def layers(between: Callable[[], None]) -> None:
         x = case.x
         for scores, y in zip(logits, ys, strict=True):
             ids, weights = route(scores, k, normalise=True)
@@ -128,16 +129,7 @@ def layers_in_a_graph(case: Case, experts: int, k: int) -> None:
             y.copy_(x)
             between()
 
-    layers(torch.cuda.synchronize)
-    wanted = ys.clone()
-    assert not wanted.isnan().any()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers(lambda: None)
-    for _ in range(50):
-        ys.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(ys, wanted)
+    check_in_a_graph(layers, ys)
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from tests.kernels.interleaving import Streams
 MODULE = sys.modules[select_blocks.__module__]
 OPS = pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
 
-SHAPES: dict[str, dict[str, Any]] = {
+CHOICES: dict[str, dict[str, Any]] = {
     "plain": dict(ranges=[(1, 20, 24), (1, 1, 1), (0, 0, 0)], topk=4),
     "fewer-than-chosen": dict(ranges=[(1, 4, 5), (2, 3, 6)], topk=8),
     "many-tiles": dict(ranges=[(1, 300, 303), (3, 9, 11)], topk=4, heads=(7, 1), dim=80),
@@ -32,17 +32,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "none": dict(ranges=[(1, 100, 103), (2, 2, 3)], topk=0),
     "thousands": dict(ranges=[(1, 1300, 1303), (3, 1027, 1027)], topk=3, heads=(2, 1), dim=16),
 }  # fmt: skip
+# Of equal scores the earlier pages are chosen.
+SHAPES = CHOICES | {f"ties-{name}": CHOICES[name] | dict(ties=True) for name in ("many-tiles", "drafts", "one")}
 
 
-def case(shape: str, device: torch.device, *, ties: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    s = dict(queries=1, heads=(4, 2), dim=32) | SHAPES[shape]
+def case(shape: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    s = dict(queries=1, heads=(4, 2), dim=32, ties=False) | shape
     gen = torch.Generator().manual_seed(3)
     N, (q_heads, heads), dim = len(s["ranges"]), s["heads"], s["dim"]
     B, columns = N // s["queries"], max(held for *_, held in s["ranges"]) + 2
     q = torch.randn(N, q_heads, 2 * dim, generator=gen).to(dtype)[..., :dim]
     table = torch.randperm(B * columns, generator=gen).view(B, columns).int()
     bounds = torch.randn(B * columns, heads, 2, dim, generator=gen).sort(2, descending=True).values.to(dtype)
-    if ties:
+    if s["ties"]:
         bounds, q = bounds[:1].round().expand_as(bounds).clone(), q.round()  # sums of whole numbers are exact
     for b in range(B):  # what is no candidate of any query is NaN
         rows = s["ranges"][b * s["queries"] : (b + 1) * s["queries"]]
@@ -91,7 +93,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @OPS
 @pytest.mark.parametrize("shape", SHAPES)
 def test_choices(shape: str, op: Any, device: torch.device) -> None:
-    c = case(shape, device)
+    c = case(SHAPES[shape], device)
     check(op(**c), c)
 
 
@@ -147,7 +149,7 @@ def stretches_of(begin: int, end: int, k: int) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("shape", ["plain", "many-tiles", "tiles-and-edges", "drafts", "thousands", "one"])
 def test_stretches(shape: str, op: Any, device: torch.device) -> None:
     """Each stretch gives the best of its own."""
-    c = case(shape, device)
+    c = case(SHAPES[shape], device)
     c["topk"], c["width"] = 11, c["width"] + 11
     how: dict[str, Any] = {"stretches": True} if op is select_blocks else {"stretch": 64}
     for _ in range(2):
@@ -174,26 +176,14 @@ def test_looks_and_programs(
 ) -> None:
     """In one look; of items cut among programs. What one launch leaves behind does not reach the next."""
     monkeypatch.setattr(MODULE, "LANES", lanes)
-    c = case(shape, device)
+    c = case(SHAPES[shape], device)
     for _ in range(2):
         check(select_blocks(**c, sms=sms), c)
 
 
 @OPS
-@pytest.mark.parametrize("shape", ["many-tiles", "drafts", "one"])
-def test_of_equals_the_earlier(shape: str, op: Any, device: torch.device) -> None:
-    c = case(shape, device, ties=True)
-    found = op(**c).cpu()
-    for n, (first, last) in enumerate(zip(c["first"].tolist(), c["last"].tolist(), strict=True)):
-        T = len(c["q"]) // len(c["block_table"])
-        count = min(c["topk"], last - first)
-        wanted = c["block_table"][n // T, : first + count].cpu()
-        assert (found[n, :, : first + count] == wanted).all()
-
-
-@OPS
 def test_no_number_is_the_highest_score(op: Any, device: torch.device) -> None:
-    c = case("many-tiles", device)
+    c = case(SHAPES["many-tiles"], device)
     page = int(c["block_table"][0, 5 * TILE + 3])
     c["bounds"][page] = torch.nan
     assert page in op(**c)[0, 0].tolist()
@@ -225,12 +215,11 @@ def test_any_scores(device: torch.device, scores: list[float], topk: int, begin:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("heads, queries", [((28, 4), 1), ((8, 1), 5), ((32, 8), 1)])
-def test_long(heads: tuple[int, int], queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long(heads: tuple[int, int], queries: int, dtype: torch.dtype) -> None:
     """Against the reference on the GPU, by scores: the order of sums differs, and so may the last of the chosen."""
     ranges = [(1, 8188, 8192)] * queries + [(1, 999, 1003)] * queries + [(1, 3, 5)] * queries
     shape = dict(ranges=ranges, queries=queries, topk=32, heads=heads, dim=128)
-    monkeypatch.setitem(SHAPES, "long", shape)
-    c = case("long", torch.device("cuda"), dtype=dtype)
+    c = case(shape, torch.device("cuda"), dtype)
     found, wanted = select_blocks(**c), reference(**c)
     again = select_blocks(**c)
     for n, (first, last, held) in enumerate(ranges):
@@ -243,7 +232,7 @@ def test_long(heads: tuple[int, int], queries: int, dtype: torch.dtype, monkeypa
 
 def at_once(lanes: tuple[int, int], generator: random.Random) -> bool:
     """Whether two launches on streams of their own choose what each chooses alone, the second of them other blocks."""
-    c = case("many-tiles", torch.device("cpu"))
+    c = case(SHAPES["many-tiles"], torch.device("cpu"))
     both = [c, c | {"q": -c["q"]}]
     alone = [reference(**one) for one in both]
     streams, found = Streams(2, MODULE), []

@@ -20,11 +20,13 @@ from kernels.sparse.select_tokens import select_tokens
 from tests.kernels.peers import Meeting
 
 OPS = pytest.mark.parametrize("op", [select_tokens, reference], ids=["kernel", "reference"])
-NAN = float("nan")
-# Each sequence: known, counts, sinks, windows, fresh.
+FEW: dict[str, Any] = dict(sequences=[(120, 21, 4, 8, 0), (37, 9, 0, 0, 0)], kv_heads=1)
+PAGES_OF_128: dict[str, Any] = dict(sequences=[(150, 30, 2, 2, 0), (33, 8, 0, 0, 0)], reach=4, page=128)
+NO_NUMBER: dict[str, Any] = FEW | dict(values=torch.where(torch.arange(120) % 10 == 7, torch.nan, torch.inf))
+# Each sequence: known, counts, sinks, windows, fresh. Rows are cut into so many parts, or more if these would be long.
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": dict(sequences=[(150, 21, 4, 8, 0), (77, 30, 0, 0, 0), (1, 1, 0, 0, 0)], layers=2),
-    "few": dict(sequences=[(120, 21, 4, 8, 0), (37, 9, 0, 0, 0)], kv_heads=1),
+    "few": FEW,
     "edges": dict(sequences=[(0, 0, 0, 0, 0), (100, 0, 0, 0, 0), (129, 129, 1, 2, 0), (64, 63, 0, 1, 0)]),
     "all-forced": dict(sequences=[(120, 50, 20, 30, 0), (16, 16, 16, 0, 0), (48, 9, 0, 9, 0)]),
     "fresh": dict(sequences=[(120, 50, 3, 10, 1), (90, 20, 0, 0, 1), (90, 20, 5, 0, 0), (0, 0, 0, 0, 1)], kv_heads=1),
@@ -35,16 +37,28 @@ SHAPES: dict[str, dict[str, Any]] = {
     "reach": dict(sequences=[(120, 30, 2, 2, 0), (33, 8, 0, 0, 0), (60, 9, 0, 3, 1), (0, 0, 0, 0, 0)], reach=8),
     "reach-one": dict(sequences=[(70, 30, 0, 0, 0)], reach=1, kv_heads=1),
     "reach-16-pages-of-one": dict(sequences=[(70, 30, 2, 2, 0), (9, 8, 0, 0, 0)], reach=16, page=1),
-    "reach-pages-of-128": dict(sequences=[(150, 30, 2, 2, 0), (33, 8, 0, 0, 0)], reach=4, page=128),
+    "reach-pages-of-128": PAGES_OF_128,
+    **{
+        f"{name}-tile-{tile}-parts-{parts}": shape | dict(cut=dict(tile=tile, parts=parts))
+        for tile, parts in ((32, 9), (64, 1), (256, 2))
+        for name, shape in (("few", FEW), ("reach-pages-of-128", PAGES_OF_128))
+    },
+    "equal-scores": FEW | dict(values=torch.zeros(120)),
+    # NaN is the highest score, but pushes out no sink and none of the window.
+    "no-number": NO_NUMBER,
+    "no-number-beside-forced": NO_NUMBER | dict(sequences=[(120, 15, 4, 8, 0), (37, 9, 0, 0, 0)]),
+    # Parts of as many tiles as may be, whose keys all have one digit, the highest: of room for 14, 13 in two parts.
+    "one-counter": dict(
+        sequences=[(416, 100, 1, 1, 0)], kv_heads=1, values=torch.full((416,), torch.inf), cut=dict(parts=1)
+    ),
 }  # fmt: skip
 
 
-def case(shape: str, device: torch.device, values: torch.Tensor | None = None) -> dict[str, Any]:
+def case(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Random scores, of which many are equal; what stands for no known key is NaN, and tables end in wild pages."""
-    s = dict(page=16, kv_heads=2, planes=1, layers=1, reach=0, tail=5) | SHAPES[shape]
+    s = dict(page=16, kv_heads=2, planes=1, layers=1, reach=0, tail=5, values=None) | shape
     gen = torch.Generator().manual_seed(5)
-    page, kv_heads, B = s["page"], s["kv_heads"], len(s["sequences"])
-    planes = s["planes"]
+    page, kv_heads, planes, B = s["page"], s["kv_heads"], s["planes"], len(s["sequences"])
     columns = max(-(-n // page) for n, *_ in s["sequences"]) + 1
     known, counts, sinks, windows, fresh = (
         torch.tensor(x, dtype=torch.int32) for x in zip(*s["sequences"], strict=True)
@@ -58,7 +72,7 @@ def case(shape: str, device: torch.device, values: torch.Tensor | None = None) -
             continue
         own = (4 * torch.randn(s["layers"], planes, kv_heads, n, generator=gen)).half()
         own[..., ::3] = own[..., ::3].round()
-        own = own if values is None else values[:n].half().expand_as(own)
+        own = own if s["values"] is None else s["values"][:n].half().expand_as(own)
         j = torch.arange(n)
         scores[:, :, score_tables[b, j // page].long(), :, j % page] = own.permute(3, 0, 1, 2)
         score_tables[b, -(-n // page) :] = 1 << 30
@@ -105,94 +119,50 @@ def check(c: dict[str, Any]) -> None:
         assert table[layer, b, head].tolist() == wanted, (layer, b, head)
 
 
-def cut(patch: pytest.MonkeyPatch, tile: int, parts: int) -> None:
-    """Rows are cut into so many parts, or more if these would be long."""
+def cut(patch: pytest.MonkeyPatch, tile: int = 32, parts: int = 3) -> None:
     for name, value in (("TILE", tile), ("LEAST_PARTS", parts), ("PROGRAMS", 0)):
         patch.setattr(sys.modules[select_tokens.__module__], name, value)
+
+
+def choose(op: Any, c: dict[str, Any]) -> None:
+    c["table"].fill_(-7)
+    op(**c)
+    check(c)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Rows of several parts, parts of several tiles."""
     if request.node.get_closest_marker("gpu") is None:
-        cut(monkeypatch, tile=32, parts=3)
+        cut(monkeypatch)
 
 
 @OPS
 @pytest.mark.parametrize("shape", SHAPES)
-def test_choices(shape: str, op: Any, device: torch.device) -> None:
-    c = case(shape, device)
-    op(**c)
-    check(c)
-
-
-@pytest.mark.parametrize("tile, parts", [(32, 9), (64, 1), (256, 2)])
-def test_tiles_and_parts(tile: int, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut(monkeypatch, tile, parts)
-    for shape in ("few", "reach-pages-of-128"):
-        c = case(shape, device)
-        select_tokens(**c)
-        check(c)
+def test_choices(shape: str, op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, **SHAPES[shape].get("cut", {}))
+    choose(op, case(SHAPES[shape], device))
 
 
 @pytest.mark.parametrize("shape", ["few", "pages-of-one"])
 def test_a_call_leaves_nothing_to_the_next(shape: str, device: torch.device) -> None:
     """Other scores, then other lengths, of the same number of rows."""
     for values in (None, torch.arange(150) % 7):
-        c = case(shape, device, values)
-        select_tokens(**c)
-        check(c)
+        c = case(SHAPES[shape] | dict(values=values), device)
+        choose(select_tokens, c)
         c["known"] -= c["known"] // 3
         c["counts"] = torch.minimum(c["counts"], c["known"] // 2)
         c["sinks"], c["windows"] = c["counts"] // 3, c["counts"] // 4
-        c["table"].fill_(-7)
-        select_tokens(**c)
-        check(c)
+        choose(select_tokens, c)
 
 
 def test_what_the_call_before_found_is_a_guess(device: torch.device) -> None:
     """The same scores again, then some a little and some far above or below, and all alike."""
-    c = case("few", device)
+    c = case(FEW, device)
     first = c["scores"].clone()
     for factor in (1, 1, 1.05, 1, 0.95, 4, 0.1, -1, -1, 0, 0, 1):
         c["scores"].copy_(first * factor)
-        c["table"].fill_(-7)
-        select_tokens(**c)
-        check(c)
-
-
-@OPS
-def test_of_equals_the_latest(op: Any, device: torch.device) -> None:
-    c = case("few", device, torch.zeros(120))
-    op(**c)
-    check(c)
-    n, k, sinks = (int(c[name][0]) for name in ("known", "counts", "sinks"))
-    last = torch.arange(n - (k - sinks), n)
-    slots = c["block_tables"][0, last // 16].cpu() * 16 + last % 16
-    assert (c["table"][:, 0, :, sinks:k].cpu() == slots).all()
-
-
-@OPS
-def test_no_number_is_the_highest_score_but_pushes_out_no_sink(op: Any, device: torch.device) -> None:
-    values = torch.where(torch.arange(120) % 10 == 7, NAN, torch.inf)
-    c = case("few", device, values)
-    op(**c)
-    check(c)
-    c["sinks"][0], c["windows"][0], c["counts"][0] = 4, 8, 12 + 3
-    c["table"].fill_(-7)
-    op(**c)
-    check(c)
-
-
-@OPS
-def test_one_counter_holds_all_keys(op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of as many tiles as may be, whose keys all have one digit, the highest."""
-    cut(monkeypatch, tile=32, parts=1)
-    n = 32 * 13  # of room for 14: two parts
-    monkeypatch.setitem(SHAPES, "long", dict(sequences=[(n, 100, 1, 1, 0)], layers=1, kv_heads=1))
-    c = case("long", device, torch.full((n,), torch.inf))
-    op(**c)
-    check(c)
+        choose(select_tokens, c)
 
 
 # Of three ranks: the first one's keys of one sequence, of another none; rooms that are enough, and one that is not.
@@ -207,10 +177,8 @@ OF_ALL = [40, 11]
 @OPS
 def test_ranks_choose_together(op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of all, of equals the first rank's, of one rank's the latest; each rank writes its own."""
-    ranks, meeting, cases = len(TOGETHER), Meeting(len(TOGETHER)), []
-    for i, shape in enumerate(TOGETHER):
-        monkeypatch.setitem(SHAPES, f"together-{i}", shape)
-        cases.append(case(f"together-{i}", device))
+    ranks, meeting = len(TOGETHER), Meeting(len(TOGETHER))
+    cases = [case(shape, device) for shape in TOGETHER]
 
     def rank(i: int) -> int:
         counts = torch.tensor(OF_ALL, dtype=torch.int32, device=device)
@@ -267,59 +235,41 @@ def test_any_scores(
     k = round(share * n)
     sinks = min(forced[0], k)
     sequence = n, k, sinks, min(forced[1], k - sinks), 0
-    SHAPES["any"] = dict(sequences=[sequence], reach=reach, layers=1, kv_heads=1)
-    try:
-        c = case("any", device, torch.tensor(values))
-        select_tokens(**c)
-        check(c)
-        c["table"].fill_(-7)
-        reference(**c)
-        check(c)
-    finally:
-        del SHAPES["any"]
+    c = case(dict(sequences=[sequence], reach=reach, kv_heads=1, values=torch.tensor(values)), device)
+    for op in (select_tokens, reference):
+        choose(op, c)
 
 
-def long(layers: int, heads: int, lengths: list[int], k: float, page: int = 128, reserve: int = 0) -> dict[str, Any]:
-    """Random scores on the GPU, sequences of which each lies in pages of its own; `reserve` numbers between layers."""
-    gen = torch.Generator("cuda").manual_seed(1)
-    B, columns = len(lengths), max(lengths) // page + 2
-    one = B * columns * heads * page
-    storage = torch.empty(layers * (one + reserve), dtype=torch.float16, device="cuda")
-    strides = (one + reserve, one, heads * page, page, 1)
-    scores = storage.as_strided((layers, 1, B * columns, heads, page), strides)
-    scores.copy_((3 * torch.randn(scores.shape, device="cuda", generator=gen)).bfloat16())
-    score_tables, block_tables = (
-        torch.randperm(B * columns, device="cuda", generator=gen).view(B, columns).int() for _ in range(2)
-    )
-    known = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    counts = (known * k).int()
-    return dict(
-        scores=scores, score_tables=score_tables, block_tables=block_tables, known=known, counts=counts,
-        sinks=(counts > 9).int() * 4, windows=(counts > 9).int() * 5, fresh=torch.zeros(B, dtype=bool, device="cuda"),
-        table=torch.full((layers, B, heads, int(counts.max()) + 16), -7, dtype=torch.int32, device="cuda"), tail=8,
-    )  # fmt: skip
+def long(layers: int, heads: int, lengths: list[int], share: float, page: int = 128) -> dict[str, Any]:
+    """Random scores on the GPU of long sequences, of which that share is chosen."""
+    rows = [(n, k, 4 * (k > 9), 5 * (k > 9), 0) for n in lengths for k in [int(n * share)]]
+    return case(dict(sequences=rows, layers=layers, kv_heads=heads, page=page, tail=8), torch.device("cuda"))
 
 
-def same(c: dict[str, Any], **how: int) -> None:
+def same(c: dict[str, Any]) -> None:
     """The kernel's table is the reference's, twice."""
     found = []
     for op in (reference, select_tokens, select_tokens):
         c["table"].fill_(-7)
-        op(**c, **how)
+        op(**c)
         found.append(c["table"].clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", [{}, {"reach": 8}], ids=["keys", "reach"])
-def test_long(how: dict[str, int]) -> None:
-    same(long(8, 2, [131072, 131071, 40000, 3], 0.07), **how)
-    same(long(3, 2, [5000, 70001], 0.4, page=1), **how)
+@pytest.mark.parametrize("reach", [0, 8])
+def test_long(reach: int) -> None:
+    same(long(8, 2, [131072, 131071, 40000, 3], 0.07) | dict(reach=reach))
+    same(long(3, 2, [5000, 70001], 0.4, page=1) | dict(reach=reach))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=10)
 def test_a_million_keys_beyond_31_bits() -> None:
-    same(long(3, 1, [(1 << 20) + 77], 0.07, reserve=1 << 30))
+    c = long(3, 1, [(1 << 20) + 77], 0.07)
+    layer = c["scores"][0].numel() + (1 << 30)
+    storage = torch.empty(3 * layer, dtype=torch.float16, device="cuda")
+    apart = storage.as_strided(c["scores"].shape, (layer, *c["scores"].stride()[1:]))
+    same(c | dict(scores=apart.copy_(c["scores"])))
 
 
 @pytest.mark.gpu

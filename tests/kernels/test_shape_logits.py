@@ -83,16 +83,10 @@ def tables(wishes: dict[int, Wish], slots: int, V: int, columns: range) -> Shapi
 
 
 def shape(
-    op: Callable[..., Tensor],
-    logits: Tensor,
-    wishes: dict[int, Wish],
-    rows: list[int],
-    position: int,
-    device: torch.device,
-    columns: range | None = None,
-    last: list[int] | None = None,
+    op: Callable[..., Tensor], logits: Tensor, wishes: dict[int, Wish], rows: list[int], position: int,
+    device: torch.device, columns: range | None = None, last: list[int] | None = None,
     change: Callable[[Shaping], Shaping] = lambda shaping: shaping,
-) -> tuple[Tensor, Shaping]:
+) -> tuple[Tensor, Shaping]:  # fmt: skip
     """Shaped logits [N, V_local] of the sequences in slots `rows`, and what the state has become."""
     N, V = logits.shape
     columns = range(V) if columns is None else columns
@@ -195,14 +189,6 @@ def test_tokens_that_end_give_way_only_to_others(op: Any, device: torch.device) 
     assert late[0, 4] == logits[0, 4]
 
 
-@OPS
-def test_a_rank_without_columns(op: Any, device: torch.device) -> None:
-    empty = torch.empty(2, 0, device=device)
-    state = Shaping(**{name: t.to(device) for name, t in vars(tables({0: Wish()}, 2, 5, range(5, 5))).items()})
-    slots = torch.arange(2, device=device)
-    assert op(empty, state, slots, slots, slots, 5).shape == (2, 0)
-
-
 def test_planted_errors_show(device: torch.device) -> None:
     V, rows = 64, [4, 1, 0, 2]
     logits = make_logits(4, V)
@@ -220,36 +206,38 @@ def test_planted_errors_show(device: torch.device) -> None:
         assert not torch.equal(got, wanted), name
 
 
-class TestOthers:
-    """What transformers and vLLM do with one wish at a time, in fp32."""
+V, PROMPT, ANSWER = 50, [3, 3, 8], [8, 9, 9, 9, 49]
+COUNTS = torch.bincount(torch.tensor(ANSWER), minlength=V)
 
-    V, PROMPT, ANSWER = 50, [3, 3, 8], [8, 9, 9, 9, 49]
 
-    def shaped(self, wish: Wish, position: int = 8) -> tuple[Tensor, Tensor]:
-        logits = make_logits(1, self.V)
-        return logits, shape(reference, logits, {0: wish}, [0], position, torch.device("cpu"))[0]
+def repetition(penalty: float) -> Any:
+    return Wish(PROMPT, ANSWER, repetition=penalty), [*PROMPT, *ANSWER], RepetitionPenaltyLogitsProcessor(penalty)
 
-    @pytest.mark.parametrize("penalty", [1.3, 0.7])
-    def test_repetition_is_that_of_transformers(self, penalty: float) -> None:
-        logits, got = self.shaped(Wish(prompt=self.PROMPT, answer=self.ANSWER, repetition=penalty))
-        ids = torch.tensor([[*self.PROMPT, *self.ANSWER]])
-        assert torch.equal(got, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone()))
 
-    def test_bias_is_that_of_transformers(self) -> None:
-        logits, got = self.shaped(Wish(bias={0: -3.7, 49: 99.9}))
-        processor = SequenceBiasLogitsProcessor({(0,): -3.7, (49,): 99.9})
-        assert torch.equal(got, processor(torch.zeros(1, 1, dtype=torch.int64), logits.clone()))
+def least(drawn: int) -> Any:
+    """An end that may come after five tokens, of which so many are drawn."""
+    processor = MinNewTokensLengthLogitsProcessor(3, 5, [7, 49], device="cpu")
+    return Wish(ends=[7, 49], ends_from=3 + 5), [0] * (3 + drawn), processor
 
-    @pytest.mark.parametrize("drawn", [0, 4, 5, 6])
-    def test_the_end_is_that_of_transformers(self, drawn: int) -> None:
-        logits, got = self.shaped(Wish(ends=[7, 49], ends_from=3 + 5), position=3 + drawn)
-        processor = MinNewTokensLengthLogitsProcessor(3, 5, [7, 49], device="cpu")
-        wanted = processor(torch.zeros(1, 3 + drawn, dtype=torch.int64), logits.clone())
-        assert torch.equal(torch.where(got == torch.tensor(FORBIDDEN), -torch.inf, got), wanted)
 
-    def test_frequency_and_presence_are_those_of_vllm(self) -> None:
-        """logits -= frequency_penalties * output_bin_counts; logits -= presence_penalties * output_mask."""
-        logits, got = self.shaped(Wish(prompt=self.PROMPT, answer=self.ANSWER, frequency=0.5, presence=0.25))
-        counts = torch.bincount(torch.tensor(self.ANSWER), minlength=self.V)
-        wanted = logits.double() - 0.5 * counts - 0.25 * (counts > 0)
-        assert torch.equal(got, wanted.float())
+def as_in_vllm(ids: Tensor, logits: Tensor) -> Tensor:
+    """logits -= frequency_penalties * output_bin_counts; logits -= presence_penalties * output_mask."""
+    return (logits.double() - 0.5 * COUNTS - 0.25 * (COUNTS > 0)).float()
+
+
+# One wish at a time, in fp32: a sequence's tokens, and what transformers or vLLM do with its logits.
+OTHERS = {
+    "repetition-1.3": repetition(1.3),
+    "repetition-0.7": repetition(0.7),
+    "bias": (Wish(bias={0: -3.7, 49: 99.9}), [0], SequenceBiasLogitsProcessor({(0,): -3.7, (49,): 99.9})),
+    **{f"least-{drawn}": least(drawn) for drawn in (0, 4, 5, 6)},
+    "frequency-and-presence": (Wish(PROMPT, ANSWER, frequency=0.5, presence=0.25), [0], as_in_vllm),
+}
+
+
+@pytest.mark.parametrize("wish, ids, others", OTHERS.values(), ids=OTHERS)
+def test_a_wish_is_that_of_others(wish: Wish, ids: list[int], others: Callable[[Tensor, Tensor], Tensor]) -> None:
+    logits = make_logits(1, V)
+    got = shape(reference, logits, {0: wish}, [0], len(ids), torch.device("cpu"))[0]
+    got = torch.where(got == torch.tensor(FORBIDDEN), -torch.inf, got)
+    assert torch.equal(got, others(torch.tensor([ids]), logits.clone()))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import kernels.tokens.suffix as module
@@ -66,6 +66,7 @@ def run(
 
 
 SALTS = [0, 3, (1 << 39) - 1]
+THEIRS: list[Entry] = [(3, 7), (3, 1), (3, 2), (3, 4), (3, 6), None, (3, 8)]
 entries = st.one_of(st.none(), st.tuples(st.sampled_from(SALTS), st.integers(0, 2)))
 
 
@@ -74,6 +75,12 @@ entries = st.one_of(st.none(), st.tuples(st.sampled_from(SALTS), st.integers(0, 
     ring=st.none() | st.lists(entries, min_size=1, max_size=40), at=st.integers(0, 100),
     salt=st.sampled_from(SALTS), drafts=st.integers(1, 9), longest=st.integers(1, 5),
 )  # fmt: skip
+# A longer match of the first row's salt wins over its own, one as long does not; the longest wins over a later one; a
+# period goes on past the end.
+@example(rows=[[5, 1, 2, 9, 7, 1, 2]] * 2, ring=THEIRS, at=0, salt=3, drafts=4, longest=3)
+@example(rows=[[5, 1, 2, 9, 7, 1, 2]], ring=THEIRS, at=0, salt=3, drafts=4, longest=2)
+@example(rows=[[1, 2, 3, 4, 9, 9, 3, 5, 9, 9, 2, 3]], ring=None, at=0, salt=0, drafts=3, longest=3)
+@example(rows=[[7, 1, 2, 3, 1, 2, 3], [5, 5, 5], [8]], ring=None, at=0, salt=0, drafts=5, longest=3)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 def test_any_sequence(
     rows: list[list[int]], ring: list[Entry] | None, at: int, salt: int, drafts: int, longest: int, op: Any,
@@ -83,26 +90,6 @@ def test_any_sequence(
     others = ring[cursor:] + ring[:cursor] if ring else []
     wanted = [proposed(row, others, of, drafts, longest) for row, of in zip(rows, salts, strict=True)]
     assert run(op, rows, salts, ring, cursor, drafts, longest, device) == wanted
-
-
-def test_longer_matches_of_the_same_salt_win(op: Any, device: torch.device) -> None:
-    row = [5, 1, 2, 9, 7, 1, 2]  # its own: behind 1, 2 comes 9
-    theirs: list[Entry] = [(3, 7), (3, 1), (3, 2), (3, 4), (3, 6), None, (3, 8)]
-    assert run(op, [row, row], [3, 4], theirs, 0, 4, 3, device) == [[4, 6, -1, -1], [9, 7, 1, 2]]
-    assert run(op, [row], [3], theirs, 0, 4, 2, device) == [[9, 7, 1, 2]], "as long as its own"
-    with pytest.raises(AssertionError):
-        assert run(op, [row], [4], theirs, 0, 4, 3, device) == [[4, 6, -1, -1]]
-
-
-def test_the_longest_match_wins_over_a_later_one(op: Any, device: torch.device) -> None:
-    row = [1, 2, 3, 4, 9, 9, 3, 5, 9, 9, 2, 3]
-    assert run(op, [row], [0], None, 0, 3, 3, device) == [[4, 9, 9]]
-    assert run(op, [row], [0], None, 0, 3, 1, device) == [[5, 9, 9]]
-
-
-def test_a_period_goes_on_past_the_end(op: Any, device: torch.device) -> None:
-    rows = [[7, 1, 2, 3, 1, 2, 3], [5, 5, 5], [8]]
-    assert run(op, rows, [0] * 3, None, 0, 5, 3, device) == [[1, 2, 3, 1, 2], [5] * 5, [8] * 5]
 
 
 @pytest.mark.gpu

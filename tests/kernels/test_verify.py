@@ -32,18 +32,9 @@ class Case:
     accepted: list[int]
 
 
-def make(
-    B: int,
-    G: int,
-    D: int,
-    device: torch.device,
-    *,
-    alpha: float = 0.5,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> Case:
+def make(B: int, G: int, D: int, device: torch.device, alpha: float = 0.5, dtype: torch.dtype = torch.float32) -> Case:
     """Binomial acceptance; alpha 0 and 1 are all-reject and all-accept."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     accepted = (torch.rand(B, G, generator=g) < alpha).sum(1).tolist()
     wide = torch.randint(0, 5, (B, G + 3), generator=g)  # few tokens: they also agree behind the first mismatch
     target = torch.randint(0, 5, (B, G + 4), generator=g)[:, 1 : G + 2]
@@ -167,15 +158,13 @@ def test_lengths_of_another_launch_are_not_taken(looks: int, device: torch.devic
     words = torch.arange(100, device=device) | tag << 32
     words[b:] = (tag + 1) << 32 | 5  # sequences behind it do not matter
     total = torch.zeros(1, dtype=torch.int64, device=device)
-    for late, old in ((None, 0), (0, 0), (33, (tag - 1) << 32 | 33), (69, (tag + 1) << 32 | 69), (31, 31)):
+    _look_kernel[(1,)](words, total, tag, b, LOOKS=looks, BLOCK_B=32, num_warps=1)
+    assert total.item() == sum(range(b))
+    for late, old in ((0, 0), (33, (tag - 1) << 32 | 33), (69, (tag + 1) << 32 | 69), (31, 31)):
         some = words.clone()
-        if late is not None:
-            some[late] = old
+        some[late] = old
         _look_kernel[(1,)](some, total, tag, b, LOOKS=looks, BLOCK_B=32, num_warps=1)
-        if late is None:
-            assert total.item() == sum(range(b))
-        else:
-            assert total.item() >= module.UNKNOWN.value
+        assert total.item() >= module.UNKNOWN.value
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["one look", "some late"])
@@ -249,7 +238,7 @@ def test_bf16_payloads(B: int, G: int, D: int, alpha: float) -> None:
     check_fused(verify_and_pack, make(B, G, D, torch.device("cuda"), alpha=alpha, dtype=torch.bfloat16), 1)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gb=12)
 def test_offsets_past_2_to_the_31() -> None:
     B, G, D = 260, 1024, 8192
     case = make(B, G, 1, torch.device("cuda"), alpha=1.0)
