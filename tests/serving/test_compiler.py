@@ -49,21 +49,22 @@ async def test_what_cannot_be_followed_is_refused_by_name(own: Front) -> None:
 
 
 async def test_nobody_waits_for_a_form_that_takes_long(own: Front) -> None:
-    """It ends with who waits for it."""
+    """It ends with who waits for it: with the client that leaves."""
     workers = own.session.compiler.workers
     forms = [EASY | {"structured_outputs": {"choice": [text]}} for text in "ab"]
     await asyncio.gather(*(own.post(COMPLETIONS, form) for form in forms))
     await until(lambda: len(workers.idle) == 2)
     before, workers._work_s = {*workers.idle}, 600
-    hard = asyncio.create_task(own.session.compiler.compile([{"ebnf": HARD}]))
+    _reader, writer = await own.connect(COMPLETIONS, EASY | {"structured_outputs": {"grammar": HARD}})
     await until(lambda: len(workers.idle) == 1)
     (busy,) = before - {*workers.idle}
     for regex in ("a", "b"):
         beside = await own.post(COMPLETIONS, EASY | {"structured_outputs": {"regex": regex}})
         assert beside.status_code == 200 and (await own.get("/health")).status_code == 200
-    assert not hard.done()
-    hard.cancel()
+    assert busy.returncode is None
+    writer.close()
     await until(lambda: busy.returncode is not None)
+    assert len(own.job.submits) == 4 and own.core.flights == {}
 
 
 async def test_who_sends_the_same_waits_for_the_same_compilation(own: Front) -> None:
