@@ -273,17 +273,6 @@ async def test_an_older_client_gets_a_stream_without_chunks(serve: Serve) -> Non
         writer.close()
 
 
-async def test_a_failure_in_a_stream_is_an_event_and_then_the_end(serve: Serve) -> None:
-    async def failing(job: FakeJob, submit: Request) -> None:
-        await job.say(submit, [100])
-        job.send(RequestUpdate(submit.id, finish_reason="error", reason="planted"))
-
-    front = await serve(FakeJob(failing))
-    answer = await front.post(COMPLETIONS, {"prompt": [1], "stream": True})
-    assert pieces(answer)[-1]["error"]["message"] == "planted" and "event: error\n" in answer.text
-    assert answer.text.endswith("data: [DONE]\n\n")
-
-
 # ---- prompts that are repeated with log-probabilities, as evaluation harnesses ask for them
 
 PROMPT = [300, 301, 302, 303]
