@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from launch.job.lifeline import status
 from tests.serving.chats import COMPLETIONS, REFUSALS
 from tests.serving.front import DEMO, READY, ROOT, FakeJob, Front, Serve, until
 
@@ -111,12 +111,4 @@ asyncio.run(compile())
     assert grammar["grammars"][0]["lark_grammar"].endswith('start: "a"\n')
     front.kill()
     front.wait()
-    asyncio.run(until(lambda: state(pid) in (None, "Z")))
-
-
-def state(pid: int) -> str | None:
-    """A letter; None where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except FileNotFoundError:
-        return None
+    asyncio.run(until(lambda: status(pid)[:1] in ([], ["Z"])))
