@@ -128,10 +128,7 @@ async def test_what_a_model_writes_does_nothing(browse: Browse) -> None:
     other = beside.page
     html = ["<img src=x onerror='window.hurt=1'>", "<svg onload='window.hurt=1'>", "<script>window.hurt=1</script>"]
     html += ["<a href='javascript:window.hurt=1'>x</a>", "<p style='position:fixed' onclick='window.hurt=1'>y</p>"]
-    html += [
-        "<math><mtext><table><mglyph><style><img src=x onerror='window.hurt=1'>",
-        "<form id=talk><input name=z>",
-    ]
+    html += ["<math><mtext><table><mglyph><style><img src=x onerror='window.hurt=1'>", "<form id=talk><input name=z>"]
     for text in html:
         nodes = "(await import('/page/markdown.js')).nodesOf({type: 'html', raw: text, text})"
         await other.evaluate(f"async text => document.getElementById('turns').append(...{nodes})", text)
@@ -212,10 +209,7 @@ async def test_texts_are_copied(secure: bool, browse: Browse) -> None:
     await page.evaluate("window.board = navigator.clipboard")
     if not secure:
         await page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
-    texts = {
-        ".code button": "def owner(t):\n    return t // 16 % 2\n",
-        ".assistant .does :text('Copy')": MARKDOWN,
-    }
+    texts = {".code button": "def owner(t):\n    return t // 16 % 2\n", ".assistant .does :text('Copy')": MARKDOWN}
     texts[".user .does :text('Copy')"] = "Who *owns* it?"
     for place, text in texts.items():
         button = await page.query_selector(place)
@@ -341,9 +335,10 @@ async def test_a_long_answer_scrolls_along_until_its_reader_scrolls(chat: bool, 
         await expect(page.locator("#last")).to_be_hidden()
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [360, 1000])
-@pytest.mark.parametrize("chat", [False, True])
+# Every two of these together.
+@pytest.mark.parametrize(
+    "chat, width, dark", [(False, 360, False), (False, 1000, True), (True, 360, True), (True, 1000, False)]
+)
 async def test_it_can_be_read_and_reached(chat: bool, width: int, dark: bool, browse: Browse) -> None:
     """On a phone too, by those who do not see it, and where colours are inverted."""
     look = {"viewport": {"width": width, "height": 700}, "color_scheme": "dark" if dark else "light"}
