@@ -14,6 +14,13 @@ from helix.engine.prefix import PrefixTree
 from helix.layout import HelixLayout
 from helix.placement import Stripes
 
+AT_ONCE = 24  # conversations under way; where one ends, another begins
+LENGTH = 12.0  # turns of a conversation, on average
+SYSTEMS, SYSTEM = 3, 3000  # different system prompts, and tokens of each
+USER, OUTPUT = 1500, 400  # tokens of a turn that come in and go out, on average (exponentially distributed)
+IDLE = 24.0  # between two turns of a conversation, in units of a turn's service; lognormal: some people go to lunch
+RETRIES = 0.05  # share of turns that are sent once more
+
 
 @dataclass(frozen=True)
 class Agents:
@@ -21,26 +28,11 @@ class Agents:
 
     Attributes:
         turns: of all conversations together.
-        at_once: conversations under way; where one ends, another begins.
-        length: turns of a conversation, on average.
-        systems: different system prompts, each of `system` tokens.
-        user, output: tokens of a turn that come in and go out, on average (exponentially distributed).
-        idle: between two turns of a conversation, on average, in units of a turn's service; lognormal, so that some
-            people go to lunch.
-        retries: share of turns that are sent once more.
-        long: tokens with which one conversation begins, that goes on for ever; 0 for none.
+        long: tokens with which the first conversation begins, which goes on for ever.
     """
 
-    turns: int = 1500
-    at_once: int = 24
-    length: float = 12.0
-    systems: int = 3
-    system: int = 3000
-    user: int = 1500
-    output: int = 400
-    idle: float = 24.0
-    retries: float = 0.05
-    long: int = 256_000
+    turns: int
+    long: int
 
     def prompts(self, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Prompt and output, int32, of each turn, in the order in which they are served."""
@@ -49,39 +41,35 @@ class Agents:
         def words(count: float) -> np.ndarray:
             return rng.integers(0, 50_000, max(int(count), 1), dtype=np.int32)
 
-        systems = [words(self.system) for _ in range(self.systems)]
+        systems = [words(SYSTEM) for _ in range(SYSTEMS)]
 
         def begin(long: bool) -> np.ndarray:
-            first = systems[rng.integers(self.systems)]
+            first = systems[rng.integers(SYSTEMS)]
             return np.concatenate((first, words(self.long))) if long else first
 
-        due: list[tuple[float, int]] = []  # conversation 0 is the long one, if there is one
+        due: list[tuple[float, int]] = []
         told = {}
-        endless = 0 if self.long else None
-        for i in range(self.at_once):
-            told[i] = begin(long=i == endless)
-            heappush(due, (rng.exponential(self.idle), i))
+        for i in range(AT_ONCE):
+            told[i] = begin(long=i == 0)
+            heappush(due, (rng.exponential(IDLE), i))
         for _ in range(self.turns):
             now, i = heappop(due)
-            prompt = np.concatenate((told[i], words(rng.exponential(self.user))))
-            output = words(rng.exponential(self.output))
+            prompt = np.concatenate((told[i], words(rng.exponential(USER))))
+            output = words(rng.exponential(OUTPUT))
             yield prompt, output
-            if rng.random() < self.retries:
-                output = words(rng.exponential(self.output))
+            if rng.random() < RETRIES:
+                output = words(rng.exponential(OUTPUT))
                 yield prompt, output
             told[i] = np.concatenate((prompt, output))
-            if i != endless and rng.random() < 1 / self.length:
+            if i and rng.random() < 1 / LENGTH:
                 told[i] = begin(long=False)
-            heappush(due, (now + self.idle * rng.lognormal(-0.72, 1.2), i))
+            heappush(due, (now + IDLE * rng.lognormal(-0.72, 1.2), i))
 
 
 @dataclass
 class Saved:
-    """Tokens of prompts, and those found in the cache or computed; cost in tokens at the beginning of a context."""
+    """What a cache leaves to compute, in the time of a token at the beginning of a context."""
 
-    tokens: int = 0
-    hits: int = 0
-    cost: float = 0.0
     computed: float = 0.0
 
 
@@ -106,8 +94,5 @@ def replay(
         assert held is not None, "a turn is larger than the cache"
         tables.enter(held, prompt)
         tables.end(held, np.concatenate((prompt, output[:-1])))
-        saved.tokens += len(prompt)
-        saved.hits += held.known
-        saved.cost += seconds(0, len(prompt))
         saved.computed += seconds(held.known, len(prompt))
     return saved

@@ -205,7 +205,8 @@ class Api:
         visit, owner, reader = request.state.visit, request.state.owner, self._known(body.model)
         salt = json.dumps([owner, body.cache_salt]) if owner or body.cache_salt else None
         run = partial(reader.run, size) if size else None
-        answer = await self.session.open(body, run=run, salt=salt, request_id=visit.id)
+        opening = self.session.open(body, run=run, salt=salt, request_id=visit.id)
+        answer = await while_connected(request.receive, opening)  # a form may take long to compile
         visit.answer, told = answer, format(answer)
         headers = {"x-ignored-fields": ",".join(map(_header, sent.model_extra))} if sent.model_extra else {}
         if body.stream:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError
 
-from tests.real.smollm2 import CHATS, MODEL, QUESTION, SYSTEM, continuation, ids_of, tokenizer
+from tests.real.smollm2 import CHATS, MODEL, SYSTEM, continuation, ids_of, tokenizer
 from tests.serving.front import changed
 from tests.serving.test_server import Server, served
 
@@ -44,15 +43,6 @@ def chat(server: Server, messages: list[dict[str, str]], **more: Any) -> Any:
     return server.client.chat.completions.create(
         **({"model": name, "messages": messages, "max_tokens": 200} | GREEDY | more)
     ).choices[0]
-
-
-def test_a_newcomer_is_told_where_to_chat(server: Server) -> None:
-    assert f"in a browser, {server.url} is a page to talk to it" in server.log.read_text()
-    with urllib.request.urlopen(server.url) as page:
-        assert page.headers["content-type"].startswith("text/html") and b"<html" in page.read()
-    with urllib.request.urlopen(f"{server.url}/v1/models") as answer:
-        (model,) = json.loads(answer.read())["data"]
-    assert (model["id"], model["chat"], model["max_model_len"]) == ("smollm2-135m-instruct", True, 8192)
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -101,12 +91,6 @@ def test_an_answer_follows_its_schema(temperature: float, seed: int, server: Ser
     assert found["population"] is None or (type(found["population"]) is int and found["population"] >= 0)
 
 
-def test_json_of_any_kind(server: Server) -> None:
-    messages = [{"role": "user", "content": "Give me a JSON object with a name and an age."}]
-    choice = chat(server, messages, response_format={"type": "json_object"}, max_tokens=400)
-    assert choice.finish_reason == "stop" and isinstance(json.loads(choice.message.content), dict)
-
-
 PARAMETERS = {
     "get_weather": {
         "city": {"type": "string", "maxLength": 24}, "days": {"type": "integer", "minimum": 1, "maximum": 9},
@@ -145,19 +129,3 @@ def test_a_call_has_the_arguments_of_its_function(choice: str, temperature: floa
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"}]
     said = chat(calling, messages, tools=TOOLS, max_tokens=20)
     assert said.message.content or said.message.tool_calls
-
-
-def test_a_model_that_may_call_is_free_not_to(calling: Server) -> None:
-    answer = chat(calling, QUESTION, tools=TOOLS, tool_choice="none", max_tokens=16)
-    assert answer.message.content == chat(calling, QUESTION, max_tokens=16).message.content
-    assert "Paris" in answer.message.content
-
-
-def test_calls_that_have_to_come_need_no_template(server: Server) -> None:
-    with pytest.raises(BadRequestError, match="the chat template does not read them"):
-        chat(server, QUESTION, tools=TOOLS, tool_choice="auto")
-    for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
-        answer = chat(server, QUESTION, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
-        assert answer.finish_reason == "tool_calls" and not answer.message.content
-        for call in answer.message.tool_calls:
-            assert json.loads(call.function.arguments).keys() == PARAMETERS[call.function.name].keys()

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ MISSING = f"none of {', '.join(NAMES)} is in PATH: apt-get install chromium"
 IN_CHROMIUM = [pytest.mark.clients, pytest.mark.skipif(BINARY is None, reason=MISSING)]
 DEADLINE_MS = 60_000
 KNOWN = r"status of (400|401|502|503)|ERR_(CONNECTION|INCOMPLETE_CHUNKED_ENCODING|EMPTY_RESPONSE)"
-Browse = Callable[..., Awaitable[tuple[Front, Page]]]  # of `opened`, without a browser and a directory
 
 
 class Teller(FakeJob):
@@ -47,6 +46,73 @@ class Teller(FakeJob):
             await self.say(self.submits[-1], [self.ready.eos[-1]] if finish == "stop" else [], finish)
 
 
+@dataclass
+class Tab(Front):
+    """A front end, and a page of it with what its user does there."""
+
+    job: Teller
+    page: Page
+
+    @property
+    def prompt(self) -> str:
+        """Of the last request."""
+        return self.session.tokens.tokenizer.decode(self.job.submits[-1].prompt)
+
+    async def beside(self, url: str = "") -> Tab:
+        """Another page of the same browser."""
+        page = await self.page.context.new_page()
+        await page.goto(url or self.url)
+        return replace(self, page=page)
+
+    async def told(self, what: str | re.Pattern[str]) -> None:
+        """Waits until the page says this of itself."""
+        await expect(self.page.locator("#state")).to_have_text(what)
+
+    async def ready(self) -> None:
+        await self.told("Ready.")
+
+    async def shown(self, text: str) -> None:
+        await expect(self.page.locator("#talk")).to_contain_text(text)
+
+    async def requested(self, act: Awaitable[Any]) -> None:
+        """Does something, and waits for the request that it makes."""
+        before = len(self.job.submits)
+        await act
+        await until(lambda: len(self.job.submits) == before + 1)
+
+    async def send(self, text: str | None = None, keys: str = "Enter") -> None:
+        """Writes a text, presses Enter, and waits for the request."""
+        if text is not None:
+            await self.page.fill("#text", text)
+        await self.requested(self.page.press("#text", keys))
+
+    async def begin(self, question: str, text: str) -> None:
+        """A question, and the beginning of its answer."""
+        await self.send(question)
+        await self.job.write(text)
+        await self.shown(text.strip())
+
+    async def answer(self, text: str, finish: str = "stop") -> None:
+        """Says the rest of an answer."""
+        await self.job.write(text, finish)
+        await expect(self.page.locator("#stop")).to_be_hidden()
+
+    async def turn(self, question: str, said: str) -> None:
+        """A question with its answer."""
+        await self.send(question)
+        await self.answer(said)
+
+    async def press(self, name: str) -> None:
+        await self.page.get_by_role("button", name=name, exact=True).click()
+
+    async def reload(self) -> None:
+        await self.page.reload()
+        await self.ready()
+
+
+Browse = Callable[..., Awaitable[tuple[Tab, Page]]]  # of `opened`, without a browser and a directory
+
+
 async def started(driver: Playwright) -> Browser:
     expect.set_options(timeout=DEADLINE_MS)
     return await driver.chromium.launch(executable_path=BINARY, args=["--no-sandbox"])
@@ -55,7 +121,7 @@ async def started(driver: Playwright) -> Browser:
 @asynccontextmanager
 async def opened(
     browser: Browser, directory: Path, job: Teller, look: Any = None, **settings: Any
-) -> AsyncIterator[tuple[Front, Page]]:
+) -> AsyncIterator[Tab]:
     """A page of a server; in the end it has wanted nothing of others and complained of nothing."""
     requests: list[str] = []
     complaints: list[str] = []
@@ -69,70 +135,6 @@ async def opened(
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
             await page.goto(f"{made.url}/")
-            yield made, page
+            yield Tab(**vars(made), page=page)
         assert requests and all(url.startswith(f"{made.url}/") or url == "data:," for url in requests)
         assert [one for one in complaints if not re.search(KNOWN, one)] == []
-
-
-def prompt(front: Front) -> str:
-    """Of the last request."""
-    return front.session.tokens.tokenizer.decode(front.job.submits[-1].prompt)
-
-
-async def told(page: Page, what: str | re.Pattern[str]) -> None:
-    """Waits until the page says this of itself."""
-    await expect(page.locator("#state")).to_have_text(what)
-
-
-async def ready(page: Page) -> None:
-    await told(page, "Ready.")
-
-
-async def free(page: Page) -> None:
-    await expect(page.locator("#stop")).to_be_hidden()
-
-
-async def shown(page: Page, text: str) -> None:
-    await expect(page.locator("#talk")).to_contain_text(text)
-
-
-async def requested(front: Front, act: Awaitable[Any]) -> None:
-    """Does something, and waits for the request that it makes."""
-    before = len(front.job.submits)
-    await act
-    await until(lambda: len(front.job.submits) == before + 1)
-
-
-async def send(front: Front, page: Page, text: str | None = None, keys: str = "Enter") -> None:
-    """Writes a text, presses Enter, and waits for the request."""
-    if text is not None:
-        await page.fill("#text", text)
-    await requested(front, page.press("#text", keys))
-
-
-async def begin(front: Front, page: Page, question: str, text: str) -> None:
-    """A question, and the beginning of its answer."""
-    await send(front, page, question)
-    await front.job.write(text)  # type: ignore[attr-defined]
-    await shown(page, text.strip())
-
-
-async def answer(front: Front, page: Page, text: str, finish: str = "stop") -> None:
-    """Says the rest of an answer."""
-    await front.job.write(text, finish)
-    await free(page)
-
-
-async def turn(front: Front, page: Page, question: str, said: str) -> None:
-    """A question with its answer."""
-    await send(front, page, question)
-    await answer(front, page, said)
-
-
-async def press(page: Page, name: str) -> None:
-    await page.get_by_role("button", name=name, exact=True).click()
-
-
-async def reload(page: Page) -> None:
-    await page.reload()
-    await ready(page)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
-from tests.serving.browser import Browse, Teller, opened, ready, started
+from tests.serving.browser import Browse, Tab, Teller, opened, started
 from tests.serving.chats import END, Talk, chat_model
 from tests.serving.front import READY, FakeJob, Front, Serve, front, saying, tokens_of, without_template
 
@@ -85,12 +85,12 @@ async def browse(chromium: Browser, model: Path, tmp_path: Path) -> AsyncIterato
     """`await browse(look, **settings)` is a front end and a page of it, for chats or to continue text."""
     async with AsyncExitStack() as pages:
 
-        async def start(look: Any = None, chat: bool = True, named: str = "", **settings: Any) -> tuple[Front, Page]:
+        async def start(look: Any = None, chat: bool = True, named: str = "", **settings: Any) -> tuple[Tab, Page]:
             of_chats = chat_model(tmp_path / named) if named else model
             teller = Teller(of_chats if chat else without_template(tmp_path))
-            made, page = await pages.enter_async_context(opened(chromium, tmp_path, teller, look, **settings))
+            made = await pages.enter_async_context(opened(chromium, tmp_path, teller, look, **settings))
             if "api_keys" not in settings:
-                await ready(page)
-            return made, page
+                await made.ready()
+            return made, made.page
 
         yield start

@@ -6,17 +6,33 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from comm.loopback import LoopbackWorld
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import RequestUpdate
+from helix.layout import HelixLayout
 from launch.job.serve import Link, serve
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.parity import build_engine
+
+
+def alone(family: str, eos: int | None = None, **options: Any) -> Engine:
+    """An engine of one rank; `eos` ends its answers in place of its model's own tokens."""
+    layout = HelixLayout.create()
+    comm = LoopbackWorld(1).communicator(0, layout.kvp_group(0))
+    engine = build_engine(checkpoint(family), layout, comm, 4, page_size=4, **options)
+    if eos is not None:
+        engine.runner.model.spec = replace(engine.runner.model.spec, eos=(eos,))
+    return engine
 
 
 class Died(Exception):

@@ -242,13 +242,14 @@ def tokens_of(text: str, model: str) -> list[int]:
 
 
 def saying(text: str, finish: str | None = "stop", end: int = 0) -> Script:
-    """A job that says a text, a token at a time, and how it ends: by a token of the model, or at a limit."""
+    """A job that says a text, a token at a time, and how it ends: by a token of the model, at a limit, or failing."""
 
     async def script(job: FakeJob, submit: Request) -> None:
         for token in tokens_of(text, job.ready.model):
             await job.say(submit, [token])
         if finish:
-            await job.say(submit, [end] if finish == "stop" else [], finish)
+            why = {"reason": "planted"} if finish == "error" else {}
+            await job.say(submit, [end] if finish == "stop" else [], finish, **why)
 
     return script
 

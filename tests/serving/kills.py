@@ -9,22 +9,18 @@ the front end dies, no rank is left after 15 s.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import torch
-
-from launch.job.lifeline import status
-from launch.job.report import provenance
+from launch.job.lifeline import age_s
+from tests.serving.load import append_row
 from tests.serving.test_server import Server, served
 
 RANKS = 2
@@ -80,18 +76,6 @@ class Reader(Thread):
         return self.text
 
 
-def age_s(server: Server) -> float:
-    """For how long there has been any of the ranks."""
-    ticks = [int(fields[19]) for pid in server.members() if _is_rank(pid) and (fields := status(pid))]
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - min(ticks) / os.sysconf("SC_CLK_TCK")
-
-
-def _is_rank(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().startswith("helix rank")
-    return False
-
-
 def reader_in(server: Server, state: str, number: int) -> Reader | None:
     """A request in a state, and a server that refuses others where it ends."""
     reader = None if state == "idle" else Reader(server, state, number)
@@ -114,7 +98,7 @@ def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:
     assert row["refused_s"] < REFUSED_S, f"new requests were taken for {row['refused_s']:.1f} s"
     if state != "drain":
         server.until_health(200, DEADLINE_S)
-        row["load_s"] = age_s(server)
+        row["load_s"] = max(filter(None, map(age_s, server.ranks().values())))
         row["back_s"] = time.monotonic() - begin - row["load_s"]
         assert row["back_s"] < BACK_S, f"new ranks were started after {row['back_s']:.1f} s"
     text = (reader or Reader(server, state, number)).ended()
@@ -162,14 +146,12 @@ def kills(times: int, directory: Path) -> Iterator[Row]:
 
 def main(times: str = "20", record: str | None = None) -> int:
     """Returns 1 where a promise is broken."""
-    failed, facts = False, {"name": "kills", "ranks": RANKS, **provenance(torch.device("cpu"))}
+    failed = False
     with tempfile.TemporaryDirectory(prefix="helix-kills-") as folder:
         for row in kills(int(times), Path(folder)):
             print(*(f"{key}={value}" for key, value in row.items()), flush=True)
             failed |= "failed" in row
-            if record is not None:
-                with Path(record).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({**facts, **row}) + "\n")
+            append_row(record, "kills", {"ranks": RANKS, **row})
     return int(failed)
 
 

@@ -14,7 +14,8 @@ import socket
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from select import select
 from threading import Event, Thread
@@ -42,21 +43,22 @@ class Streams(Thread):
         left: ends it.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, host: str) -> None:
         super().__init__(daemon=True)
         self.texts, self.left = [0] * STREAMS, Event()
-        self._connections = [connected(port) for _ in range(STREAMS)]
-        for index, connection in enumerate(self._connections):
+        self._sockets = list[socket.socket]()
+        for index in range(STREAMS):
             body = {"prompt": f"def f{index}(", "stream": True, "max_tokens": TOKENS, "ignore_eos": True}
-            connection.sendall(request("POST", "/v1/completions", json.dumps(body)))
+            (connection := HTTPConnection(host, timeout=30)).request("POST", "/v1/completions", json.dumps(body))
+            self._sockets.append(connection.sock)
         self.start()
 
     def run(self) -> None:
         while not self.left.is_set():
-            for connection in select(self._connections, [], [], 0.1)[0]:
-                self.texts[self._connections.index(connection)] += connection.recv(1 << 16).count(b'"text"')
-        for connection in self._connections:
-            connection.close()
+            for one in select(self._sockets, [], [], 0.1)[0]:
+                self.texts[self._sockets.index(one)] += one.recv(1 << 16).count(b'"text"')
+        for one in self._sockets:
+            one.close()
 
     def all_write(self, seconds: float = 120.0) -> None:
         """Waits until each has got a text from now on."""
@@ -66,29 +68,19 @@ class Streams(Thread):
             time.sleep(0.05)
 
 
-def connected(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=30)
-
-
-def request(method: str, path: str, body: str = "") -> bytes:
-    return f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-
-
-def asked(connection: socket.socket, path: str) -> socket.socket:
-    connection.sendall(request("GET", path))
-    answer = b""
-    while not answer.endswith(b"}"):  # JSON: head and body may come in two pieces
-        answer += connection.recv(4096)
-    assert answer.startswith(b"HTTP/1.1 200 "), answer
+def asked(connection: HTTPConnection, path: str) -> HTTPConnection:
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.read(), answer
     return connection
 
 
-def health_ms(port: int) -> list[float]:
+def health_ms(host: str) -> list[float]:
     """Measures the latencies of `/health`, sorted; every other connection is new."""
-    times, kept = [], connected(port)
+    times, kept = [], HTTPConnection(host, timeout=30)
     for number in range(PROBES):
         begin = time.perf_counter()
-        connection = asked(kept if number % 2 else connected(port), "/health")
+        connection = asked(kept if number % 2 else HTTPConnection(host, timeout=30), "/health")
         times.append((time.perf_counter() - begin) * 1e3)
         if connection is not kept:
             connection.close()
@@ -102,14 +94,14 @@ def worked_s(pids: list[int]) -> list[float]:
 
 
 def measured(server: Server, connections: int) -> dict[str, Any]:
-    front, port = server.process.pid, int(server.url.rpartition(":")[2])
-    streams = Streams(port)
+    front, host = server.process.pid, server.url.removeprefix("http://")
+    streams = Streams(host)
     streams.all_write()
     with ExitStack() as stack:
         for _ in range(connections):  # of use once, and kept
-            stack.enter_context(asked(connected(port), "/livez"))
+            stack.enter_context(closing(asked(HTTPConnection(host, timeout=30), "/livez")))
         begin, texts = time.monotonic(), sum(streams.texts)
-        times = health_ms(port)
+        times = health_ms(host)
         rate = (sum(streams.texts) - texts) / (time.monotonic() - begin)
         streams.all_write()  # none has ended
         lines = Path(f"/proc/{front}/status").read_text().splitlines()
@@ -129,15 +121,20 @@ def measured(server: Server, connections: int) -> dict[str, Any]:
     return row | {"idle_s": TIMEOUTS * TIMEOUT_S, "idle_cores": [round(share, 4) for share in shares]}
 
 
+def append_row(record: str | None, name: str, row: dict[str, Any]) -> None:
+    """Adds a row to a file of measurements, if there is one."""
+    if record is not None:
+        with Path(record).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, **provenance(torch.device("cpu")), **row}) + "\n")
+
+
 def main(connections: str = "10000", record: str | None = None) -> int:
     """Returns 1 where a promise is broken."""
     with tempfile.TemporaryDirectory(prefix="helix-load-") as directory, served(Path(directory), *SETTINGS) as server:
         row = measured(server, int(connections))
     for name, value in row.items():
         print(f"{name}: {value}")
-    if record is not None:
-        with Path(record).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"name": "load", **provenance(torch.device("cpu")), **row}) + "\n")
+    append_row(record, "load", row)
     kept = row["health_p99_ms"] <= MOST_MS and row["front_peak_mib"] < MOST_MIB
     return int(not kept or max(row["idle_cores"]) >= MOST_SHARE)
 

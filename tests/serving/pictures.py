@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from playwright.async_api import Page, async_playwright
+from playwright.async_api import async_playwright
 
-from tests.serving.browser import Teller, opened, press, ready, send, started, turn
+from tests.serving.browser import Tab, Teller, opened, started
 from tests.serving.chats import chat_model
-from tests.serving.front import ROOT, Front, text_of
+from tests.serving.front import ROOT, text_of
 
 IMAGES = ROOT / "docs" / "images"
 SYSTEM = "You explain how attention is computed over several GPUs. Be brief, and show formulas and code."
@@ -26,19 +26,20 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-async def converse(front: Front, page: Page, name: str) -> None:
-    await ready(page)
-    await press(page, "Settings")
+async def converse(tab: Tab, name: str) -> None:
+    page = tab.page
+    await tab.ready()
+    await tab.press("Settings")
     await page.get_by_label("System prompt").fill(SYSTEM)
     await page.keyboard.press("Escape")
     for question, answer in TITLES.items():
-        await turn(front, page, question, answer)
-        await press(page, "New chat")
-    await send(front, page, QUESTION)
+        await tab.turn(question, answer)
+        await tab.press("New chat")
+    await tab.send(QUESTION)
     for line in ANSWER.splitlines(keepends=True):
-        await front.job.write(line)
+        await tab.job.write(line)
         await asyncio.sleep(0.05)
-    await answer(front, page, "")
+    await tab.answer("")
     await page.locator("#talk").evaluate("one => one.scrollTop = 0")
     await page.mouse.move(0, 0)
     await page.screenshot(path=IMAGES / f"page-{name}.png")
@@ -49,8 +50,8 @@ async def take() -> None:
         for name, look in LOOKS.items():
             with tempfile.TemporaryDirectory() as directory:
                 teller = Teller(chat_model(Path(directory) / "example-8b-instruct"))
-                async with opened(browser, Path(directory), teller, look) as (front, page):
-                    await converse(front, page, name)
+                async with opened(browser, Path(directory), teller, look) as tab:
+                    await converse(tab, name)
 
 
 def main() -> None:

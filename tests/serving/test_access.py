@@ -16,7 +16,7 @@ from launch.client.schemas import Chat, Completion
 from launch.inputs.compose import composed
 from launch.serving.security import Keys
 from tests.serving.chats import CHATS, COMPLETIONS
-from tests.serving.front import READY, FakeJob, Serve, front, silent, until
+from tests.serving.front import READY, FakeJob, Serve, front, pieces, silent, until
 
 HEX = "[0-9a-f]{32}"
 ORIGIN = "https://chat.example"
@@ -94,6 +94,8 @@ async def test_ids_are_given_back_and_are_in_answers_and_errors(given: str | Non
         assert (f'"cmpl-{found}"' if status == 200 else f'"request_id":"{found}"') in answer.text
     answer = await front.post(COMPLETIONS, {"prompt": [9], "stream": True}, headers=headers)
     assert f'"request_id":"{answer.headers["x-request-id"]}"' in answer.text
+    assert pieces(answer)[-1]["error"]["message"] == "planted" and "event: error\n" in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
 
 
 async def test_the_log_has_a_line_for_each_request(
@@ -122,7 +124,8 @@ async def test_the_log_has_a_line_for_each_request(
 
 
 async def test_pages_of_other_origins_may_use_it_where_they_are_listed(serve: Serve) -> None:
-    front = await serve(cors=[ORIGIN])
+    """By default none may."""
+    front, plain = await serve(cors=[ORIGIN]), await serve()
     wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     for origin, status, allowed in ((ORIGIN, 200, ORIGIN), ("https://other.example", 400, None)):
         answer = await front.client.options(COMPLETIONS, headers={"origin": origin} | wanted)
@@ -132,13 +135,8 @@ async def test_pages_of_other_origins_may_use_it_where_they_are_listed(serve: Se
         answer = await front.post(COMPLETIONS, body, headers={"origin": ORIGIN})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
         assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
-
-
-async def test_by_default_no_page_of_another_origin_may_use_it(serve: Serve) -> None:
-    front = await serve()
-    headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
-    assert (await front.client.options(COMPLETIONS, headers=headers)).status_code == 405
-    answer = await front.post(COMPLETIONS, {"prompt": [1]}, headers=headers)
+    assert (await plain.client.options(COMPLETIONS, headers={"origin": ORIGIN} | wanted)).status_code == 405
+    answer = await plain.post(COMPLETIONS, {"prompt": [1]}, headers={"origin": ORIGIN})
     assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
 
 

@@ -19,6 +19,7 @@ from launch.serving.messages import chat_of as of_messages
 from launch.serving.responses import Responses
 from launch.serving.responses import chat_of as of_responses
 from tests.serving.chats import CALL, PARAMETERS, REFUSALS, USER, Talk
+from tests.serving.front import saying
 
 SAYS = f"Hm.\n</think>\n\nLooking.\n{CALL}"
 CITY = '{"city": "Paris"}'
@@ -124,12 +125,7 @@ async def test_the_official_client_reads_responses(model: Path, talk: Talk) -> N
 async def test_a_response_that_is_cut_is_incomplete_and_one_that_fails_says_why(talk: Talk) -> None:
     front = await talk("x")
     for finish, kind in (("length", "response.incomplete"), ("error", "response.failed")):
-
-        async def script(job: Any, submit: Any, finish: str = finish) -> None:
-            await job.say(submit, [100])
-            await job.say(submit, [], finish, reason="planted")
-
-        front.job.script = script
+        front.job.script = saying("x", finish)
         answer = await front.post("/v1/responses", {"input": "x", "stream": True})
         last = events(answer.text)[-1]
         assert last["type"] == kind and last["response"]["status"] == kind.removeprefix("response.")
@@ -216,11 +212,7 @@ async def test_errors_of_messages_have_their_form(talk: Talk) -> None:
         assert row["says"] in told["error"]["message"] and told["request_id"] == "r1", told
     answer = await front.post("/v1/messages", ASKS | {"metadata": {"user_id": "u"}, "service_tier": "auto"})
     assert answer.headers["x-ignored-fields"] == "metadata,service_tier"
-
-    async def failing(job: Any, submit: Any) -> None:
-        await job.say(submit, [], "error", reason="planted")
-
-    front.job.script = failing
+    front.job.script = saying("", "error")
     answer = await front.post("/v1/messages", ASKS | {"stream": True}, headers=ID)
     error = {"type": "error", "error": {"type": "api_error", "message": "planted"}, "request_id": "r1"}
     assert events(answer.text)[1:] == [error]

@@ -191,6 +191,7 @@ def test_no_thought_precedes_a_choice_that_begins_as_one() -> None:
 
 def test_recorded_calls_are_among_what_may_come() -> None:
     """Token by token, without what was said before them; some families write calls in several ways."""
+    assert {script.dialect.name for script in TRANSCRIPTS} == {*BY_NAME}, "each family has some"
     followed = set()
     for script in TRANSCRIPTS:
         if not script.calls:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 import yaml
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -135,6 +134,8 @@ async def test_a_conversation_is_the_templates_text(talk: Talk) -> None:
         (choice,) = answer.choices
         assert (choice.message.content, choice.finish_reason) == ("Fine, thanks.", "stop")
         assert answer.usage.prompt_tokens == len(front.job.submits[-1].prompt)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        await client(front).chat.completions.create(model=front.session.name, messages=[USER], temperature=-1)
     first, second = front.job.submits
     assert np.array_equal(first.prompt, second.prompt) and first.max_tokens == 100
     text = front.session.tokens.tokenizer.decode(first.prompt)
@@ -167,23 +168,6 @@ async def test_several_choices_and_logprobs(talk: Talk) -> None:
     answer = await client(front).completions.create(model=front.session.name, prompt="x", logprobs=2)
     told = answer.choices[0].logprobs
     assert told.token_logprobs[0] == -0.25 and told.text_offset[0] == 0 and len(told.top_logprobs[0]) == 2
-
-
-async def test_the_synchronous_client(talk: Talk, model: Path) -> None:
-    front = await talk("Fine.")
-
-    def speak() -> None:
-        client = OpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
-        assert [one.id for one in client.models.list()] == [model.name]
-        assert client.models.retrieve(model.name).id == model.name
-        with client.chat.completions.stream(model=model.name, messages=[USER]) as stream:
-            assert stream.get_final_completion().choices[0].message.content == "Fine."
-        with pytest.raises(openai.NotFoundError):
-            client.models.retrieve("gpt-9")
-        with pytest.raises(openai.BadRequestError, match="temperature"):
-            client.chat.completions.create(model=model.name, messages=[USER], temperature=-1)
-
-    await asyncio.to_thread(speak)
 
 
 # ---- texts of tokens

@@ -1,7 +1,4 @@
-"""Clients that others make: LangChain and LiteLLM against a server of the demo model, and Anthropic's own.
-
-They are installed where somebody wants to run this: `pip install langchain-openai litellm anthropic`.
-"""
+"""Programs that others make, installed where somebody wants to run this: Anthropic's client, and routers."""
 
 from __future__ import annotations
 
@@ -28,36 +25,6 @@ from tests.serving.test_adapters import OWN, SAYS
 from tests.serving.test_server import Server, served
 
 pytestmark = pytest.mark.clients
-KEY, NAME = "secret", "demo-model"
-QUESTION = [{"role": "user", "content": "def read_json(path):"}]
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server that wants a key."""
-    with served(tmp_path_factory.mktemp("server"), f"model.path={DEMO}", "--api-key", KEY) as server:
-        yield server.url
-
-
-def test_langchain(url: str) -> None:
-    module = pytest.importorskip("langchain_openai", reason="no LangChain: pip install langchain-openai")
-    model = module.ChatOpenAI(base_url=f"{url}/v1", api_key=KEY, model=NAME, max_tokens=8, temperature=0)
-    whole = model.invoke("def read_json(path):")
-    assert whole.content and whole.usage_metadata["output_tokens"] == 8
-    assert "".join(piece.content for piece in model.stream("def read_json(path):")) == whole.content
-    shape = {"title": "answer", "type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
-    found = module.ChatOpenAI(base_url=f"{url}/v1", api_key=KEY, model=NAME, max_tokens=64, temperature=0)
-    assert isinstance(found.with_structured_output(shape, method="json_schema").invoke("a number")["n"], bool)
-
-
-def test_litellm(url: str) -> None:
-    litellm = pytest.importorskip("litellm", reason="no LiteLLM: pip install litellm")
-    more = {"api_base": f"{url}/v1", "api_key": KEY, "messages": QUESTION, "max_tokens": 8, "temperature": 0}
-    whole = litellm.completion(model=f"openai/{NAME}", **more)
-    pieces = litellm.completion(model=f"openai/{NAME}", stream=True, **more)
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
-    with pytest.raises(litellm.AuthenticationError):
-        litellm.completion(model=f"openai/{NAME}", **more | {"api_key": "wrong"})
 
 
 async def test_anthropic(model: Path, talk: Talk) -> None:

@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from launch.job.lifeline import status
 from tests.serving.chats import COMPLETIONS, REFUSALS
 from tests.serving.front import DEMO, READY, ROOT, FakeJob, Front, Serve, until
 
@@ -49,21 +49,22 @@ async def test_what_cannot_be_followed_is_refused_by_name(own: Front) -> None:
 
 
 async def test_nobody_waits_for_a_form_that_takes_long(own: Front) -> None:
-    """It ends with who waits for it."""
+    """It ends with who waits for it: with the client that leaves."""
     workers = own.session.compiler.workers
     forms = [EASY | {"structured_outputs": {"choice": [text]}} for text in "ab"]
     await asyncio.gather(*(own.post(COMPLETIONS, form) for form in forms))
     await until(lambda: len(workers.idle) == 2)
     before, workers._work_s = {*workers.idle}, 600
-    hard = asyncio.create_task(own.session.compiler.compile([{"ebnf": HARD}]))
+    _reader, writer = await own.connect(COMPLETIONS, EASY | {"structured_outputs": {"grammar": HARD}})
     await until(lambda: len(workers.idle) == 1)
     (busy,) = before - {*workers.idle}
     for regex in ("a", "b"):
         beside = await own.post(COMPLETIONS, EASY | {"structured_outputs": {"regex": regex}})
         assert beside.status_code == 200 and (await own.get("/health")).status_code == 200
-    assert not hard.done()
-    hard.cancel()
+    assert busy.returncode is None
+    writer.close()
     await until(lambda: busy.returncode is not None)
+    assert len(own.job.submits) == 4 and own.core.flights == {}
 
 
 async def test_who_sends_the_same_waits_for_the_same_compilation(own: Front) -> None:
@@ -110,12 +111,4 @@ asyncio.run(compile())
     assert grammar["grammars"][0]["lark_grammar"].endswith('start: "a"\n')
     front.kill()
     front.wait()
-    asyncio.run(until(lambda: state(pid) in (None, "Z")))
-
-
-def state(pid: int) -> str | None:
-    """A letter; None where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except FileNotFoundError:
-        return None
+    asyncio.run(until(lambda: status(pid)[:1] in ([], ["Z"])))

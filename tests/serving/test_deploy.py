@@ -6,11 +6,9 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tomllib
-import urllib.request
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from launch.cli import COMMANDS
 from launch.inputs.compose import composed
 from launch.serving.routes import Api
 from launch.serving.security import Keys, check_exposure
-from tests.e2e.cli import Job
 from tests.serving.front import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -219,32 +216,3 @@ def test_a_node_says_what_it_lacks(given: dict[str, str], words: str) -> None:
     environment = {"PATH": "/usr/bin:/bin"} | given
     ended = subprocess.run(["bash", DEPLOY / "node.sh"], env=environment, capture_output=True, text=True)
     assert ended.returncode == 1 and words in ended.stderr
-
-
-@pytest.mark.slow
-def test_two_nodes_serve_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one host: the first answers, and told to end both end."""
-    with socket.socket() as probe, socket.socket() as other:
-        probe.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        meeting, port = probe.getsockname()[1], other.getsockname()[1]
-    words = ["layout.kvp=2", "kv.tokens=8192", "decode.max_batch=4", f"serve.port={port}"]
-    nodes = []
-    for node in range(2):
-        given = {"ENDPOINT": f"127.0.0.1:{meeting}", "NODES": 2, "RANKS": 1, "PYTHON": sys.executable, "NODE": node}
-        for name, value in given.items():
-            monkeypatch.setenv(name, str(value))
-        nodes.append(Job(["bash", "deploy/node.sh"], *words, log=tmp_path / f"node{node}"))
-    try:
-        nodes[0].wait_for(nodes[0].log, "is served at", 150)
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions", json.dumps({"prompt": "def f", "max_tokens": 3}).encode()
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 3
-        nodes[0].process.terminate()
-        ended = [node.wait(60).code for node in nodes]
-        assert ended[0] == 0, nodes[0].log.read_text()
-    finally:
-        for one in nodes:
-            one.kill()

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from launch.answers.dialects import AnswerPart, Parser, PlainParser, dialect_of, turn_of
-from tests.serving.chats import CHATS
-from tests.serving.front import Serve, read, saying
 from tests.serving.transcripts import BY_NAME, KNOWN, TOOLS, TRANSCRIPTS, Transcript, text_of
 
 SIZES = 1, 3, 5, 1000  # characters at a time
@@ -32,23 +30,6 @@ def test_transcripts(script: Transcript) -> None:
         told = text_of(parts, "thinking"), text_of(parts, "content"), calls_of(parts)
         assert told == (script.thinking, script.content, script.calls), size
         assert parser.calls == len(script.calls)
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-async def test_transcripts_over_http(name: str, serve: Serve) -> None:
-    """Whole answers and streams."""
-    front = await serve()
-    front.session.tokens.tokenizer.chat_templates = {"default": "{% if tools %}{% endif %}{{ messages[0].content }}"}
-    front.session._dialect = BY_NAME[name]
-    scripts = [script for script in TRANSCRIPTS if script.dialect.name == name]
-    assert scripts, "every dialect has one"
-    for script in scripts:
-        front.job.script = saying(script.answer)
-        for stream in (False, True):
-            body = {"messages": [{"role": "user", "content": script.prompt}], "tools": TOOLS, "stream": stream}
-            told = read(await front.post(CHATS, body))
-            assert (told.thinking, told.content, told.calls) == (script.thinking, script.content, script.calls)
-            assert told.ends == ("tool_calls" if script.calls else "stop"), script.id
 
 
 DEEP, LONG = "[" * 3000, "1" * 5000

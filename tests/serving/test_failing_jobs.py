@@ -29,7 +29,7 @@ from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.sequences import generated
 from tests.serving.chats import COMPLETIONS
-from tests.serving.engine import EngineJob
+from tests.serving.engine import EngineJob, alone
 from tests.serving.front import DEMO, READY, FakeJob, Serve, counting, until
 
 
@@ -219,8 +219,7 @@ def test_silence_is_time_without_progress_of_ranks_that_have_work() -> None:
 
 def test_a_long_chunk_shows_its_layers_and_announces_its_time() -> None:
     """Each layer of it is progress, also of the first one, whose time is unknown; nothing is announced afterwards."""
-    comm = LoopbackWorld(1).communicator(0, (0,))
-    engine = build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 4, prefill_chunk=8)
+    engine = alone("qwen2", prefill_chunk=8)
     found: list[dict[str, float]] = []
     for layer in engine.runner.model.layers:
         feed = layer.feed

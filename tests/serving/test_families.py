@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +11,18 @@ import pytest
 from transformers import AutoTokenizer
 
 import launch.job.serve
-from comm.loopback import LoopbackWorld
 from helix.config import ScheduleConfig
 from helix.engine.core import Engine
 from helix.engine.request import Request
-from helix.layout import HelixLayout
 from helix.sampling_params import SamplingParams
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.sequences import generated_ids
 from tests.serving.chats import CHATS
-from tests.serving.engine import EngineJob, ids_of, name_tokens
+from tests.serving.engine import EngineJob, alone, ids_of, name_tokens
 from tests.serving.front import Front, Serve, read
 
-ALONE = HelixLayout.create()
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "seed": 11}
-
-
-def make_engine(family: str, **options: Any) -> Engine:
-    comm = LoopbackWorld(1).communicator(0, ALONE.kvp_group(0))
-    return build_engine(checkpoint(family), ALONE, comm, 4, page_size=4, max_length=192, **options)
 
 
 async def complete(front: Front, prompt: tuple[int, ...], tokens: int, **more: Any) -> tuple[tuple[int, ...], int]:
@@ -54,11 +45,11 @@ async def test_tokens_are_those_of_decoding(
     monkeypatch.setattr(launch.job.serve, "STATS_S", 0.02)
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
     sampled = Request("sampled", wanted[1].prompt, MOE_TOKENS, SamplingParams(**SAMPLED))
-    (decoded,) = generated_ids(make_engine(family), [sampled]).values()
+    (decoded,) = generated_ids(alone(family, max_length=192), [sampled]).values()
 
     def make() -> Engine:  # pages for 160 tokens, slots for three, leases of a few tokens
         schedule = ScheduleConfig(lease=2, stall_ms=2.0)
-        return make_engine(family, max_batch=3, pages=40, prefill_chunk=24, schedule=schedule)
+        return alone(family, max_length=192, max_batch=3, pages=40, prefill_chunk=24, schedule=schedule)
 
     front = await serve(EngineJob(make, name_tokens(tmp_path, 257), deaths=(12,), among=6))
     first = [complete(front, c.prompt, len(c.tokens)) for c in wanted[::-1]]
@@ -97,11 +88,7 @@ async def test_a_model_that_never_learned_to_call_calls(known: str, serve: Serve
     (tokenizer := AutoTokenizer.from_pretrained(checkpoint("demo"))).chat_template = template
     tokenizer.save_pretrained(model)
 
-    def make() -> Engine:
-        engine = make_engine("demo", max_batch=4)
-        engine.runner.model.spec = replace(engine.runner.model.spec, eos=(0,))
-        return engine
-
+    make = partial(alone, "demo", eos=0, max_length=192, max_batch=4)
     front = await serve(EngineJob(make, model, deaths=(10,), among=2))
 
     async def called(choice: Any, **more: Any) -> tuple[str, Any]:

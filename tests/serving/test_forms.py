@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,20 +17,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from comm.loopback import LoopbackWorld
-from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
-from helix.layout import HelixLayout
 from helix.speculation import SuffixDrafter
 from launch.answers.matcher import Grammars
-from tests.e2e.checkpoints import checkpoint
-from tests.e2e.parity import build_engine
 from tests.serving.chats import CHATS, COMPLETIONS
-from tests.serving.engine import EngineJob
+from tests.serving.engine import EngineJob, alone
 from tests.serving.front import Front, Serve, read, until
 
-ALONE = HelixLayout.create()
 END = 256
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -70,13 +64,7 @@ def served(model: Path, serve: Serve) -> Serve:
     """`await served(**options)` is a front end over an engine."""
 
     async def start(**options: Any) -> Front:
-        def make() -> Engine:
-            comm = LoopbackWorld(1).communicator(0, ALONE.kvp_group(0))
-            most = {"max_length": 192, "max_batch": 8}
-            engine = build_engine(checkpoint("qwen2"), ALONE, comm, 4, page_size=4, **most, **options)
-            engine.runner.model.spec = replace(engine.runner.model.spec, eos=(END,))
-            return engine
-
+        make = partial(alone, "qwen2", eos=END, max_length=192, max_batch=8, **options)
         return await serve(EngineJob(make, model))
 
     return start

@@ -90,7 +90,8 @@ async def test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told(stream: boo
         choices = [piece.choices[0] async for piece in answer] if stream else [answer.choices[0]]
         assert "".join(choice.text for choice in choices) == text
         assert choices[-1].finish_reason == "stop"
-    assert front.job.aborts == [1, 2, 3] and front.core.flights == {}
+    await until(lambda: front.job.aborts == [1, 2, 3])  # its end of the socket reads them when it can
+    assert front.core.flights == {}
     ids = front.session.tokens._whole("(", True).tolist()
     await front.post(COMPLETIONS, {"prompt": "x", "max_tokens": 5, "stop_token_ids": ids, "stop": "f"})
     assert front.job.submits[-1].sampling.stop_token_ids == tuple(ids), "the engine ends at them"
@@ -270,17 +271,6 @@ async def test_an_older_client_gets_a_stream_without_chunks(serve: Serve) -> Non
         else:
             assert json.loads(answer)["usage"]["completion_tokens"] == 2
         writer.close()
-
-
-async def test_a_failure_in_a_stream_is_an_event_and_then_the_end(serve: Serve) -> None:
-    async def failing(job: FakeJob, submit: Request) -> None:
-        await job.say(submit, [100])
-        job.send(RequestUpdate(submit.id, finish_reason="error", reason="planted"))
-
-    front = await serve(FakeJob(failing))
-    answer = await front.post(COMPLETIONS, {"prompt": [1], "stream": True})
-    assert pieces(answer)[-1]["error"]["message"] == "planted" and "event: error\n" in answer.text
-    assert answer.text.endswith("data: [DONE]\n\n")
 
 
 # ---- prompts that are repeated with log-probabilities, as evaluation harnesses ask for them

@@ -10,21 +10,7 @@ import pytest
 from playwright.async_api import Route, expect
 
 from helix.engine.request import RequestUpdate
-from tests.serving.browser import (
-    IN_CHROMIUM,
-    Browse,
-    answer,
-    begin,
-    press,
-    prompt,
-    ready,
-    reload,
-    requested,
-    send,
-    shown,
-    told,
-    turn,
-)
+from tests.serving.browser import IN_CHROMIUM, Browse
 from tests.serving.front import text_of, until
 
 pytestmark = IN_CHROMIUM
@@ -38,79 +24,79 @@ MARKDOWN, HOSTILE = text_of("markdown.md"), text_of("hostile.md")
 
 
 async def test_a_text_is_continued_and_taken_back(browse: Browse) -> None:
-    front, page = await browse(chat=False)
-    job, begin, text = front.job, "def read_json(path):\n", page.locator("#text")
+    tab, page = await browse(chat=False)
+    job, begin, text = tab.job, "def read_json(path):\n", page.locator("#text")
     assert await page.title() == "demo-model"
     await expect(page.locator("#facts")).to_have_text("helix kvp=2 · continues text")
     await expect(text).to_have_value(begin)
     await text.press("Enter")  # a line more
     await expect(text).to_have_value(f"{begin}\n")
     assert job.submits == []
-    await send(front, page, keys="Control+Enter")
+    await tab.send(keys="Control+Enter")
     assert job.submits[-1].max_tokens == 512
     await job.write("    return json.load(path)\n")
     await expect(text).to_have_value(re.compile(r"load\(path\)\n$"))
-    await told(page, "Writing.")
+    await tab.told("Writing.")
     await text.press("Control+Enter")  # one at a time
-    await answer(front, page, "")
+    await tab.answer("")
     first = f"{begin}\n    return json.load(path)\n"
     await expect(text).to_have_value(first)
-    await told(page, re.compile(f"^{FIGURES}"))
+    await tab.told(re.compile(f"^{FIGURES}"))
     await expect(page.locator("#used")).to_have_text(re.compile(r"^\d+ of 4,096 tokens used$"))
-    await send(front, page, keys="Control+Enter")
-    assert prompt(front) == first and len(job.submits) == 2
-    await answer(front, page, "x" * 3, "length")
-    await told(page, re.compile("the most it may"))
+    await tab.send(keys="Control+Enter")
+    assert tab.prompt == first and len(job.submits) == 2
+    await tab.answer("x" * 3, "length")
+    await tab.told(re.compile("the most it may"))
     await expect(text).to_have_value(f"{first}xxx")
     for expected in (first, f"{begin}\n"):
-        await press(page, "Undo")
+        await tab.press("Undo")
         await expect(text).to_have_value(expected)
     await expect(page.locator("#back")).to_be_disabled()
 
 
 async def test_a_chat_is_read_turn_by_turn(browse: Browse) -> None:
-    front, page = await browse()
-    job, talk = front.job, page.locator("#talk")
+    tab, page = await browse()
+    job, talk = tab.job, page.locator("#talk")
     await page.evaluate(SHIFTS)
     await page.type("#text", "What is it?")
     await page.press("#text", "Shift+Enter")
     await page.type("#text", "Say <i>so</i>!")
-    await send(front, page)
-    assert "What is it?\nSay <i>so</i>!" in prompt(front)
+    await tab.send()
+    assert "What is it?\nSay <i>so</i>!" in tab.prompt
     await expect(page.locator("#text")).to_have_value("")
-    await shown(page, "Say <i>so</i>!")
-    await told(page, "Waiting.")
+    await tab.shown("Say <i>so</i>!")
+    await tab.told("Waiting.")
     await job.write("<think>Let me see.")
-    await told(page, "Thinking.")
+    await tab.told("Thinking.")
     await job.write("</think>It is <b>bold</b> & <i>so</i>")
-    await shown(page, "It is <b>bold</b> & <i>so")  # a text, and no part of the page
+    await tab.shown("It is <b>bold</b> & <i>so")  # a text, and no part of the page
     assert await talk.get_attribute("aria-busy") == "true"
-    await answer(front, page, ".")
-    await told(page, re.compile(f"^{FIGURES}"))
+    await tab.answer(".")
+    await tab.told(re.compile(f"^{FIGURES}"))
     await expect(page.get_by_text("Let me see.")).to_be_hidden()
     await page.click(".thinking summary")
     await expect(page.get_by_text("Let me see.")).to_be_visible()
-    await send(front, page, "And then?")
-    assert "It is <b>bold</b>" in prompt(front) and "Let me see" not in prompt(front)
-    await answer(front, page, "Nothing.")
+    await tab.send("And then?")
+    assert "It is <b>bold</b>" in tab.prompt and "Let me see" not in tab.prompt
+    await tab.answer("Nothing.")
     assert await page.evaluate("window.shifts") < 0.01
-    await reload(page)
-    await shown(page, "Nothing.")  # what was said lasts as long as the tab
-    await press(page, "New chat")
+    await tab.reload()
+    await tab.shown("Nothing.")  # what was said lasts as long as the tab
+    await tab.press("New chat")
     await expect(page.locator("#turns")).to_be_empty()
-    await send(front, page, "Anew")
-    assert "bold" not in prompt(front)
+    await tab.send("Anew")
+    assert "bold" not in tab.prompt
 
 
 async def test_an_answer_is_markdown_that_grows(browse: Browse) -> None:
-    front, page = await browse()
+    tab, page = await browse()
     said = page.locator(".said")
-    await send(front, page, "Who owns token 16?")
+    await tab.send("Who owns token 16?")
     begin, end = MARKDOWN.split("    return")
-    await front.job.write(begin)
+    await tab.job.write(begin)
     await expect(said.locator("pre")).to_contain_text("def owner(t):")
     await page.evaluate("document.querySelector('.said h1').kept = true")
-    await answer(front, page, f"    return{end}")
+    await tab.answer(f"    return{end}")
     assert await page.evaluate("document.querySelector('.said h1').kept")  # what is there already is not made again
     await expect(said.locator("pre code")).to_have_text("def owner(t):\n    return t // 16 % 2\n")
     await expect(said.locator("figcaption span")).to_have_text("python")
@@ -128,24 +114,21 @@ async def test_an_answer_is_markdown_that_grows(browse: Browse) -> None:
 
 async def test_what_a_model_writes_does_nothing(browse: Browse) -> None:
     """Neither through Markdown, nor where HTML got as far as the sanitizer."""
-    front, page = await browse()
-    await turn(front, page, "Hurt me", HOSTILE)
-    await shown(page, '<img src=x onerror="window.hurt = 2">')  # as it was written
+    tab, page = await browse()
+    await tab.turn("Hurt me", HOSTILE)
+    await tab.shown('<img src=x onerror="window.hurt = 2">')  # as it was written
     links = page.locator(".said a")
     assert await links.evaluate_all("all => all.map(one => one.href)") == ["https://example.com/seen.png"]
-    await reload(page)  # and not when it is read back either
-    await shown(page, '<img src=x onerror="window.hurt = 2">')
+    await tab.reload()  # and not when it is read back either
+    await tab.shown('<img src=x onerror="window.hurt = 2">')
     assert await page.evaluate("window.hurt") is None
 
-    other = await page.context.new_page()  # the policy complains of what the sanitizer looks at
-    await other.goto(front.url)
-    await ready(other)
+    beside = await tab.beside()  # the policy complains of what the sanitizer looks at
+    await beside.ready()
+    other = beside.page
     html = ["<img src=x onerror='window.hurt=1'>", "<svg onload='window.hurt=1'>", "<script>window.hurt=1</script>"]
     html += ["<a href='javascript:window.hurt=1'>x</a>", "<p style='position:fixed' onclick='window.hurt=1'>y</p>"]
-    html += [
-        "<math><mtext><table><mglyph><style><img src=x onerror='window.hurt=1'>",
-        "<form id=talk><input name=z>",
-    ]
+    html += ["<math><mtext><table><mglyph><style><img src=x onerror='window.hurt=1'>", "<form id=talk><input name=z>"]
     for text in html:
         nodes = "(await import('/page/markdown.js')).nodesOf({type: 'html', raw: text, text})"
         await other.evaluate(f"async text => document.getElementById('turns').append(...{nodes})", text)
@@ -157,75 +140,76 @@ async def test_what_a_model_writes_does_nothing(browse: Browse) -> None:
 
 @pytest.mark.parametrize("how", ["Escape", "button"])
 async def test_an_answer_is_stopped(how: str, browse: Browse) -> None:
-    front, page = await browse()
-    await begin(front, page, "Count", "one two")
-    await (page.keyboard.press("Escape") if how == "Escape" else press(page, "Stop"))
-    await until(lambda: front.job.aborts)
-    await told(page, re.compile("^Stopped · first token after "))
-    await shown(page, "two")
-    await send(front, page, "Go on")
-    assert "one two" in prompt(front)  # what was said stays part of the chat
+    tab, page = await browse()
+    await tab.begin("Count", "one two")
+    await (page.keyboard.press("Escape") if how == "Escape" else tab.press("Stop"))
+    await until(lambda: tab.job.aborts)
+    await tab.told(re.compile("^Stopped · first token after "))
+    await tab.shown("two")
+    await tab.send("Go on")
+    assert "one two" in tab.prompt  # what was said stays part of the chat
 
 
 async def test_an_answer_is_given_anew(browse: Browse) -> None:
-    front, page = await browse()
+    tab, page = await browse()
     again = page.locator(".again:visible")
-    await turn(front, page, "One?", "First.")
-    await turn(front, page, "Two?", "Second.")
-    before = prompt(front)
-    await requested(front, again.click())  # the last answer alone has it
-    assert prompt(front) == before
+    await tab.turn("One?", "First.")
+    await tab.turn("Two?", "Second.")
+    before = tab.prompt
+    await tab.requested(again.click())  # the last answer alone has it
+    assert tab.prompt == before
     await expect(page.locator("#talk")).not_to_contain_text("Second.")
-    await answer(front, page, "Third.")
+    await tab.answer("Third.")
     await expect(page.locator("article")).to_have_text([*map(re.compile, ("One", "First", "Two", "Third"))])
     await page.evaluate("localStorage.setItem('helix.settings', '{\"temperature\": \"200\"}')")
-    await reload(page)
+    await tab.reload()
     await again.click()
-    await told(page, re.compile("temperature"))  # refused: all is as it was
-    await shown(page, "Third.")
+    await tab.told(re.compile("temperature"))  # refused: all is as it was
+    await tab.shown("Third.")
     await expect(again).to_have_count(1)
 
 
 async def test_settings_are_sent_and_kept(browse: Browse) -> None:
-    front, page = await browse()
-    job = front.job
-    await turn(front, page, "Plain", "Yes.")
+    tab, page = await browse()
+    job, system = tab.job, page.locator("#system")
+    await tab.turn("Plain", "Yes.")
+    await expect(system).to_be_hidden()
     plain = job.submits[-1]
-    await press(page, "Settings")
+    await tab.press("Settings")
     await expect(page.get_by_label("System prompt")).to_be_focused()
-    await page.get_by_label("System prompt").fill("Speak like a sailor.")
+    await page.get_by_label("System prompt").fill("Speak like a sailor. " * 20 + "\nAnd no more.")
     for label, value in {"Temperature": "0.3", "Top-p": "0.9", "Seed": "7", "Most tokens": "33"}.items():
         await page.get_by_label(label).fill(value)
     await page.keyboard.press("Escape")
     for _ in range(2):
-        await send(front, page, "With them")
+        await tab.send("With them")
         sent = job.submits[-1]
         assert sent.sampling.temperature == 0.3 and sent.sampling.top_p == 0.9 and sent.sampling.seed == 7
-        assert sent.max_tokens == 33 and prompt(front).count("Speak like a sailor.") == 1
-        await answer(front, page, "Aye.")
-        await reload(page)
-    await press(page, "Settings")
-    await press(page, "Clear")
-    await press(page, "Close")
-    await turn(front, page, "Plain again", "Yes.")
-    assert job.submits[-1].sampling.to_dict().keys() == plain.sampling.to_dict().keys() and "sailor" not in prompt(
-        front
-    )
-    assert job.submits[-1].max_tokens > 33
+        assert sent.max_tokens == 33 and tab.prompt.count("And no more.") == 1
+        await tab.answer("Aye.")
+        await tab.reload()
+    await expect(system).to_contain_text("System promptSpeak like a sailor.")
+    assert (await system.bounding_box() or {})["height"] < 40  # a line
+    await system.locator("summary").click()
+    await expect(page.get_by_text("And no more.")).to_be_visible()
+    await tab.press("Settings")
+    await tab.press("Clear")
+    await tab.press("Close")
+    await tab.turn("Plain again", "Yes.")
+    last = job.submits[-1]
+    assert last.sampling.to_dict().keys() == plain.sampling.to_dict().keys() and last.max_tokens > 33
+    assert "sailor" not in tab.prompt
 
 
 @pytest.mark.parametrize("secure", [True, False])
 async def test_texts_are_copied(secure: bool, browse: Browse) -> None:
     """Also where a browser has no clipboard for the page: over plain HTTP from another host."""
-    front, page = await browse()
-    await turn(front, page, "Who *owns* it?", MARKDOWN)
+    tab, page = await browse()
+    await tab.turn("Who *owns* it?", MARKDOWN)
     await page.evaluate("window.board = navigator.clipboard")
     if not secure:
         await page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
-    texts = {
-        ".code button": "def owner(t):\n    return t // 16 % 2\n",
-        ".assistant .does :text('Copy')": MARKDOWN,
-    }
+    texts = {".code button": "def owner(t):\n    return t // 16 % 2\n", ".assistant .does :text('Copy')": MARKDOWN}
     texts[".user .does :text('Copy')"] = "Who *owns* it?"
     for place, text in texts.items():
         button = await page.query_selector(place)
@@ -236,58 +220,58 @@ async def test_texts_are_copied(secure: bool, browse: Browse) -> None:
 
 
 async def test_a_long_prompt_has_its_progress_and_the_time_left(browse: Browse) -> None:
-    front, page = await browse()
+    tab, page = await browse()
     progress = page.locator("#progress")
-    await send(front, page, "A long prompt")
-    name, total = front.job.submits[-1].id, len(front.job.submits[-1].prompt)
+    await tab.send("A long prompt")
+    name, total = tab.job.submits[-1].id, len(tab.job.submits[-1].prompt)
     for done in (total // 4, total // 2):
-        front.job.send(RequestUpdate(name, total, 0, done))
-        await told(page, re.compile(rf"^Reading the prompt: {done} of {total} tokens(, about \d+ s left)?$"))
-    await told(page, re.compile(r"about \d+ s left$"))
+        tab.job.send(RequestUpdate(name, total, 0, done))
+        await tab.told(re.compile(rf"^Reading the prompt: {done} of {total} tokens(, about \d+ s left)?$"))
+    await tab.told(re.compile(r"about \d+ s left$"))
     assert abs(await progress.evaluate("one => one.value") - total // 2 / total) < 1e-6
     await expect(progress).to_be_visible()
-    await answer(front, page, "Read.")
+    await tab.answer("Read.")
     await expect(progress).to_be_hidden()
 
 
 async def test_a_restart_is_told_and_survived(tmp_path: Path, browse: Browse) -> None:
-    front, page = await browse()
-    job = front.job
-    await begin(front, page, "Wait", "one ")
+    tab, page = await browse()
+    job = tab.job
+    await tab.begin("Wait", "one ")
     await job.close()
     job.die()
-    await told(page, re.compile("^The server is restarting: .*goes on"))
+    await tab.told(re.compile("^The server is restarting: .*goes on"))
     await job.listen_again()
     await until(lambda: len(job.submits) == 2)
-    await told(page, re.compile("^The server is back"))
-    await answer(front, page, "two")
-    await shown(page, "one two")
+    await tab.told(re.compile("^The server is back"))
+    await tab.answer("two")
+    await tab.shown("one two")
 
     await job.close()
     job.die()
-    await until(lambda: front.core.state == "restarting")
+    await until(lambda: tab.core.state == "restarting")
     await page.fill("#text", "Lost?")
     await page.press("#text", "Enter")
-    await told(page, re.compile("^The server is restarting.*goes on"))
-    await press(page, "Stop")  # who does not want to wait has the text back
+    await tab.told(re.compile("^The server is restarting.*goes on"))
+    await tab.press("Stop")  # who does not want to wait has the text back
     await expect(page.locator("#text")).to_have_value("Lost?")
     await expect(page.locator("#talk")).not_to_contain_text("Lost?")
     await page.press("#text", "Enter")
-    await told(page, re.compile("^The server is restarting.*goes on"))
+    await tab.told(re.compile("^The server is restarting.*goes on"))
     await job.listen_again()
     await until(lambda: len(job.submits) == 3)
-    assert "one two" in prompt(front) and "Lost?" in prompt(front)
+    assert "one two" in tab.prompt and "Lost?" in tab.prompt
 
 
 async def test_a_server_that_still_loads_is_waited_for(browse: Browse) -> None:
-    front, page = await browse(chat=False)
-    front.core._state, front.core._why, known = "starting", "the model is being loaded", front.core.ready
-    front.core.ready = None
+    tab, page = await browse(chat=False)
+    tab.core._state, tab.core._why, known = "starting", "the model is being loaded", tab.core.ready
+    tab.core.ready = None
     await page.reload()
-    await told(page, re.compile("^The server is starting: the model is being loaded"))
+    await tab.told(re.compile("^The server is starting: the model is being loaded"))
     await expect(page.locator("#send")).to_be_disabled()
-    front.core._state, front.core.ready = "ready", known
-    await ready(page)
+    tab.core._state, tab.core.ready = "ready", known
+    await tab.ready()
 
     asked: list[str] = []
 
@@ -298,36 +282,34 @@ async def test_a_server_that_still_loads_is_waited_for(browse: Browse) -> None:
     for path in ("**/v1/models", "**/health"):
         await page.route(path, away)
     await page.reload()
-    await told(page, "The server does not answer.")
+    await tab.told("The server does not answer.")
     await until(lambda: len(asked) > 2)
     await page.unroute_all()
-    await ready(page)
+    await tab.ready()
 
 
 async def test_a_key_is_wanted(tmp_path: Path, browse: Browse) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ada key-1\n")
-    front, page = await browse(chat=False, api_keys=str(keys))
+    tab, page = await browse(chat=False, api_keys=str(keys))
     key = page.get_by_label("API key")
-    await told(page, "The server needs a key.")
+    await tab.told("The server needs a key.")
     await expect(key).to_be_focused()
     await key.fill("key-2")
     await key.press("Enter")
-    await told(page, "The server does not take this key.")
+    await tab.told("The server does not take this key.")
     await key.fill("key-1")
     await key.press("Enter")
-    await ready(page)
+    await tab.ready()
     await expect(key).to_be_hidden()
-    await send(front, page, keys="Control+Enter")
-    await reload(page)  # it lasts as long as the tab
-    other = await page.context.new_page()
-    await other.goto(front.url)
-    await told(other, "The server needs a key.")
+    await tab.send(keys="Control+Enter")
+    await tab.reload()  # it lasts as long as the tab
+    await (await tab.beside()).told("The server needs a key.")
 
 
 @pytest.mark.parametrize("chat", [False, True])
 async def test_a_long_answer_scrolls_along_until_its_reader_scrolls(chat: bool, browse: Browse) -> None:
-    front, page = await browse(chat=chat)
+    tab, page = await browse(chat=chat)
     box = page.locator("#talk" if chat else "#text")
     text = "one => (one.value ?? one.innerText).trimEnd()"
     behind = "one => one.scrollHeight - one.scrollTop - one.clientHeight"
@@ -337,36 +319,37 @@ async def test_a_long_answer_scrolls_along_until_its_reader_scrolls(chat: bool, 
             while with_ not in (await box.evaluate(text))[-60:]:
                 await asyncio.sleep(0.05)
 
-    await send(front, page, "More", keys="Enter" if chat else "Control+Enter")
+    await tab.send("More", keys="Enter" if chat else "Control+Enter")
     for _ in range(5):
-        await front.job.write("a line of many\n" * 300)
-    await front.job.write("LAST")
+        await tab.job.write("a line of many\n" * 300)
+    await tab.job.write("LAST")
     await ends("LAST")
     assert await box.evaluate("one => one.scrollHeight") > 20_000 and await box.evaluate(behind) < 5
     await box.evaluate("one => one.scrollTop = 100")
-    await answer(front, page, "\nEND")
+    await tab.answer("\nEND")
     await ends("END")
     assert await box.evaluate("one => one.scrollTop") == 100
     if chat:
-        await press(page, "To the end")
+        await tab.press("To the end")
         assert await box.evaluate(behind) < 5
         await expect(page.locator("#last")).to_be_hidden()
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [360, 1000])
-@pytest.mark.parametrize("chat", [False, True])
+# Every two of these together.
+@pytest.mark.parametrize(
+    "chat, width, dark", [(False, 360, False), (False, 1000, True), (True, 360, True), (True, 1000, False)]
+)
 async def test_it_can_be_read_and_reached(chat: bool, width: int, dark: bool, browse: Browse) -> None:
     """On a phone too, by those who do not see it, and where colours are inverted."""
     look = {"viewport": {"width": width, "height": 700}, "color_scheme": "dark" if dark else "light"}
-    front, page = await browse(look | {"is_mobile": width < 600, "has_touch": width < 600}, chat)
-    await send(front, page, "word " * 40 + "x" * 300, keys="Enter" if chat else "Control+Enter")
+    tab, page = await browse(look | {"is_mobile": width < 600, "has_touch": width < 600}, chat)
+    await tab.send("word " * 40 + "x" * 300, keys="Enter" if chat else "Control+Enter")
     wide = "| " + "wide cell | " * 12 + "\n|" + "---|" * 12 + "\n\n```python\n" + "y" * 300
     wide += '\n@f\ndef f(x: int) -> None:  # "\n    """D"""\n    return print(1, "a")\n```\n\n$$x^2$$\n'
-    await answer(front, page, "answer " * 60 + "z" * 300 + f"\n\n{wide}[link](https://example.com)\n\n> so")
+    await tab.answer("answer " * 60 + "z" * 300 + f"\n\n{wide}[link](https://example.com)\n\n> so")
     for opened in (False, True):
         if opened:
-            await press(page, "Settings")
+            await tab.press("Settings")
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert await page.evaluate("document.documentElement.scrollHeight <= innerHeight")
         assert await page.evaluate("(talk => talk.scrollWidth <= talk.clientWidth)(document.getElementById('talk'))")

@@ -10,22 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
-from tests.serving.browser import (
-    IN_CHROMIUM,
-    Browse,
-    Teller,
-    answer,
-    begin,
-    press,
-    prompt,
-    ready,
-    reload,
-    requested,
-    send,
-    shown,
-    told,
-    turn,
-)
+from tests.serving.browser import IN_CHROMIUM, Browse, Tab, Teller
 from tests.serving.front import front, text_of, until
 
 pytestmark = IN_CHROMIUM
@@ -49,46 +34,45 @@ async def saved(page: Page, text: str) -> None:
 
 
 async def test_a_reload_loses_nothing_and_goes_on(browse: Browse) -> None:
-    front, page = await browse()
-    job = front.job
-    await send(front, page, "Count")
-    await requested(front, page.reload())  # before a word came
-    assert "Count" in prompt(front)
+    tab, page = await browse()
+    job = tab.job
+    await tab.send("Count")
+    await tab.requested(page.reload())  # before a word came
+    assert "Count" in tab.prompt
     await job.write("<think>Hm.</think>one two")
-    await shown(page, "one two")
+    await tab.shown("one two")
     await saved(page, "one two")
-    await requested(front, page.reload())
-    await shown(page, "one two")
-    assert prompt(front).endswith("<|im_start|>assistant\none two")
-    await answer(front, page, " three")
+    await tab.requested(page.reload())
+    await tab.shown("one two")
+    assert tab.prompt.endswith("<|im_start|>assistant\none two")
+    await tab.answer(" three")
     await expect(page.locator(".said")).to_have_text("one two three")
     await expect(page.locator(".thinking p")).to_have_text("Hm.")
 
-    await begin(front, page, "Letters", "a b")
+    await tab.begin("Letters", "a b")
     await saved(page, "a b")
-    other = await page.context.new_page()  # another tab does not answer it too
-    await other.goto(page.url)
-    await ready(other)
-    await shown(other, "a b")
+    other = await tab.beside(page.url)  # another tab does not answer it too
+    await other.ready()
+    await other.shown("a b")
     assert len(job.submits) == 4
-    await other.close()
-    await press(page, "Stop")
-    await reload(page)  # what was stopped goes on if somebody wants it
-    await requested(front, press(page, "Continue"))
-    assert prompt(front).endswith("<|im_start|>assistant\na b")
-    await answer(front, page, " c")
+    await other.page.close()
+    await tab.press("Stop")
+    await tab.reload()  # what was stopped goes on if somebody wants it
+    await tab.requested(tab.press("Continue"))
+    assert tab.prompt.endswith("<|im_start|>assistant\na b")
+    await tab.answer(" c")
     await expect(page.locator(".said").last).to_have_text("a b c")
     await expect(page.get_by_role("button", name="Continue")).to_have_count(0)
 
 
 async def test_formulas_are_rendered(browse: Browse) -> None:
-    front, page = await browse()
+    tab, page = await browse()
     said, source = page.locator(".said"), "all => all.map(one => one.textContent)"
-    await send(front, page, "Formulas")
+    await tab.send("Formulas")
     begin, end = FORMULAS.split(r"\\")
-    await front.job.write(begin)
-    await shown(page, r"\[ \sum_{i=1}^{n} x_i")  # a text for as long as it is not whole
-    await answer(front, page, rf"\\{end}")
+    await tab.job.write(begin)
+    await tab.shown(r"\[ \sum_{i=1}^{n} x_i")  # a text for as long as it is not whole
+    await tab.answer(rf"\\{end}")
     found = await said.locator("annotation").evaluate_all(source)
     inline = ["a^2 + b_1", "x_i", "2^n", r"\boxed{4}"]
     assert sorted(one.strip() for one in found if one in inline) == sorted(inline) and len(found) == 7
@@ -103,9 +87,9 @@ async def test_formulas_are_rendered(browse: Browse) -> None:
 
 
 async def test_code_is_highlighted(browse: Browse) -> None:
-    front, page = await browse()
+    tab, page = await browse()
     code = 'def f(x):  # <b>"\n    return "a" if x > 1 else None\n'
-    await turn(front, page, "Code", f"```python\n{code}```\n\n```\nplain\n```\n\n```nonsense\ndef f\n```")
+    await tab.turn("Code", f"```python\n{code}```\n\n```\nplain\n```\n\n```nonsense\ndef f\n```")
     await expect(page.locator("pre").first).to_have_text(code)
     await expect(page.locator(".hljs-keyword")).to_have_text(["def", "return", "if", "else"])
     plain = await page.locator("pre").first.evaluate("one => getComputedStyle(one).color")
@@ -117,7 +101,10 @@ async def test_code_is_highlighted(browse: Browse) -> None:
 
 @pytest.mark.parametrize("phone", [False, True])
 async def test_chats_are_listed(phone: bool, browse: Browse) -> None:
-    front, page = await browse(PHONE if phone else None)
+    tab, page = await browse(PHONE if phone else None, named="A-Model-8B-Instruct")
+    name = page.locator("#name")
+    await expect(name).to_have_text("A-Model-8B-Instruct")
+    assert await name.evaluate("one => one.scrollWidth <= one.clientWidth")
     items, chats = page.locator("nav a"), page.get_by_role("button", name="Chats", exact=True)
     change = page.get_by_role("button", name="Rename, export or delete")
 
@@ -126,10 +113,10 @@ async def test_chats_are_listed(phone: bool, browse: Browse) -> None:
             await expect(page.locator("nav")).to_be_hidden()
             await chats.click()
 
-    await turn(front, page, "First question?\nWith more.", "One *answer*.")
-    await press(page, "New chat")
-    await turn(front, page, "Second question?", "Two.")
-    await reload(page)
+    await tab.turn("First question?\nWith more.", "One *answer*.")
+    await tab.press("New chat")
+    await tab.turn("Second question?", "Two.")
+    await tab.reload()
     await list_chats()
     await expect(items).to_have_text(["Second question?", "First question?"])
     await expect(page.locator("nav [aria-current=page]")).to_have_text("Second question?")
@@ -146,7 +133,7 @@ async def test_chats_are_listed(phone: bool, browse: Browse) -> None:
     markdown = "# Renamed\n\n## Question\n\nFirst question?\nWith more.\n\n## "
     for name, expected in {"Markdown": markdown, "JSON": ""}.items():
         async with page.expect_download() as saving:
-            await press(page, f"Save as {name}")
+            await tab.press(f"Save as {name}")
         saved = await saving.value
         assert saved.suggested_filename == ("Renamed.md" if name == "Markdown" else "Renamed.json")
         text = Path(await saved.path()).read_text()
@@ -156,16 +143,16 @@ async def test_chats_are_listed(phone: bool, browse: Browse) -> None:
     await title.press("Enter")
     await expect(items).to_have_text(["Second question?", "Renamed"])
     await change.first.click()
-    await press(page, "Delete")
+    await tab.press("Delete")
     await expect(items).to_have_count(2)
-    await press(page, "Delete for good")
+    await tab.press("Delete for good")
     await expect(items).to_have_text(["Renamed"])
     await expect(page.locator("#turns")).to_be_empty()  # it was open
     if phone:
         for closes in (page.keyboard.press("Escape"), page.touchscreen.tap(350, 300)):  # or beside it
             await closes
             await list_chats()
-    await reload(page)
+    await tab.reload()
     await expect(items).to_have_text(["Renamed"])
     await expect(page.locator("#turns")).to_be_empty()
     if phone:
@@ -173,29 +160,29 @@ async def test_chats_are_listed(phone: bool, browse: Browse) -> None:
 
 
 async def test_an_answer_goes_on_while_another_chat_is_read(browse: Browse) -> None:
-    front, page = await browse()
+    tab, page = await browse()
     items = page.locator("nav a")
-    await turn(front, page, "First?", "One.")
-    await press(page, "New chat")
-    await begin(front, page, "Second?", "a b")
+    await tab.turn("First?", "One.")
+    await tab.press("New chat")
+    await tab.begin("Second?", "a b")
     await items.last.click()
     await expect(page.locator(".said")).to_have_text("One.")
-    await answer(front, page, " c")
+    await tab.answer(" c")
     await expect(page.locator(".said")).to_have_text("One.")
     await items.first.click()
     await expect(page.locator(".said")).to_have_text("a b c")
-    assert front.job.aborts == []
+    assert tab.job.aborts == []
 
 
 async def test_a_changed_question_keeps_what_it_was(browse: Browse) -> None:
-    front, page = await browse()
+    tab, page = await browse()
     articles, versions = page.locator("article > :first-child, .said"), page.locator(".versions")
 
     async def reads(*texts: str) -> None:
         await expect(page.locator(".user > p, .said")).to_have_text(list(texts))
 
-    await turn(front, page, "One?", "First.")
-    await turn(front, page, "Two?", "Second.")
+    await tab.turn("One?", "First.")
+    await tab.turn("Two?", "Second.")
     area = page.locator(".user textarea")
     await page.press("#text", "ArrowUp")  # the last question
     await expect(area).to_have_value("Two?")
@@ -205,23 +192,23 @@ async def test_a_changed_question_keeps_what_it_was(browse: Browse) -> None:
     await page.locator(".edit").first.click()
     await expect(area).to_be_focused()
     await area.fill("Eins?")
-    await requested(front, area.press("Enter"))
-    assert "Eins?" in prompt(front) and not re.search(r"One|First|Two|Second", prompt(front))
-    await answer(front, page, "Erstens.")
+    await tab.requested(area.press("Enter"))
+    assert "Eins?" in tab.prompt and not re.search(r"One|First|Two|Second", tab.prompt)
+    await tab.answer("Erstens.")
     await reads("Eins?", "Erstens.")
-    await requested(front, press(page, "Regenerate"))
-    await answer(front, page, "Zuerst.")
+    await tab.requested(tab.press("Regenerate"))
+    await tab.answer("Zuerst.")
     await reads("Eins?", "Zuerst.")
-    await reload(page)
+    await tab.reload()
     await expect(versions).to_have_text(["‹2/2›", "‹2/2›"])
     await page.get_by_role("button", name="Previous version").first.click()
     await reads("One?", "First.", "Two?", "Second.")
     await expect(versions.first).to_have_text("‹1/2›")
-    await reload(page)  # what is shown lasts
+    await tab.reload()  # what is shown lasts
     await reads("One?", "First.", "Two?", "Second.")
-    await send(front, page, "Three?")  # and goes on
-    assert re.search(r"One\?.*First.*Two\?.*Second.*Three\?", prompt(front), re.S)
-    await answer(front, page, "Third.")
+    await tab.send("Three?")  # and goes on
+    assert re.search(r"One\?.*First.*Two\?.*Second.*Three\?", tab.prompt, re.S)
+    await tab.answer("Third.")
     await page.get_by_role("button", name="Next version").first.click()
     await reads("Eins?", "Zuerst.")
     await expect(articles.first).to_be_visible()
@@ -229,93 +216,69 @@ async def test_a_changed_question_keeps_what_it_was(browse: Browse) -> None:
 
 @pytest.mark.parametrize("how", ["Escape", "Close", "beside it"])
 async def test_settings_are_closed_alike(how: str, browse: Browse) -> None:
-    front, page = await browse()
+    tab, page = await browse()
 
     async def close() -> None:
         if how == "Escape":
             await page.keyboard.press("Escape")
         elif how == "Close":
-            await press(page, "Close")
+            await tab.press("Close")
         else:
             await page.mouse.click(5, 5)
         await expect(page.locator("dialog[open]")).to_have_count(0)
 
-    await press(page, "Settings")
+    await tab.press("Settings")
     await page.get_by_label("Temperature").fill("0.5")
     await page.get_by_label("Top-p").fill("7")
     await close()
-    await told(page, re.compile("^Top-p is left out: "))
-    await press(page, "Settings")
+    await tab.told(re.compile("^Top-p is left out: "))
+    await tab.press("Settings")
     await expect(page.get_by_label("Temperature")).to_have_value("0.5")
     await expect(page.get_by_label("Top-p")).to_have_value("")
     await close()
-    await turn(front, page, "Hello", "Hi.")
-    assert front.job.submits[-1].sampling.temperature == 0.5 and front.job.submits[-1].sampling.top_p == 1
+    await tab.turn("Hello", "Hi.")
+    assert tab.job.submits[-1].sampling.temperature == 0.5 and tab.job.submits[-1].sampling.top_p == 1
     await page.get_by_role("button", name="Rename, export or delete").click()
     await page.get_by_label("Title").fill("Renamed")
     await close()
     await expect(page.locator("nav a")).to_have_text(["Renamed"])
 
 
-async def test_the_system_prompt_is_shown(browse: Browse) -> None:
-    front, page = await browse()
-    system = page.locator("#system")
-    await expect(system).to_be_hidden()
-    await press(page, "Settings")
-    await page.get_by_label("System prompt").fill("Speak like a sailor. " * 20 + "\nAnd no more.")
-    await page.keyboard.press("Escape")
-    await turn(front, page, "Hello", "Aye.")
-    assert "And no more." in prompt(front)
-    await reload(page)
-    await expect(system).to_contain_text("System promptSpeak like a sailor.")
-    assert (await system.bounding_box() or {})["height"] < 40  # a line
-    await expect(page.get_by_text("And no more.")).to_be_hidden()
-    await system.locator("summary").click()
-    await expect(page.get_by_text("And no more.")).to_be_visible()
-
-
 async def test_a_server_that_ends_is_looked_for_and_the_answer_goes_on(
     tmp_path: Path, model: Path, browse: Browse
 ) -> None:
-    ended, page = await browse()
-    await begin(ended, page, "Count", "one")
-    ended.core.draining = True  # as a server does, from its signal to its end
-    ended.core.fail("the server has ended")
-    await told(page, re.compile("^The server is draining: .* The answer goes on once it is back"))
-    ended.server.should_exit = True
-    await told(page, re.compile("^The server does not answer. The answer goes on once it is back"))
+    tab, page = await browse()
+    await tab.begin("Count", "one")
+    tab.core.draining = True  # as a server does, from its signal to its end
+    tab.core.fail("the server has ended")
+    await tab.told(re.compile("^The server is draining: .* The answer goes on once it is back"))
+    tab.server.should_exit = True
+    await tab.told(re.compile("^The server does not answer. The answer goes on once it is back"))
     await expect(page.locator(".said")).to_have_text("one")
-    async with front(tmp_path, Teller(model), port=ended.port) as back:
+    async with front(tmp_path, Teller(model), port=tab.port) as made:
+        back = Tab(**vars(made), page=page)
         await until(lambda: back.job.submits)
-        assert prompt(back).endswith("<|im_start|>assistant\none")
-        await answer(back, page, " two")
+        assert back.prompt.endswith("<|im_start|>assistant\none")
+        await back.answer(" two")
         await expect(page.locator(".said")).to_have_text("one two")
     await page.fill("#text", "And then?")
     await page.press("#text", "Enter")
-    await told(page, re.compile("goes on once it is back"))
-    async with front(tmp_path, Teller(model), port=ended.port) as back:
+    await tab.told(re.compile("goes on once it is back"))
+    async with front(tmp_path, Teller(model), port=tab.port) as made:
+        back = Tab(**vars(made), page=page)
         await until(lambda: back.job.submits)
-        assert "And then?" in prompt(back)
-        await answer(back, page, "Three.")
+        assert "And then?" in back.prompt
+        await back.answer("Three.")
         await expect(page.locator(".said")).to_have_text(["one two", "Three."])
 
 
 async def test_an_answer_that_fails_the_server_is_not_asked_again(browse: Browse) -> None:
-    front, page = await browse()
-    await begin(front, page, "Hurt", "one")
+    tab, page = await browse()
+    await tab.begin("Hurt", "one")
     await page.clock.install()
-    await front.job.say(front.job.submits[-1], [], "error", reason="the engine failed")
-    await told(page, re.compile("the engine failed"))
+    await tab.job.say(tab.job.submits[-1], [], "error", reason="the engine failed")
+    await tab.told(re.compile("the engine failed"))
     await page.clock.run_for(10_000)
-    assert len(front.job.submits) == 1
-    await shown(page, "one")
-    await requested(front, press(page, "Continue"))
-
-
-async def test_a_phone_shows_the_models_name(browse: Browse) -> None:
-    _front, page = await browse(PHONE, named="A-Model-8B-Instruct")
-    name = page.locator("#name")
-    await expect(name).to_have_text("A-Model-8B-Instruct")
-    assert await name.evaluate("one => one.scrollWidth <= one.clientWidth")
-    assert 0 < (await name.bounding_box() or {})["x"] < 100
-    await expect(page.locator("#facts")).to_have_text("helix kvp=2")
+    assert len(tab.job.submits) == 1
+    await tab.shown("one")
+    await tab.requested(tab.press("Continue"))

@@ -17,16 +17,7 @@ from launch.answers.matcher import Grammars
 from launch.client.errors import ApiError
 from launch.client.schemas import Chat, parsed
 from launch.client.tokens import Tokens
-from tests.serving.chats import (
-    CHATS,
-    COMPLETIONS,
-    OF_EFFORT,
-    REFUSALS,
-    TEMPLATE,
-    TEMPLATES,
-    USER,
-    Talk,
-)
+from tests.serving.chats import CHATS, COMPLETIONS, OF_EFFORT, REFUSALS, TEMPLATE, TEMPLATES, USER, Talk
 from tests.serving.front import DEMO, READY, FakeJob, Front, Serve, changed
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
