@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +10,12 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.checks import check
 from helix.config import AttentionConfig, Config, KVConfig
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
-from helix.placement import BlockBudget, Placement
+from helix.placement import Placement
 from helix.setup.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from helix.worker.keeps import EngineSizes, page_bytes
 from helix.worker.kv_cache import with_bounds
@@ -106,21 +104,6 @@ def test_what_more_would_take_is_said_of_both_memories() -> None:
     assert of_gpu % 32 == 0 and of_gpu > 300 * 32
 
 
-def test_cards_hold_what_the_documentation_says() -> None:
-    """One rank of Qwen2.5-7B with a sequence of 1M tokens, and with as many as its GPU allows."""
-    spec, placement = load_spec("qwen2.5-7b"), Placement(HelixLayout.create(), 0, 128, 128)
-    keeps = with_bounds(spec.keeps(placement.layout, 0, "bfloat16"), "bfloat16")
-    size = tiered_bytes(keeps, placement, EngineSizes(1, chunk=8192))
-    pages, least = placement.stripes.pages_for((1 << 20) + 1), placement.most_blocks(BlockBudget(1, 4, 32, 0), 1 << 20)
-    text = (ROOT / "docs" / "tiering.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d+ GB \| (\S+) \| (\d+) \| (\S+) \| (\d+)% \|$", text, re.MULTILINE)
-    assert len(rows) == 3
-    for room, sequences, hot, share in rows:
-        places = int((float(room) - size.fixed - pages * size.page) / size.place)
-        assert int(float(room) / (pages * size.page + least * size.place)) == int(sequences)
-        assert f"{places:,}" == hot and round(100 * places / (pages - 1)) == int(share)
-
-
 def test_tokens_from_which_steps_are_sparse_need_places_too() -> None:
     short = config(3000 * of_page(), GPU)
     long = replace(short, attention=replace(short.attention, from_tokens=30_000))
@@ -142,26 +125,3 @@ def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, kv: str, least: 
     assert (said is not None) == (least > 0)
     if said is not None:
         assert f"chunks of {chunk:,} tokens" in said and f"decode.prefill_chunk={least}" in said
-
-
-@pytest.mark.parametrize(
-    "kv, attention, drafter, said",
-    [
-        ({"host_bytes": 1e9}, {"policy": "dense"}, "none", "attention=block_sparse"),
-        ({"host_bytes": None}, {}, "none", "needs kv.host_bytes"),
-        ({"host_bytes": -1}, {}, "none", "kv.host_bytes=-1 must be a number above 0"),
-        ({"tier": "gpu", "host_bytes": None, "gpu_bytes": 1e9}, {}, "none", "set kv.tier=host"),
-        ({"tier": "gpu", "host_bytes": None, "ahead": True}, {}, "none", "kv.ahead=true is for kv.tier=host"),
-        ({"tier": "disk"}, {}, "none", "kv.tier=disk must be one of gpu, host"),
-        ({"ahead": True}, {"topk": 0}, "none", "kv.ahead=true guesses what attention.topk=0 never chooses: set it"),
-        ({}, {}, "sparse", "speculation.drafter=sparse would verify over the whole cache"),
-        ({}, {}, "mtp", "speculation.drafter=mtp has one more in their pages: set .*ngram"),
-        ({}, {}, "eagle3", "speculation.drafter=eagle3 has one more in their pages: set .*ngram"),
-    ],
-)
-def test_what_does_not_go_together(kv: dict[str, Any], attention: dict[str, Any], drafter: str, said: str) -> None:
-    given = config(1e9, None)
-    given = replace(given, kv=replace(given.kv, **kv), attention=replace(given.attention, **attention))
-    given.speculation.drafter = drafter
-    with pytest.raises(ValueError, match=said):
-        check(given)
