@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
 from helix.models.checkpoint import read_config
-from helix.placement import Placement
+from helix.placement import BlockBudget, Placement
 from helix.setup.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from helix.worker.keeps import EngineSizes, page_bytes
 from helix.worker.kv_cache import with_bounds
@@ -102,6 +103,21 @@ def test_what_more_would_take_is_said_of_both_memories() -> None:
     assert f"has room for {300 * 32} tokens, the GPU's share of" in cache.remedy and "raise the lesser" in cache.remedy
     of_gpu = int(cache.remedy.partition(" bytes for ")[2].partition(":")[0])
     assert of_gpu % 32 == 0 and of_gpu > 300 * 32
+
+
+def test_cards_hold_what_the_documentation_says() -> None:
+    """One rank of Qwen2.5-7B with a sequence of 1M tokens, and with as many as its GPU allows."""
+    spec, placement = load_spec("qwen2.5-7b"), Placement(HelixLayout.create(), 0, 128, 128)
+    keeps = with_bounds(spec.keeps(placement.layout, 0, "bfloat16"), "bfloat16")
+    size = tiered_bytes(keeps, placement, EngineSizes(1, chunk=8192))
+    pages, least = placement.stripes.pages_for((1 << 20) + 1), placement.most_blocks(BlockBudget(1, 4, 32, 0), 1 << 20)
+    text = (ROOT / "docs" / "tiering.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ GB \| (\S+) \| (\d+) \| (\S+) \| (\d+)% \|$", text, re.MULTILINE)
+    assert len(rows) == 3
+    for room, sequences, hot, share in rows:
+        places = int((float(room) - size.fixed - pages * size.page) / size.place)
+        assert int(float(room) / (pages * size.page + least * size.place)) == int(sequences)
+        assert f"{places:,}" == hot and round(100 * places / (pages - 1)) == int(share)
 
 
 def test_tokens_from_which_steps_are_sparse_need_places_too() -> None:
