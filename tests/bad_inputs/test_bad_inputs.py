@@ -18,8 +18,7 @@ from launch.inputs.prompts import PromptFile
 from launch.inputs.work import RUNTIME, Program
 from launch.job import spawn
 from tests import laboratory
-from tests.bad_inputs.files import CASES as FILES
-from tests.bad_inputs.files import REQUESTS, Setup
+from tests.bad_inputs.files import REQUESTS, cases, do
 from tests.bad_inputs.tables import lines
 from tests.e2e import mtp
 from tests.e2e.checkpoints import DEMO, checkpoint
@@ -111,47 +110,22 @@ def check_command_line(arguments: list[str], words: str, tmp_path: Path, refused
     refused([*good, *arguments], words, *program)
 
 
-RANKS = {
-    "RANK": "0",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
-ENVIRONMENTS = [
-    *[(f"RANK={v}", f"RANK={v} must be an integer from 0 to 3 (WORLD_SIZE=4)") for v in ("4", "-1", "0x1", " 1", "٤")],
-    *[(f"WORLD_SIZE={v}", f"WORLD_SIZE={v} must be an integer from 1 to 65535") for v in ("0", "-4", "many")],
-    ("WORLD_SIZE=1", "LOCAL_WORLD_SIZE=2 must be an integer from 1 to 1 (WORLD_SIZE=1)"),
-    *[(f"LOCAL_RANK={v}", f"LOCAL_RANK={v} must be an integer from 0 to 1 (LOCAL_WORLD_SIZE=2)") for v in ("2", "a")],
-    *[(f"LOCAL_WORLD_SIZE={v}", f"LOCAL_WORLD_SIZE={v} must be an integer from 1 to 4") for v in ("0", "5", "x")],
-    *[(f"MASTER_PORT={v}", f"MASTER_PORT={v} must be an integer from 1 to 65535") for v in ("0", "65536", "http")],
-    *[(f"{k}=", f"RANK is set but {k} is not") for k in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")],
-    *[(f"MASTER_ADDR={v}", f"MASTER_ADDR={v} is not a host that is known here") for v in ("no..host", "no.invalid")],
-]
+RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+BLANK = "RANK= 1", "RANK= 1 must be an integer from 0 to 3 (WORLD_SIZE=4)"
 
 
-@pytest.mark.parametrize("given, words", ENVIRONMENTS)
-def test_environments(given: str, words: str, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
-    name, _, value = given.partition("=")
+@pytest.mark.parametrize("given, words", [*lines("environments.txt"), pytest.param([BLANK[0]], BLANK[1], id="a blank")])
+def test_environments(given: list[str], words: str, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    name, _, value = given[0].partition("=")
     for key, text in {**RANKS, name: value}.items():
         monkeypatch.setenv(key, text)
     refused([], words)
 
 
-HOST = "must be HOST:PORT of the first host, such as host0:29500"
-AGENTS = [
-    *[(f"ENDPOINT={v}", f"ENDPOINT={v} {HOST}") for v in ("", "host0", ":29500", "localhost:0", "localhost:99999999")],
-    ("ENDPOINT=localhost:http", f"ENDPOINT=localhost:http {HOST}"),
-    *[(f"ENDPOINT={v}:1", f"ENDPOINT={v}:1: no host of that name is known here") for v in ("no..host", "no.invalid")],
-    *[(f"NODES={v}", f"NODES={v} must be an integer from 1") for v in ("0", "-2", "two", "1.5")],
-    *[(f"RANKS={v}", f"RANKS={v} must be an integer from 1") for v in ("", "0", "x", "gpu", "1000000000")],
-]
-
-
-@pytest.mark.parametrize("given, words", AGENTS)
-def test_agents(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name, _, value = given.partition("=")
+@pytest.mark.parametrize("given, words", lines("agents.txt"))
+def test_agents(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, _, value = given[0].partition("=")
     good = {"ENDPOINT": "localhost:29500", "NODES": "2", "RANKS": "1"}
     assert agent.main([], good | {name: value}) == 1
     assert words in capsys.readouterr().err
@@ -197,11 +171,13 @@ def prepared(directory: Path) -> list[str]:
 
 
 @pytest.mark.timeout(60)  # a FIFO that is opened waits for ever
-@pytest.mark.parametrize("setup, typed, words", [pytest.param(*case[1:], id=case[0]) for case in FILES])
-def test_files(setup: Setup, typed: str, words: str, tmp_path: Path, refused: Refused) -> None:
+@pytest.mark.parametrize("what, typed, words", cases())
+def test_files(what: str, typed: str, words: str, tmp_path: Path, refused: Refused) -> None:
     good = prepared(tmp_path)
-    setup(tmp_path)
-    refused([*good, *typed.replace("{d}", str(tmp_path)).split()], words)
+    do(what, tmp_path)
+    held = {path: path.read_bytes() for path in tmp_path.glob("*.json*") if path.is_file() and not path.is_symlink()}
+    refused([*good, *typed.replace("{d}", str(tmp_path)).split()], words.replace("{d}", str(tmp_path)))
+    assert all(path.read_bytes() == content for path, content in held.items())
 
 
 def test_two_runs_do_not_write_one_output(tmp_path: Path, refused: Refused) -> None:

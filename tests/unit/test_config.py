@@ -18,18 +18,11 @@ from launch.inputs import commands, compose, flags, front
 from launch.inputs.compose import ROOT, points
 from launch.inputs.front import RUN
 from launch.inputs.keys import keys
+from tests.bad_inputs.tables import lines
 
 
 def composed(*overrides: str) -> Config:
     return compose.composed(overrides)
-
-
-def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
-    config = composed()
-    check(config)
-    assert config.model.path == str(ROOT / "assets" / "demo-model")
-    assert (config.layout.kvp, config.layout.tpa, config.layout.tpf, config.layout.ep) == (1, 1, None, 1)
-    assert config.blocks == (16, 64) and config.decode.temperature == 0
 
 
 @pytest.mark.parametrize("group, option", [(g, option) for g in RUN.groups if g != "model" for option in RUN.groups[g]])
@@ -140,12 +133,6 @@ def test_flags_of_others_are_none_of_ours() -> None:
         assert set(named) <= known and set(re.findall(r"(?<!\w)-[-\w]+", answer)) <= ours | hydra, flag
 
 
-@pytest.mark.parametrize("key", ["layout", "model.config.num_hidden_layers", "+model.config.rope_theta"])
-def test_options_and_keys_of_the_model_s_config_are_taken(key: str) -> None:
-    config = composed("layout=auto" if key == "layout" else f"{key}=4")
-    assert config.layout.mode == "auto" or list(config.model.config.values()) == [4]
-
-
 @pytest.mark.parametrize(
     "path",
     ["/a b(1)=x{'.jsonl", "a,b", "it's", "[x]", "~/x", "a\\", "x=${root:}y", "'a b'", "\u00fc {", "null.x", "1", "a:b"],
@@ -179,25 +166,13 @@ def test_a_sweep_is_the_product_of_its_values(tmp_path: Path, monkeypatch: pytes
     assert [config.kv.tokens for _, config, _ in found] == 2 * [1 << 17, 1 << 20]
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("layout=tp,no", "layout=no: layout has no option no; known: auto, dp, helix"),
-        ("layout.kvp=1,x", "layout.kvp=x must be an integer"),
-        ("layout=glob(x*)", "there is no point: a sweep has no values"),
-        ("layout.kvp=range(1,1)", "there is no point: a sweep has no values"),
-        ("decode.temperature=range(0,1,0.0)", "Invalid range values"),
-        ("layout.kvp=interval(1,2)", "BasicSweeper"),
-        ("hydra/launcher=joblib", "hydra/launcher has no option joblib; known: basic"),
-        ("hydra/sweeper=optuna", "hydra/sweeper has no option optuna; known: basic"),
-        ("hydra.sweep.dir=/proc/x", "hydra.sweep.dir: /proc/x cannot be made: No such file or directory"),
-        ("hydra.swep.dir=x", "Could not override 'hydra.swep.dir'"),
-    ],
-)
-def test_mistakes_of_a_sweep_are_named(text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("typed, words", lines("sweeps.txt"))
+def test_mistakes_of_a_sweep_are_named(
+    typed: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        swept(text)
+        swept(*typed)
     assert "\n" not in str(caught.value)
 
 

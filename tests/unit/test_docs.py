@@ -18,14 +18,13 @@ import pytest
 
 from benchmarks import reference
 from benchmarks.program import PROGRAM
-from benchmarks.records.tables import PAGES, TABLES, with_tables
+from benchmarks.records.tables import PAGES, with_tables
 from helix.layout import HelixLayout
 from launch import cli
 from launch.inputs import front
 from launch.inputs.commands import COMMANDS, SWEEP
 from launch.inputs.compose import composed, points
 from launch.inputs.front import Command
-from launch.inputs.shapes import load_spec
 from launch.inputs.work import RUNTIME
 from tests.e2e.checkpoints import DEMO
 
@@ -73,16 +72,6 @@ def commands(page: str) -> Iterator[tuple[str, bool]]:
             command = re.sub(r"\s+# .*", "", line)
             if command.strip():
                 yield " ".join(command.split()), NEEDS.search(line) is None
-
-
-def test_vllm_stands_next_to_as_many_gpus_as_it_took() -> None:
-    """Eight, and four where eight do not divide the heads; the rows over two GPUs are of one run."""
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in TABLES["headline"]()[2:] if row.startswith("|")]
-    ran = [(model, int(gpus), vllm) for model, _, gpus, *_, vllm in rows if vllm != "-"]
-    assert {gpus for _, gpus, _ in ran} == {2, 4, 8}
-    for model, gpus, vllm in ran:
-        assert vllm.endswith("§") == (gpus > 2), "times without a record are marked"
-        assert gpus == 2 or gpus == (8 if load_spec(model).attention.q_heads % 8 == 0 else 4), model
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -202,7 +202,9 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert cycle(edges | {"kernels.dispatch": {"launch.job.rank"}}) != []
 
 
-@pytest.mark.parametrize("client", ["launch.llm", "launch.batch", "launch.chat", "launch.serving.routes"])
+@pytest.mark.parametrize(
+    "client", ["launch.plan", "launch.simulate", "launch.llm", "launch.batch", "launch.chat", "launch.serving.routes"]
+)
 def test_clients_reach_neither_torch_nor_kernels(client: str) -> None:
     """By whatever they import when they are imported; what they load from there on comes from `import_module`."""
     reached, left, heavy = set[str](), [client], set[str]()

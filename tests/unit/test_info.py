@@ -37,8 +37,3 @@ def test_kernels_follow_the_capability() -> None:
 def test_the_planner_s_description() -> None:
     assert machine.described("NVIDIA H200").startswith("NVIDIA H200, 149 GB")
     assert "helix calibrate" in machine.described("NVIDIA X9")
-
-
-def test_other_arguments_are_refused() -> None:
-    with pytest.raises(SystemExit, match="jsn is unknown; known: json"):
-        info.main(["jsn=-"])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -362,38 +359,6 @@ def test_weights_that_are_no_numbers_as_they_stand_are_refused(directory: Path, 
     whole["model.norm.weight"] = whole["model.norm.weight"].to(dtype)
     save_file(whole, directory / "model.safetensors")
     assert f"1 of another type: model.norm.weight {name}, expected BF16 or F16 or F32 or F64" in problem(directory)
-
-
-def cut(file: Path, size: int) -> None:
-    file.write_bytes(file.read_bytes()[:size])
-
-
-def replaced(make: Callable[[Path], Any]) -> Callable[[Path], None]:
-    def change(file: Path) -> None:
-        file.unlink()
-        make(file)
-
-    return change
-
-
-TORN, OTHER = "is truncated or damaged", "is not a safetensors file"
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        *((partial(cut, size=size), TORN) for size in (0, 5, 8, 100, -100)),
-        (lambda file: file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 3), OTHER),
-        (lambda file: file.write_bytes(bytes(1000)), OTHER),
-        (lambda file: file.write_bytes(b"PK\x03\x04" + bytes(100)), OTHER),
-        (replaced(os.mkfifo), "cannot be read: it is a FIFO"),
-        (replaced(lambda file: file.symlink_to(file)), "cannot be read: Too many levels of symbolic links"),
-        (replaced(Path.mkdir), "cannot be read: it is a directory"),
-    ],
-)
-def test_what_else_a_shard_can_be(directory: Path, change: Callable[[Path], Any], words: str) -> None:
-    change(directory / "model.safetensors")
-    assert f"model.safetensors {words}" in problem(directory)
 
 
 def test_a_shard_without_permission_is_named(directory: Path) -> None:

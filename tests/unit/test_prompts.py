@@ -198,31 +198,6 @@ def test_text_of_any_editor_is_read(tmp_path: Path) -> None:
         PromptFile(path)
 
 
-@pytest.mark.parametrize(
-    "held",
-    [
-        b"notes",
-        b"# Something else\n\nof two lines\n",
-        b"[1]",
-        b"\xff\xfe\0",
-        b'{"id": "a"}',
-        b'{"id": "a", "prompt": "hel',  # a prompt file
-        b'{"id": "z", "prompt_tok',  # of a request that there is not
-        b'{"id": "a", "prompt_tok\n',  # torn, and yet not the last
-        b'{"id": ["a"], "request": "x", "finish_reason": "stop"}',
-        b"[" * 100_000,
-    ],
-)
-def test_only_a_torn_result_is_dropped(tmp_path: Path, held: bytes) -> None:
-    path = tmp_path / "out.jsonl"
-    path.write_bytes(held)
-    config = Config(decode=DecodeConfig(output=str(path), resume=True))
-    for refused in (kept_results, ResultFile):
-        with pytest.raises(ValueError, match=r"out\.jsonl, line 1, is not a result"):
-            refused(config, prompts("a"))
-    assert path.read_bytes() == held
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_torn_anywhere_is_resumed(tmp_path: Path, data: st.DataObject) -> None:

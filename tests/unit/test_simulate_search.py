@@ -19,7 +19,7 @@ from benchmarks.records import style
 from helix.checks import check_layout
 from helix.layout import HelixLayout
 from helix.planner.hardware import COLLECTIVES, PROVENANCE, Hardware
-from helix.planner.points import MODES, Options, Points, Sparse, layouts
+from helix.planner.points import MODES, Options, Points, layouts
 from helix.planner.step import predict
 from launch.inputs import pictures
 from launch.inputs.compose import ROOT
@@ -27,7 +27,6 @@ from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.shapes import load_spec, spec_of
 from launch.simulate import main
 from tests.legible import illegible
-from tests.sequences import with_windows
 from tests.unit.test_planning import shown_as
 
 M = 10**6
@@ -141,45 +140,6 @@ def test_a_description_that_lacks_something_is_refused() -> None:
         Hardware.from_mapping({"name": "x", "gpus": 1, "flops": {}, "collectives": ops})
 
 
-@pytest.mark.parametrize(
-    "mode, widths, options, message",
-    [
-        ("helix", {"tpa": 16}, BF16, "tpa divides the 8 KV heads"),
-        ("tp", {"tpa": 12}, BF16, "or they divide it"),
-        ("tp", {"kvp": 2}, BF16, "kvp = 1"),
-        ("medha", {"dp": 2, "kvp": 2}, BF16, "dp = 1"),
-        ("dp", {}, BF16, "dp of at least 2"),
-        ("helix", {"dp": 2}, BF16, "dp is at most the batch"),
-        ("helix", {"kvp": 2, "ep": 2}, BF16, "mode=helix pp=1 dp=1 kvp=2 tpa=1 tpf=1 ep=2 batch=1: ep is at most"),
-        ("helix", {"kvp": 2, "tpf": 3}, BF16, "number of FFN ranks"),
-        ("tp", {"pp": 33}, BF16, "at most the 32 layers"),
-        ("helix", {"kvp": 16}, BF16, "needs 16 GPUs of one NVLink domain; NVIDIA H200 has 8"),
-        ("helix", {"kvp": 0}, BF16, "at least 1"),
-        ("tp", {}, Options(), "has no rate for fp4; known: bf16, fp8"),
-    ],
-)
-def test_layouts_and_dtypes_that_cannot_be(mode: str, widths: dict[str, int], options: Options, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        predict(load_spec("llama-3.1-8b"), load_hardware("h200"), Points.of(mode, **widths), M, options)  # type: ignore[arg-type]
-
-
-def test_what_is_not_modelled_is_refused() -> None:
-    sparse = replace(BF16, sparse=Sparse())
-    with pytest.raises(ValueError, match=r"block-sparse attention chooses by the keys of heads.*latents \(MLA\)"):
-        predict(load_spec("deepseek-r1"), load_hardware("h200"), Points.of("tp"), M, sparse)
-    with pytest.raises(ValueError, match="price of finding blocks is not known on GB200 NVL72: add finding_s to its"):
-        predict(load_spec("llama-3.1-8b"), load_hardware("gb200"), Points.of("tp"), M, sparse)
-    with pytest.raises(ValueError, match="mode='cp' is unknown; choose one of tp, dp, medha, helix"):
-        Points.of("cp")
-    with pytest.raises(ValueError, match="unknown modes cp"):
-        layouts(load_spec("llama-3.1-8b"), [8], ["cp"])
-    windowed = with_windows(load_spec("llama-3.1-8b"), *[4096] * 32)
-    with pytest.raises(ValueError, match="every layer of the model has a sliding window already: take dense attention"):
-        predict(windowed, load_hardware("h200"), Points.of("tp"), M, sparse)
-    with pytest.raises(ValueError, match="length=0"):
-        predict(load_spec("llama-3.1-8b"), load_hardware("h200"), Points.of("tp"), 0, BF16)
-
-
 def test_the_runtime_s_layout_of_a_point() -> None:
     assert Points.of("helix", kvp=4, tpa=2).layout(0) == HelixLayout.create("helix", 4, 2)
     with pytest.raises(ValueError, match="neither pipeline stages nor groups of several ranks"):
@@ -226,15 +186,6 @@ def test_a_point_phase_by_phase(
         main(["point", "hardware=h200", "llama-3.1-70b", "layout=tp"])
     shown = capsys.readouterr().out
     assert "attention" in shown and "room for a batch of 0" in shown
-
-
-def test_old_keys_are_refused_with_their_new_names() -> None:
-    for old, new in {
-        "mode=tp": "layout=tp",
-        **{f"{w}=2": f"layout.{w}=2" for w in ("kvp", "tpa", "tpf", "ep", "dp")},
-    }.items():
-        with pytest.raises(SystemExit, match=f"error: {old} is now {new}$"):
-            main(["point", "hardware=h200", "phi-4", old])
 
 
 def test_where_the_time_of_a_step_goes() -> None:

@@ -52,13 +52,6 @@ def test_deltas_add_up_to_the_text(tokenizer: Any, text: str) -> None:
     assert not stopped
 
 
-def test_a_torn_character_waits_for_its_rest(tokenizer: Any) -> None:
-    tokens = ids(tokenizer, "🙂")
-    assert len(tokens) > 1, "the test needs a character of several tokens"
-    whole, deltas, _ = stream(tokenizer, tokens)
-    assert whole == "🙂" and all("\ufffd" not in d for d in deltas)
-
-
 @pytest.fixture(scope="session")
 def of_bytes() -> Any:
     """A tokenizer with a token for each byte that is in no other, as Llama 2's and Gemma's."""

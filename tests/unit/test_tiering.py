@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.checks import check
 from helix.config import AttentionConfig, Config, KVConfig
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
@@ -142,26 +141,3 @@ def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, kv: str, least: 
     assert (said is not None) == (least > 0)
     if said is not None:
         assert f"chunks of {chunk:,} tokens" in said and f"decode.prefill_chunk={least}" in said
-
-
-@pytest.mark.parametrize(
-    "kv, attention, drafter, said",
-    [
-        ({"host_bytes": 1e9}, {"policy": "dense"}, "none", "attention=block_sparse"),
-        ({"host_bytes": None}, {}, "none", "needs kv.host_bytes"),
-        ({"host_bytes": -1}, {}, "none", "kv.host_bytes=-1 must be a number above 0"),
-        ({"tier": "gpu", "host_bytes": None, "gpu_bytes": 1e9}, {}, "none", "set kv.tier=host"),
-        ({"tier": "gpu", "host_bytes": None, "ahead": True}, {}, "none", "kv.ahead=true is for kv.tier=host"),
-        ({"tier": "disk"}, {}, "none", "kv.tier=disk must be one of gpu, host"),
-        ({"ahead": True}, {"topk": 0}, "none", "kv.ahead=true guesses what attention.topk=0 never chooses: set it"),
-        ({}, {}, "sparse", "speculation.drafter=sparse would verify over the whole cache"),
-        ({}, {}, "mtp", "speculation.drafter=mtp has one more in their pages: set .*ngram"),
-        ({}, {}, "eagle3", "speculation.drafter=eagle3 has one more in their pages: set .*ngram"),
-    ],
-)
-def test_what_does_not_go_together(kv: dict[str, Any], attention: dict[str, Any], drafter: str, said: str) -> None:
-    given = config(1e9, None)
-    given = replace(given, kv=replace(given.kv, **kv), attention=replace(given.attention, **attention))
-    given.speculation.drafter = drafter
-    with pytest.raises(ValueError, match=said):
-        check(given)
