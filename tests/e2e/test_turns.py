@@ -17,7 +17,7 @@ from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.worker.step import Step
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import UNHURRIED, build_engine, check, loopback
+from tests.e2e.parity import build_engine, check, loopback
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
 from tests.sequences import admission
 
@@ -36,27 +36,6 @@ def halved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(Step, "halves", spy)
     return seen
-
-
-@pytest.mark.parametrize(
-    "family, layout",
-    [
-        ("qwen2", HelixLayout.create("helix", 2, 1)),
-        ("deepseek-v3-yarn", HelixLayout.create("helix", 3)),
-        ("glm-5-shared", HelixLayout.create("helix", 3)),
-    ],
-    ids=str,
-)
-def test_halves_change_nothing(family: str, layout: HelixLayout, halved: list[tuple[int, int]]) -> None:
-    """Rows of parity.yaml say so of more."""
-    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-
-    def patient(engine: Engine) -> None:
-        engine.schedule = UNHURRIED
-        engine._reset()
-
-    check(loopback(checkpoint(family), layout, 16, wanted, patient), wanted)
-    assert (32, 32) in halved
 
 
 def test_what_two_ranks_add_up_at_once_is_not_halved(
