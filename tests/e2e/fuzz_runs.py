@@ -64,6 +64,7 @@ def _always(value: object) -> Callable[..., object]:
 WAYS: dict[str, dict[str, Any]] = {
     "padded": SMALL_CHUNKS,
     "halves": {"comm.turns.LEAST": 7},
+    "at once": {"comm.loopback.LoopbackCommunicator.sums_at_once": True},
     "dealt": {"helix.layers.specs.WORTH": 1 << 20},
     "not dealt": {"helix.layers.specs.WORTH": 0},
     "values": {"helix.layers.mla.exchanges_values": _always(True), "helix.layers.mla.gathers_first": _always(True)},
