@@ -14,13 +14,11 @@ import torch
 from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
 from comm.base import Communicator, PackedPartials
 from comm.hopb import Pipeline
-from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.engine.core import Engine
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.speculation import SuffixDrafter
 from helix.worker.graph_keys import StepKind
 from helix.worker.keeps import EngineSizes
 from helix.worker.model_runner import ModelRunner
@@ -28,7 +26,7 @@ from helix.worker.warm_up import choose_chunks
 from launch.job.report import what_hopb_does
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
-from tests.pool import APART, Pool, pool
+from tests.pool import APART, pool
 from tests.sequences import generated_ids
 
 CHUNKS = ("2", "4", "8")
@@ -37,22 +35,8 @@ LENGTHS = (7, 1, 15, 16, 17, 60)
 NEW_TOKENS = 8
 
 
-def same(results: Sequence[Result], others: Sequence[Result]) -> bool:
-    """Whether tokens are equal, and logits but for rounding: who shares a step depends on when it was decided.
-
-    Sums of a few hundred fp32 products below 4 are off by some 1e-6; a wrong chunk differs by 1e-2 and more.
-    """
-    for ours, theirs in zip(results, others, strict=True):
-        assert ours.logits and ours.logits.keys() == theirs.logits.keys()
-        if ours.tokens != theirs.tokens or not all(
-            torch.allclose(v, theirs.logits[k], rtol=0, atol=1e-5) for k, v in ours.logits.items()
-        ):
-            return False
-    return True
-
-
-def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], set[int]]:
-    """Results of loopback ranks, and into how many chunks rank 0's attention phases were cut."""
+def chunked(family: str, layout: HelixLayout, hopb: str) -> set[int]:
+    """Into how many chunks rank 0's attention phases are cut; a wrong chunk is off by 1e-2 and more."""
     seen: set[int] = set()
 
     def tamper(engine: Engine) -> None:
@@ -76,15 +60,14 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
         engine.runner.model.pipeline.run = spy  # type: ignore[method-assign]
 
     wanted = oracle(family, LENGTHS, NEW_TOKENS)
-    results = loopback(checkpoint(family), layout, 16, wanted, tamper)
-    check(results, wanted)
-    return results, seen
+    check(loopback(checkpoint(family), layout, 16, wanted, tamper), wanted)
+    return seen
 
 
 @pytest.mark.parametrize(
     "family, layout, chunks",
     [
-        ("qwen2", HelixLayout.create("helix", 3), {"2": {2}, "4": {4}, "8": {5}}),
+        ("qwen2", HelixLayout.create("helix", 3), {"none": set(), "2": {2}, "4": {4}, "8": {5}}),
         ("qwen2", HelixLayout.create("helix", 2, 2), {"2": {2}, "8": {5}}),
         ("qwen2", HelixLayout.create("medha", 2), {"4": {4}}),
         ("mistral-windowed", HelixLayout.create("helix", 2), {"4": {4}, "auto": set()}),  # a CPU overlaps nothing
@@ -93,23 +76,8 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
     ids=str,
 )
 def test_chunked_steps_are_those_of_one_exchange(family: str, layout: HelixLayout, chunks: dict[str, set[int]]) -> None:
-    whole, seen = chunked(family, layout, "none")
-    assert not seen
     for hopb, expected in chunks.items():
-        results, seen = chunked(family, layout, hopb)
-        assert same(results, whole) and seen == expected
-
-
-def test_sequences_stay_whole_with_their_drafts() -> None:
-    wanted, layout = oracle("qwen2", LENGTHS, NEW_TOKENS), HelixLayout.create("helix", 2, 1)
-
-    def body(world: LoopbackWorld, rank: int) -> Result:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=SuffixDrafter(3, 2), adaptive=False)
-        engine.runner.hopb = "4"
-        return generate(engine, wanted)
-
-    check(run_ranks(2, body, timeout_s=120.0), wanted)
+        assert chunked(family, layout, hopb) == expected
 
 
 def rank(
@@ -139,14 +107,6 @@ def rank(
         engine.close()
     comm.close()
     return results
-
-
-def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
-    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    task = (TorchDistCommunicator, "cpu", checkpoint("qwen2"), wanted, ("none", "4", "best"))
-    whole, *cut = zip(*gloo_pool(2).run(rank, *task, timeout_s=120.0), strict=True)
-    check(whole, wanted)
-    assert all(same(results, whole) for results in cut)
 
 
 @pytest.mark.gpu(2)

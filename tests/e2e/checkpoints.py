@@ -28,7 +28,7 @@ DEMO = ROOT / "assets" / "demo-model"
 FIRST_TOKENS = 6
 
 TINY: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
-FAMILIES, HYBRID_FAMILIES = TINY["dense"], TINY["states"]
+FAMILIES = TINY["dense"]
 
 ALL: dict[str, Any] = {
     "vocab_size": 257,

@@ -7,10 +7,14 @@ compiled. Settings are legal by docs/reference/features.md; one in ten is spoilt
 from __future__ import annotations
 
 import random
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.papers.policies import FULL
 from helix.config import MOST_CHOSEN, Config
@@ -264,7 +268,7 @@ def settings_of(
         "kv.dtype": "auto",
     }
     if spec is not None and spec.full and rng.random() < 0.35:
-        settings["kv.dtype"] = "fp8" if _latents(spec) else rng.choice(("fp8", "fp8", "k16v8"))
+        settings["kv.dtype"] = "fp8" if spec.attention.latent is not None else rng.choice(("fp8", "fp8", "k16v8"))
         if spec.indexers:
             settings["kv.dtype"] = rng.choice(("fp8", "fp8_all"))
     rounds = settings["kv.dtype"] != "auto"
@@ -279,7 +283,7 @@ def settings_of(
         drafters += ["mtp"] * 6
     sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
     blocks = has_heads and rng.random() < 0.35
-    if spec is not None and _drafts_alone(spec) and not blocks and sparse_pages:
+    if spec is not None and OF["drafts alone"](spec) and not blocks and sparse_pages:
         drafters += ["sparse"] * 6
     if spec is not None and spec.hidden % spec.attention.q_heads == 0:  # as LlamaConfig demands
         drafters += ["eagle3"]
@@ -426,52 +430,9 @@ def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: boo
     return int(settings["layout.dp"] * longest * (1 if scarce else int(settings["decode.max_batch"])))
 
 
-NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}
-PLAIN = NOTHING | {"attention.policy": "dense", "speculation.drafter": "none", "kv.page_size": 16}
-BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local"}
-BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9, "attention.block": 16}
-GLOBAL = BLOCKS | {"attention.choice": "global", "kv.append_block": 16}
-HOST: Settings = {"kv.tier": "host", "kv.host_bytes": 1e9}
-DRAFTS: Settings = {"speculation.drafter": "sparse", "speculation.gamma": 3, "speculation.policy": "any"}
-ONE_RANK: Settings = {"layout.mode": "helix", "layout.kvp": 1, "layout.tpa": 1, "layout.ep": 1, "layout.dp": 1}
-TWO_RANKS = ONE_RANK | {"layout.kvp": 2}
-OWN_SEQUENCES = ONE_RANK | {"layout.mode": "dp", "layout.dp": 2}
-DRAFT_MODEL: Settings = {"speculation.drafter": "model", "speculation.gamma": 2, "speculation.layout.mode": "helix"}
-DRAFT_MODEL |= {"speculation.layout.kvp": 2, "speculation.layout.tpa": 1}
-
-
-def _any(spec: DecoderSpec) -> bool:
-    return True
-
-
-def _states(spec: DecoderSpec) -> bool:
-    return spec.has_states
-
-
-def _drafts_alone(spec: DecoderSpec) -> bool:
-    """Says whether a model can draft for itself over few of its keys."""
-    return _whole(spec) and not spec.has_states
-
-
-def _stateless(spec: DecoderSpec) -> bool:
-    return not spec.has_states
-
-
-def _latents(spec: DecoderSpec) -> bool:
-    return spec.attention.latent is not None
-
-
 def _whole(spec: DecoderSpec) -> bool:
     """Says whether some layer has keys of heads and reads whole sequences."""
     return spec.attention.latent is None and bool(spec.full)
-
-
-def _windows(spec: DecoderSpec) -> bool:
-    return not spec.full
-
-
-def _dense(spec: DecoderSpec) -> bool:
-    return spec.experts is None
 
 
 def _two_heads(spec: DecoderSpec) -> bool:
@@ -479,39 +440,22 @@ def _two_heads(spec: DecoderSpec) -> bool:
     return of.q_heads % 2 == 0 and of.latent is None and of.kv_heads in (1, 2, 4, 6) and not spec.has_states
 
 
+# Kinds of models.
+OF: dict[str, Callable[[DecoderSpec], bool]] = {
+    "any": lambda spec: True,
+    "states": lambda spec: spec.has_states,
+    "no states": lambda spec: not spec.has_states,
+    "drafts alone": lambda spec: _whole(spec) and not spec.has_states,  # over few of its keys
+    "latents": lambda spec: spec.attention.latent is not None,
+    "whole": _whole,
+    "windows": lambda spec: not spec.full,
+    "dense": lambda spec: spec.experts is None,
+    "two heads": _two_heads,
+}
+ILLEGAL: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "fuzz_spoilt.yaml").read_text())
+ONE_RANK: Settings = ILLEGAL["parts"]["one rank"]
+TWO_RANKS: Settings = ILLEGAL["parts"]["two ranks"]
 # What makes settings illegal, by the words that the refusal has to hold: of which models, and what is set.
 SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
-    "kv.tier=host attention.policy=dense": (_any, PLAIN | HOST),
-    "kv.tier=host kv.host_bytes": (_any, BLOCKS | {"kv.tier": "host"}),
-    "kv.ahead=true attention.topk=0": (_any, BLOCKS | HOST | {"kv.ahead": True, "attention.topk": 0}),
-    "kv.tier=host speculation.drafter=sparse": (_any, BLOCKS | HOST | DRAFTS),
-    "speculation.drafter=sparse attention.policy=block_sparse": (_drafts_alone, BLOCKS | DRAFTS),
-    "speculation.drafter=sparse kv.page_size=48": (_drafts_alone, PLAIN | DRAFTS | {"kv.page_size": 48}),
-    "speculation.drafter=sparse latents": (_latents, PLAIN | DRAFTS),
-    "speculation.drafter=sparse sliding window": (_windows, PLAIN | DRAFTS),
-    "attention.policy=block_sparse latents": (_latents, BLOCKS),
-    "attention.policy=block_sparse sliding window": (_windows, BLOCKS),
-    "kv.dtype=k16v8 latents": (_latents, PLAIN | {"kv.dtype": "k16v8"}),
-    "kv.dtype=fp8 windows": (_windows, PLAIN | {"kv.dtype": "fp8"}),
-    "kv.page_size=32 attention.block=16": (_whole, BLOCKS | {"kv.page_size": 32}),
-    "speculation.gamma=32 31": (_any, {"speculation.gamma": 32}),
-    "attention.choice=global attention.block=16 kv.append_block=17": (_whole, GLOBAL | {"kv.append_block": 17}),
-    "attention.choice=global hopb.chunks=2": (_whole, GLOBAL | {"hopb.chunks": "2"}),
-    "attention.local_blocks=1 speculation.gamma=7": (
-        _whole,
-        BLOCKS | {"speculation.drafter": "suffix", "speculation.gamma": 7, "attention.local_blocks": 1},
-    ),
-    "layout.tpa=5": (_any, ONE_RANK | {"layout.tpa": 5}),
-    "layout.mode=dp speculation.drafter=suffix": (
-        _stateless,
-        PLAIN | OWN_SEQUENCES | {"speculation.drafter": "suffix"},
-    ),
-    "layout.mode=dp attention.policy=block_sparse": (_whole, BLOCKS | OWN_SEQUENCES),
-    "layout.mode=dp Gated DeltaNet": (_states, PLAIN | OWN_SEQUENCES | {"hopb.chunks": "none"}),
-    "speculation.drafter=sparse Gated DeltaNet": (_states, PLAIN | DRAFTS),
-    "layout.ep=2 experts": (_dense, TWO_RANKS | {"layout.ep": 2}),
-    "speculation.layout.kvp=2 kv.page_size=1": (
-        _two_heads,
-        PLAIN | DRAFT_MODEL | ONE_RANK | {"layout.mode": "tp", "layout.tpa": 2, "kv.page_size": 1},
-    ),
+    words: (OF[found["of"]], dict(ChainMap(*reversed(found["set"])))) for words, found in ILLEGAL["spoilt"].items()
 }

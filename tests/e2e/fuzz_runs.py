@@ -64,6 +64,7 @@ def _always(value: object) -> Callable[..., object]:
 WAYS: dict[str, dict[str, Any]] = {
     "padded": SMALL_CHUNKS,
     "halves": {"comm.turns.LEAST": 7},
+    "at once": {"comm.loopback.LoopbackCommunicator.sums_at_once": True},
     "dealt": {"helix.layers.specs.WORTH": 1 << 20},
     "not dealt": {"helix.layers.specs.WORTH": 0},
     "values": {"helix.layers.mla.exchanges_values": _always(True), "helix.layers.mla.gathers_first": _always(True)},
@@ -165,11 +166,12 @@ def surroundings(case: Case, counts: Counter[str] | None = None) -> Iterator[Non
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
         stack.enter_context(patch("helix.setup.tiering.PIECE_TOKENS", case.piece_tokens))
         if case.whimsical:
-            stack.enter_context(patch.object(DraftPolicy, "pace", _whimsical(case.seed)))
+            stack.enter_context(patch.object(DraftPolicy, "pace", whimsical(case.seed)))
         yield
 
 
-def _whimsical(seed: int) -> Callable[..., StepPlan]:
+def whimsical(seed: int) -> Callable[..., StepPlan]:
+    """Paces at random: every count of drafts, every limit of a row, runs of one to three steps."""
     rng = random.Random(seed)
 
     def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int] = ()) -> StepPlan:
@@ -354,6 +356,7 @@ def serve(engine: Engine, case: Case, salt: str) -> Served:
             "aborts": sum(end == "abort" for end in served.ends.values()),
             "ended by a token": sum(end == "stop" for end in served.ends.values()),
             "blocks from the host": int(cache.counted[1]) if isinstance(cache, TieredCache) else 0,
+            "blocks ahead": int(cache.counted_ahead[1]) if isinstance(cache, TieredCache) else 0,
         }
     )
     return served

@@ -1,4 +1,4 @@
-"""The oracle of attention that chooses keys: dense attention under a mask, judged by the keys themselves."""
+"""Oracles: dense attention under a mask, for attention that chooses keys; and a model that is a table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
+from helix.models.decoder import Decoder
 from helix.placement import BlockBudget
 from helix.worker.kv_cache import LayerCache
 from helix.worker.step import Step
@@ -75,3 +76,11 @@ class Masked(DenseAttention):
             .sort()
             .values
         )
+
+
+def reads_table(model: Decoder, table: Tensor) -> None:
+    """What follows a token depends on it alone: logits are its row of a table."""
+    columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
+    model.states = lambda cache, step, policy: (step.tokens, step.tokens)  # type: ignore[assignment,method-assign]
+    model.last_states = lambda cache, step, policy: step.tokens[step.cu_q[1:] - 1]  # type: ignore[method-assign]
+    model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]

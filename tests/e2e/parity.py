@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -240,18 +241,6 @@ def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
     return Result(tokens, logits)
 
 
-def generate_twice(engine: Engine, wanted: Sequence[Continuation]) -> Result:
-    """`generate`, whose steps are eager as logits are observed; captured ones have to draw the same tokens."""
-    result = generate(engine, wanted)
-    if engine.comm.capturable:
-        engine.runner.observer = None
-        requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
-        for _ in range(2):
-            tokens = generated_ids(engine, requests)
-            assert tokens == result.tokens
-    return result
-
-
 def check(results: Sequence[Result], wanted: Sequence[Continuation], tolerance: float = LOGIT_TOLERANCE) -> None:
     """Every token equal, every logit within `tolerance`, and nothing missing; in mode dp one rank has all of a row."""
     for i, c in enumerate(wanted):
@@ -262,53 +251,54 @@ def check(results: Sequence[Result], wanted: Sequence[Continuation], tolerance: 
         assert worst <= tolerance, f"prompt {i} of {len(c.prompt)} tokens: logits off by {worst}"
 
 
+T = TypeVar("T")
+
+
+def on_loopback(
+    path: Path, layout: HelixLayout, append_block: int, run: Callable[[Engine], T], device: str = "cpu", **options: Any
+) -> list[T]:
+    """What each rank makes of its engine; all ranks are threads of this process."""
+
+    def body(world: LoopbackWorld, rank: int) -> T:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        return run(build_engine(path, layout, comm, append_block, **options))
+
+    return run_ranks(layout.world_size, body, timeout_s=240.0, device=device)
+
+
 def loopback(
     path: Path,
     layout: HelixLayout,
     append_block: int,
     wanted: Sequence[Continuation],
     tamper: Callable[[Engine], None] = lambda engine: None,
-    device: str = "cpu",
-    build: Build = build_model,
+    **options: Any,
 ) -> list[Result]:
-    """All ranks as threads of this process."""
+    """Decodes the oracle's prompts on ranks that are threads."""
 
-    def body(world: LoopbackWorld, rank: int) -> Result:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(path, layout, comm, append_block, build=build)
+    def run(engine: Engine) -> Result:
         tamper(engine)
         return generate(engine, wanted)
 
-    return run_ranks(layout.world_size, body, timeout_s=120.0, device=device)
+    return on_loopback(path, layout, append_block, run, **options)
 
 
 def distributed_rank(
-    rank: int,
-    world_size: int,
-    path: Path,
-    layout: HelixLayout,
-    block: int,
-    wanted: list[Continuation],
-    device: str,
-    kind: type[TorchDistCommunicator] = TorchDistCommunicator,
-    draft: tuple[Path, HelixLayout, int] | Drafter | None = None,
+    rank: int, world_size: int, path: Path, layout: HelixLayout, block: int, wanted: list[Continuation], device: str
 ) -> Result:
     """One rank of an initialised process group; the body of a task for a worker pool.
 
-    Args:
-        draft: a drafter, or a draft model, its layout and its drafts.
+    Steps whose logits are observed are eager; captured ones have to draw the same tokens.
     """
     home = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    comm = kind(layout.kvp_groups(), home, timedelta(seconds=60))
-    drafter: Drafter | ModelDrafts | None = None
-    if isinstance(draft, tuple):
-        drafter = ModelDrafts(*draft[:2], kind(draft[1].kvp_groups(), home, timedelta(seconds=60)), draft[2])
-    else:
-        drafter = draft
-    engine = build_engine(path, layout, comm, block, drafter=drafter, adaptive=False)
-    result = generate_twice(engine, wanted)
+    comm = TorchDistCommunicator(layout.kvp_groups(), home, timedelta(seconds=60))
+    engine = build_engine(path, layout, comm, block, adaptive=False)
+    result = generate(engine, wanted)
+    if comm.capturable:
+        engine.runner.observer = None
+        for _ in range(2):
+            requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
+            assert generated_ids(engine, requests) == result.tokens
     engine.close()
-    if isinstance(drafter, ModelDrafts):
-        drafter.comm.close()
     comm.close()
     return result

@@ -243,15 +243,6 @@ def test_an_error_is_the_last_line_of_torchrun(
     assert ended.output.count("\n") <= 6, ended.output  # the last kind has five lines about the model
 
 
-@pytest.mark.slow
-def test_an_error_is_the_last_line_of_every_agent(tmp_path: Path, many: Path) -> None:
-    """Whichever of them holds a store: without it the other would end with a traceback."""
-    jobs = agents(tmp_path, 1, *common(many), "layout.kvp=3", program=["env"])
-    for ended in [job.wait() for job in jobs]:
-        assert ended.code and "3 ranks, but 2 were started" in ended.output.splitlines()[-1], ended.output
-        assert ended.output.count("\n") <= 5, ended.output
-
-
 @pytest.mark.parametrize(
     "given, words",
     [
@@ -286,14 +277,6 @@ def test_prompts_are_timed_where_they_are_served(tmp_path: Path) -> None:
     long, short = json.loads(record.read_text())["points"]
     assert [json.loads(line) for line in output.read_text().splitlines()] == [long, short]
     assert "context of 32768" in long["failed"] and short["tokens_per_s"] == 2 * 64 / short["prefill_s"] < 1e5
-
-
-@pytest.mark.slow  # calibration times those of two
-def test_collectives_of_three_ranks_are_timed(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    ended = run(tmp_path, "model=demo", "bench=comm", "layout.kvp=3", f"record={record}", command=LABORATORY)
-    assert ended.code == 0, ended.output
-    assert {row["ranks"] for row in json.loads(record.read_text())["collectives"]} == {3}
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from helix.engine.decision import StepPlan
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
-from helix.models.decoder import Decoder
 from helix.sampling_params import SamplingParams
 from helix.speculation import Draft, ModelDrafter
 from helix.speculation.drawing import DraftDrawing
 from helix.worker.step import DecodeState, Step
 from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.fuzz_runs import SMALL_CHUNKS
+from tests.e2e.masked import reads_table
 from tests.e2e.parity import ModelDrafts, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.kernels.test_accept import probabilities
@@ -32,6 +34,7 @@ from tests.sequences import generated, generated_ids
 from tests.unit.test_sampling import chi_square, chi_square_limit
 
 Grid = tuple[str, int, int]
+Tamper = Callable[[Draft], Draft]
 
 
 class Erring(DraftDrawing):
@@ -66,7 +69,7 @@ def steps_of(length: int, tokens: int, gamma: int, paused: bool) -> int:
     raise AssertionError("a cycle does not end")
 
 
-def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool) -> int:
+def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool, pads: bool = False) -> int:
     """Decode steps of a sequence that the target itself drafts, over a layout other than its own."""
     prompt = tuple(torch.randint(1, 257, (length,), generator=torch.Generator().manual_seed(length)).tolist())
     layout, own = HelixLayout.create("helix", 2, 1), HelixLayout.create("tp", 1, 2)
@@ -82,6 +85,7 @@ def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool)
                 if rank == 0:
                     patch.setattr(DraftPolicy, "pace", lambda *_, paces=paces: next(paces))
                 engine = build_engine(checkpoint(family), layout, comm, 16, drafter=each)
+                engine.runner.pads |= pads
                 outputs = generated_ids(engine, [Request(0, prompt, tokens)])
             taken.append(outputs.get(0, ()))
             steps = engine.timings.sequence_steps
@@ -99,6 +103,13 @@ def test_all_that_is_right_is_kept(family: str, gamma: int, paused: bool) -> Non
     """Also behind steps without drafts, which the draft model reads up on."""
     for length in (1, 45):
         assert steps_taken(family, length, 24, gamma, paused) == steps_of(length, 24, gamma, paused)
+
+
+@pytest.mark.usefixtures("erring")
+def test_all_is_kept_behind_padded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for target, value in SMALL_CHUNKS.items():
+        monkeypatch.setattr(target, value)
+    assert steps_taken("qwen3", 45, 24, 4, False, pads=True) == steps_of(45, 24, 4, False)
 
 
 @pytest.mark.parametrize("lost", ["the last draft's", "the tokens' of steps without drafts"])
@@ -187,36 +198,34 @@ class TestDistribution:
         others = torch.ones(257, dtype=torch.bool).index_fill(0, torch.tensor(self.IDS), False)
         return target.masked_fill(others, -torch.inf), (target + 0.6 * noise).masked_fill(others, -torch.inf)
 
-    def drawn(self, tamper: Callable[[Draft], Draft] = lambda draft: draft) -> Tensor:
+    def drawn(self, tamper: Tamper = lambda draft: draft) -> Tensor:
         """[SEQUENCES, TOKENS], a seed each, behind the same prompt."""
-        layout, own = HelixLayout.create("helix", 2, 1), HelixLayout.create("helix", 1, 2)
         requests = [Request(i, (7, 8), self.TOKENS, replace(self.PARAMS, seed=i)) for i in range(self.SEQUENCES)]
-        rows = dict(max_batch=self.SEQUENCES, max_length=128)
-
-        class Tampered(ModelDrafter):
-            def propose(self, *args: object) -> Draft:  # type: ignore[override]
-                return tamper(super().propose(*args))  # type: ignore[arg-type]
-
-        def read(model: Decoder, table: Tensor) -> None:
-            columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
-            model.states = lambda cache, step, policy: (step.tokens, step.tokens)  # type: ignore[assignment,method-assign]
-            model.last_states = lambda cache, step, policy: step.tokens[step.cu_q[1:] - 1]  # type: ignore[method-assign]
-            model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]
 
         def body(world: LoopbackWorld, rank: int) -> Tensor:
-            comm = world.communicator(rank, own.kvp_group(rank))
-            drafter = ModelDrafts(checkpoint("qwen3"), own, comm, 3, Tampered)
-            comm = world.communicator(rank, layout.kvp_group(rank))
-            engine = build_engine(checkpoint("qwen3"), layout, comm, 16, drafter=drafter, adaptive=False, **rows)
-            assert isinstance(engine.runner.drafter, ModelDrafter)
-            for model, table in zip((engine.runner.model, engine.runner.drafter.model), self.tables(), strict=True):
-                read(model, table)
+            engine = self.engine(world, rank, tamper, max_batch=self.SEQUENCES, max_length=128)
             found = generated_ids(engine, requests)
             kept = engine.timings.decode_tokens / max(engine.timings.sequence_steps, 1)
             assert rank or 1.5 < kept < 3.5, f"{kept} tokens a step: some drafts should be kept, and some not"
             return torch.tensor([found[i] for i in range(len(found))])
 
         return run_ranks(2, body, timeout_s=120.0)[0]
+
+    def engine(self, world: LoopbackWorld, rank: int, tamper: Tamper, **sizes: Any) -> Engine:
+        """Its models read the tables."""
+        layout, own = HelixLayout.create("helix", 2, 1), HelixLayout.create("helix", 1, 2)
+
+        class Tampered(ModelDrafter):
+            def propose(self, *args: object) -> Draft:  # type: ignore[override]
+                return tamper(super().propose(*args))  # type: ignore[arg-type]
+
+        drafter = ModelDrafts(checkpoint("qwen3"), own, world.communicator(rank, own.kvp_group(rank)), 3, Tampered)
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen3"), layout, comm, 16, drafter=drafter, adaptive=False, **sizes)
+        assert isinstance(engine.runner.drafter, ModelDrafter)
+        for model, table in zip((engine.runner.model, engine.runner.drafter.model), self.tables(), strict=True):
+            reads_table(model, table)
+        return engine
 
     def statistic(self, tokens: Tensor) -> tuple[float, float]:
         """Chi-square and its limit: of each token given the last one, for each token before that."""

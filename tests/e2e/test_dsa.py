@@ -10,8 +10,6 @@ import torch
 from transformers import DynamicCache
 
 from comm import turns
-from comm.loopback import LoopbackWorld, run_ranks
-from comm.torch_dist import TorchDistCommunicator
 from helix.layers import indexer, mla, specs
 from helix.layers.mla import MLA
 from helix.layout import HelixLayout
@@ -20,29 +18,11 @@ from helix.worker.step import Step
 from kernels.scaled_keys import rounded
 from tests.e2e.checkpoints import checkpoint, continuations, oracle
 from tests.e2e.fuzz_runs import SMALL_CHUNKS
-from tests.e2e.parity import Result, build_engine, check, distributed_rank, generate
+from tests.e2e.parity import Result, check, distributed_rank, loopback
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.pool import PoolError, pool
 
 CHOOSING = ["deepseek-v32", "glm-5", "glm-5-shared"]
-
-
-@pytest.mark.parametrize("family, kv", [("deepseek-v32", "fp8"), ("glm-5-shared", "fp8_all")])
-def test_dealt_rows_of_keys_in_few_bits(monkeypatch: pytest.MonkeyPatch, family: str, kv: str) -> None:
-    """Tokens are those of rows that are not dealt, whose ranks read the same numbers."""
-    wanted, layout = oracle(family, MOE_LENGTHS, MOE_TOKENS), HelixLayout.create("helix", 3)
-
-    def tokens(worth: int) -> list[Any]:
-        monkeypatch.setattr(specs, "WORTH", worth)
-
-        def body(world: LoopbackWorld, rank: int) -> Any:
-            comm = world.communicator(rank, layout.kvp_group(rank))
-            engine = build_engine(checkpoint(family), layout, comm, 4, kv=kv, prefill_chunk=21)
-            return generate(engine, wanted).tokens
-
-        return run_ranks(3, body, timeout_s=120.0)
-
-    assert tokens(1 << 20) == tokens(0)
 
 
 @pytest.mark.parametrize("family", CHOOSING)
@@ -60,11 +40,7 @@ def test_index_keys_in_e4m3(monkeypatch: pytest.MonkeyPatch, family: str, kvp: i
         wanted = continuations(checkpoint(family), MOE_LENGTHS, MOE_TOKENS)
     monkeypatch.setattr(specs, "latents", lambda *args: latents(*args[:-1], "auto"))
 
-    def body(world: LoopbackWorld, rank: int) -> Result:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        return generate(build_engine(checkpoint(family), layout, comm, 4, kv="fp8_all"), wanted)
-
-    results = run_ranks(kvp, body, timeout_s=120.0)
+    results = loopback(checkpoint(family), layout, 4, wanted, kv="fp8_all")
     check(results, wanted)
     with pytest.raises(AssertionError, match="prompt"):
         check(results, oracle(family, MOE_LENGTHS, MOE_TOKENS))
@@ -113,7 +89,7 @@ def test_what_runs_beside_is_waited_for(late: str, waits: bool) -> None:
     family = "glm-5-shared"
     pool(2, "nccl").start()
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-    task = (checkpoint(family), HelixLayout.create("helix", 2), 16, wanted, "cuda", TorchDistCommunicator, None)
+    task = (checkpoint(family), HelixLayout.create("helix", 2), 16, wanted, "cuda")
     run = partial(pool(2, "nccl").run, with_late_kernels, late, waits, *task, timeout_s=120.0)
     if waits:
         check(run(), wanted)

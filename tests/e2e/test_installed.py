@@ -75,13 +75,6 @@ def test_a_command_decodes(programs: Path, places: dict[str, Path], words: list[
     assert json.loads((place / "r.json").read_text())["commit"] is None
 
 
-@pytest.mark.slow
-def test_ranks_of_torchrun_decode_in_a_program(programs: Path, places: dict[str, Path]) -> None:
-    (places["other"] / "mine.py").write_text(PROGRAM)
-    ended = job(programs, places["other"], *TORCHRUN[1:3], "--nproc-per-node=1", "mine.py", program="python").wait()
-    assert ended.code == 0 and TEXT in ended.output, ended.output
-
-
 @of_wheel
 def test_it_serves_its_page(programs: Path, places: dict[str, Path]) -> None:
     (places["parent"] / "launch").mkdir()  # of the user's own

@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import SpeculationConfig
-from helix.engine.decision import Decision
+from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
 from helix.engine.request import Request
 from helix.layout import HelixLayout
@@ -32,17 +30,15 @@ from helix.speculation import Draft, LayerDrafter, SuffixDrafter
 from helix.worker.follower import Taken
 from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
-from helix.worker.step_tokens import StepTokens
 from tests.e2e import eagle3, mtp, test_draft_model
 from tests.e2e.checkpoints import continuations
-from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, loopback
-from tests.e2e.pinned import SAMPLED
+from tests.e2e.fuzz_runs import SMALL_CHUNKS, whimsical
+from tests.e2e.parity import Continuation, LayerDrafts, build_engine, check, loopback, on_loopback
 from tests.e2e.recorded import Kept, Recorded, unlike
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
-from tests.e2e.test_serve import CLOSE, Served, serve, turns
-from tests.e2e.test_speculation import whimsical
+from tests.e2e.test_serve import CLOSE, Served, forbid_waits, serve, turns
 from tests.pairs import params
-from tests.sequences import generated, generated_ids
+from tests.sequences import generated
 
 MTP, EAGLE = "deepseek-v3-halves", "qwen3"
 KINDS = ["mtp", "eagle3"]
@@ -69,21 +65,22 @@ def plain(path: Path) -> list[Continuation]:
 
 
 def drafted(
-    path: Path, given: LayerDrafts, kvp: int, tpa: int = 1, adaptive: bool = False, chunk: int = 40, device: str = "cpu"
-) -> Recorded:
+    path: Path, given: LayerDrafts, kvp: int, tpa: int = 1, adaptive: bool = False, chunk: int = 40,
+    device: str = "cpu", pads: bool = False,
+) -> Recorded:  # fmt: skip
     """The drafter of rank 0 after two rounds of the prompts; the second ones go on behind prefixes of the first."""
     layout = HelixLayout.create("helix", kvp, tpa)
     prompts = [c.prompt for c in plain(path)]
     drafters: dict[int, Any] = {}
 
-    def body(world: LoopbackWorld, rank: int) -> None:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(path, layout, comm, 16, drafter=given, adaptive=adaptive, prefill_chunk=chunk)
-        drafters[rank] = engine.runner.drafter
+    def run(engine: Engine) -> None:
+        drafters[engine.comm.rank] = engine.runner.drafter
+        engine.runner.pads |= pads
         generated(engine, [Request(i, p, 12) for i, p in enumerate(prompts)])
         generated(engine, [Request(i, (*p, 9, i), 12) for i, p in enumerate(prompts)])
 
-    run_ranks(layout.world_size, body, timeout_s=240.0, device=device)
+    options = dict(drafter=given, adaptive=adaptive, prefill_chunk=chunk)
+    on_loopback(path, layout, 16, run, device, **options)
     return drafters[0]
 
 
@@ -139,17 +136,22 @@ def test_drafts_are_those_of_an_eagle3_layer(
     assert unlike(found, eagle3.oracle(family, kind, window).drafts) == []
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kvp", [1, 3])
-def test_drafts_on_one_gpu_are_those_of_the_layer(kind: str, kvp: int) -> None:
-    found = drafted(target(kind), drafts(kind, kind=Kept), kvp, device="cuda")
+@pytest.mark.parametrize("device", ["padded", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_drafts_behind_padded_chunks_and_on_one_gpu(
+    kind: str, kvp: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for replaced, value in SMALL_CHUNKS.items() if device == "padded" else ():
+        monkeypatch.setattr(replaced, value)
+    where = dict(device=device) if device == "cuda" else dict(pads=True, chunk=70)
+    found = drafted(target(kind), drafts(kind, kind=Kept), kvp, **where)  # type: ignore[arg-type]
     of = mtp.oracle(MTP) if kind == "mtp" else eagle3.oracle(EAGLE, "shared")
     assert len(found.drafted) > 20 and unlike(found, of.drafts) == []
 
 
 def test_drafts_after_steps_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftPolicy, "pace", whimsical())
+    monkeypatch.setattr(DraftPolicy, "pace", whimsical(0))
     found = drafted(mtp.with_layer(LATENT[0]), LayerDrafts(3, kind=Kept), 2, adaptive=True, chunk=7)
     assert len(found.drafted) > 10
     assert unlike(found, mtp.oracle(LATENT[0]).drafts) == []
@@ -223,27 +225,6 @@ def test_the_demo_models_layer_is_for_it() -> None:
     assert layer.taps == (2, 4, 5) and layer.hidden == spec.hidden and layer.vocab is None
 
 
-@functools.cache
-def drawn(kind: str, kvp: int, noise: str | None) -> dict[Any, tuple[int, ...]]:
-    layout, prompt = HelixLayout.create("helix", kvp), plain(target(kind))[1].prompt
-
-    def body(world: LoopbackWorld, rank: int) -> dict[Any, tuple[int, ...]]:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        drafter = None if noise is None else drafts(kind, noise=noise)
-        engine = build_engine(target(kind), layout, comm, 16, drafter=drafter, adaptive=False)
-        return generated_ids(engine, [Request(i, (*prompt, i), 24, p) for i, p in enumerate(SAMPLED[:4])])
-
-    return run_ranks(kvp, body, timeout_s=120.0)[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shared_noise_changes_no_sampled_token(kind: str) -> None:
-    assert drawn(kind, 2, "shared") == drawn(kind, 1, None)
-    own = drawn(kind, 2, "own")
-    assert own[0] == drawn(kind, 1, None)[0], "a greedy one"
-    assert own == drawn(kind, 1, "own")
-
-
 class TestDistribution(test_draft_model.TestDistribution):
     """Draws with drafts of a layer whose head has but some of the tokens."""
 
@@ -252,37 +233,27 @@ class TestDistribution(test_draft_model.TestDistribution):
         of_layer[:, self.IDS[2]] = -torch.inf
         return of_target, of_layer
 
-    def drawn(self, tamper: Callable[[Draft], Draft] = lambda draft: draft) -> Tensor:
-        layout = HelixLayout.create("helix", 2)
-        requests = [Request(i, (7, 8), self.TOKENS, replace(self.PARAMS, seed=i)) for i in range(self.SEQUENCES)]
-
+    def engine(self, world: LoopbackWorld, rank: int, tamper: test_draft_model.Tamper, **sizes: Any) -> Engine:
         class Tampered(LayerDrafter):
             def propose(self, state: DecodeState, kind: StepKind) -> Draft:
                 return tamper(super().propose(state, kind))
 
-        def body(world: LoopbackWorld, rank: int) -> Tensor:
-            comm = world.communicator(rank, layout.kvp_group(rank))
-            drafter = drafts("mtp", noise="own", kind=Tampered)
-            sizes = dict(max_batch=self.SEQUENCES, max_length=128)
-            engine = build_engine(target("mtp"), layout, comm, 16, drafter=drafter, adaptive=False, **sizes)
-            model, layer, rows = engine.runner.model, engine.runner.model.next_token, engine.runner.model.embedding.rows
-            assert layer is not None
-            of_target, of_layer = (table[:, rows.start : rows.stop] for table in self.tables())
+        layout, drafter = HelixLayout.create("helix", 2), drafts("mtp", noise="own", kind=Tampered)
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(target("mtp"), layout, comm, 16, drafter=drafter, adaptive=False, **sizes)
+        model, layer, rows = engine.runner.model, engine.runner.model.next_token, engine.runner.model.embedding.rows
+        assert layer is not None
+        of_target, of_layer = (table[:, rows.start : rows.stop] for table in self.tables())
 
-            def states(step: Any) -> Tensor:
-                return step.tokens[:, None].expand(-1, model.spec.hidden).float()
+        def states(step: Any) -> Tensor:
+            return step.tokens[:, None].expand(-1, model.spec.hidden).float()
 
-            model.states = lambda cache, step, policy: (states(step), states(step))  # type: ignore[method-assign]
-            model.logits = lambda x: of_target[x[:, 0].long()]  # type: ignore[method-assign]
-            layer.append = lambda cache, step, x, own: (states(step), states(step))  # type: ignore[assignment]
-            layer.attend = lambda queries, x, *of_step: x  # type: ignore[method-assign]
-            layer.logits = lambda x: of_layer[x[:, 0].long()]  # type: ignore[assignment]
-            found = generated_ids(engine, requests)
-            kept = engine.timings.decode_tokens / max(engine.timings.sequence_steps, 1)
-            assert rank or 1.5 < kept < 3.5, f"{kept} tokens a step: some drafts should be kept, and some not"
-            return torch.tensor([found[i] for i in range(len(found))])
-
-        return run_ranks(2, body, timeout_s=120.0)[0]
+        model.states = lambda cache, step, policy: (states(step), states(step))  # type: ignore[method-assign]
+        model.logits = lambda x: of_target[x[:, 0].long()]  # type: ignore[method-assign]
+        layer.append = lambda cache, step, x, own: (states(step), states(step))  # type: ignore[assignment]
+        layer.attend = lambda queries, x, *of_step: x  # type: ignore[method-assign]
+        layer.logits = lambda x: of_layer[x[:, 0].long()]  # type: ignore[assignment]
+        return engine
 
 
 @pytest.mark.gpu
@@ -296,18 +267,9 @@ def test_what_a_decision_says_is_launched_without_a_wait(kind: str) -> None:
         comm = world.communicator(0, [0])
         given = SuffixDrafter(2, 4, 1000, 3, comm.device) if kind == "suffix" else drafts(kind, 2)
         e = build_engine(path, HelixLayout.create(), comm, 16, drafter=given, **CLOSE)
-        execute = e.runner.execute
-
-        def watched(decision: Decision) -> list[StepTokens]:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return execute(decision)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
         with closing(e):
             before = serve(e, first, second)
-            e.runner.execute = watched  # type: ignore[method-assign]
+            forbid_waits(e)
             return before, serve(e, first, second)
 
     before, after = run_ranks(1, body, timeout_s=240.0, device="cuda")[0]

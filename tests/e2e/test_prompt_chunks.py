@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Hashable, Sequence
 from threading import Thread
@@ -14,18 +13,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from comm.loopback import LoopbackWorld, run_ranks
+from comm.loopback import LoopbackWorld
 from comm.solo import SoloCommunicator
 from helix.engine.core import Engine
 from helix.engine.inbox import Inbox
-from helix.engine.prefill_time import PrefillTime
 from helix.engine.request import Request
 from helix.layers import indexer
 from helix.layers.mla import expanding_rows
 from helix.layers.specs import MLASpec
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
-from helix.speculation import Draft, DraftBudget, sparse
+from helix.speculation import Draft
 from helix.worker.cuda_graphs import StepGraphs
 from helix.worker.graph_keys import (
     DEEP,
@@ -47,10 +45,9 @@ from launch.inputs.shapes import spec_of
 from tests.e2e import test_layer_drafts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.fuzz_runs import SMALL_CHUNKS
-from tests.e2e.parity import UNHURRIED, ModelDrafts, SelfDrafts, Sparse, build_engine
+from tests.e2e.parity import UNHURRIED, build_engine
 from tests.e2e.test_layer_drafts import KINDS
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
-from tests.e2e.test_tiered import BUDGET, prompts
 from tests.sequences import generated_ids, updates_of
 
 KEYS = [depth.keys for depth in DEPTHS]
@@ -318,53 +315,6 @@ def drafts_by_text(engine: Engine) -> Texts:
 
     drafter.propose = noted  # type: ignore[method-assign]
     return found
-
-
-def followed(kind: str, pads: bool) -> tuple[list[Any], Texts]:
-    """Returns tokens of prompts, and of the same prompts with one more token; and the drafts."""
-    layout = HelixLayout.create("helix", 2)
-    path = test_layer_drafts.target(kind) if kind in KINDS else checkpoint("qwen2")
-
-    def body(world: LoopbackWorld, rank: int) -> tuple[list[Any], Texts]:
-        comm = world.communicator(rank, (0, 1))
-        drafts = {
-            **{of: test_layer_drafts.drafts(of) for of in KINDS},
-            "block_sparse": None,
-            "model": ModelDrafts(checkpoint("qwen2"), layout, comm, 3),
-            "any": SelfDrafts(3, DraftBudget("any", 0.1)),
-            "quest": SelfDrafts(3, DraftBudget("quest", 0.1)),
-        }
-        e = build_engine(
-            path, layout, comm, 4, drafter=drafts[kind], adaptive=False,  # type: ignore[arg-type]
-            sparse=Sparse(BUDGET) if kind == "block_sparse" else None, schedule=UNHURRIED,
-        )  # fmt: skip
-        e.runner.pads, e.runner.graphs = pads, (graphs := Graphs()) if pads else None
-        found = drafts_by_text(e)
-        tokens = []
-        for behind in ((), (9,)):
-            requests = [Request(i, (*p, *behind), 12) for i, p in enumerate(prompts())]
-            tokens.append(generated_ids(e, requests))
-        if pads:
-            assert any(isinstance(key[0], ChunkSize) for key in graphs.warm)
-        return tokens, found
-
-    return run_ranks(2, body, timeout_s=240.0)[0]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "block_sparse", "any", "quest", "model"])
-def test_followers_of_prompts_read_no_padding_whatever_the_cuts(
-    kind: str, small_sizes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens and drafts are equal whether chunks are padded, or as they come and cut anywhere."""
-    monkeypatch.setattr(sparse, "LEAST_KEYS", 16)
-    tokens, drafts = followed(kind, True)
-    anywhere = random.Random(7)
-    monkeypatch.setattr(PrefillTime, "within", lambda self, seconds: anywhere.uniform(2.0, 70.0))
-    tokens_of_others, drafts_of_others = followed(kind, False)
-    assert tokens == tokens_of_others
-    both = drafts.keys() & drafts_of_others.keys()
-    assert (len(both) > 20) == (kind != "block_sparse"), len(both)
-    assert {text: drafts[text] for text in both} == {text: drafts_of_others[text] for text in both}
 
 
 @pytest.mark.gpu

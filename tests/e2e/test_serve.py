@@ -21,13 +21,13 @@ from helix.engine.decision import Decision
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request, RequestUpdate
 from helix.layout import HelixLayout
-from helix.models.decoder import Decoder
 from helix.placement import BlockBudget
 from helix.sampling_params import SamplingParams
 from helix.speculation import DraftBudget, SuffixDrafter
 from helix.worker.step_tokens import StepTokens
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine
+from tests.e2e.masked import reads_table
+from tests.e2e.parity import Continuation, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.e2e.test_wishes import EveryThird
 from tests.sequences import resize, updates_of
@@ -91,62 +91,6 @@ def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:
     return (
         [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)],
         [Request(f"next {i}", c.prompt + c.tokens[:-3], 3) for i, c in enumerate(wanted)],
-    )
-
-
-@pytest.mark.parametrize(
-    "family, drafts",
-    [
-        ("qwen3", None),
-        ("mistral-windowed", None),
-        ("gpt-oss", None),
-        ("deepseek-v3-yarn", None),
-        ("glm-5-shared", None),
-        ("deepseek-v32", SuffixDrafter(2, 2)),
-        ("qwen2", SuffixDrafter(2, 2)),
-        ("qwen2", "model"),
-        ("qwen2", SelfDrafts(2, DraftBudget(sparsity=0.2))),
-        ("qwen2", Sparse(BlockBudget(1, 2, 4, 16), "local")),
-        ("gpt-oss", Sparse(BlockBudget(1, 2, 4, 16), "local", hot=64)),
-    ],
-)
-def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> None:
-    """After hits, extensions, preemptions, and beside one that is aborted."""
-    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-    first, second = turns(wanted)
-    neighbour = Request("gone", wanted[2].prompt, 30)
-
-    def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served, tuple[int, int, int], int, float]:
-        comm = world.communicator(rank, KVP_2.kvp_group(rank))
-        options = dict(sparse=drafts) if isinstance(drafts, Sparse) else dict(drafter=drafts)
-        if drafts == "model":
-            own = HelixLayout.create("helix", 1, 2)
-            ranks = world.communicator(rank, own.kvp_group(rank))
-            options = dict(drafter=ModelDrafts(checkpoint("qwen2-windowed-tied"), own, ranks, 2))
-        plain = None
-        if isinstance(drafts, Sparse):  # it reads a part: transformers says something else
-            e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, prefix_cache=False, **options)
-            plain = serve(e, first, second)
-        e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, pages=16, **options, **CLOSE)
-        resize(
-            e, run_steps=2 if drafts is None else 1
-        )  # with drafts, more pages are taken at a time than of these are left
-        served = serve(e, [*reversed(first), neighbour], second, aborts={"gone": 2})  # the longest has page 0
-        return served, plain or served, left_behind(e), e.timings.preemptions, e.runner.lacking
-
-    (served, plain, held, preemptions, lacking), (_, _, held_elsewhere, *_) = run_ranks(2, body, timeout_s=120.0)
-    assert held == (0, 0, 0) and held_elsewhere[1:] == (0, 0)
-    for i, c in enumerate(wanted):
-        alone = tuple(plain.tokens[i]) if isinstance(drafts, Sparse) else c.tokens
-        assert tuple(served.tokens[i]) == alone, f"prompt {i}"
-        if not isinstance(drafts, Sparse):
-            assert tuple(served.tokens[f"next {i}"]) == alone[-3:], f"prompt {i}, continued"
-        assert served.ends[i] == "length" and served.prefilled[i][-1] == len(c.prompt)
-    assert served.ends["gone"] == "abort" and 2 <= len(served.tokens["gone"]) < 30
-    # What windows lack is computed again.
-    assert served.cached["next 2"] >= 48 - lacking and preemptions > 0, (served.cached, preemptions)
-    assert served.cached["next 2"] > 0 and (lacking > 0) == (
-        family in ("mistral-windowed", "gpt-oss") or drafts == "model"
     )
 
 
@@ -246,6 +190,20 @@ def test_what_ends_sooner_than_predicted_is_read_then(monkeypatch: pytest.Monkey
     assert any(looks) and 0 < max(naps) <= LOOK_S
 
 
+def forbid_waits(e: Engine) -> None:
+    """From now on the host does not wait for the GPU in what a decision says."""
+    execute = e.runner.execute
+
+    def watched(decision: Decision) -> list[StepTokens]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return execute(decision)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    e.runner.execute = watched  # type: ignore[method-assign]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "given",
@@ -275,18 +233,9 @@ def test_what_a_decision_says_is_launched_without_a_wait(given: Any) -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served]:
         options = dict(sparse=given) if isinstance(given, Sparse) else dict(drafter=given)
         e = build_engine(checkpoint("qwen2"), HelixLayout.create(), world.communicator(0, [0]), 16, **options, **CLOSE)
-        execute = e.runner.execute
-
-        def watched(decision: Decision) -> list[StepTokens]:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return execute(decision)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
         with closing(e):
             before = serve(e, first, drawn, guided(), second)
-            e.runner.execute = watched  # type: ignore[method-assign]
+            forbid_waits(e)
             return before, serve(e, first, drawn, guided(), second, others)
 
     before, watched = run_ranks(1, body, timeout_s=120.0, device="cuda")[0]
@@ -356,19 +305,13 @@ def test_many_come_and_go_and_nothing_is_left(layout: HelixLayout, sizes: dict[s
         requests.append(Request(i, rng.choice(heads) + tail, rng.randrange(1, 40), priority=rng.randrange(2)))
     aborts = {i: rng.randrange(4) for i in range(count) if rng.random() < 0.3}
 
-    def tabled(model: Decoder) -> None:
-        columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
-        model.states = lambda cache, step, policy: (step.tokens, step.tokens)  # type: ignore[assignment,method-assign]
-        model.last_states = lambda cache, step, policy: step.tokens[step.cu_q[1:] - 1]  # type: ignore[method-assign]
-        model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]
-
     def body(world: LoopbackWorld, rank: int) -> tuple[Served, tuple[int, int, int]]:
         e = engine(
             world, rank, layout, page_size=4, max_length=192, prefill_chunk=1024, schedule=ScheduleConfig(lease=2),
             **sizes,
         )  # fmt: skip
         resize(e, run_steps=4)
-        tabled(e.runner.model)
+        reads_table(e.runner.model, table)
         served = serve(e, requests[:250], requests[250:], aborts=aborts)
         # Some preemptions: how many depends on the host's clock, that there are any must not.
         assert rank or (e.timings.preemptions > 0 and e.timings.prefill_tokens < sum(len(r.prompt) for r in requests))

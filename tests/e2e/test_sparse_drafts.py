@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.ranks.phases import phase_us
-from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.chosen import CollectingAttention
 from helix.engine.core import Engine
 from helix.engine.draft_policy import DraftPolicy
@@ -23,16 +20,14 @@ from helix.worker.step import DecodeState, Step
 from helix.worker.warm_up import fill
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import SelfDrafts, build_engine
+from tests.e2e.fuzz_runs import SMALL_CHUNKS, whimsical
+from tests.e2e.parity import SelfDrafts, on_loopback
 from tests.e2e.pinned import SAMPLED
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
-from tests.e2e.test_speculation import whimsical
-from tests.sequences import generated, generated_ids
+from tests.sequences import generated
 
 # Few enough keys that a wrong table shows in what is kept.
 FEW = DraftBudget(sparsity=0.1, recent=0.25, reach=2)
-
-Tokens = dict[int, tuple[int, ...]]
 
 
 @pytest.fixture(autouse=True)
@@ -41,33 +36,9 @@ def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helix.speculation.sparse.LEAST_KEYS", 16)
 
 
-def test_chunks() -> None:
-    """Verification in turns of attention and exchange (HOP-B) finds the pages of scores of its sequences."""
-
-    def chunked(engine: Engine) -> None:
-        engine.runner.hopb = "2"
-        Watch(engine)
-
-    assert served(SelfDrafts(3, FEW), HelixLayout.create("helix", 2), chunked) == served(None, HelixLayout.create())
-
-
 def requests() -> list[Request]:
     prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
     return [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED[:4])]
-
-
-def served(
-    drafts: SelfDrafts | None, layout: HelixLayout, look: Callable[[Engine], None] = lambda engine: None
-) -> Tokens:
-    """Tokens of sampled requests on rank 0."""
-
-    def body(world: LoopbackWorld, rank: int) -> Tokens:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
-        look(engine)
-        return generated_ids(engine, requests())
-
-    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
 
 
 class Watch:
@@ -159,33 +130,31 @@ class Watch:
                     self.checked += 1
 
 
-@pytest.mark.parametrize("policy", ["any", "c2q"])
-def test_tables(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of all counts, of which some are not verified, on both ranks."""
-    monkeypatch.setattr(DraftPolicy, "pace", whimsical())
-    layout, watches = HelixLayout.create("helix", 2), []
-    budget = DraftBudget(policy, 0.1, recent=0.25, reach=4)
+@pytest.mark.parametrize("policy, pads", [("any", False), ("any", True), ("c2q", False)])
+def test_tables(policy: str, pads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of all counts, of which some are not verified, on both ranks; behind chunks that are padded."""
+    for target, value in SMALL_CHUNKS.items() if pads else ():
+        monkeypatch.setattr(target, value)
+    monkeypatch.setattr(DraftPolicy, "pace", whimsical(0))
+    watches = []
 
-    def body(world: LoopbackWorld, rank: int) -> None:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=SelfDrafts(3, budget), adaptive=True)
+    def run(engine: Engine) -> None:
+        engine.runner.pads |= pads
         watches.append(Watch(engine))
         generated(engine, requests())
 
-    run_ranks(2, body, timeout_s=120.0)
+    drafts = SelfDrafts(3, DraftBudget(policy, 0.1, recent=0.25, reach=4))
+    on_loopback(checkpoint("qwen2"), HelixLayout.create("helix", 2), 16, run, drafter=drafts, adaptive=True)
     assert all(watch.checked > 100 for watch in watches)
 
 
 def test_phases_of_an_iteration() -> None:
-    layout = HelixLayout.create("helix", 2)
-
-    def body(world: LoopbackWorld, rank: int) -> dict[str, float]:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        runner = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=SelfDrafts(3, FEW), adaptive=False).runner
-        fill(runner, 2, 200)
+    def run(engine: Engine) -> dict[str, float]:
+        fill(engine.runner, 2, 200)
         with torch.inference_mode():
-            return phase_us(runner, comm, StepKind(2, 3))
+            return phase_us(engine.runner, engine.comm, StepKind(2, 3))
 
-    first, second = run_ranks(2, body, timeout_s=120.0)
+    layout, options = HelixLayout.create("helix", 2), dict(drafter=SelfDrafts(3, FEW), adaptive=False)
+    first, second = on_loopback(checkpoint("qwen2"), layout, 16, run, **options)
     assert first == second and list(first) == ["draft", "verify", "accept", "choose"]
     assert first["draft"] > first["verify"] > 0 and min(first.values()) > 0

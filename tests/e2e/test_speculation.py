@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import cycle
 
 import pytest
@@ -22,87 +21,19 @@ from helix.worker.graph_keys import StepKind
 from helix.worker.step import DecodeState
 from helix.worker.warm_up import fill, step_seconds
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import UNHURRIED, Result, build_engine, check, generate
-from tests.e2e.pinned import SAMPLED
+from tests.e2e.parity import UNHURRIED, Result, build_engine, check, generate, on_loopback
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS
 from tests.sequences import generated, generated_ids, resize
-
-Tokens = dict[int, tuple[int, ...]]
-
-
-class Replay(Drafter):
-    """Proposes what will come, but for every `wrong`-th token of a sequence."""
-
-    def __init__(self, limit: int, sequences: list[tuple[int, ...]], wrong: int) -> None:
-        super().__init__(limit)
-        width = max(map(len, sequences)) + limit + 1
-        self.known = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences])
-        self.wrong = wrong
-
-    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
-        tokens = []
-        for row in range(kind.rows):
-            at = int(state.lengths[row])
-            prompt = state.history[row, :2].tolist()
-            which = next((i for i, s in enumerate(self.known.tolist()) if s[: len(prompt)] == prompt), 0)
-            place = torch.arange(at + 1, at + 1 + kind.drafts).clamp(max=self.known.shape[1] - 1)
-            tokens.append(torch.where(place % self.wrong == 0, 1, self.known[which, place]))
-        return Draft(torch.stack(tokens))
-
-
-def whimsical() -> Callable[[DraftPolicy, int], StepPlan]:
-    """Paces at random: every count of drafts, every limit of a row, runs of one to three steps."""
-    generator = random.Random(0)
-
-    def pace(policy: DraftPolicy, rows: int, kv_tokens: int, without: Collection[int]) -> StepPlan:
-        limits = tuple(generator.choice([0, 1, 2, policy.sizes[-1]]) for _ in range(rows))
-        return StepPlan(generator.choice(policy.sizes), 1.5, generator.randint(1, 3), generator.choice([(), limits]))
-
-    return pace
-
-
-def served(drafter: Drafter | None, layout: HelixLayout, adaptive: bool = False) -> tuple[Tokens, int]:
-    """Tokens of sampled requests on rank 0, and in how many decode steps."""
-    prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
-
-    def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(
-            checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=adaptive, schedule=UNHURRIED
-        )
-        requests = [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED[:4])]
-        return generated_ids(engine, requests), engine
-
-    tokens, engine = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
-    return tokens, len(engine.timings.ttl_s)
-
-
-def test_sampled_tokens_and_fewer_steps() -> None:
-    """Good drafts save steps, bad ones cost none of the tokens."""
-    plain, steps = served(None, HelixLayout.create())
-    prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
-    known = [(*prompts[i], *tokens) for i, tokens in plain.items()]
-    # A second run is launched before the first one says how many drafts hold.
-    for wrong, most in ((1000, steps * 3 // 4), (3, steps)):
-        for kvp in (1, 2):
-            tokens, taken = served(Replay(5, known, wrong), HelixLayout.create("helix", kvp, 1))
-            assert tokens == plain
-            assert taken <= most, f"{taken} steps, {steps} without drafts"
-            assert served(Replay(5, known, wrong), HelixLayout.create("helix", kvp, 1), adaptive=True)[0] == plain
 
 
 @pytest.mark.parametrize("acceptance, adaptive", [(0.0, False), (0.6, False), (1.0, False), (0.6, True)])
 def test_drafts_hold_at_a_set_rate(acceptance: float, adaptive: bool) -> None:
-    def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
-        comm = world.communicator(rank, (0, 1))
-        drafter = SuffixDrafter(3, 2)
+    def body(world: LoopbackWorld, rank: int) -> tuple[dict[int, tuple[int, ...]], Engine]:
+        comm, layout, drafter = world.communicator(rank, (0, 1)), HelixLayout.create("helix", 2), SuffixDrafter(3, 2)
         keep_drafts(drafter, acceptance, 5, 256)
-        engine = build_engine(
-            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, drafter=drafter, adaptive=adaptive,
-            schedule=UNHURRIED,
-        )  # fmt: skip
-        requests = [Request(i, (1, i), 121) for i in range(5)]
-        return generated_ids(engine, requests), engine
+        options = dict(drafter=drafter, adaptive=adaptive, schedule=UNHURRIED)
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, **options)  # type: ignore[arg-type]
+        return generated_ids(engine, [Request(i, (1, i), 121) for i in range(5)]), engine
 
     tokens, engine = run_ranks(2, body, timeout_s=120.0)[0]
     assert [len(t) for t in tokens.values()] == [121] * 5
@@ -119,11 +50,7 @@ def test_drafts_hold_at_a_set_rate(acceptance: float, adaptive: bool) -> None:
 
 
 def test_steps_are_timed_with_drafts_that_are_verified() -> None:
-    def body(world: LoopbackWorld, rank: int) -> list[float]:
-        comm = world.communicator(rank, (0, 1))
-        engine = build_engine(
-            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, max_length=60, drafter=SuffixDrafter(5, 3)
-        )
+    def run(engine: Engine) -> list[float]:
         fill(engine.runner, 3, 59)
         before = engine.runner.state.lengths.tolist()
         drafts = torch.zeros(3, 5, dtype=torch.int64)
@@ -132,7 +59,8 @@ def test_steps_are_timed_with_drafts_that_are_verified() -> None:
         assert engine.runner.state.lengths.tolist() == before and engine.draft_sizes == (0, 1, 2, 4, 5)
         return seconds
 
-    first, second = run_ranks(2, body, timeout_s=120.0)
+    layout, options = HelixLayout.create("helix", 2), dict(max_length=60, drafter=SuffixDrafter(5, 3))
+    first, second = on_loopback(checkpoint("qwen2"), layout, 16, run, **options)
     assert first == second and min(first) > 0, "those of the slowest rank, on each"
 
 

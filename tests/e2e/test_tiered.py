@@ -14,19 +14,17 @@ import pytest
 import torch
 
 from benchmarks.ranks.kept import keep_blocks
-from comm.loopback import LoopbackWorld, run_ranks
+from comm.loopback import LoopbackWorld
 from helix.attention import tiered
 from helix.engine.core import Engine
-from helix.engine.decision import Admission
 from helix.engine.inbox import Inbox
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
-from helix.speculation import SuffixDrafter
 from helix.worker.tiered_cache import TieredCache
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.masked import Masked
-from tests.e2e.parity import Sparse, build_engine
+from tests.e2e.parity import Sparse, build_engine, on_loopback
 from tests.sequences import generated, generated_ids
 
 PAGE = 16
@@ -53,22 +51,13 @@ def tokens(
     layout: HelixLayout,
     sparse: Sparse | None,
     tamper: Callable[[Engine], None] = lambda engine: None,
-    *,
-    drafts: int = 0,
-    **options: Any,
 ) -> Tokens:
-    def body(world: LoopbackWorld, rank: int) -> Tokens:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        drafter = SuffixDrafter(drafts, 1) if drafts else None
-        engine = build_engine(
-            checkpoint(family), layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False,
-            **options,
-        )  # fmt: skip
+    def run(engine: Engine) -> Tokens:
         tamper(engine)
         with closing(engine):
             return generate(engine)
 
-    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+    return on_loopback(checkpoint(family), layout, PAGE, run, page_size=PAGE, sparse=sparse)[0]
 
 
 @cache
@@ -81,26 +70,6 @@ def wanted(family: str, budget: BlockBudget) -> Tokens:
 
 # Hot places of a KV head: no more than five sequences choose at once on a rank of so many; and for every page there is.
 FEW, ALL = {1: 25, 2: 17}, 40
-
-
-@pytest.mark.parametrize(
-    "family, kvp, tpa, drafts",
-    [
-        ("gpt-oss", 1, 1, 0),
-        ("qwen2", 2, 2, 0),
-        ("qwen3", 2, 1, 3),
-    ],
-)
-def test_what_a_guess_names_comes_early(family: str, kvp: int, tpa: int, drafts: int) -> None:
-    """Over places for one choice alone: what comes for a guess takes them from blocks that are chosen next."""
-    caches = list[Any]()
-    budget = replace(BUDGET, local_blocks=2) if drafts else SHORT_WINDOW
-    sparse = Sparse(budget, hot=19 if drafts else FEW[kvp], ahead=True)
-    layout = HelixLayout.create("helix", kvp, tpa)
-    found = tokens(family, layout, sparse, lambda e: caches.append(e.runner.cache), drafts=drafts)
-    assert found == wanted(family, budget)
-    counted = [cache.counted_ahead for cache in caches]
-    assert len(counted) == kvp * tpa and all(misses > 0 for _, misses in counted), "every rank fetches ahead"
 
 
 def on_late_streams(monkeypatch: pytest.MonkeyPatch, *ops: str) -> Callable[[Engine], None]:
@@ -185,50 +154,19 @@ def test_a_set_pattern_of_blocks() -> None:
     assert found[0] == found[1] != tokens("qwen2", HelixLayout.create("helix", 2), local)
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8"])
-def test_what_is_found_in_pages(kv: str) -> None:
-    """What was in a sequence's unfinished page as it ended goes on in another sequence, to the token."""
-    found: list[Tokens] = []
-    known: list[int] = []
-
-    def follow_up(engine: Engine) -> None:
-        admit = engine.runner.admit
-
-        def noted(*admissions: Admission) -> None:
-            known.extend(admission.known for admission in admissions)
-            admit(*admissions)
-
-        first = engine.comm.broadcast_object(generate(engine))
-        engine.runner.admit = noted  # type: ignore[method-assign]
-        requests = [Request(i, (*p, *first[i][:-1], 7, 8, 9), 6) for i, p in enumerate(prompts())]
-        outputs = generated_ids(engine, requests)
-        if engine.comm.rank == 0:
-            found.append(outputs)
-
-    again = [
-        tokens("qwen2", HelixLayout.create("helix", 2), sparse, follow_up, kv=kv)
-        for sparse in (Sparse(SHORT_WINDOW), Sparse(SHORT_WINDOW, hot=FEW[2]))
-    ]
-    assert again[0] == again[1] and (kv != "auto" or again[0] == wanted("qwen2", SHORT_WINDOW))
-    assert found[0] == found[1] and any(n % PAGE for n in known)
-
-
 def test_where_memory_is_full_the_next_waits() -> None:
     """Five sequences do not fit together; one that never does is refused; in the end the host has its memory back."""
 
-    def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, str | None]:
-        comm = world.communicator(rank, [0, 1])
-        engine = build_engine(
-            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, PAGE, page_size=PAGE,
-            sparse=Sparse(SHORT_WINDOW, hot=FEW[2]), pages=12,
-        )  # fmt: skip
+    def run(engine: Engine) -> tuple[Tokens, str | None]:
         found = generate(engine)
         refused = generated(engine, [Request("huge", (1,) * 450, 5)]).get("huge")
         engine.close()
         assert isinstance(engine.runner.cache, TieredCache) and engine.runner.cache.store.tensor is None
         return found, None if refused is None else f"{refused.finish_reason}: {refused.reason}"
 
-    found, refused = run_ranks(2, body, timeout_s=120.0)[0]
+    layout, options = HelixLayout.create("helix", 2), dict(page_size=PAGE, pages=12)
+    sparse = Sparse(SHORT_WINDOW, hot=FEW[2])
+    found, refused = on_loopback(checkpoint("qwen2"), layout, PAGE, run, sparse=sparse, **options)[0]
     assert found == wanted("qwen2", SHORT_WINDOW)
     assert refused is not None and refused.startswith("error: prompt of 450") and "raise kv.host_bytes" in refused
 

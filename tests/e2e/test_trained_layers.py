@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.quality import own_texts, train_drafter
 from benchmarks.quality.drafted_layers import Eagle3, NextToken
 from benchmarks.quality.train_drafter import Target
-from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import SpeculationConfig
+from helix.engine.core import Engine
 from helix.engine.request import Request
 from helix.layout import HelixLayout
 from helix.models import spec_from_config
@@ -23,7 +24,7 @@ from helix.models.loading import Checkpoint, weights_of
 from helix.setup.parts import make_eagle3
 from tests.e2e import eagle3
 from tests.e2e.checkpoints import DEMO, checkpoint
-from tests.e2e.parity import LayerDrafts, build_engine
+from tests.e2e.parity import LayerDrafts, on_loopback
 from tests.e2e.recorded import Kept, Recorded, unlike
 from tests.sequences import generated_ids
 
@@ -77,13 +78,11 @@ def test_mtp_drafts_as_in_training(family: str, kvp: int, tpa: int, kind: type[R
     drafters: dict[int, Any] = {}
 
     def said(path: Path, drafts: LayerDrafts | None) -> Any:
-        def body(world: LoopbackWorld, rank: int) -> Any:
-            comm = world.communicator(rank, layout.kvp_group(rank))
-            engine = build_engine(path, layout, comm, 16, drafter=drafts, adaptive=False, prefill_chunk=40)
-            drafters[rank] = engine.runner.drafter
+        def run(engine: Engine) -> Any:
+            drafters[engine.comm.rank] = engine.runner.drafter
             return generated_ids(engine, [Request(i, p, 12) for i, p in enumerate(prompts)])
 
-        return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+        return on_loopback(path, layout, 16, run, drafter=drafts, adaptive=False, prefill_chunk=40)[0]
 
     @torch.no_grad()
     def drafts_of(tokens: list[int], count: int) -> list[int]:
@@ -112,12 +111,8 @@ def test_a_few_steps_of_training(form: str, tmp_path: Path, monkeypatch: pytest.
     requests = [Request(i, tuple(IDS[50 * i : 50 * i + 20].tolist()), 16) for i in range(2)]
 
     def drawn(path: Path, drafts: LayerDrafts | None) -> Any:
-        def body(world: LoopbackWorld, rank: int) -> Any:
-            comm = world.communicator(rank, (0,))
-            engine = build_engine(path, HelixLayout.create(), comm, 16, drafter=drafts, adaptive=False)
-            return generated_ids(engine, requests)
-
-        return run_ranks(1, body, timeout_s=120.0)[0]
+        run = partial(generated_ids, requests=requests)
+        return on_loopback(path, HelixLayout.create(), 16, run, drafter=drafts, adaptive=False)[0]
 
     given = SpeculationConfig(drafter="eagle3", path=str(tmp_path)) if form == "eagle3" else None
     path = DEMO if form == "eagle3" else tmp_path

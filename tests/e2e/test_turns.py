@@ -1,4 +1,4 @@
-"""Long prompt chunks go through the layers in two halves: tokens and logits stay those of the whole."""
+"""Long prompt chunks go through the layers in two halves, on two streams; rows of parity.yaml say so of ranks."""
 
 from __future__ import annotations
 
@@ -10,69 +10,14 @@ import pytest
 import torch
 
 from comm import turns
-from comm.loopback import LoopbackCommunicator, run_ranks
+from comm.loopback import run_ranks
 from helix.engine.core import Engine
-from helix.layers import specs
 from helix.layout import HelixLayout
 from helix.placement import PromptChunk
 from helix.worker.step import Step
-from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import UNHURRIED, build_engine, check, loopback
-from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.parity import build_engine
 from tests.sequences import admission
-
-
-@pytest.fixture
-def halved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Chunks of 14 tokens and more are cut, and none is dealt; the tokens of the halves, as they come."""
-    monkeypatch.setattr(turns, "LEAST", 7)
-    monkeypatch.setattr(specs, "WORTH", 0)
-    cut, seen = Step.halves, []
-
-    def spy(step: Step) -> tuple[Step, Step]:
-        halves = cut(step)
-        seen.append((len(halves[0].tokens), len(halves[1].tokens)))
-        return halves
-
-    monkeypatch.setattr(Step, "halves", spy)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "family, layout",
-    [
-        ("qwen2", HelixLayout.create("helix", 2, 1)),
-        ("deepseek-v3-yarn", HelixLayout.create("helix", 3)),
-        ("glm-5-shared", HelixLayout.create("helix", 3)),
-    ],
-    ids=str,
-)
-def test_halves_change_nothing(family: str, layout: HelixLayout, halved: list[tuple[int, int]]) -> None:
-    """Rows of parity.yaml say so of more."""
-    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-
-    def patient(engine: Engine) -> None:
-        engine.schedule = UNHURRIED
-        engine._reset()
-
-    check(loopback(checkpoint(family), layout, 16, wanted, patient), wanted)
-    assert (32, 32) in halved
-
-
-def test_what_two_ranks_add_up_at_once_is_not_halved(
-    halved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LoopbackCommunicator, "sums_at_once", True)
-    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    check(loopback(checkpoint("qwen2"), HelixLayout.create("tp", 1, 2), 16, wanted), wanted)
-    assert not halved
-
-
-def test_norms_over_all_heads_of_several_ranks_are_not_halved(halved: list[tuple[int, int]]) -> None:
-    """Their sums go through boxes that one stream owns."""
-    wanted = oracle("olmo2", MOE_LENGTHS, MOE_TOKENS)
-    check(loopback(checkpoint("olmo2"), HelixLayout.create("helix", 1, 2), 16, wanted), wanted)
-    assert not halved
 
 
 @pytest.mark.gpu
