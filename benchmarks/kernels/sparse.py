@@ -253,8 +253,6 @@ def torchs(s: SparseCase, copies: int, device: torch.device) -> Row:
     for name, backend in TORCH.items():
         with sdpa_kernel(backend):
             found[f"{name}_us"] = 1e6 * seconds(
-                lambda i: scaled_dot_product_attention(s.q[i][:, :, None], k[i], v[i], enable_gqa=True),
-                copies,
-                device,
+                lambda i: scaled_dot_product_attention(s.q[i][:, :, None], k[i], v[i], enable_gqa=True), copies, device
             )
     return found
