@@ -27,7 +27,6 @@ WARM_UPS, TIMED, TURNS = 10, 50, 4  # launches from Python, a turn of a variant;
 REPLAYS = 50
 WARM_UP_S = 0.01  # of a graph: the eager runs before it have woken the GPU up
 DISPATCH_BYTES = 5e6  # below, the paper takes its one-block kernel, and from here on a scan and torch's packing
-TARGET_US, TARGET_BYTES = 11.0, 15e6  # for the fused kernel in a graph
 BATCHES, GAMMAS, ALPHAS, WIDTHS = (1, 4, 16, 32), (8, 64, 128), (0.3, 0.6, 0.9), (128, 512, 1024, 2048)
 SCANS = [
     *[(b, g, a) for b in BATCHES for g in GAMMAS for a in ALPHAS],
@@ -233,30 +232,6 @@ def measure_sorted(given: Given, batch: int, gamma: int, alpha: float) -> list[R
     return [row | timed(runs, 1, given.device, captured=runs)]
 
 
-def summarise(rows: list[Row]) -> Row:
-    """The paper's findings in our figures; None where a row is missing."""
-    scans = {(r["batch"], r["gamma"], r["alpha"]): r for r in rows if r["kind"] == "scan"}
-    packs = [r for r in rows if r["kind"] == "pack"]
-    found: dict[str, Any] = {"kind": "summary"}
-    for suffix in ("_us", "_graph_us"):
-        low, high = scans.get((32, 128, 0.3)), scans.get((32, 128, 0.9))
-        for name in ("naive", "scan"):
-            key = f"{name}_slope{suffix}"
-            found[key] = high[name + suffix] - low[name + suffix] if low and high else None
-        for name in ("naive", "torch"):
-            found[f"{name}_over_scan{suffix.removesuffix('_us')}"] = (
-                high[name + suffix] / high["scan" + suffix] if high else None
-            )
-        ratio = f"best_other_over_fused{suffix.removesuffix('_us')}"
-        found[f"rows_lost{suffix.removesuffix('_us')}"] = sum(r[ratio] <= 1 for r in packs)
-    eight = [r["two_step_torch_us"] / r["fused_us"] for r in packs if r["gamma"] == 8 and r["batch"] <= 32]
-    found["two_step_over_fused_gamma_8"] = [min(eight), max(eight)] if eight else None
-    large = [r for r in packs if r["batch"] <= 32 and r["packed_bytes"] > 0.95 * TARGET_BYTES]
-    found["largest_graph_us"] = max((r["fused_graph_us"] for r in large), default=None)
-    found["target_us"] = TARGET_US
-    return found
-
-
 def _part(cases: list[Any], measure: Callable[..., list[Row]], settings: str, names: str) -> Part:
     """The cases of a kind, the first alone without a GPU, with the time of each kernel from Python and in a graph."""
     columns = [settings, *(f"{name}_us {name}_graph_us" for name in names.split())]
@@ -275,4 +250,4 @@ PARTS = (
     _part(SORTED, measure_sorted, "batch gamma alpha", "naive naive_sorted scan"),
 )
 ABOUT = "verification of drafts beside the paper's kernels and plain torch, on one GPU"
-BENCHMARK = Benchmark(ABOUT, __doc__, PARTS, summary=summarise)
+BENCHMARK = Benchmark(ABOUT, __doc__, PARTS)
