@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -208,7 +209,12 @@ def accounts(cells: Iterable[Cell]) -> list[Account]:
 
 def recorded() -> list[Account]:
     """Accounts of `benchmarks/results/`; none where nothing was recorded."""
-    return accounts(read_cells(sorted(RESULTS.glob("sparse-steps*.jsonl"))))
+    return _of_files(*sorted(RESULTS.glob("sparse-steps*.jsonl")))
+
+
+@cache
+def _of_files(*files: Path) -> list[Account]:
+    return accounts(read_cells(files))
 
 
 def _point(batch: int, length: int) -> str:
