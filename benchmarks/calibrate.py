@@ -161,6 +161,13 @@ PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
 }
 
 
+# What each part's rows give; the first gives the rate that others take.
+FITTED = {
+    "attention": constants.attention, "finding": constants.finding, "link": constants.link,
+    "products": constants.products, "latents": constants.latents,
+}  # fmt: skip
+
+
 def measure(device: torch.device, keep: Callable[[str, list[Row]], None]) -> dict[str, list[Row]]:
     """Rows by part; `keep` is told each part's as it ends. What fails is said, and left out."""
     parts: dict[str, list[Row]] = {}
@@ -211,16 +218,9 @@ def assemble(base: Hardware, name: str, gpus: int, memory: float | None, parts: 
     if rows := parts.get("matrix"):
         rate = Constant(rows[0]["flops"] / rows[0]["seconds"], MEASURED, f"{rows[0]['size']}^3 product of the library")
         hardware = replace(hardware, flops={**hardware.flops, "bf16": rate})
-    if rows := parts.get("attention"):
-        hardware = constants.attention(hardware, rows)
-    if rows := parts.get("finding"):
-        hardware = constants.finding(hardware, rows)
-    if rows := parts.get("link"):
-        hardware = constants.link(hardware, rows)
-    if rows := parts.get("products"):
-        hardware = constants.products(hardware, rows)
-    if rows := parts.get("latents"):
-        hardware = constants.latents(hardware, rows)
+    for part, fitted in FITTED.items():
+        if rows := parts.get(part):
+            hardware = fitted(hardware, rows)
     if rows := parts.get("collectives"):
         hardware = replace(
             hardware, collectives=constants.collectives(rows, "symm_us"), nccl=constants.collectives(rows, "nccl_us")

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from benchmarks.records import sparse_bill
 from benchmarks.records.columns import terminal
-from benchmarks.records.planner_check import check_table, drafted_errors, regrets, summary
+from benchmarks.records.declared import shown
+from benchmarks.records.planner_check import drafted_errors, regrets, summary
 from benchmarks.records.recorded_steps import DRAFTED, read_cells
 from helix.schema import unknown
 from launch.inputs.arguments import helped, need_checkout
@@ -28,7 +29,7 @@ def check(files: Sequence[str]) -> None:
         need_checkout("helix planner check without files")
     cells = read_cells([Path(file) for file in files]) if files else read_cells()
     rows = regrets(cells)
-    Console(width=max(130, Console().width), highlight=False).print(terminal(check_table(rows)))
+    Console(width=max(130, Console().width), highlight=False).print(terminal(shown("planner", rows)))
     print(summary(rows))
     if (off := drafted_errors(cells if files else read_cells(DRAFTED))) is not None:
         print(off)
@@ -39,7 +40,8 @@ def bill(files: Sequence[str]) -> None:
     if not files:
         need_checkout("helix planner bill without files")
     found = sparse_bill.accounts(read_cells([Path(file) for file in files])) if files else sparse_bill.recorded()
-    for table in (sparse_bill.bill_table(found), sparse_bill.crossover_table(found)) if found else ():
+    tables = {"sparse-bill": sparse_bill.rows(found), "sparse-crossover": sparse_bill.rows_by_batch(found)}
+    for table in [shown(name, rows) for name, rows in tables.items()] if found else ():
         Console(width=max(150, Console().width), highlight=False).print(terminal(table))
     print(sparse_bill.summary(found))
 

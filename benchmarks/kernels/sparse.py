@@ -61,20 +61,14 @@ class SparseCase:
     counted: torch.Tensor
     lo: torch.Tensor
 
-    def select(self, topk: int, copy: int) -> torch.Tensor:
+    def select(self, topk: int, copy: int, **options: Any) -> torch.Tensor:
         """A table [B, Hkv, topk + 8] of the pages that are read."""
-        ranges = self.first, self.last, self.pages
-        return select_blocks(
-            self.q[copy], self.bounds, self.tables[copy], *ranges, topk, topk + 8, self.counted
-        )  # fmt: skip
+        ranges, most = (self.first, self.last, self.pages), topk + 8
+        return select_blocks(self.q[copy], self.bounds, self.tables[copy], *ranges, topk, most, self.counted, **options)
 
     def candidates(self, count: int, copy: int) -> torch.Tensor:
         """A table [B, Hkv, count + 8] of the pages that are read anyway and of the candidates."""
-        ranges = self.first, self.last, self.pages
-        return select_blocks(
-            self.q[copy], self.bounds, self.tables[copy], *ranges, count, count + 8, self.counted,
-            stretches=True,
-        )  # fmt: skip
+        return self.select(count, copy, stretches=True)
 
     def select_parts(self, topk: int, count: int, copy: int, ranges: Ranges) -> torch.Tensor:
         """A table [B, Hkv, topk + 8 * PARTS] of the parts that are read; `ranges` are those of the candidates."""
@@ -253,8 +247,6 @@ def torchs(s: SparseCase, copies: int, device: torch.device) -> Row:
     for name, backend in TORCH.items():
         with sdpa_kernel(backend):
             found[f"{name}_us"] = 1e6 * seconds(
-                lambda i: scaled_dot_product_attention(s.q[i][:, :, None], k[i], v[i], enable_gqa=True),
-                copies,
-                device,
+                lambda i: scaled_dot_product_attention(s.q[i][:, :, None], k[i], v[i], enable_gqa=True), copies, device
             )
     return found

@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks import jobs
-from benchmarks.models.workloads import Items, K, M, decoding, failed, fitting_layers, named
+from benchmarks.models.workloads import Items, K, M, drafted, fitting_layers, named, over_plain
 from benchmarks.runner import Given, Row
 from helix.layers.specs import AttentionSpec, MLPSpec
 from helix.layout import HelixLayout
@@ -106,19 +105,14 @@ def measure(given: Given, model: str) -> Iterator[Row]:
             write_eagle3(spec_of(model), Path(directory))
         drafts = [f"speculation={drafter}", f"speculation.gamma={max(gammas)}", *cut, *OPTIONS.get(model, [])]
         drafts += [f"speculation.path={directory}"] if drafter == "eagle3" else []
-        try:
-            record = jobs.measure(given.ranks, decoding(model, layout, points, gammas, steps, KEPT, *drafts))
-        except jobs.JobError as error:
-            yield from (about | row for row in failed(points, gammas, error))
-            return
-    yield from (about | row | gains(model, row, record["points"]) for row in record["points"])
+        _, found = drafted(model, layout, points, gammas, steps, KEPT, *drafts)
+    yield from (about | row | gains(model, row, found) for row in found)
 
 
 def gains(model: str, row: Row, points: list[Row]) -> Row:
     """Time over that of a plain step at the same point, and tokens per second over its with the published tokens."""
     if "failed" in row:
         return {}
-    plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == (row["batch"], row["length"], 0))
-    over = row["ttl_p50_us"] / plain["ttl_p50_us"]
+    over = over_plain(row, points)
     tokens = PUBLISHED.get(model, {}).get(row["gamma"])
     return {"step_over_plain": over, "gain_published": None if tokens is None else tokens / over}

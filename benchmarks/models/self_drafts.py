@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import jobs
 from benchmarks.models.speculate import expected_tokens, with_gains
-from benchmarks.models.workloads import K, M, decoding, failed, fitting_spec, widest
+from benchmarks.models.workloads import K, M, drafted, fitting_spec, over_plain, widest
 from benchmarks.runner import Given, Row
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
@@ -51,18 +50,13 @@ def measure(given: Given, model: str, sparsity: float) -> list[Row]:
     about |= {"sparsity": sparsity, "acceptance": KEPT}
     drafts = ["speculation=sparse", f"speculation.gamma={max(gammas)}", f"speculation.sparsity={sparsity}"]
     drafts += ["kv.page_size=64", "kv.append_block=64"]
-    try:
-        record = jobs.measure(ranks, decoding(model, layout, points, gammas, steps, KEPT, *drafts, *overrides))
-    except jobs.JobError as error:
-        return [about | row for row in failed(points, gammas, error)]
-    about |= {"backend": record["backend"]}
-    return [about | row | at_rates(row, record["points"]) for row in with_gains(record["points"], KEPT)]
+    backend, found = drafted(model, layout, points, gammas, steps, KEPT, *drafts, *overrides)
+    return [about | backend | row | at_rates(row, found) for row in with_gains(found, KEPT)]
 
 
 def at_rates(row: Row, points: list[Row]) -> Row:
     """Tokens per second over those of no drafts at the same point, were drafts kept at each of RATES."""
     if "failed" in row:
         return {}
-    plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == (row["batch"], row["length"], 0))
-    over = plain["ttl_p50_us"] / row["ttl_p50_us"]
-    return {"gain_at_rates": {str(rate): expected_tokens(row["gamma"], rate) * over for rate in RATES}}
+    over = over_plain(row, points)
+    return {"gain_at_rates": {str(rate): expected_tokens(row["gamma"], rate) / over for rate in RATES}}

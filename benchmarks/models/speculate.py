@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
-from benchmarks.models.workloads import K, M, decoding, failed, fitting_spec, widest
+from benchmarks.models.workloads import K, M, drafted, fitting_spec, widest
 from benchmarks.quality.copy_prompts import copy_prompts
 from benchmarks.runner import Given, Row
 
@@ -94,12 +94,8 @@ def synthetic(given: Given, model: str) -> list[Row]:
     about: dict[str, Any] = {"kind": "synthetic", "model": model, "layers": len(spec.layers), "layout": str(layout)}
     about |= {"acceptance": ACCEPTANCE}
     drafts = ["speculation=ngram", f"speculation.gamma={max(gammas)}", "kv.page_size=64"]
-    try:
-        record = jobs.measure(ranks, decoding(model, layout, points, gammas, steps, ACCEPTANCE, *drafts, *overrides))
-    except jobs.JobError as error:
-        return [about | row for row in failed(points, gammas, error)]
-    about |= {"backend": record["backend"]}
-    return [about | row for row in with_gains(record["points"], ACCEPTANCE)]
+    backend, found = drafted(model, layout, points, gammas, steps, ACCEPTANCE, *drafts, *overrides)
+    return [about | backend | row for row in with_gains(found, ACCEPTANCE)]
 
 
 def copies(given: Given) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import jobs
 from benchmarks.cases import cases
 from benchmarks.timer import PRODUCT_CEILING, READ_CEILING
 from helix.layers.specs import MLASpec, MoESpec
@@ -23,6 +24,7 @@ from launch.inputs.compose import ROOT, composed
 from launch.inputs.shapes import spec_of
 
 K, M = 1024, 1 << 20
+Point = tuple[int, int]  # sequences, and tokens of each
 SHAPES = tuple(sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml")))
 
 
@@ -180,13 +182,7 @@ def widest(spec: DecoderSpec, ranks: int) -> HelixLayout:
 
 
 def decoding(
-    model: str,
-    layout: HelixLayout,
-    points: Sequence[tuple[int, int]],
-    gammas: Sequence[int],
-    steps: int,
-    kept: float,
-    *more: str,
+    model: str, layout: HelixLayout, points: Sequence[Point], gammas: Sequence[int], steps: int, kept: float, *more: str
 ) -> list[str]:
     """The overrides of a job that times decode steps with and without drafts, which are kept at a set rate."""
     return [
@@ -197,7 +193,25 @@ def decoding(
     ]  # fmt: skip
 
 
-def failed(points: Sequence[tuple[int, int]], gammas: Sequence[int], error: object) -> list[dict[str, Any]]:
+def drafted(
+    model: str, layout: HelixLayout, points: Sequence[Point], gammas: Sequence[int], steps: int, kept: float, *more: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The backend of such a job, where it ran, and the row of each point and number of drafts."""
+    try:
+        record = jobs.measure(layout.world_size, decoding(model, layout, points, gammas, steps, kept, *more))
+    except jobs.JobError as error:
+        return {}, failed(points, gammas, error)
+    return {"backend": record["backend"]}, record["points"]
+
+
+def over_plain(row: dict[str, Any], points: Sequence[dict[str, Any]]) -> float:
+    """Time of a step over that of one without drafts at the same point."""
+    at = row["batch"], row["length"], 0
+    plain = next(p for p in points if (p["batch"], p["length"], p["gamma"]) == at)
+    return float(row["ttl_p50_us"] / plain["ttl_p50_us"])
+
+
+def failed(points: Sequence[Point], gammas: Sequence[int], error: object) -> list[dict[str, Any]]:
     """The rows of a job of which nothing was measured."""
     of = product(points, gammas)
     return [{"batch": batch, "length": length, "gamma": n, "failed": str(error)} for (batch, length), n in of]

@@ -9,13 +9,7 @@ from benchmarks.papers.items import NOT_RECORDED, Item, Table, filled_items, spa
 from benchmarks.records import tuned_tables
 from benchmarks.records.acceptance_tables import KEY, joined
 from benchmarks.records.draft_gains import DEMO, REAL, best, gained
-from benchmarks.records.draft_tables import (
-    adapted,
-    choice_over_rest,
-    experts_over_inherent,
-    selection_over_rest,
-    timed,
-)
+from benchmarks.records.draft_tables import adapted, choice_over_rest, experts_over_inherent, selection_over_rest, timed
 from benchmarks.records.rows import Row, results, tokens
 from benchmarks.records.tables import TABLES
 

@@ -27,7 +27,6 @@ WARM_UPS, TIMED, TURNS = 10, 50, 4  # launches from Python, a turn of a variant;
 REPLAYS = 50
 WARM_UP_S = 0.01  # of a graph: the eager runs before it have woken the GPU up
 DISPATCH_BYTES = 5e6  # below, the paper takes its one-block kernel, and from here on a scan and torch's packing
-TARGET_US, TARGET_BYTES = 11.0, 15e6  # for the fused kernel in a graph
 BATCHES, GAMMAS, ALPHAS, WIDTHS = (1, 4, 16, 32), (8, 64, 128), (0.3, 0.6, 0.9), (128, 512, 1024, 2048)
 SCANS = [
     *[(b, g, a) for b in BATCHES for g in GAMMAS for a in ALPHAS],
@@ -130,31 +129,43 @@ def timed(runs: dict[str, Replay], copies: int, device: torch.device, captured: 
     return found
 
 
+def batches(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[VerifiedBatch]:
+    """As many as pass the L2, over which runs rotate."""
+    kind = torch.bfloat16
+    copies = min(MOST_COPIES, -(-ROTATED // (batch * gamma * width * kind.itemsize))) if given.gpu else 1
+    return [workload(batch, gamma, alpha, width, kind, given.device, seed=7 + i) for i in range(copies)]
+
+
+def scanning(scan: Callable[..., None], work: VerifiedBatch) -> Replay:
+    """A run of a kernel that packs nothing."""
+    return lambda i: scan(work.draft, work.target, work.out)
+
+
+def packing(fused: Callable[..., None], works: list[VerifiedBatch]) -> Replay:
+    """A run of a kernel that verifies and packs."""
+    return lambda i: fused(works[i].draft, works[i].target, works[i].kv, works[i].out, works[i].packed)
+
+
 def measure_scan(given: Given, batch: int, gamma: int, alpha: float) -> list[Row]:
     """Lengths, flags and next tokens: eager torch, one lane a sequence, a warp that votes, and the scan."""
-    device = given.device
-    work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
-    row: dict[str, Any] = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
+    work = workload(batch, gamma, alpha, 1, torch.bfloat16, given.device, seed=7)
     runs: dict[str, Replay] = {"torch": lambda i: reference.verify(work.draft, work.target)}
     for name, scan in (("naive", baselines.naive), ("ballot", baselines.ballot), ("scan", baselines.verify)):
         check(work, name, scan, None)
+        runs[name] = scanning(scan, work)
+    row: Row = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
+    return [row | timed(runs, 1, given.device, captured=runs)]
 
-        def run(i: int, scan: Callable[..., None] = scan) -> None:
-            scan(work.draft, work.target, work.out)
 
-        runs[name] = run
-    return [row | timed(runs, 1, device, captured=runs)]
+def two_step(draft: Any, target: Any, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
+    """Ours of both in two launches."""
+    baselines.verify(draft, target, out)
+    baselines.pack(kv, out.accepted, packed)
 
 
 def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
     """All of it with packed KV: ours in one launch, the paper's one block, two steps by kernels and with torch."""
-    device, dtype = given.device, torch.bfloat16
-    copies = min(MOST_COPIES, -(-ROTATED // (batch * gamma * width * 2))) if device.type == "cuda" else 1
-    works = [workload(batch, gamma, alpha, width, dtype, device, seed=7 + i) for i in range(copies)]
-
-    def two_step(draft: Any, target: Any, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
-        baselines.verify(draft, target, out)
-        baselines.pack(kv, out.accepted, packed)
+    works = batches(given, batch, gamma, alpha, width)
 
     def torch_step(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         baselines.verify(works[i].draft, works[i].target, works[i].out)
@@ -166,23 +177,18 @@ def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int)
     variants = {"fused": verify_and_pack, "two_step": two_step}
     if batch <= baselines.ONE_BLOCK_BATCH:
         variants["one_block"] = baselines.verify_and_pack_one_block
-    row: dict[str, Any] = {"kind": "pack", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
-    row["packed_bytes"] = sum(int(w.accepted.sum()) for w in works) / copies * width * dtype.itemsize
-    runs: dict[str, Replay] = {}
     for name, fused in variants.items():
         for work in works[:2]:
             check(work, name, None, fused)
-
-        def run(i: int, fused: Callable[..., None] = fused) -> None:
-            w = works[i]
-            fused(w.draft, w.target, w.kv, w.out, w.packed)
-
-        runs[name] = run
+    itemsize = works[0].kv.itemsize
+    row: Row = {"kind": "pack", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
+    row["packed_bytes"] = sum(int(w.accepted.sum()) for w in works) / len(works) * width * itemsize
+    runs: dict[str, Replay] = {name: packing(fused, works) for name, fused in variants.items()}
     runs |= {"two_step_torch": torch_step, "torch": torch_alone}
-    row |= timed(runs, copies, device, captured=variants)
+    row |= timed(runs, len(works), given.device, captured=variants)
     # The paper's dispatcher is a comparison on the host, and then one of its two kernels.
     if "one_block" in variants:
-        small = batch * alpha * gamma * width * dtype.itemsize < DISPATCH_BYTES
+        small = batch * alpha * gamma * width * itemsize < DISPATCH_BYTES
         row["dispatcher_us"] = row["one_block_us" if small else "two_step_torch_us"]
         row["dispatcher_graph_us"] = row["one_block_graph_us" if small else "two_step_graph_us"]
     for suffix in ("_us", "_graph_us"):
@@ -193,19 +199,17 @@ def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int)
 
 def measure_pack_alone(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
     """Packing by known lengths: our kernel, and torch's mask."""
-    device, dtype = given.device, torch.bfloat16
-    copies = min(MOST_COPIES, -(-ROTATED // (batch * gamma * width * 2))) if device.type == "cuda" else 1
-    works = [workload(batch, gamma, alpha, width, dtype, device, seed=7 + i) for i in range(copies)]
+    works = batches(given, batch, gamma, alpha, width)
     rows, offsets = reference.pack(works[0].kv, works[0].accepted)
     baselines.pack(works[0].kv, works[0].accepted, works[0].packed)
     if not torch.equal(works[0].packed.kv[: len(rows)], rows) or not torch.equal(works[0].packed.offsets, offsets):
         raise RuntimeError(f"pack differs from the reference at {tuple(works[0].kv.shape)}")
-    row: dict[str, Any] = {"kind": "pack_alone", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
     runs: dict[str, Replay] = {
         "pack": lambda i: baselines.pack(works[i].kv, works[i].accepted, works[i].packed),
         "pack_torch": lambda i: reference.pack(works[i].kv, works[i].accepted),
     }
-    return [row | timed(runs, copies, device, captured={"pack"})]
+    row: Row = {"kind": "pack_alone", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
+    return [row | timed(runs, len(works), given.device, captured={"pack"})]
 
 
 def measure_sorted(given: Given, batch: int, gamma: int, alpha: float) -> list[Row]:
@@ -214,74 +218,36 @@ def measure_sorted(given: Given, batch: int, gamma: int, alpha: float) -> list[R
     A warp takes as long as its longest sequence. Lengths are known here, which is the best that a prediction can do;
     what sorting costs is not counted.
     """
-    device = given.device
-    work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
+    work = workload(batch, gamma, alpha, 1, torch.bfloat16, given.device, seed=7)
     order = work.accepted.argsort()
-    sorted_work = replace(
+    in_order = replace(
         work, draft=work.draft[order], target=work.target[order], kv=work.kv[order], accepted=work.accepted[order]
     )
-    for name, scan, given_work in (("naive", baselines.naive, work), ("naive, sorted", baselines.naive, sorted_work)):
+    kernels = {"naive": (baselines.naive, work), "naive_sorted": (baselines.naive, in_order)}
+    kernels["scan"] = baselines.verify, work
+    for name, (scan, given_work) in kernels.items():
         check(given_work, name, scan, None)
-    check(work, "scan", baselines.verify, None)
-    runs: dict[str, Replay] = {
-        "naive": lambda i: baselines.naive(work.draft, work.target, work.out),
-        "naive_sorted": lambda i: baselines.naive(sorted_work.draft, sorted_work.target, sorted_work.out),
-        "scan": lambda i: baselines.verify(work.draft, work.target, work.out),
-    }
-    row: dict[str, Any] = {"kind": "sorted", "batch": batch, "gamma": gamma, "alpha": alpha}
-    return [row | timed(runs, 1, device, captured=runs)]
+    runs = {name: scanning(scan, given_work) for name, (scan, given_work) in kernels.items()}
+    row: Row = {"kind": "sorted", "batch": batch, "gamma": gamma, "alpha": alpha}
+    return [row | timed(runs, 1, given.device, captured=runs)]
 
 
-def summarise(rows: list[Row]) -> Row:
-    """The paper's findings in our figures; None where a row is missing."""
-    scans = {(r["batch"], r["gamma"], r["alpha"]): r for r in rows if r["kind"] == "scan"}
-    packs = [r for r in rows if r["kind"] == "pack"]
-    found: dict[str, Any] = {"kind": "summary"}
-    for suffix in ("_us", "_graph_us"):
-        low, high = scans.get((32, 128, 0.3)), scans.get((32, 128, 0.9))
-        for name in ("naive", "scan"):
-            key = f"{name}_slope{suffix}"
-            found[key] = high[name + suffix] - low[name + suffix] if low and high else None
-        for name in ("naive", "torch"):
-            found[f"{name}_over_scan{suffix.removesuffix('_us')}"] = (
-                high[name + suffix] / high["scan" + suffix] if high else None
-            )
-        ratio = f"best_other_over_fused{suffix.removesuffix('_us')}"
-        found[f"rows_lost{suffix.removesuffix('_us')}"] = sum(r[ratio] <= 1 for r in packs)
-    eight = [r["two_step_torch_us"] / r["fused_us"] for r in packs if r["gamma"] == 8 and r["batch"] <= 32]
-    found["two_step_over_fused_gamma_8"] = [min(eight), max(eight)] if eight else None
-    large = [r for r in packs if r["batch"] <= 32 and r["packed_bytes"] > 0.95 * TARGET_BYTES]
-    found["largest_graph_us"] = max((r["fused_graph_us"] for r in large), default=None)
-    found["target_us"] = TARGET_US
-    return found
+def _part(cases: list[Any], measure: Callable[..., list[Row]], settings: str, names: str) -> Part:
+    """The cases of a kind, the first alone without a GPU, with the time of each kernel from Python and in a graph."""
+    columns = [settings, *(f"{name}_us {name}_graph_us" for name in names.split())]
+    return Part(lambda given: cases if given.gpu else cases[:1], measure, " ".join(columns))
 
 
-def _columns(settings: str, *names: str) -> str:
-    return " ".join([settings, *(f"{name}_us {name}_graph_us" for name in names)])
-
-
-PACKED = "fused", "one_block", "two_step", "two_step_torch", "dispatcher"
 PARTS = (
-    Part(
-        lambda given: SCANS if given.gpu else SCANS[:1],
-        measure_scan,
-        _columns("batch gamma alpha", "torch", "naive", "ballot", "scan"),
-    ),
-    Part(
-        lambda given: [*PACKS, *BEYOND] if given.gpu else PACKS[:1],
+    _part(SCANS, measure_scan, "batch gamma alpha", "torch naive ballot scan"),
+    _part(
+        [*PACKS, *BEYOND],
         measure_pack,
-        _columns("batch gamma alpha kv_dim", *PACKED),
+        "batch gamma alpha kv_dim",
+        "fused one_block two_step two_step_torch dispatcher",
     ),
-    Part(
-        lambda given: PACKS_ALONE if given.gpu else PACKS_ALONE[:1],
-        measure_pack_alone,
-        _columns("batch gamma alpha kv_dim", "pack", "pack_torch"),
-    ),
-    Part(
-        lambda given: SORTED if given.gpu else SORTED[:1],
-        measure_sorted,
-        _columns("batch gamma alpha", "naive", "naive_sorted", "scan"),
-    ),
+    _part(PACKS_ALONE, measure_pack_alone, "batch gamma alpha kv_dim", "pack pack_torch"),
+    _part(SORTED, measure_sorted, "batch gamma alpha", "naive naive_sorted scan"),
 )
 ABOUT = "verification of drafts beside the paper's kernels and plain torch, on one GPU"
-BENCHMARK = Benchmark(ABOUT, __doc__, PARTS, summary=summarise)
+BENCHMARK = Benchmark(ABOUT, __doc__, PARTS)

@@ -14,19 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.records.columns import Cells
 from benchmarks.records.figures import footer
 from benchmarks.records.rows import Row, grouped
-from benchmarks.records.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    Style,
-    curves,
-    facets,
-    panels,
-    save,
-)
+from benchmarks.records.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, Style, curves, facets, panels, save
 
 KEY = "kind", "batch", "gamma", "alpha", "kv_dim"
 HOW = {"_us": "from Python", "_graph_us": "in a graph"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from launch.inputs.compose import ROOT
 
@@ -29,10 +28,3 @@ def turns(trace: Path = TRACE) -> list[tuple[Messages, str]]:
             raise ValueError(f"{trace}, line {number}: the last message must be an answer")
         found += [(messages[:i], messages[i]["content"]) for i in answers]
     return found
-
-
-def turn_prompts(tokenizer: Any, new_tokens: int) -> list[dict[str, object]]:
-    """Returns lines of a prompt file, one for each answer: what was said before, in the model's chat format."""
-    said = (tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False) for before, _ in turns())
-    ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in said)
-    return [{"id": i, "prompt_ids": one, "max_tokens": new_tokens} for i, one in enumerate(ids)]

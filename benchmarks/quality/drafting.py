@@ -30,15 +30,7 @@ from helix.models.draft_layer import DraftLayer
 from helix.placement import Placement, PromptChunk
 from helix.sampling_params import SamplingParams
 from helix.setup.drafts import load_eagle3
-from helix.speculation import (
-    Draft,
-    DraftBudget,
-    Drafter,
-    LayerDrafter,
-    NoDrafts,
-    SparseDrafter,
-    SuffixDrafter,
-)
+from helix.speculation import Draft, DraftBudget, Drafter, LayerDrafter, NoDrafts, SparseDrafter, SuffixDrafter
 from helix.speculation.sparse import ROWS
 from helix.worker.follower import Begun, Prefilled, Span, Taken
 from helix.worker.graph_keys import StepKind
@@ -190,10 +182,7 @@ class Watched(Drafter):
 
 
 def run(
-    setting: Subject,
-    continuations: Sequence[Continuation],
-    new_tokens: int,
-    ways: Sequence[Drafting],
+    setting: Subject, continuations: Sequence[Continuation], new_tokens: int, ways: Sequence[Drafting]
 ) -> dict[Drafting, list[Outcome]]:
     """What each way makes of the same prompts; progress goes to stderr.
 

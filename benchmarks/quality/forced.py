@@ -83,11 +83,7 @@ class ForcedOutcome:
 
 
 def run(
-    setting: Subject,
-    prompts: Sequence[Tensor],
-    steps: int,
-    policies: Sequence[Policy],
-    given: Tensor | None = None,
+    setting: Subject, prompts: Sequence[Tensor], steps: int, policies: Sequence[Policy], given: Tensor | None = None
 ) -> dict[str, ForcedOutcome]:
     """What each policy makes of `steps` steps behind the same prompts, by its name; progress goes to stderr.
 

@@ -188,10 +188,7 @@ def blocks_fetched(cache: TieredCache, comm: Communicator, steps: int) -> dict[s
 def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:
     """`batch` sequences of `length` tokens, whose keys and values are random."""
     generator = torch.Generator(runner.device).manual_seed(seed)
-    caches = [
-        runner.cache,
-        *([runner.drafter.cache] if isinstance(runner.drafter, ModelDrafter) else []),
-    ]
+    caches = [runner.cache, *([runner.drafter.cache] if isinstance(runner.drafter, ModelDrafter) else [])]
     for name, tensor in (named for cache in caches for group in cache.groups for named in group.tensors.items()):
         for layer in tensor:
             if name.endswith("_scales"):

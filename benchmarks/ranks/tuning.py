@@ -257,10 +257,7 @@ class PromptSample(_Sample):
         )
 
     def _execute(
-        self,
-        retire: tuple[int, ...] = (),
-        admit: tuple[Admission, ...] = (),
-        prefill: tuple[Segment, ...] = (),
+        self, retire: tuple[int, ...] = (), admit: tuple[Admission, ...] = (), prefill: tuple[Segment, ...] = ()
     ) -> None:
         decision = Decision(0, retire, (), admit, prefill, 0, self.kind)
         for drawn in self.runner.execute(decision):

@@ -12,6 +12,7 @@ from functools import cache, partial
 from types import CodeType, ModuleType
 from typing import Any
 
+import numpy as np
 import yaml
 
 from benchmarks.records import (
@@ -77,6 +78,7 @@ FUNCTIONS: dict[str, Any] = {
     "on_gpus": fronts.on_gpus,
     "placed": acceptance_tables.placed,
     "predicted_us": fronts.predicted_us,
+    "quantile": np.quantile,
     "spread": fidelity_tables.spread,
     "stored": fp8_tables.stored,
     "tokens": tokens,
@@ -177,8 +179,9 @@ def columns_of(table: Table) -> dict[str, str]:
 
 
 def shown(name: str, rows: Sequence[Row]) -> Cells:
-    """Rows as the columns of a declared table say them."""
-    return cells(columns_of(declared()[name]), rows)
+    """Rows as a declared table says them."""
+    table = declared()[name]
+    return _pivoted(table, rows) if "across" in table else cells(columns_of(table), rows, table.get("failed"))
 
 
 def _pivoted(table: Table, rows: Sequence[Row]) -> Cells:
@@ -236,9 +239,10 @@ def table_of(name: str) -> list[str]:
     rows = rows_of(table)
     if not rows or "says" in table:
         return [said(table["says"], row) or "-" for row in rows]
-    found = _pivoted(table, rows) if "across" in table else cells(columns_of(table), rows, table.get("failed"))
     commits = [] if any("commit" in t for t in columns_of(table).values()) else commits_of(rows)
-    return page(found) + (["", f"Rows of {len(commits)} commits: {', '.join(commits)}."] if len(commits) > 1 else [])
+    below = _named(table["below"])(**given) if "below" in table else []
+    below += [f"Rows of {len(commits)} commits: {', '.join(commits)}."] if len(commits) > 1 else []
+    return [*page(shown(name, rows)), *([""] if below else []), *below]
 
 
 def commits_of(rows: Iterable[Row]) -> list[str]:

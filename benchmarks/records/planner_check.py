@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from benchmarks.records.columns import Cells, page
 from benchmarks.records.recorded_steps import RESULTS, Cell, compare, halves, read_cells
+from benchmarks.records.rows import Row
 from helix.planner.hardware import Hardware
 from launch.inputs.hardware import hardware_of, load_hardware
 
@@ -23,7 +24,7 @@ def _short(layout: str) -> str:
     return attention if ep in ("", "1") else f"{attention} ep={ep}"
 
 
-def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardware_of) -> list[dict[str, Any]]:
+def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardware_of) -> list[Row]:
     """For every workload that was measured in several layouts: the planner's choice of them against the best.
 
     Args:
@@ -69,32 +70,7 @@ def drafted_errors(cells: Sequence[Cell], describe: Callable[[str], Hardware] = 
     return f"{len(off)} steps with drafts of the model itself: off by {median:.1%} (median), {most:.1%} (p90)"
 
 
-def errors_table(steps: Mapping[str, Sequence[Cell]], hardware: Hardware) -> Cells:
-    """Cells of a table of how far predictions are off, its head first.
-
-    Args:
-        steps: by what they are called.
-    """
-    table: list[Sequence[str]] = [("steps", "cells", "median", "90th percentile")]
-    for name, cells in steps.items():
-        median, most = np.percentile([abs(compare(cell, hardware)["error"]) for cell in cells], (50, 90))
-        table.append((name, str(len(cells)), f"{median:.1%}", f"{most:.1%}"))
-    return table
-
-
-def check_table(rows: Sequence[dict[str, Any]]) -> Cells:
-    """Cells of the table of `regrets`, its head first."""
-    table: list[Sequence[str]] = [("model", "KV", "GPUs", "layouts", "chosen", "best", "measured", "regret")]
-    for r in rows:
-        times = f"{r['chosen_us'] / 1e3:.2f}, best {r['best_us'] / 1e3:.2f} ms"
-        kv = f"{r['batch']} x {r['length'] >> 10}K"
-        table.append(
-            (r["model"], kv, str(r["ranks"]), str(r["layouts"]), r["chosen"], r["best"], times, f"{r['regret']:.1%}")
-        )
-    return table
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """How many choices were good, and how many would have been if one and the same layout had always been taken."""
 
     def good(regrets: Sequence[float]) -> str:
@@ -113,20 +89,28 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def page_of(records: str) -> list[str]:
+    """The sentences below the table of first choices."""
+    return [f"- {line}" for line in summary(recorded(records)).splitlines()]
+
+
+@cache
+def recorded(records: str) -> list[Row]:
     """The planner's first choice among recorded layouts, with the shipped description of an H200."""
     hardware = load_hardware("h200")
     cells = read_cells([RESULTS / f"{name}.jsonl" for name in records.split()])
-    rows = regrets([cell for cell in cells if cell.device == hardware.name], lambda device: hardware)
-    return [*page(check_table(rows)), "", *(f"- {line}" for line in summary(rows).splitlines())]
+    return regrets([cell for cell in cells if cell.device == hardware.name], lambda device: hardware)
 
 
-def errors() -> Cells:
+def errors() -> list[Row]:
     """Errors of recorded steps that the shipped description of an H200 was not fitted on, dense ones and others."""
-    steps: dict[str, list[Cell]] = {}
+    hardware, rows = load_hardware("h200"), []
     for where, suffix in (("over eight GPUs", ""), ("emulated on two GPUs", ".emulated-8")):
         cells = read_cells([RESULTS / f"{name}{suffix}.jsonl" for name in ("step", "baselines")])
         dense = [cell for cell in cells if cell.is_dense]
-        name = f"{where}: dense" + ("" if suffix else ", the half that was not fitted on")
-        steps[name] = dense if suffix else halves(dense)[1]
-        steps[f"{where}: with experts or latents"] = [cell for cell in cells if not cell.is_dense]
-    return errors_table(steps, load_hardware("h200"))
+        rest = [cell for cell in cells if not cell.is_dense]
+        for what, some in (
+            ("dense" if suffix else "dense, the half that was not fitted on", dense if suffix else halves(dense)[1]),
+            ("with experts or latents", rest),
+        ):
+            rows.append({"steps": f"{where}: {what}", "off": [abs(compare(cell, hardware)["error"]) for cell in some]})
+    return rows

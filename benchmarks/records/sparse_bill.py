@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from benchmarks import constants
 from benchmarks.records.columns import Cells
 from benchmarks.records.recorded_steps import RECORDED, RESULTS, Cell, read_cells
+from benchmarks.records.rows import Row
 from helix.planner.hardware import Hardware
 from helix.planner.points import Sparse
 from helix.planner.step import predict
@@ -95,6 +97,12 @@ class Account:
     def budget(self) -> str:
         block = f" of {self.sparse.block}" if self.sparse.block != Sparse().block else ""
         return f"k={self.sparse.topk}{block}"
+
+    @property
+    def held_out(self) -> str | None:
+        """Median and worst error of steps that were held out; None where there are too few."""
+        of = self.errors
+        return f"{median(of):.1%}, {max(of):.1%} of {len(of)}" if of else None
 
     @property
     def measured(self) -> dict[tuple[int, int], float]:
@@ -201,30 +209,37 @@ def accounts(cells: Iterable[Cell]) -> list[Account]:
 
 def recorded() -> list[Account]:
     """Accounts of `benchmarks/results/`; none where nothing was recorded."""
-    return accounts(read_cells(sorted(RESULTS.glob("sparse-steps*.jsonl"))))
+    return _of_files(*sorted(RESULTS.glob("sparse-steps*.jsonl")))
+
+
+@cache
+def _of_files(*files: Path) -> list[Account]:
+    return accounts(read_cells(files))
 
 
 def _point(batch: int, length: int) -> str:
     return f"{batch} x {length >> 10}K"
 
 
-def bill_table(found: Sequence[Account]) -> Cells:
-    """Tabulates bills: how well each explains what was measured, and predicts what it was not fitted on."""
-    table: list[Sequence[str]] = [
-        ("model, layout", "blocks", "steps", "bandwidth", "overhead", "finding", "each sequence", "bounds", "R²",
-         "R² without finding", "held out: median, worst"),
-    ]  # fmt: skip
-    for a in found:
-        held = f"{median(a.errors):.1%}, {max(a.errors):.1%} of {len(a.errors)}" if a.errors else "-"
-        table.append(
-            (
-                a.machine, a.budget, f"{len(a.dense)} + {len(a.chosen)}", f"{a.bill.bytes_per_s / 1e12:.2f} TB/s",
-                f"{1e3 * a.bill.overhead_s:.2f} ms", f"{1e3 * a.bill.finding_s:.2f} ms",
-                f"{1e3 * a.bill.sequence_s:.3f} ms", f"at {a.bill.bounds_share:.2f}", f"{a.r2():.3f}",
-                f"{a.r2(a.without_finding):.3f}", held,
-            )
-        )  # fmt: skip
-    return table
+def rows(found: Sequence[Account]) -> list[Row]:
+    """Accounts as the rows of tables."""
+    return [{"a": account} for account in found]
+
+
+def bills() -> list[Row]:
+    """Rows of what is recorded."""
+    return rows(recorded())
+
+
+def rows_by_batch(found: Sequence[Account]) -> list[Row]:
+    """A row for each account at each batch that one of them has."""
+    batches = sorted({batch for a in found for batch in a.batches})
+    return [{"a": a, "batch": batch} for a in found for batch in batches]
+
+
+def crossovers() -> list[Row]:
+    """Rows of what is recorded, by batch."""
+    return rows_by_batch(recorded())
 
 
 PAPER = (  # machine, blocks, bandwidth, overhead, finding, R²: sections 8 and 9
@@ -234,30 +249,17 @@ PAPER = (  # machine, blocks, bandwidth, overhead, finding, R²: sections 8 and 
 )
 
 
-def three_terms_table(found: Sequence[Account]) -> Cells:
+def three_terms() -> Cells:
     """The source's bill of three terms beside ours of as many, and how well ours of five explains the same steps."""
     table: list[Sequence[str]] = [
         ("bill of three terms", "blocks", "bandwidth", "overhead", "finding", "R²", "R² of five terms")
     ]
     table += [(*row, "-") for row in PAPER]
-    for a in found:
+    for a in recorded():
         bill = a.with_one_price
-        table.append(
-            (
-                a.machine, a.budget, f"{bill.bytes_per_s / 1e12:.2f} TB/s", f"{1e3 * bill.overhead_s:.2f} ms",
-                f"{1e3 * bill.finding_s:.2f} ms", f"{a.r2(bill):.3f}", f"{a.r2():.3f}",
-            )
-        )  # fmt: skip
-    return table
-
-
-def crossover_table(found: Sequence[Account]) -> Cells:
-    """The length from which on block-sparse steps take no longer, by the bill."""
-    batches = sorted({batch for a in found for batch in a.batches})
-    table: list[Sequence[str]] = [("model, layout", "blocks", *(f"batch {batch}" for batch in batches))]
-    for a in found:
-        from_tokens = [a.pays_from(batch) for batch in batches]
-        table.append((a.machine, a.budget, *("never" if n is None else f"{n:,} tokens" for n in from_tokens)))
+        rate, overhead = f"{bill.bytes_per_s / 1e12:.2f} TB/s", f"{1e3 * bill.overhead_s:.2f} ms"
+        finding = f"{1e3 * bill.finding_s:.2f} ms"
+        table.append((a.machine, a.budget, rate, overhead, finding, f"{a.r2(bill):.3f}", f"{a.r2():.3f}"))
     return table
 
 
@@ -284,18 +286,3 @@ def summary(found: Sequence[Account]) -> str:
             line += f"; {best:.2f} times as fast at {_point(batch, length)}, projected without overhead {projected:.2f}"
         said.append(line)
     return "\n".join(said)
-
-
-def bill() -> Cells:
-    """Tabulates the bills of what is recorded."""
-    return bill_table(recorded())
-
-
-def three_terms() -> Cells:
-    """Tabulates the bills of three terms of what is recorded."""
-    return three_terms_table(recorded())
-
-
-def crossovers() -> Cells:
-    """Tabulates the lengths from which on recorded block-sparse steps pay."""
-    return crossover_table(recorded())

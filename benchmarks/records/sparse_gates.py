@@ -6,7 +6,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks.records import sparse_bill
@@ -44,9 +44,14 @@ def gates() -> Cells:
     return table
 
 
-def judged(figures: Iterable[tuple[str, float | None]], passes: Callable[[float], bool]) -> Judged:
+def at_least(least: float, *figures: tuple[str, float | None]) -> Judged:
     """Figures that are recorded, in braces of their texts, each with whether it passes."""
-    return [(text.format(x), passes(x)) for text, x in figures if x is not None]
+    return [(text.format(x), x >= least) for text, x in figures if x is not None]
+
+
+def at_most(most: float, *figures: tuple[str, float]) -> Judged:
+    """The same where less is better."""
+    return [(text.format(x), x <= most) for text, x in figures]
 
 
 def over_dense(batch: int, length: int, blocks: str, name: str = "sparse-steps") -> float | None:
@@ -70,11 +75,12 @@ def parts_over_dense(batch: int, length: int) -> float | None:
 
 
 def _steps(least: float, length: int, *batches: int) -> Judged:
-    figures: list[tuple[str, float | None]] = []
-    for batch in batches:
-        figures.append((f"batch {batch}, 32 blocks {{:.2f}} x", over_dense(batch, length, BLOCKS)))
-        figures.append((f"batch {batch}, parts {{:.2f}} x", parts_over_dense(batch, length)))
-    return judged(figures, lambda over: over >= least)
+    ways: dict[str, Callable[[int], float | None]] = {
+        "32 blocks": lambda batch: over_dense(batch, length, BLOCKS),
+        "parts": lambda batch: parts_over_dense(batch, length),
+    }
+    figures = [(f"batch {batch}, {way} {{:.2f}} x", of(batch)) for batch in batches for way, of in ways.items()]
+    return at_least(least, *figures)
 
 
 def listed() -> list[Gate]:
@@ -85,62 +91,38 @@ def listed() -> list[Gate]:
     crossed = min((length for length in op if length > slower), default=0)
     crossing = [(f"{slower // K}K to {crossed // K}K", slower >= 8 * K and crossed <= 64 * K)] if crossed else []
     gains = {point: over for point in PREDICTED if (over := over_dense(*point, FEW)) is not None}
-    least = min((over / PREDICTED[point] for point, over in gains.items()), default=None)
+    gained = "{:.2f}", min((over / PREDICTED[point] for point, over in gains.items()), default=None)
+    at_128k, at_1m = (("{:.1f} x", op.get(length)) for length in (128 * K, M))
     accounts = [a for a in sparse_bill.recorded() if "one NVIDIA" in a.machine and a.errors]
-    eight = over_dense(8, M, BLOCKS, "sparse-steps.emulated-8")
+    eight = "32 blocks {:.2f} x", over_dense(8, M, BLOCKS, "sparse-steps.emulated-8")
     costs = results("sparse-costs", "model", "case", "batch", "length")
     with_parts = [r for r in costs if (r["case"], r["model"]) == ("parts", MODEL)]
     of_parts = results("sparse", "batch", "length", kind="parts", heads=HEADS, topk=128, candidates=256)
     points = {(r["batch"], r["length"]): r for r in of_parts}
-    longest = [points[1, M]["read_bytes"] / int(HEADS.split("/")[1]) / 1e6] if (1, M) in points else []
+    heads = int(HEADS.split("/")[1])
+    longest = [("{:.1f} MB", round(r["read_bytes"] / heads / 1e6, 1)) for point, r in points.items() if point == (1, M)]
 
     def at(r: Row) -> str:
         return f"{r['batch']} x {tokens(r['length'])} {{:.2f}} x"
 
+    parts = [(at(r), r["over_blocks"]) for point, r in points.items() if point in ((1, M), (8, 128 * K))]
+    plain = [(f"{a.budget} R² {{:.3f}}", a.r2(a.without_finding)) for a in accounts]
+    amended = [(f"{a.budget} R² {{:.3f}}", a.r2()) for a in accounts]
+    whole = [(at(r), r["step_us"] / r["plain_us"]) for r in with_parts]
     return [
         Gate("H1: the op crosses over between 8K and 64K, batch 1", "above 64K: fail", crossing),
-        Gate(
-            "H1: the op at 1 x 128K, k=8, at least 1.5 x", "1.53 x: pass",
-            judged([("{:.1f} x", op.get(128 * K))], lambda over: over >= 1.5),
-        ),
-        Gate(
-            "H1: the op at 1 x 1M, k=8, at least 8 x", "8.02 x: pass",
-            judged([("{:.1f} x", op.get(M))], lambda over: over >= 8),
-        ),
+        Gate("H1: the op at 1 x 128K, k=8, at least 1.5 x", "1.53 x: pass", at_least(1.5, at_128k)),
+        Gate("H1: the op at 1 x 1M, k=8, at least 8 x", "8.02 x: pass", at_least(8, at_1m)),
         Gate("GATE-3: steps at 128K at least 2 x", "at most 1.81 x: fail", _steps(2, 128 * K, 1, 2, 4, 8)),
         Gate("GATE-3: steps at 1M at least 5 x", "1.77 x: fail", _steps(5, M, 1, 2)),
-        Gate(
-            "GATE-3: steps at 8 x 1M, eight emulated ranks, at least 5 x", "-",
-            judged([("32 blocks {:.2f} x", eight)], lambda over: over >= 5),
-        ),
-        Gate(
-            "H2: gains at k=8 at least 0.7 of the paper's predictions", "0.62: fail",
-            judged([("{:.2f}", least)], lambda share: share >= 0.7),
-        ),
-        Gate(
-            "H3: a bill without finding explains at least 0.95", "R² 0.296: fail",
-            judged([(f"{a.budget} R² {{:.3f}}", a.r2(a.without_finding)) for a in accounts], lambda r2: r2 >= 0.95),
-        ),
-        Gate(
-            "H3 as amended: with finding", "R² 0.998: pass",
-            judged([(f"{a.budget} R² {{:.3f}}", a.r2()) for a in accounts], lambda r2: r2 >= 0.95),
-        ),
+        Gate("GATE-3: steps at 8 x 1M, eight emulated ranks, at least 5 x", "-", at_least(5, eight)),
+        Gate("H2: gains at k=8 at least 0.7 of the paper's predictions", "0.62: fail", at_least(0.7, gained)),
+        Gate("H3: a bill without finding explains at least 0.95", "R² 0.296: fail", at_least(0.95, *plain)),
+        Gate("H3 as amended: with finding", "R² 0.998: pass", at_least(0.95, *amended)),
         *_of_answers(),
-        Gate(
-            "ours: parts read at most 6.6 MB of a KV head at 1M", "-",
-            judged([("{:.1f} MB", size) for size in longest], lambda size: round(size, 1) <= 6.6),
-        ),
-        Gate(
-            "ours: the op with parts within 1.15 x of 32 blocks", "-",
-            judged(
-                [(at(r), r["over_blocks"]) for point, r in points.items() if point in ((1, M), (8, 128 * K))],
-                lambda over: over <= 1.15,
-            ),
-        ),
-        Gate(
-            "ours: steps with parts within 1.15 x of 32 blocks", "-",
-            judged([(at(r), r["step_us"] / r["plain_us"]) for r in with_parts], lambda over: over <= 1.15),
-        ),
+        Gate("ours: parts read at most 6.6 MB of a KV head at 1M", "-", at_most(6.6, *longest)),
+        Gate("ours: the op with parts within 1.15 x of 32 blocks", "-", at_most(1.15, *parts)),
+        Gate("ours: steps with parts within 1.15 x of 32 blocks", "-", at_most(1.15, *whole)),
     ]  # fmt: skip
 
 
@@ -153,13 +135,13 @@ def _of_answers() -> list[Gate]:
 
     def on_text(name: str) -> Judged:
         texts = {said: found.get(("text", policy), {}) for policy, said in NAMES.items()}
-        return judged([(f"{said} {{:.3f}}", r.get(name)) for said, r in texts.items()], lambda share: share >= 0.99)
+        return at_least(0.99, *((f"{said} {{:.3f}}", r.get(name)) for said, r in texts.items()))
 
     def of_dense(kind: str) -> Judged:
         dense = found.get((kind, "dense"), {"hits": 0})["hits"]
         own = {said: found[kind, policy] for policy, said in NAMES.items() if dense and (kind, policy) in found}
         figures = [(f"{said} {{}} beside {dense} of {r['count']}", r["hits"]) for said, r in own.items()]
-        return judged(figures, lambda hits: hits >= 0.98 * dense)
+        return at_least(0.98 * dense, *figures)
 
     return [
         Gate("8: tokens of 32K like dense at least 0.99", "k=8 0.906: fail", on_text("agrees")),

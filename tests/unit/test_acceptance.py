@@ -115,12 +115,7 @@ def test_refused_drafts_are_counted_by_how_probable_they_were() -> None:
 
 def test_what_reads_everything_keeps_everything() -> None:
     """On two ranks too, and with the target's own noise."""
-    found = rows(
-        policies=["full", "any"],
-        sparsity=[1.0],
-        kvp=[2],
-        temperature=[0.6],
-    )
+    found = rows(policies=["full", "any"], sparsity=[1.0], kvp=[2], temperature=[0.6])
     assert all(row["kept"] == row["tried"] and row["tokens"] == 4 for row in found.values())
     assert all(row["as_plain"] == row["prompts"] == 2 for row in found.values()) and len(found) == 2
 

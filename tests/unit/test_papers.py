@@ -6,16 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks.bench import BENCHMARKS
 from benchmarks.papers.__main__ import PAGE, PAPERS, main, with_items
 from benchmarks.papers.items import NOT_RECORDED, Item, lines_of, span
-from benchmarks.papers.verification_figures import drawable
-from benchmarks.records import sparse_gates
+from benchmarks.papers.verification_figures import CAPTIONS, drawable
+from benchmarks.records import sparse_gates, style
 from benchmarks.records.rows import results
 from benchmarks.records.tables import TABLES
 from launch import cli
 from launch.inputs.compose import ROOT
+from tests.legible import illegible
 
 HERE = ("done", "partly", "out of reach", "not done", "simulated", "not in the paper")
 
@@ -42,14 +44,24 @@ def test_every_item_says_what_is_here_and_names_a_command(name: str) -> None:
         assert not known or len(words) == 2 or words[2] in known, command
 
 
-def test_a_paper_is_printed_with_its_tables_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_paper_is_printed_with_its_tables_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(style.plt, "close", figures.append)
     main(["verification", f"figures={tmp_path}"])
+    monkeypatch.undo()
     said = capsys.readouterr().out
     assert "| Figure 2, F2: divergence over alpha |" in said
     for title, table in PAPERS["verification"].tabled().items():
         assert f"{title}: `{table.command}`" in said
     drawn = drawable(PAPERS["verification"].records())
-    assert {png.name for png in tmp_path.iterdir()} == {f"verify-{name}.png" for name in drawn} != set()
+    assert {png.stem for png in tmp_path.iterdir()} == {f"verify-{name}" for name in drawn}
+    assert {*drawn} == {*CAPTIONS}
+    for figure in figures:
+        assert not illegible(figure)
+        assert any("better" in f"{panel.get_xlabel()} {panel.get_ylabel()}" for panel in figure.axes)
+        style.plt.close(figure)
 
 
 @pytest.mark.parametrize(

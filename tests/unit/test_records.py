@@ -228,10 +228,7 @@ PLANTED: dict[str, tuple[Records, list[str]]] = {
     "drafters": (
         {
             "acceptance": [kept("code", [10, 10]), kept("code", [10, 10], policy="quest")],
-            "drafters": [
-                *drafter_job("old", "any", 1000.0, 2000.0),
-                *drafter_job("new", "quest", 1500.0, 2000.0),
-            ],
+            "drafters": [*drafter_job("old", "any", 1000.0, 2000.0), *drafter_job("new", "quest", 1500.0, 2000.0)],
         },
         [
             "| demo | 4 x 8K | old | 1.00 ms | 1.50 x (2) | - | - | - | - |",

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-from matplotlib.figure import Figure
-
 from benchmarks.papers import verification
-from benchmarks.papers.verification_figures import Records, draw, figures, tables
+from benchmarks.papers.verification_figures import Records, figures, tables
 from benchmarks.records import style
-from tests.legible import illegible
 
 
 def row(kind: str, point: tuple[float, ...], **times: float) -> dict[str, Any]:
@@ -57,17 +52,7 @@ def test_what_is_not_recorded_is_a_dash() -> None:
     found = tables(Records(few))
     assert found["1"][1][3:] == ("42.0 / 6.0 / -", "2.0 / - / 1.0", "1.00", "-", "-")
     assert found["2"][1][2:] == ("- / -", "-", "1.06", "-") and found["3"][1][2] == "- / - / 6.0"
-    for figure in figures(Records(few)).values():
-        style.plt.close(figure)
-
-
-def test_all_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(style.plt, "close", drawn.append)
-    draw(Records(recorded()), tmp_path)
-    monkeypatch.undo()
-    assert {png.stem for png in tmp_path.iterdir()} == {f"verify-{n}" for n in (*range(1, 7), "sorted")}
-    for figure in drawn:
-        assert not illegible(figure)
-        assert any("better" in f"{panel.get_xlabel()} {panel.get_ylabel()}" for panel in figure.axes)
+    drawn = figures(Records(few))
+    assert [*drawn] == ["1", "2", "3", "6"]
+    for figure in drawn.values():
         style.plt.close(figure)
