@@ -1,6 +1,6 @@
 """Files that a run refuses.
 
-A line of files.txt is the name of a case, what is done in a directory, what is typed, and words of the message. The
+A line of files.cases is the name of a case, what is done in a directory, what is typed, and words of the message. The
 directory holds model/ (the checkpoint "qwen3": one file of weights, no tokenizer), demo/ (the demo model: an index, two
 shards, a tokenizer) and p.jsonl. What is put in a file is written with the escapes of Python.
 """
@@ -78,7 +78,7 @@ def do(what: str, directory: Path) -> None:
 def cases() -> list[Any]:
     """What is done, typed and answered."""
     found = []
-    for line in (Path(__file__).parent / "files.txt").read_text().splitlines()[1:]:
+    for line in (Path(__file__).parent / "files.cases").read_text().splitlines()[1:]:
         name, case = line.split(" | ", 1)
         for word, text in STANDS_FOR.items():
             case = case.replace(word, text)
