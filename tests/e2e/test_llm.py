@@ -135,7 +135,7 @@ with LLM("assets/demo-model", kvp=1, overrides=["kv.tokens=8192"]) as llm:
     next(parts)
     for what in generate, stream, close, another:
         forked(what)
-    assert os.listdir(llm._directory) and len(list(parts)) > 10 and generate() == before
+    assert os.listdir(llm._directory) and list(parts) and generate() == before
 print("closed", os.path.exists(llm._directory))
 """
 
