@@ -285,7 +285,8 @@ def test_jobs_have_gpus_of_their_own_in_the_order_of_the_list(tmp_path: Path) ->
 
 def test_a_job_of_all_gpus_starts_early_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "WAITS", ("START_AFTER",))
-    waits = "date +%s.%N > $ROWS/new; mv $ROWS/new $ROWS/began; until [ -e $START_AFTER ]; do sleep 0.02; done; date +%s.%N > $ROWS/went"
+    began = "date +%s.%N > $ROWS/new; mv $ROWS/new $ROWS/began"
+    waits = f"{began}; until [ -e $START_AFTER ]; do sleep 0.02; done; date +%s.%N > $ROWS/went"
     first = "until [ -e $ROWS/began ]; do sleep 0.02; done; date +%s.%N > $ROWS/ended"
     jobs = [QueuedJob("first", 2, 90, first), QueuedJob("second", 2, 90, waits)]
     assert [*Queue(jobs, 2, tmp_path).run(120)][-1].split("  ")[-1].startswith("second: exit code 0")
