@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
@@ -126,18 +127,14 @@ def write(path: Path, text: str) -> None:
     Path(cache_from_source(str(path))).unlink(missing_ok=True)  # it may be as long and as old as another text's
 
 
-def main(words: list[str]) -> int:
-    console = Console()
-    faults = [f for f in FAULTS if all(word in f"{f.name} {f.file}" for word in words)]
-    problems = [problem for fault in faults if (problem := misplaced(fault))]
-    if problems or not faults:
-        console.print("\n".join(problems) or f"no fault has {' '.join(words)} in its name or file", markup=False)
-        return 1
+@contextmanager
+def copies_of_this_tree(count: int, prefix: str) -> Iterator[Callable[[Callable[[Tree], T]], Future[T]]]:
+    """Submits work, each piece of which has one of `count` copies for itself."""
     with ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(COPIES))
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="helix-faults-"))
+        threads = stack.enter_context(ThreadPoolExecutor(count))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
         trees: SimpleQueue[Tree] = SimpleQueue()
-        for i in range(COPIES):
+        for i in range(count):
             trees.put(tree := Tree(Path(directory, str(i))))
             stack.callback(tree.close)
 
@@ -148,14 +145,26 @@ def main(words: list[str]) -> int:
             finally:
                 trees.put(tree)
 
+        yield lambda work: threads.submit(with_tree, work)
+
+
+def main(words: list[str]) -> int:
+    console = Console()
+    faults = [f for f in FAULTS if all(word in f"{f.name} {f.file}" for word in words)]
+    problems = [problem for fault in faults if (problem := misplaced(fault))]
+    if problems or not faults:
+        console.print("\n".join(problems) or f"no fault has {' '.join(words)} in its name or file", markup=False)
+        return 1
+    with copies_of_this_tree(COPIES, "helix-faults-") as submit:
         tests = sorted({test for fault in faults for test in fault.tests})
         halves = [tests[i::COPIES] for i in range(COPIES) if tests[i::COPIES]]
         with console.status(f"{len(tests)} tests without any fault"):
-            for code, by in threads.map(lambda some: with_tree(lambda tree: tree.run(some)), halves):
+            for code, by in [job.result() for job in [submit(partial(Tree.run, tests=half)) for half in halves]]:
                 if code != OK:
                     console.print(f"without any fault: {by}", markup=False)
                     return 1
-        work = threads.map(lambda fault: with_tree(lambda tree: plant(tree, fault)), faults)
+        jobs = [submit(partial(plant, fault=fault)) for fault in faults]
+        work = (job.result() for job in jobs)
         found = list(track(work, f"{len(faults)} faults", len(faults), console=console, transient=True))
     table = Table("fault", "in", "caught by", "s")
     for fault, result in zip(faults, found, strict=True):

@@ -12,22 +12,19 @@ import ast
 import json
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from collections.abc import Iterator
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
-from tests.faults.__main__ import OK, ROOT, T, Tree, write
+from tests.faults.__main__ import OK, ROOT, Tree, copies_of_this_tree, write
 
 FILES = (
     "comm/hopb.py",
@@ -152,6 +149,7 @@ def importing(file: str) -> list[str]:
     """The test files with an import of `file`."""
     module = file.removesuffix(".py").replace("/", ".")
     found = [path for path in (ROOT / "tests").rglob("test_*.py") if module in imported(path)]
+    assert found, f"no test imports {file}: pytest would run all"
     rank = {name: i for i, name in enumerate(ORDER)}
     found.sort(key=lambda path: (rank.get(path.parent.name, 0), str(path)))
     return [str(path.relative_to(ROOT)) for path in found]
@@ -171,7 +169,8 @@ def fate(tree: Tree, mutant: Mutant, failing: list[str]) -> dict[str, Any]:
     path = tree.folder / mutant.file
     original = path.read_bytes()
     begin = time.monotonic()
-    tests = [f"--session-timeout={SESSION_S}", *importing(mutant.file), *(f"--deselect={test}" for test in failing)]
+    without = [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in failing]
+    tests = [f"--session-timeout={SESSION_S}", *importing(mutant.file), *without]
     try:
         write(path, (original[: mutant.begin] + mutant.new.encode() + original[mutant.end :]).decode())
         code, by = tree.run(tests, DEADLINE_S)
@@ -186,34 +185,19 @@ def main(words: list[str]) -> int:
     console, copies, record = Console(), int(options.get("copies", 2)), Path(options["record"])
     mutants = drawn(int(options.get("count", 150)), int(options.get("seed", 71)))
     failing, fates = read(record) if record.exists() else (None, {})
-    with ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(copies))
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="helix-mutants-"))
-        trees: SimpleQueue[Tree] = SimpleQueue()
-        for i in range(copies):
-            trees.put(tree := Tree(Path(directory, str(i))))
-            stack.callback(tree.close)
-
-        def with_tree(work: Callable[[Tree], T]) -> T:
-            tree = trees.get()
-            try:
-                return work(tree)
-            finally:
-                trees.put(tree)
-
-        with record.open("a") as file:
-            if failing is None:
-                files = sorted({test for mutant in mutants for test in importing(mutant.file)})
-                work = threads.map(lambda test: with_tree(lambda tree: tree.failures([test], DEADLINE_S)), files)
-                alone = track(work, f"{len(files)} files without any mutant", len(files), console=console)
-                failing = [test for tests in alone for test in tests if test.startswith("tests/")]
-                file.write(json.dumps({"fail without any mutant": failing}) + "\n")
-            left = [mutant for mutant in mutants if key(asdict(mutant)) not in fates]
-            jobs = [threads.submit(with_tree, partial(fate, mutant=mutant, failing=failing)) for mutant in left]
-            for job in track(as_completed(jobs), f"{len(left)} mutants", len(left), console=console):
-                file.write(json.dumps(line := job.result()) + "\n")
-                file.flush()
-                fates[key(line)] = line["killed"]
+    with copies_of_this_tree(copies, "helix-mutants-") as submit, record.open("a") as file:
+        if failing is None:
+            files = sorted({test for mutant in mutants for test in importing(mutant.file)})
+            work = [submit(partial(Tree.failures, tests=[test], deadline_s=DEADLINE_S)) for test in files]
+            alone = track((job.result() for job in work), "files without any mutant", len(files), console=console)
+            failing = [test for tests in alone for test in tests if test.startswith("tests/")]
+            file.write(json.dumps({"fail without any mutant": failing}) + "\n")
+        left = [mutant for mutant in mutants if key(asdict(mutant)) not in fates]
+        jobs = [submit(partial(fate, mutant=mutant, failing=failing)) for mutant in left]
+        for job in track(as_completed(jobs), f"{len(left)} mutants", len(left), console=console):
+            file.write(json.dumps(line := job.result()) + "\n")
+            file.flush()
+            fates[key(line)] = line["killed"]
     console.print(f"{sum(fates.values())} of {len(fates)} mutants are killed")
     before = read(Path(options["compare"]))[1] if "compare" in options else {}
     survivors = sorted(name for name, killed in before.items() if killed and not fates[name])
