@@ -245,7 +245,7 @@ async def test_a_process_that_fails_is_another_one_for_the_next() -> None:
     (first,) = reader.workers.processes
     left = asyncio.create_task(reader.run(LARGE + 1, time.sleep, 0.2))
     await until(lambda: reader.workers.idle == [])
-    left.cancel()  # nobody waits for its end, and there it goes on
+    left.cancel()  # the client leaves, and the work in the other process goes on
     await until(lambda: reader.workers.idle == [first])
     with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
         await reader.run(LARGE + 1, int, "x")
