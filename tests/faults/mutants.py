@@ -2,8 +2,8 @@
 
 `python -m tests.faults.mutants record=FILE [count=150 seed=71 copies=2]` writes a line for each mutant, which names it
 (file, line, what became what) and says whether a test failed, and which; with a FILE that is there it goes on.
-`... compare=FILE` reads such a record of before and exits with 1 where a mutant that was killed then survives now.
-Each runs against the test files that import its file.
+`... compare=FILE` reads such a record of before, runs what was killed then, and exits with 1 where one survives now.
+Each runs against the test files that import its file, and against the rows of the parity table.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ FILES = (
 )
 DEADLINE_S = 60  # of a test: a mutant that lets one hang is killed by it
 SESSION_S = 120  # of all tests of a mutant: it survives what has not failed by then
+ROWS = "tests/e2e/test_parity.py"  # runs all of the product, which it imports through the fuzzer
 ORDER = "unit", "kernels", "serving", "dist", "e2e"  # of the test files: what is quick comes first
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
@@ -146,13 +147,13 @@ def drawn(most: int, seed: int) -> list[Mutant]:
 
 
 def importing(file: str) -> list[str]:
-    """The test files with an import of `file`."""
+    """The test files with an import of `file`, and the rows."""
     module = file.removesuffix(".py").replace("/", ".")
     found = [path for path in (ROOT / "tests").rglob("test_*.py") if module in imported(path)]
     assert found, f"no test imports {file}: pytest would run all"
     rank = {name: i for i, name in enumerate(ORDER)}
     found.sort(key=lambda path: (rank.get(path.parent.name, 0), str(path)))
-    return [str(path.relative_to(ROOT)) for path in found]
+    return [*dict.fromkeys([*(str(path.relative_to(ROOT)) for path in found), ROWS])]
 
 
 def imported(path: Path) -> set[str]:
@@ -184,6 +185,9 @@ def main(words: list[str]) -> int:
     options = dict(word.split("=", 1) for word in words)
     console, copies, record = Console(), int(options.get("copies", 2)), Path(options["record"])
     mutants = drawn(int(options.get("count", 150)), int(options.get("seed", 71)))
+    before = read(Path(options["compare"]))[1] if "compare" in options else None
+    if before is not None:
+        mutants = [mutant for mutant in mutants if before[key(asdict(mutant))]]
     failing, fates = read(record) if record.exists() else (None, {})
     with copies_of_this_tree(copies, "helix-mutants-") as submit, record.open("a") as file:
         if failing is None:
@@ -199,8 +203,7 @@ def main(words: list[str]) -> int:
             file.flush()
             fates[key(line)] = line["killed"]
     console.print(f"{sum(fates.values())} of {len(fates)} mutants are killed")
-    before = read(Path(options["compare"]))[1] if "compare" in options else {}
-    survivors = sorted(name for name, killed in before.items() if killed and not fates[name])
+    survivors = sorted(name for name, killed in (before or {}).items() if killed and not fates[name])
     for file_name, number, new in survivors:
         console.print(f"was killed, survives: {file_name}, number {number}: {new}", markup=False)
     return 1 if survivors else 0
