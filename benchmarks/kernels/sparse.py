@@ -117,7 +117,7 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
     whole = {"kvp": 1, "kvp_rank": 0, "append_block": PAGE}
     part_bounds = torch.empty(1, pool, kv_heads, PARTS, 2, DIM, device=device, dtype=dtype)
     fold_blocks(
-        k[None], None, bounds, every, begin, begin, begin + pool * PAGE, pool, "bounds", **whole,
+        k[None], None, bounds, every, begin, begin, begin + pool * PAGE, pool, **whole,
         part_bounds=part_bounds,
     )  # fmt: skip
     tables = torch.randperm(pool, device=device).int().view(batches, batch, -1)

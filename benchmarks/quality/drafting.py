@@ -238,7 +238,7 @@ def _runner(
 ) -> ModelRunner:
     """A runner with the prompts in its cache, and bounds of their pages where some policy looks at them."""
     placement = Placement(setting.layout, setting.layout.kvp_rank(comm.rank), APPEND_BLOCK, page)
-    score, most = "bounds" if page != PAGE else None, MAX_QUERIES - 1
+    bounded, most = page != PAGE, MAX_QUERIES - 1
     prompts = [c.prompt for c in batch]
 
     def follower(cache: KVCache, sizes: EngineSizes) -> Drafter:
@@ -246,7 +246,7 @@ def _runner(
             return SuffixDrafter(most, LONGEST)
         return StartedLayer(layer, model, cache, sizes, "shared")
 
-    runner = prefilled(model, placement, comm, prompts, room, room, score=score, limit=most, make_drafter=follower)
+    runner = prefilled(model, placement, comm, prompts, room, room, bounded=bounded, limit=most, make_drafter=follower)
     lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=comm.device)
     runner.cache.fold(runner.state.span(len(batch), torch.zeros_like(lengths), lengths, int(lengths.max())))
     return runner

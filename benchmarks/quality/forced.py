@@ -155,7 +155,7 @@ def _outcomes(
     longest = max(room, model.spec.max_positions)  # the same kernels, once compiled, for texts of any length
     for (page, kv, parts), group in groupby(sorted(policies, key=_cache), key=_cache):
         placement = Placement(layout, layout.kvp_rank(comm.rank), page, page)
-        runner = prefilled(model, placement, comm, prompts, room, longest, kv=kv, score="bounds", parts=parts)
+        runner = prefilled(model, placement, comm, prompts, room, longest, kv=kv, bounded=True, parts=parts)
         for policy in group:
             attends = _attention(policy, placement, longest, comm) or runner.dense
             logits = _steps(runner, policy, attends, prompts, steps, given)

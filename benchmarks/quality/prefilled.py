@@ -101,7 +101,7 @@ def prefilled(
     max_length: int,
     *,
     kv: str = "auto",
-    score: str | None = None,
+    bounded: bool = False,
     parts: int = 1,
     limit: int = 0,
     make_drafter: Callable[[KVCache, EngineSizes], Drafter] = lambda cache, sizes: NoDrafts(),
@@ -111,7 +111,7 @@ def prefilled(
     Args:
         max_length: of the runner.
         kv: how keys and values are kept, as kv.dtype says.
-        score: as in `KVCache`; bounds are not folded.
+        bounded: with key bounds, which are not folded.
         parts: of a page that have bounds of their own.
         limit: most drafts of a step, for which there is room.
         make_drafter: makes the drafter that follows the prompts.
@@ -119,9 +119,9 @@ def prefilled(
     n, layout, dtype = len(prompts), placement.layout, dtype_name(model.weights.dtype)
     pages = n * placement.stripes.pages_for(room)
     keeps = model.spec.keeps(layout, comm.rank, dtype, kv)
-    keeps = keeps if score is None else with_bounds(keeps, dtype, parts)
+    keeps = with_bounds(keeps, dtype, parts) if bounded else keeps
     sizes = EngineSizes(n, max_length, TOGETHER * CHUNK, limit, pages)
-    cache = KVCache(keeps, placement, sizes, comm.device, score)
+    cache = KVCache(keeps, placement, sizes, comm.device)
     drafter = make_drafter(cache, sizes)
     runner = ModelRunner(model, cache, sizes, drafter=drafter)
     seats = Seats(runner)

@@ -104,10 +104,9 @@ def make_cache(
     kv, spec, comm, dtype = config.kv, model.spec, model.comm, dtype_name(model.weights.dtype)
     sparse = config.attention.policy != "dense"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
-    score = "bounds" if sparse or quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype, kv.dtype)
     parts = budget_of(config.attention).parts if sparse else 1
-    keeps = without_long_rings(keeps if score is None else with_bounds(keeps, dtype, parts))
+    keeps = without_long_rings(with_bounds(keeps, dtype, parts) if sparse or quest else keeps)
     of_page = sum(page_bytes(kept, placement.page_size) for kept in keeps) + draft_page
     beside_pages = slot_bytes(keeps, placement, sizes)
     tables = 0
@@ -133,7 +132,7 @@ def make_cache(
         )
     of_host = host_states(kv.host_snapshots, keeps, placement, comm, sizes) if kv.host_snapshots else None
     kind = policy_of(config.attention).cache if sparse else KVCache
-    return kind(keeps, placement, replace(sizes, pages=pages), comm.device, score, of_host)
+    return kind(keeps, placement, replace(sizes, pages=pages), comm.device, of_host)
 
 
 def build_engine(

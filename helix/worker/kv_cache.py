@@ -112,7 +112,6 @@ class KVCache(Follower):
     Args:
         keeps: data that each layer keeps.
         sizes: the engine's sizes.
-        score: kind of the per-page key bounds, see `kernels.sparse.block_bounds`; None without block selection.
         host_states: host memory of further snapshots, [n, `snapshot_bytes`] uint8.
 
     Attributes:
@@ -136,12 +135,10 @@ class KVCache(Follower):
         placement: Placement,
         sizes: EngineSizes,
         device: torch.device,
-        score: str | None = None,
         host_states: HostStore | None = None,
     ) -> None:
         self.pages = sizes.pages
         self.placement = placement
-        self.score = score
         self.device = device
         self.bytes_per_token = sum(token_bytes(kept) for kept in keeps)
         self.lacking = lacking(keeps)
@@ -201,10 +198,9 @@ class KVCache(Follower):
         """Writes the key bounds of newly full pages, in all layers that keep bounds."""
         for group in self.groups:
             if (bounds := group.tensors.get("bounds")) is not None:
-                assert self.score is not None
                 fold_blocks(
                     group.tensors["keys"], group.tensors.get("key_scales"), bounds, span.tables, span.starts,
-                    span.before, span.after, span.most // self.placement.page_size + 1, self.score,
+                    span.before, span.after, span.most // self.placement.page_size + 1,
                     **self.placement.grid, part_bounds=group.tensors.get("part_bounds"),
                 )  # fmt: skip
 
@@ -264,7 +260,7 @@ class KVCache(Follower):
         return group.tensors[kept.name][:, self._sizes.slots + place]
 
     def takes(self, kind: StepKind) -> bool:
-        return self.score is not None or self._replays
+        return self.bounds is not None or self._replays
 
     def taken(self, step: Taken) -> None:
         if self._replays:

@@ -141,7 +141,7 @@ class ModelRunner:
         self.hopb_chunks: dict[int, tuple[int, int]] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs() if comm.capturable else None
-        cache_follows = bool(cache.rings) or cache.has_states or cache.score is not None
+        cache_follows = bool(cache.rings) or cache.has_states or cache.bounds is not None
         self._followed = cache_follows or self.drafter.follows_prompts
         self.pads = None not in cache.rings and layout.dp == 1 and comm.capturable
         attention = model.spec.attention

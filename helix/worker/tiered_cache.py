@@ -152,7 +152,7 @@ class TieredCache(KVCache):
         self.block = BlockShape.of(keeps, placement.page_size)
         self.store, self.host = tier.store, tier.store.tensor
         self._heads, layers, hot = self.block.heads, len(self.host), tier.hot
-        super().__init__(keeps, placement, sizes, device, "bounds", tier.states)
+        super().__init__(keeps, placement, sizes, device, tier.states)
         self._decoding = torch.zeros(sizes.slots, dtype=torch.bool, device=device)
         self.ring_pages = self.rings[None] = ring_pages(placement.page_size, sizes.queries)
         heads, words = self._heads, self.block.words

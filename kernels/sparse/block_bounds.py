@@ -68,7 +68,6 @@ def fold_blocks(
     before: torch.Tensor,
     after: torch.Tensor,
     most: int,
-    score: str,
     *,
     kvp: int,
     kvp_rank: int,
@@ -86,13 +85,11 @@ def fold_blocks(
         starts: int64 [n], contiguous, the kvp rank of each sequence's first block.
         before, after: int64 [n], contiguous, committed tokens of each sequence over all ranks, before and now.
         most: upper bound of the pages that one sequence fills on a rank in between.
-        score: bounds, the kind that is written here; caches of another have a `KVCache.fold` of their own.
         part_bounds: [layers, pages, Hkv, parts, 2, D], like `bounds`, of equal parts of a page, written if given.
 
     Source:
         Quest (arXiv:2406.10774).
     """
-    assert score == "bounds"
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block}
     if not dispatch.on_gpu(keys):
         reference(keys, scales, bounds, tables, starts, before, after, **grid, part_bounds=part_bounds)

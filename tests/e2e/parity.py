@@ -182,7 +182,6 @@ def build_engine(
     drafts = 0 if drafter is None else drafter.limit
     sizes = EngineSizes(max_batch, max_length, prefill_chunk, drafts, pages, snapshots, run_steps)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
-    score = "bounds" if sparse or quest else None
     parts = sparse.budget.parts if sparse else 1
     policy: AttentionPolicy | None = None
     if sparse:
@@ -206,8 +205,8 @@ def build_engine(
         for tensor in cache.on_gpu:
             tensor.fill_(-1)  # NaN in every dtype
     else:
-        keeps = keeps if score is None else with_bounds(keeps, dtype_name(dtype), parts)
-        cache = (sparse.policy.cache if sparse else KVCache)(keeps, placement, sizes, device, score, of_host)
+        keeps = with_bounds(keeps, dtype_name(dtype), parts) if sparse or quest else keeps
+        cache = (sparse.policy.cache if sparse else KVCache)(keeps, placement, sizes, device, of_host)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):

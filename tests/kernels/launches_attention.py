@@ -219,9 +219,9 @@ def blocks() -> Iterator[Launch]:
         keys = numbers(2, PAGES, 128, 4, 128, dtype=E4M3 if few else BF16)
         scales = fp32(2, PAGES, 4, 128) if few else None
         given = keys, scales, numbers(2, PAGES, 4, 2, 128), i32(4, 40), i64(4), i64(4), i64(4), 2
-        yield launch(f"fold-{few}", fold_blocks, *given, "bounds", **grid)
+        yield launch(f"fold-{few}", fold_blocks, *given, **grid)
         of_parts = numbers(2, PAGES, 4, 8, 2, 128)
-        yield launch(f"fold-parts-{few}", fold_blocks, *given, "bounds", **grid, part_bounds=of_parts)
+        yield launch(f"fold-parts-{few}", fold_blocks, *given, **grid, part_bounds=of_parts)
     sizes = dict(page_size=128, sink_blocks=1, local_blocks=2, topk=32, from_tokens=4096)
     of_tokens = i64(4), i64(4), flags(4)
     yield launch("local-bounds", local_bounds, *of_tokens, **grid, window=1000)

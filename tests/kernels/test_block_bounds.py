@@ -49,7 +49,7 @@ def test_pages_that_were_filled(name: str, part: int | None, op: object, device:
                         of_parts[:, tables[i, j], :, number] = torch.stack((x.amax(1), x.amin(1)), 2)
         bounds = torch.full_like(wanted, torch.nan).to(device)
         args = [x.to(device) for x in (tables, starts, torch.tensor(BEFORE), torch.tensor(AFTER))]
-        most = [300 // page + 1, "bounds"] if op is fold_blocks else []
+        most = [300 // page + 1] if op is fold_blocks else []
         found = torch.full_like(of_parts, torch.nan).to(device) if parts > 1 else None
         grid = dict(kvp=c["kvp"], kvp_rank=rank, append_block=c["block"])
         op(keys.to(device), None, bounds, *args, *most, **grid, part_bounds=found)  # type: ignore[operator]
@@ -66,7 +66,7 @@ def test_a_key_that_is_no_number_surfaces(device: torch.device) -> None:
     lengths = (torch.tensor([n], device=device) for n in (0, 0, 16))
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     grid = dict(kvp=1, kvp_rank=0, append_block=16)
-    fold_blocks(keys, None, bounds, table, *lengths, 1, "bounds", **grid, part_bounds=parts)
+    fold_blocks(keys, None, bounds, table, *lengths, 1, **grid, part_bounds=parts)
     assert bounds.isnan().nonzero()[:, -1].tolist() == [5, 5]
     assert parts.isnan().nonzero()[:, -3:].tolist() == [[0, 0, 5], [0, 1, 5]]
 
@@ -86,5 +86,5 @@ def test_bounds_of_keys_in_blocks(kv: str, device: torch.device) -> None:
     wanted = torch.stack([plain.amax(2), plain.amin(2)], 3)
     bounds = torch.full_like(wanted, torch.nan)
     where = dict(kvp=1, kvp_rank=0, append_block=16)
-    fold_blocks(kept["keys"], scales, bounds, table, start, start, start + 48, 3, "bounds", **where)
+    fold_blocks(kept["keys"], scales, bounds, table, start, start, start + 48, 3, **where)
     torch.testing.assert_close(bounds, wanted, rtol=0, atol=0)

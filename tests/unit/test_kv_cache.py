@@ -87,14 +87,13 @@ def test_planned_pages_hold_any_split_of_the_tokens(lengths: list[int], kvp: int
     assert sum(map(stripes.pages_for, lengths)) <= stripes.pages_for_all(sum(lengths), len(lengths))
 
 
-@pytest.mark.parametrize("entries, score", [([(1, 8), (1, 8)], "bounds"), ([(12,)], None)])
-def test_pages_are_copied_in_all_layers(entries: list[tuple[int, ...]], score: str | None) -> None:
+@pytest.mark.parametrize("entries, bounded", [([(1, 8), (1, 8)], True), ([(12,)], False)])
+def test_pages_are_copied_in_all_layers(entries: list[tuple[int, ...]], bounded: bool) -> None:
     names = ("keys", "values") if len(entries) == 2 else ("latents",)
     kept = tuple(Keeps(name, entry, "float32") for name, entry in zip(names, entries, strict=True))
-    keeps = [kept, kept] if score is None else with_bounds([kept, kept], "float32")
-    cache = KVCache(
-        keeps, Placement(HelixLayout.create(), 0, 4, 4), EngineSizes(1, pages=5), torch.device("cpu"), score
-    )
+    keeps = with_bounds([kept, kept], "float32") if bounded else [kept, kept]
+    placement = Placement(HelixLayout.create(), 0, 4, 4)
+    cache = KVCache(keeps, placement, EngineSizes(1, pages=5), torch.device("cpu"))
     tensors = cache.tensors
     for tensor in tensors:
         tensor.normal_()
