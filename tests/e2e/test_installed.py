@@ -155,7 +155,8 @@ def notebook(programs: Path, places: dict[str, Path]) -> Iterator[Notebook]:
     opened.close()
 
 
-@pytest.mark.parametrize("programs", ["editable", pytest.param("wheel", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.clients
+@pytest.mark.parametrize("programs", ["editable", "wheel"], indirect=True)
 def test_a_notebook_decodes(notebook: Notebook) -> None:
     """The cells of the example, and what goes wrong in notebooks: interrupts, models that are made again."""
     document = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())

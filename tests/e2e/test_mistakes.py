@@ -26,6 +26,8 @@ from tests.e2e.fuzz import quiet, run_case
 from tests.e2e.pinned import ROWS, case_of
 from tests.sequences import generated
 
+pytestmark = pytest.mark.slow  # continuous integration runs them next to `make test`
+
 Mistake = Callable[[Engine], None]
 
 
